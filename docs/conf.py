@@ -43,11 +43,15 @@ READ = (
 
 def _outputs() -> Path:
     """The folder of the notebooks' outputs: a new one whenever a file changes that they run or read, and only that one is kept."""
-    files = {path for name in READ for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.is_file()}
+    files = {
+        path for name in READ for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.is_file()
+    }
     digest = hashlib.sha256()
     for path in sorted(files):
         if path.suffix != ".pyc":
-            digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
+            digest.update(
+                f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes()
+            )
     folder = ROOT / ".cache" / "site" / digest.hexdigest()[:16]
     if not folder.is_dir():
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -59,10 +63,18 @@ author = "The mupax authors"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 default_role = "code"
 exclude_patterns = ["_build"]
-suppress_warnings = ["ref.python"]  # two classes have a field of one name, and a sentence says that name
+suppress_warnings = [
+    "ref.python"
+]  # two classes have a field of one name, and a sentence says that name
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -118,7 +130,9 @@ def _anchors(_: Sphinx, page: nodes.document) -> None:
     for signature in page.findall(addnodes.desc_signature):
         public = sys.modules.get(signature.get("module", ""))
         first, *rest = signature.get("fullname", "").split(".")
-        anchor = ".".join([getattr(getattr(public, first, None), "__module__", None) or "", first, *rest])
+        anchor = ".".join(
+            [getattr(getattr(public, first, None), "__module__", None) or "", first, *rest]
+        )
         if anchor not in signature["ids"]:
             signature["ids"].append(anchor)
 
@@ -128,12 +142,16 @@ def _enlarged(app: Sphinx, page: nodes.document, name: str) -> None:
     for picture in list(page.findall(nodes.image)):
         kept = app.env.images.get(picture["uri"])
         if kept and not isinstance(picture.parent, nodes.reference):
-            link = nodes.reference("", "", internal=True, refuri="../" * name.count("/") + f"_images/{kept[1]}")
+            link = nodes.reference(
+                "", "", internal=True, refuri="../" * name.count("/") + f"_images/{kept[1]}"
+            )
             picture.replace_self(link)
             link += picture
 
 
-def _attribute(_: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+def _attribute(
+    _: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
     """Gives a field's first line back what stands before its colon, which napoleon took for a type."""
     types = [line for line in lines if line.startswith(":type: ")]
     if what in ("attribute", "property") and types:
@@ -141,7 +159,9 @@ def _attribute(_: Sphinx, what: str, name: str, value: object, options: object, 
         lines[0] = f"{types[0].removeprefix(':type: ')}: {lines[0]}"
 
 
-def _signature(_: Sphinx, what: str, name: str, value: object, *rest: object) -> tuple[str, str] | None:
+def _signature(
+    _: Sphinx, what: str, name: str, value: object, *rest: object
+) -> tuple[str, str] | None:
     """A config without its signature, which says every default of every field again, and with types without the command line's part."""
     if not dataclasses.is_dataclass(value) or not name.startswith("mupax.train."):
         return None
@@ -160,7 +180,9 @@ def _titles(app: Sphinx, page: nodes.document, name: str) -> None:
     """Calls a page that is linked by its file's name by its title."""
     for link in page.findall(nodes.reference):
         if link.astext().endswith(".md"):
-            target = posixpath.join(posixpath.dirname(name), link.get("refuri", "").partition("#")[0])
+            target = posixpath.join(
+                posixpath.dirname(name), link.get("refuri", "").partition("#")[0]
+            )
             title = app.env.titles.get(posixpath.normpath(target).removesuffix(".html"))
             if title is not None:
                 link.children = [nodes.inline("", title.astext())]

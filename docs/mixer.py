@@ -33,7 +33,10 @@ class Mixer(nnx.Module):
         }
         self.read = weight(Role.PATCH_EMBEDDING, sizes, "patch", "embed", block=False)
         # All channels have one matrix over patches, whose gradient is a sum over them: it is shared along embed.
-        mix = [weight(Role.HIDDEN, sizes, "position", "output", shared=("embed",)) for _ in range(DEPTH)]
+        mix = [
+            weight(Role.HIDDEN, sizes, "position", "output", shared=("embed",))
+            for _ in range(DEPTH)
+        ]
         self.mix = nnx.List(mix)
         self.up = nnx.List([weight(Role.MLP_IN, sizes, "embed", "mlp") for _ in range(DEPTH)])
         self.down = nnx.List([weight(Role.MLP_OUT, sizes, "mlp", "embed") for _ in range(DEPTH)])
@@ -49,8 +52,15 @@ class Mixer(nnx.Module):
 
 def main() -> bool:
     rng = np.random.default_rng(0)
-    images, labels = rng.standard_normal((32, POSITIONS, PATCH)).astype(np.float32), rng.integers(0, CLASSES, 32)
-    batch = {"inputs": images, "targets": labels.astype(np.int32), "weights": np.ones(32, np.float32)}
+    images, labels = (
+        rng.standard_normal((32, POSITIONS, PATCH)).astype(np.float32),
+        rng.integers(0, CLASSES, 32),
+    )
+    batch = {
+        "inputs": images,
+        "targets": labels.astype(np.int32),
+        "weights": np.ones(32, np.float32),
+    }
     models = [zoo.define(lambda width=width: Mixer(width)) for width in (64, 128, 256)]
     mup = presets.get("mup", base={"embed": 64, "mlp": 128})
     adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)

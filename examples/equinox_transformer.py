@@ -29,14 +29,21 @@ class Block(eqx.Module):
     mlp: eqx.nn.MLP
 
     def __init__(self, width: int, key: jax.Array) -> None:
-        keys, biases = jax.random.split(key), [f"use_{part}_bias" for part in ("query", "key", "value", "output")]
+        keys, biases = (
+            jax.random.split(key),
+            [f"use_{part}_bias" for part in ("query", "key", "value", "output")],
+        )
         self.norms = [eqx.nn.LayerNorm(width) for _ in range(2)]
-        self.attention = eqx.nn.MultiheadAttention(HEADS, width, **dict.fromkeys(biases, True), key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(
+            HEADS, width, **dict.fromkeys(biases, True), key=keys[0]
+        )
         self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
 
     def __call__(self, h_TD: jax.Array) -> jax.Array:
         x_TD = jax.vmap(self.norms[0])(h_TD)
-        h_TD = h_TD + self.attention(x_TD, x_TD, x_TD, mask=jnp.tril(jnp.ones((len(h_TD), len(h_TD)), bool)))
+        h_TD = h_TD + self.attention(
+            x_TD, x_TD, x_TD, mask=jnp.tril(jnp.ones((len(h_TD), len(h_TD)), bool))
+        )
         return h_TD + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(h_TD))
 
 
@@ -51,7 +58,10 @@ class Decoder(eqx.Module):
 
     def __init__(self, width: int, key: jax.Array) -> None:
         keys = jax.random.split(key, DEPTH + 2)
-        self.token, self.position = eqx.nn.Embedding(VOCAB, width, key=keys[0]), jnp.zeros((LENGTH, width))
+        self.token, self.position = (
+            eqx.nn.Embedding(VOCAB, width, key=keys[0]),
+            jnp.zeros((LENGTH, width)),
+        )
         self.blocks = [Block(width, each) for each in keys[2:]]
         self.norm, self.readout = eqx.nn.LayerNorm(width), eqx.nn.Linear(width, VOCAB, key=keys[1])
 
@@ -85,7 +95,9 @@ SPECS = {
 }
 for norm, in_block in {"blocks.*.norms.*": True, "norm": False}.items():
     SPECS[f"{norm}.weight"] = ParamSpec(role=Role.NORM_GAIN, axes=("embed",), in_block=in_block)
-    SPECS[f"{norm}.bias"] = ParamSpec(role=Role.BIAS, axes=("embed",), in_block=in_block, of=Role.NORM_GAIN)
+    SPECS[f"{norm}.bias"] = ParamSpec(
+        role=Role.BIAS, axes=("embed",), in_block=in_block, of=Role.NORM_GAIN
+    )
 
 
 def base(width: int) -> dict[str, int]:
@@ -119,9 +131,16 @@ def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Arr
     return lambda lr, seed: loop.losses(model, model.optimizer(steps, lr), data, seed)
 
 
-def main(width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0) -> None:
+def main(
+    width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
+) -> None:
     """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(run(width, presets.get(preset, base=base(32)), steps), f"width {width} under {preset}", lr, seed)
+    loop.report(
+        run(width, presets.get(preset, base=base(32)), steps),
+        f"width {width} under {preset}",
+        lr,
+        seed,
+    )
 
 
 if __name__ == "__main__":

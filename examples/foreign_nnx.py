@@ -23,9 +23,15 @@ class Block(nnx.Module):
     """Attention and an MLP, each after a norm, [B, P, D] to [B, P, D]."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-        self.attention_norm, self.mlp_norm = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.attention_norm, self.mlp_norm = (
+            nnx.LayerNorm(width, rngs=rngs),
+            nnx.LayerNorm(width, rngs=rngs),
+        )
         self.attention = nnx.MultiHeadAttention(HEADS, width, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(width, 4 * width, rngs=rngs),
+            nnx.Linear(4 * width, width, rngs=rngs),
+        )
 
     def __call__(self, h_BPD: jax.Array) -> jax.Array:
         h_BPD = h_BPD + self.attention(self.attention_norm(h_BPD))
@@ -39,7 +45,10 @@ class ViT(nnx.Module):
         self.patch = nnx.Conv(1, width, (2, 2), (2, 2), rngs=rngs)
         self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (PATCHES, width)))
         self.blocks = nnx.List([Block(width, rngs) for _ in range(DEPTH)])
-        self.norm, self.readout = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, CLASSES, rngs=rngs)
+        self.norm, self.readout = (
+            nnx.LayerNorm(width, rngs=rngs),
+            nnx.Linear(width, CLASSES, rngs=rngs),
+        )
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         patches = self.patch(images_BHWC)
@@ -72,7 +81,9 @@ SPECS = {
 }
 for norm, in_block in {"blocks.*_norm": True, "norm": False}.items():
     SPECS[f"{norm}.scale"] = ParamSpec(role=Role.NORM_GAIN, axes=("embed",), in_block=in_block)
-    SPECS[f"{norm}.bias"] = ParamSpec(role=Role.BIAS, axes=("embed",), in_block=in_block, of=Role.NORM_GAIN)
+    SPECS[f"{norm}.bias"] = ParamSpec(
+        role=Role.BIAS, axes=("embed",), in_block=in_block, of=Role.NORM_GAIN
+    )
 
 
 def base(width: int) -> dict[str, int]:
@@ -89,9 +100,14 @@ def base(width: int) -> dict[str, int]:
 
 def definition(width: int) -> zoo.FunctionDefinition:
     """The model of this width, without its numbers."""
-    graph, params, other = nnx.split(nnx.eval_shape(lambda: ViT(width, nnx.Rngs(0))), nnx.Param, ...)
+    graph, params, other = nnx.split(
+        nnx.eval_shape(lambda: ViT(width, nnx.Rngs(0))), nnx.Param, ...
+    )
     return zoo.define_function(
-        lambda params, images_BHWC: nnx.merge(graph, params, other)(images_BHWC), params, SPECS, sizes={"layers": DEPTH}
+        lambda params, images_BHWC: nnx.merge(graph, params, other)(images_BHWC),
+        params,
+        SPECS,
+        sizes={"layers": DEPTH},
     )
 
 
@@ -102,9 +118,16 @@ def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Arr
     return lambda lr, seed: loop.losses(model, model.optimizer(steps, lr), data, seed)
 
 
-def main(width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0) -> None:
+def main(
+    width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
+) -> None:
     """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(run(width, presets.get(preset, base=base(32)), steps), f"width {width} under {preset}", lr, seed)
+    loop.report(
+        run(width, presets.get(preset, base=base(32)), steps),
+        f"width {width} under {preset}",
+        lr,
+        seed,
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ import optax
 from flax import nnx
 
 SIZES = {"embed": 20, "heads": 4, "head_dim": 6, "mlp": 28, "vocab": 50, "position": 12}
-PATCHES = {"embed": 20, "heads": 4, "head_dim": 6, "mlp": 28, "patch": 15, "classes": 10, "position": 12}
+PATCHES = {
+    "embed": 20,
+    "heads": 4,
+    "head_dim": 6,
+    "mlp": 28,
+    "patch": 15,
+    "classes": 10,
+    "position": 12,
+}
 """Sizes of the base: of the two language models, and of the classifier."""
 DEPTH = 2
 
@@ -26,13 +34,17 @@ def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
 
 def by_hand(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
     """A decoder as dicts of arrays: no biases, a gated MLP, learned positions, read out through the embedding."""
-    V, T, D, H, N, F = (sizes[axis] for axis in ("vocab", "position", "embed", "heads", "head_dim", "mlp"))
+    V, T, D, H, N, F = (
+        sizes[axis] for axis in ("vocab", "position", "embed", "heads", "head_dim", "mlp")
+    )
     block = {
         "norm1": (D,), "wq": (D, H, N), "wk": (D, H, N), "wv": (D, H, N), "wo": (H, N, D),
         "norm2": (D,), "w1": (D, F), "w3": (D, F), "w2": (F, D),
     }  # fmt: skip
     shapes = {"wte": (V, D), "wpe": (T, D), "norm": (D,), "h": [block] * DEPTH}
-    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=_is_shape)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=_is_shape
+    )
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["wte"][tokens] + params["wpe"]
@@ -64,9 +76,9 @@ class _Linen(nn.Module):
         for _ in range(DEPTH):
             inner = s["heads"] * s["head_dim"]
             y = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(s["heads"], qkv_features=inner, normalize_qk=True)(
-                y, mask=nn.make_causal_mask(tokens)
-            )
+            x = x + nn.MultiHeadDotProductAttention(
+                s["heads"], qkv_features=inner, normalize_qk=True
+            )(y, mask=nn.make_causal_mask(tokens))
             y = nn.LayerNorm()(x)
             x = x + nn.Dense(s["embed"])(nn.gelu(nn.Dense(s["mlp"])(y)))
         return nn.Dense(s["vocab"])(nn.LayerNorm()(x))
@@ -91,7 +103,10 @@ class _NNX(nnx.Module):
         self.position = nnx.Param(jnp.zeros((s["position"], s["embed"])))
         self.norms = nnx.List([nnx.RMSNorm(s["embed"], rngs=rngs) for _ in range(2 * DEPTH)])
         self.attention = nnx.List(
-            [nnx.MultiHeadAttention(s["heads"], s["embed"], inner, decode=False, rngs=rngs) for _ in range(DEPTH)]
+            [
+                nnx.MultiHeadAttention(s["heads"], s["embed"], inner, decode=False, rngs=rngs)
+                for _ in range(DEPTH)
+            ]
         )
         self.up = nnx.List([nnx.Linear(s["embed"], s["mlp"], rngs=rngs) for _ in range(DEPTH)])
         self.down = nnx.List([nnx.Linear(s["mlp"], s["embed"], rngs=rngs) for _ in range(DEPTH)])
@@ -111,7 +126,9 @@ def classifier(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         patches, labels = batch
-        return jnp.mean((nnx.merge(graph, params)(patches) - jax.nn.one_hot(labels, sizes["classes"])) ** 2)
+        return jnp.mean(
+            (nnx.merge(graph, params)(patches) - jax.nn.one_hot(labels, sizes["classes"])) ** 2
+        )
 
     patches = jax.ShapeDtypeStruct((2, sizes["position"], sizes["patch"]), jnp.float32)
     return nnx.to_pure_dict(params), loss, (patches, jax.ShapeDtypeStruct((2,), jnp.int32))

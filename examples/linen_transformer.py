@@ -33,7 +33,9 @@ class Decoder(nn.Module):
         for layer in range(DEPTH):
             attention = nn.MultiHeadDotProductAttention(HEADS, name=f"attention_{layer}")
             h_BTD += attention(nn.LayerNorm(name=f"norm_{layer}_0")(h_BTD), mask=mask)
-            hidden_BTF = nn.Dense(4 * self.width, name=f"up_{layer}")(nn.LayerNorm(name=f"norm_{layer}_1")(h_BTD))
+            hidden_BTF = nn.Dense(4 * self.width, name=f"up_{layer}")(
+                nn.LayerNorm(name=f"norm_{layer}_1")(h_BTD)
+            )
             h_BTD += nn.Dense(self.width, name=f"down_{layer}")(nn.gelu(hidden_BTF))
         return nn.Dense(VOCAB, name="readout")(nn.LayerNorm(name="norm")(h_BTD))
 
@@ -45,9 +47,14 @@ def of_block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> Para
 
 HEAD = ("heads", "head_dim")
 QUERY = of_block(Role.QUERY, ("embed", *HEAD), ("embed",))
-KEY, VALUE = (of_block(role, ("embed", "kv_heads", "head_dim"), ("embed",)) for role in (Role.KEY, Role.VALUE))
+KEY, VALUE = (
+    of_block(role, ("embed", "kv_heads", "head_dim"), ("embed",)) for role in (Role.KEY, Role.VALUE)
+)
 OUT = of_block(Role.ATTENTION_OUT, (*HEAD, "embed"), HEAD)
-UP, DOWN = of_block(Role.MLP_IN, ("embed", "mlp"), ("embed",)), of_block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",))
+UP, DOWN = (
+    of_block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
+    of_block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+)
 READOUT = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
 SPECS = {
     "token.embedding": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
@@ -71,7 +78,10 @@ def definition(width: int) -> zoo.FunctionDefinition:
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     return zoo.define_function(
-        lambda params, tokens_BT: model.apply({"params": params}, tokens_BT), shapes, SPECS, sizes={"layers": DEPTH}
+        lambda params, tokens_BT: model.apply({"params": params}, tokens_BT),
+        shapes,
+        SPECS,
+        sizes={"layers": DEPTH},
     )
 
 
@@ -94,9 +104,16 @@ def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Arr
     return lambda lr, seed: loop.losses(model, model.optimizer(steps, lr), data, seed)
 
 
-def main(width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0) -> None:
+def main(
+    width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
+) -> None:
     """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(run(width, presets.get(preset, base=base(32)), steps), f"width {width} under {preset}", lr, seed)
+    loop.report(
+        run(width, presets.get(preset, base=base(32)), steps),
+        f"width {width} under {preset}",
+        lr,
+        seed,
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def digits(steps: int, batch: int = 32) -> dict[str, np.ndarray]:
 
 
 def losses(
-    model: train.Parameterization, tx: optax.GradientTransformation, data: dict[str, np.ndarray], seed: int | jax.Array
+    model: train.Parameterization,
+    tx: optax.GradientTransformation,
+    data: dict[str, np.ndarray],
+    seed: int | jax.Array,
 ) -> jax.Array:
     """Cross-entropy of every step's batch in nats, before the step."""
 

@@ -39,10 +39,16 @@ class MixerConfig(ImageModel):
 
     def parameters(self) -> dict[str, ParamSpec]:
         return {
-            "patch": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
+            "patch": ParamSpec(
+                role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)
+            ),
             # Every channel has the same MLP over patches, so that its gradients are sums over the width.
-            "block.mix": block_matrix(Role.HIDDEN, ("position", "output"), ("position",), shared=("embed",)),
-            "block.unmix": block_matrix(Role.HIDDEN, ("output", "position"), ("output",), shared=("embed",)),
+            "block.mix": block_matrix(
+                Role.HIDDEN, ("position", "output"), ("position",), shared=("embed",)
+            ),
+            "block.unmix": block_matrix(
+                Role.HIDDEN, ("output", "position"), ("output",), shared=("embed",)
+            ),
             "block.up": block_matrix(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
             "block.down": block_matrix(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
             "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
@@ -83,7 +89,10 @@ class Mixer(nnx.Module):
         self.config = config
         init = Init(config, rngs)
         self.patch, self.readout = init.param("patch"), init.param("readout")
-        self.block, self.norm = Block(init.scope("block")), Norm("rmsnorm", init.scope("norm"), 1e-5)
+        self.block, self.norm = (
+            Block(init.scope("block")),
+            Norm("rmsnorm", init.scope("norm"), 1e-5),
+        )
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
         """Images to the residual stream's first layer, [B, P, D]."""
@@ -113,5 +122,7 @@ if __name__ == "__main__":
     from mupax.train.run import loop
 
     preset = PresetConfig(name="mup", base="embed=32,mlp=128,layers=2")
-    config = dataclasses.replace(vit_digits(), recipe="mlp-mixer", model=mlp_mixer.MIXER, preset=preset)
+    config = dataclasses.replace(
+        vit_digits(), recipe="mlp-mixer", model=mlp_mixer.MIXER, preset=preset
+    )
     sys.exit(loop.run(config.resolved()))

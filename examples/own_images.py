@@ -89,7 +89,9 @@ def main(more: str = "") -> float | None:
         more: further flags of both trainings.
     """
     if ABSENT:
-        print(f"not installed: {' and '.join(ABSENT)}; the last part is left out, until pip install 'mupax[torch]'")
+        print(
+            f"not installed: {' and '.join(ABSENT)}; the last part is left out, until pip install 'mupax[torch]'"
+        )
     digits(Path("theirs"), range(5), 60)
     digits(Path("mine"), range(5, 10), 40)
     run(f"train {SOURCE} {more}")
@@ -107,7 +109,9 @@ def main(more: str = "") -> float | None:
         for row, there in zip(rows, theirs, strict=True)
         for one in row["classes"]
     )
-    print(f"transformers says the same: no probability of {5 * len(rows)} differs by more than {difference:.1e}")
+    print(
+        f"transformers says the same: no probability of {5 * len(rows)} differs by more than {difference:.1e}"
+    )
     return difference
 
 

@@ -44,7 +44,9 @@ def docstrings(most: int) -> Iterator[str]:
     count = 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
                 yield inspect.cleandoc(text)
                 count += 1
                 if count == most:
@@ -107,7 +109,9 @@ def elsewhere(folder: Path) -> str:
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = tokenizer(PROMPT, return_tensors="pt")
-    written = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    written = model.generate(
+        **ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
+    )
     return tokenizer.decode(written[0], skip_special_tokens=True)
 
 
@@ -126,7 +130,9 @@ def main(
         texts: how many records are made.
     """
     if ABSENT:
-        print(f"not installed: {' and '.join(ABSENT)}; the last part is left out, until pip install 'mupax[torch]'")
+        print(
+            f"not installed: {' and '.join(ABSENT)}; the last part is left out, until pip install 'mupax[torch]'"
+        )
     Path("mine").mkdir()
     lines = (json.dumps({"text": text}) for text in docstrings(texts))
     Path("mine/docstrings.jsonl").write_text("\n".join(lines) + "\n")

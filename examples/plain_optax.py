@@ -26,7 +26,11 @@ def network(params: Any, images_BHWC: jax.Array) -> jax.Array:
     h_BD = images_BHWC.reshape(-1, PIXELS) @ params["read"]["w"] + params["read"]["b"]
     for block in params["blocks"]:
         x_BD = block["gain"] * h_BD / jnp.sqrt(jnp.mean(h_BD**2, axis=-1, keepdims=True) + 1e-5)
-        h_BD = h_BD + jax.nn.relu(x_BD @ block["up"]["w"] + block["up"]["b"]) @ block["down"]["w"] + block["down"]["b"]
+        h_BD = (
+            h_BD
+            + jax.nn.relu(x_BD @ block["up"]["w"] + block["up"]["b"]) @ block["down"]["w"]
+            + block["down"]["b"]
+        )
     h_BD = params["gain"] * h_BD / jnp.sqrt(jnp.mean(h_BD**2, axis=-1, keepdims=True) + 1e-5)
     return h_BD @ params["readout"]["w"] + params["readout"]["b"]
 
@@ -47,8 +51,12 @@ def shapes(width: int) -> dict[str, Any]:
 
 MATRICES = {
     "read": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
-    "blocks.*.up": ParamSpec(role=Role.MLP_IN, axes=("embed", "mlp"), fan_in=("embed",), in_block=True),
-    "blocks.*.down": ParamSpec(role=Role.MLP_OUT, axes=("mlp", "embed"), fan_in=("mlp",), in_block=True),
+    "blocks.*.up": ParamSpec(
+        role=Role.MLP_IN, axes=("embed", "mlp"), fan_in=("embed",), in_block=True
+    ),
+    "blocks.*.down": ParamSpec(
+        role=Role.MLP_OUT, axes=("mlp", "embed"), fan_in=("mlp",), in_block=True
+    ),
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
 }
 SPECS = {
@@ -69,7 +77,9 @@ def definition(width: int) -> zoo.FunctionDefinition:
     return zoo.define_function(network, shapes(width), SPECS, sizes={"layers": DEPTH})
 
 
-def adamw(scales: Any, schedule: optax.Schedule, decay: float = 0.1, eps: float = 1e-8) -> optax.GradientTransformation:
+def adamw(
+    scales: Any, schedule: optax.Schedule, decay: float = 0.1, eps: float = 1e-8
+) -> optax.GradientTransformation:
     """AdamW with a rate, an eps and a decay for every parameter, of optax's own parts.
 
     Gradients over the scale of eps are the same as eps times it: m / (sqrt(v) + eps * e) is (m/e) / (sqrt(v)/e + eps).
@@ -89,7 +99,10 @@ def adamw(scales: Any, schedule: optax.Schedule, decay: float = 0.1, eps: float 
 
 def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Array]:
     """A training as a function of its learning rate and seed, to the loss of every step."""
-    model, data = train.parameterize(definition(width), preset, train.OptimizerConfig(name="adamw")), loop.digits(steps)
+    model, data = (
+        train.parameterize(definition(width), preset, train.OptimizerConfig(name="adamw")),
+        loop.digits(steps),
+    )
 
     def losses(lr: float | jax.Array, seed: int | jax.Array) -> jax.Array:
         shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 10, steps)
@@ -98,9 +111,16 @@ def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Arr
     return losses
 
 
-def main(width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0) -> None:
+def main(
+    width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
+) -> None:
     """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(run(width, presets.get(preset, base=base(32)), steps), f"width {width} under {preset}", lr, seed)
+    loop.report(
+        run(width, presets.get(preset, base=base(32)), steps),
+        f"width {width} under {preset}",
+        lr,
+        seed,
+    )
 
 
 if __name__ == "__main__":

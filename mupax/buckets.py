@@ -98,7 +98,9 @@ class BucketPath(PosixGPath):
         if self._listed is not None:
             return self._listed
         status = super().stat()
-        return _stat(status.length, status.mtime, stat.S_IFDIR if status.is_directory else stat.S_IFREG)
+        return _stat(
+            status.length, status.mtime, stat.S_IFDIR if status.is_directory else stat.S_IFREG
+        )
 
     lstat = stat
 
@@ -121,4 +123,6 @@ class BucketPath(PosixGPath):
 
 
 def _stat(size: int, mtime: float, mode: int = stat.S_IFREG) -> SimpleNamespace:
-    return SimpleNamespace(st_mode=mode, st_size=size, st_mtime=mtime, st_mtime_ns=int(mtime * 10**9))
+    return SimpleNamespace(
+        st_mode=mode, st_size=size, st_mtime=mtime, st_mtime_ns=int(mtime * 10**9)
+    )

@@ -60,9 +60,7 @@ Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
 BOX = "│╭╮╰╯─ "
 """What tyro draws around its messages."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
-PLUGIN_HELP = (
-    "--plugin MODULE, in any place, imports a module with presets, models, data or optimizers of your own first."
-)
+PLUGIN_HELP = "--plugin MODULE, in any place, imports a module with presets, models, data or optimizers of your own first."
 _DESCRIPTION = "(description)"
 """Stands in tyro's help where ours goes."""
 FLAG_OF_BOX = re.compile(r"^[│| ] (?:-h, )?(--[a-z][\w.-]*)")
@@ -80,10 +78,22 @@ def _choices(match: re.Match[str]) -> str:
 
 
 PLAIN = (
-    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')", r"\1 needs a whole number, not \2"),
-    (r"Error parsing (\S+): could not convert string to float: ('.*')", r"\1 needs a number, not \2"),
-    (r"Error parsing (\S+): no type matching \{None\}\|INT .* \[(.*)\]\.", r"\1 needs a whole number or None, not \2"),
-    (r"Error parsing (\S+): no type matching \{None\}\|FLOAT .* \[(.*)\]\.", r"\1 needs a number or None, not \2"),
+    (
+        r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')",
+        r"\1 needs a whole number, not \2",
+    ),
+    (
+        r"Error parsing (\S+): could not convert string to float: ('.*')",
+        r"\1 needs a number, not \2",
+    ),
+    (
+        r"Error parsing (\S+): no type matching \{None\}\|INT .* \[(.*)\]\.",
+        r"\1 needs a whole number or None, not \2",
+    ),
+    (
+        r"Error parsing (\S+): no type matching \{None\}\|FLOAT .* \[(.*)\]\.",
+        r"\1 needs a number or None, not \2",
+    ),
     (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", _choices),
     (r"Missing value for argument '(\S+)'\..*", r"\1 needs a value after it"),
 )
@@ -160,7 +170,9 @@ def parse_known(
     def parsed(words: Sequence[str]) -> tuple[T, list[str]]:
         return tyro.cli(
             conf.AvoidSubcommands[command],  # pyright: ignore
-            config=(conf.HelptextFromCommentsOff,),  # docstrings alone; comments take a fifth of the time
+            config=(
+                conf.HelptextFromCommentsOff,
+            ),  # docstrings alone; comments take a fifth of the time
             prog=prog,
             description=_DESCRIPTION,  # tyro breaks it by the letter
             args=words,
@@ -169,7 +181,11 @@ def parse_known(
         )
 
     try:
-        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(helptext), _narrow(flag_help):
+        with (
+            contextlib.redirect_stderr(message),
+            contextlib.redirect_stdout(helptext),
+            _narrow(flag_help),
+        ):
             result, rest = parsed(list(argv))
             if rest and _has_positional(command):
                 # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
@@ -179,11 +195,15 @@ def parse_known(
         if stop.code == 0:
             text = _help_text(helptext.getvalue(), description or inspect.getdoc(command) or "")
             if flag_help is not None:
-                text = f"{_only_listed(text, flag_help.flags)}\n{terminal.wrapped(flag_help.note)}\n"
+                text = (
+                    f"{_only_listed(text, flag_help.flags)}\n{terminal.wrapped(flag_help.note)}\n"
+                )
             print(text, end="")
         if stop.code != 2:  # tyro's own; another is of a signal
             raise
-        raise _own_error(stop) or UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}") from None
+        raise _own_error(stop) or UsageError(
+            f"{_unboxed(message.getvalue())}\n{_help(prog)}"
+        ) from None
 
 
 class _Held(io.StringIO):
@@ -205,7 +225,9 @@ def _help_text(text: str, description: str) -> str:
     """tyro's help with its description wrapped between words."""
     usage, *lines = text.split("\n")
     plain = COLOUR.sub("", usage)
-    box = "\n".join([usage if len(plain) <= terminal.columns() else terminal.wrapped(plain), *lines])
+    box = "\n".join(
+        [usage if len(plain) <= terminal.columns() else terminal.wrapped(plain), *lines]
+    )
     paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n")]
     paragraphs.append(PLUGIN_HELP)
     return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
@@ -240,7 +262,9 @@ def _only_listed(text: str, listed: frozenset[str]) -> str:
     plain_lines = [COLOUR.sub("", line) for line in all_lines]
     for line, plain, after in zip(all_lines, plain_lines, [*plain_lines[1:], ""], strict=True):
         # A description may have an empty line, so one ends a box only before the next box or at the end.
-        is_end = plain.startswith("╰") or (not plain.strip() and (not after or BOX_TITLE.match(after)))
+        is_end = plain.startswith("╰") or (
+            not plain.strip() and (not after or BOX_TITLE.match(after))
+        )
         if not box and BOX_TITLE.match(plain):
             box = [line]
             is_shown = is_empty = True
@@ -285,9 +309,17 @@ def refuse(rest: Sequence[str], flags: Sequence[str], prog: str, all_flags: str 
         raise UsageError(f"{text}\n{_help(prog, all_flags)}")
     flag = word.partition("=")[0].replace("_", "-")
     if f"{flag}.name" in flags:
-        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog, all_flags)}")
-    best = sorted(dict.fromkeys((*flags, "--help")), key=lambda other: _likeness(flag, other), reverse=True)
-    near = [other for other in best[:2] if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)]
+        raise UsageError(
+            f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog, all_flags)}"
+        )
+    best = sorted(
+        dict.fromkeys((*flags, "--help")), key=lambda other: _likeness(flag, other), reverse=True
+    )
+    near = [
+        other
+        for other in best[:2]
+        if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)
+    ]
     hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
     raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog, all_flags)}")
 
@@ -332,8 +364,12 @@ def flag_fields(owner: Any, prefix: str = "", path: tuple[str, ...] = ()) -> Ite
         if marks & {"Suppress", "Positional"}:
             continue
         if dataclasses.is_dataclass(value):
-            bare = "OmitArgPrefixes" in marks or any(getattr(each, "name", None) == "" for each in metadata)
-            yield from flag_fields(value, prefix if bare else f"{prefix}{word}.", (*path, field.name))
+            bare = "OmitArgPrefixes" in marks or any(
+                getattr(each, "name", None) == "" for each in metadata
+            )
+            yield from flag_fields(
+                value, prefix if bare else f"{prefix}{word}.", (*path, field.name)
+            )
             continue
         names = [f"--{prefix}{word}"]
         for mark in metadata:
@@ -419,7 +455,9 @@ def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
         ValueError: tyro has to read the words: the type is not plain, or they are not of the type.
     """
     for mark in getattr(hint, "__metadata__", ()):
-        own_constructor = isinstance(mark, PrimitiveConstructorSpec) or getattr(mark, "constructor_factory", None)
+        own_constructor = isinstance(mark, PrimitiveConstructorSpec) or getattr(
+            mark, "constructor_factory", None
+        )
         if own_constructor or str(mark) in _READ_BY_TYRO:
             raise ValueError(hint)
     bare = _bare(hint)
@@ -464,7 +502,9 @@ def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
 def _has_positional(command: type) -> bool:
     """Return whether a word without a flag before it can be a value of a command."""
     hints = _type_hints(command)
-    return any("Positional" in map(str, getattr(hint, "__metadata__", ())) for hint in hints.values())
+    return any(
+        "Positional" in map(str, getattr(hint, "__metadata__", ())) for hint in hints.values()
+    )
 
 
 def words_of(prog: str, command: Any) -> list[str]:
@@ -485,7 +525,10 @@ def words_of(prog: str, command: Any) -> list[str]:
             continue
         if value == field.default or value == ():
             continue
-        name = next((mark.name for mark in metadata if getattr(mark, "name", None)), field.name.replace("_", "-"))
+        name = next(
+            (mark.name for mark in metadata if getattr(mark, "name", None)),
+            field.name.replace("_", "-"),
+        )
         flag_words.append(f"--{name}")
         if isinstance(value, tuple):
             flag_words += map(str, value)
@@ -544,7 +587,9 @@ def first_word(
     """
     if argv[:1] in (["-h"], ["--help"]) or not (argv or default):
         rows = [(name, summary(what)) for name, what in names.items()]
-        print(f"usage: {prog} {kind.upper()} [--FLAG VALUE ...]\n\n{kind}s:\n{terminal.table(rows, indent=2)}\n")
+        print(
+            f"usage: {prog} {kind.upper()} [--FLAG VALUE ...]\n\n{kind}s:\n{terminal.table(rows, indent=2)}\n"
+        )
         print(terminal.wrapped(f"`{prog} {kind.upper()} --help` lists the flags of one."))
         raise SystemExit(0)
     if default and (not argv or argv[0].startswith("-")):
@@ -553,7 +598,11 @@ def first_word(
     if word not in names:
         near = difflib.get_close_matches(word, names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        wrong = f"the first word is a {kind}, not a flag" if word.startswith("-") else f"no {kind} is named {word!r}"
+        wrong = (
+            f"the first word is a {kind}, not a flag"
+            if word.startswith("-")
+            else f"no {kind} is named {word!r}"
+        )
         raise UsageError(f"{wrong}; {hint}the {kind}s are {', '.join(names)}")
     return word, rest
 
@@ -586,9 +635,13 @@ def _unboxed(text: str) -> str:
             continue
         paragraph.append(words)
     if paragraph and paragraph[0].startswith("Missing from"):
-        missing, _, unread = COLOUR.sub("", text).partition("For full helptext")[0].partition("Unrecognized options")
+        missing, _, unread = (
+            COLOUR.sub("", text).partition("For full helptext")[0].partition("Unrecognized options")
+        )
         rest = "".join(f"; nothing takes the word {word!r}" for word in MISSING.findall(unread)[:1])
-        flags = [names.rpartition(", ")[2] for names in MISSING.findall(missing)]  # aliases stand before
+        flags = [
+            names.rpartition(", ")[2] for names in MISSING.findall(missing)
+        ]  # aliases stand before
         return f"this needs {' and '.join(flags)}{rest}"
     message = " ".join(paragraph) or COLOUR.sub("", text).strip()
     for theirs, plain in PLAIN:

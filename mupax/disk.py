@@ -81,7 +81,9 @@ def path_of(word: str | Path) -> Path:
     if not (match := ADDRESS.match(word)):
         return Path(word).expanduser()
     if match[1] != "gs" or match.start(1) or not word.removeprefix("gs://").strip("/"):
-        raise PathError(f"{word} is no gs://bucket/folder, the one kind of address that is read and written")
+        raise PathError(
+            f"{word} is no gs://bucket/folder, the one kind of address that is read and written"
+        )
     if taken := _PATTERN.search(word):
         raise PathError(
             f"{word} has {taken[0]} in it, which libraries for buckets take for a pattern or a version; write a place without "
@@ -234,7 +236,9 @@ def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     leaving = {}
     for name in names:
         target = (folder / name).resolve()
-        is_of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+        is_of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith(
+            "models--"
+        )
         if not target.is_relative_to(real) and not is_of_hub:
             leaving[name] = target
     return leaving
@@ -274,9 +278,15 @@ class Patience:
         seconds: how long it tries; `PATIENCE_S` unless given.
     """
 
-    def __init__(self, note: Callable[[str], None] | None = None, seconds: float | None = None) -> None:
+    def __init__(
+        self, note: Callable[[str], None] | None = None, seconds: float | None = None
+    ) -> None:
         self._note = note or (lambda text: print(text, file=sys.stderr, flush=True))
-        self._seconds, self._told, self._lock = PATIENCE_S if seconds is None else seconds, False, threading.Lock()
+        self._seconds, self._told, self._lock = (
+            PATIENCE_S if seconds is None else seconds,
+            False,
+            threading.Lock(),
+        )
 
     def __call__(self, read: Callable[[], T], what: str | Path) -> T:
         """What `read` returns.
@@ -305,7 +315,9 @@ class Patience:
                     ) from error
                 with self._lock:
                     if not self._told:
-                        self._note(f"{what} cannot be read: {cause.strerror}; trying again for {self._seconds:.0f} s")
+                        self._note(
+                            f"{what} cannot be read: {cause.strerror}; trying again for {self._seconds:.0f} s"
+                        )
                     self._told = True
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
@@ -352,7 +364,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if entry is None or not stat.S_ISREG(entry.st_mode):
         raise JsonError(f"{path}: no such file")
     if entry.st_size > _LARGEST_FILE:
-        raise JsonError(f"{path}: larger than {_LARGEST_FILE // 2**20} MiB, which no JSON of a model is")
+        raise JsonError(
+            f"{path}: larger than {_LARGEST_FILE // 2**20} MiB, which no JSON of a model is"
+        )
     try:
         return json_object(read_bytes(path), str(path))
     except ABSENT as error:

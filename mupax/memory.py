@@ -22,8 +22,16 @@ _COMPILER = 1650 * 2**20
 """Address space that JAX and its compiler need to start: with less, C++ ends the process without a word to Python."""
 _UNLIMITED = 2**60
 """From here on a limit of a version 1 cgroup stands for none."""
-_ASKED = re.compile(r"(?:allocate|allocating|Allocation of|tried to allocate) ([\d,]+) ?bytes", re.IGNORECASE)
-_WORDS = ("RESOURCE_EXHAUSTED", "bad_alloc", "Cannot allocate memory", "can't allocate memory", "out of memory")
+_ASKED = re.compile(
+    r"(?:allocate|allocating|Allocation of|tried to allocate) ([\d,]+) ?bytes", re.IGNORECASE
+)
+_WORDS = (
+    "RESOURCE_EXHAUSTED",
+    "bad_alloc",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "out of memory",
+)
 
 
 class Room(NamedTuple):
@@ -156,7 +164,10 @@ def _ulimits() -> Iterator[Room]:
     """Yield what limits of address space and of data leave; both count memory that is asked for, used or not."""
     with contextlib.suppress(OSError, KeyError, ValueError):
         used = _fields(_PROC / "self" / "status")
-        kinds = ((resource.RLIMIT_AS, "VmSize", "ulimit -v"), (resource.RLIMIT_DATA, "VmData", "ulimit -d"))
+        kinds = (
+            (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
+            (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
+        )
         for kind, field, name in kinds:
             limit, _ = resource.getrlimit(kind)
             if limit != resource.RLIM_INFINITY:
@@ -186,7 +197,10 @@ def _nested(root: Path, place: str, read: Callable[[Path], Room | None]) -> Iter
 
 def _version_2(folder: Path) -> Room | None:
     limits = []
-    for name in ("memory.max", "memory.high"):  # above `high` a process is slowed down until it seems to hang
+    for name in (
+        "memory.max",
+        "memory.high",
+    ):  # above `high` a process is slowed down until it seems to hang
         with contextlib.suppress(OSError):
             text = (folder / name).read_text().strip()
             if text != "max":

@@ -47,7 +47,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         name = value if equals else next(remaining, "")
         if not name or name.startswith("-"):
-            raise PluginError(f"{FLAG} needs the name of a module after it, such as {FLAG} my_optimizer")
+            raise PluginError(
+                f"{FLAG} needs the name of a module after it, such as {FLAG} my_optimizer"
+            )
         modules.append(name)
     return modules, words
 
@@ -202,6 +204,10 @@ def _read(place: Path) -> dict[str, str]:
 
 def _failure(name: str, error: BaseException) -> str:
     """Return what went wrong inside a module, with the last line of it that ran."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename
+    ]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"--plugin {name} cannot be imported: {type(error).__name__}: {error}{where}"

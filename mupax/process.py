@@ -42,8 +42,14 @@ _NO_CHECKS = "its steps do not carry the state of such checks; JAX_DEBUG_NANS=1 
 _REFUSED = {
     "JAX_DISABLE_JIT": (_TRUE, "every step is compiled ahead of time"),
     "JAX_NO_TRACING": (_TRUE, "every step is traced once, to be compiled"),
-    "JAX_NUMPY_RANK_PROMOTION": (("raise",), "models and optimizers of its libraries rely on broadcasting"),
-    "JAX_NUMPY_DTYPE_PROMOTION": (("strict",), "models and optimizers of its libraries rely on promotion"),
+    "JAX_NUMPY_RANK_PROMOTION": (
+        ("raise",),
+        "models and optimizers of its libraries rely on broadcasting",
+    ),
+    "JAX_NUMPY_DTYPE_PROMOTION": (
+        ("strict",),
+        "models and optimizers of its libraries rely on promotion",
+    ),
     "JAX_ERROR_CHECKING_BEHAVIOR_NAN": (("raise",), _NO_CHECKS),
     "JAX_ERROR_CHECKING_BEHAVIOR_DIVIDE": (("raise",), _NO_CHECKS),
     "JAX_ERROR_CHECKING_BEHAVIOR_OOB": (("raise",), _NO_CHECKS),
@@ -70,7 +76,12 @@ _LOG_PREFIX = re.compile(r"^[EFWI]\d{4} \S+ +\d+ \S+\] ")
 """What C++ prints before a message: time, thread, file and line."""
 _BACKEND_FILE = ("jax", "_src", "xla_bridge.py")
 _BACKEND_WORDS = ("Unable to initialize backend", "Unknown backend")
-_PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_DEFAULT_DEVICE", "JAX_NUM_CPU_DEVICES")
+_PLATFORM_VARIABLES = (
+    "JAX_PLATFORMS",
+    "JAX_PLATFORM_NAME",
+    "JAX_DEFAULT_DEVICE",
+    "JAX_NUM_CPU_DEVICES",
+)
 _EXTRA_OF_PLATFORM = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}
 _CONFIG_FILE = ("jax", "_src", "config.py")
 
@@ -113,7 +124,9 @@ class VariableError(MupaxError):
     """An environment variable of JAX or XLA that cannot be used. The text names it and says what to write."""
 
 
-def check(remembered: Callable[[str, Trial], dict[str, float]], variables: Mapping[str, str] = os.environ) -> None:
+def check(
+    remembered: Callable[[str, Trial], dict[str, float]], variables: Mapping[str, str] = os.environ
+) -> None:
     """Refuse variables under which no command that computes can work, before work is spent.
 
     Args:
@@ -135,7 +148,9 @@ def check(remembered: Callable[[str, Trial], dict[str, float]], variables: Mappi
     import hashlib
     from importlib.metadata import version
 
-    key = hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="surrogateescape")).hexdigest()
+    key = hashlib.sha256(
+        f"{version('jaxlib')} {flags}".encode(errors="surrogateescape")
+    ).hexdigest()
     remembered(f"xla-flags-{key[:16]}", functools.partial(_try_flags, variables))
 
 
@@ -175,7 +190,9 @@ def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
         lines = [_LOG_PREFIX.sub("", line) for line in trial.stderr.splitlines() if line.strip()]
         reason = lines[0].rstrip(".") if lines else f"exit code {trial.returncode}"
         value = " ".join(variables[XLA_FLAGS].split())
-        raise VariableError(f"XLA does not take XLA_FLAGS={value}: {reason[:300]}. Correct or unset XLA_FLAGS")
+        raise VariableError(
+            f"XLA does not take XLA_FLAGS={value}: {reason[:300]}. Correct or unset XLA_FLAGS"
+        )
     return {"seconds": time.monotonic() - began}
 
 
@@ -234,7 +251,9 @@ def open_closed_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
         if getattr(sys, name) is None:
-            stream = os.fdopen(number, "w" if number else "r", encoding="utf-8", errors="replace", closefd=False)
+            stream = os.fdopen(
+                number, "w" if number else "r", encoding="utf-8", errors="replace", closefd=False
+            )
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 
@@ -378,7 +397,9 @@ def leave(code: int, text: str = "") -> NoReturn:
                 os.write(stream, _SHOW_CURSOR)  # which a live bar has hidden
 
     words = threading.Thread(target=speak, daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no thread any more
+    with contextlib.suppress(
+        RuntimeError
+    ):  # the interpreter is ending and starts no thread any more
         words.start()
         words.join(_WORDS_S)
     os._exit(code)

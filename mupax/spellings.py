@@ -33,7 +33,9 @@ OLD: dict[str, str] = {
     "zoo": "models",
 }
 """First words of a command when there were four doors, and the words in their place."""
-_MODULE = re.compile(r"\bpython -m (?:mupax\.)?(?:train\.(?=data\b))?(?=(?:train|presets|zoo|data)\b)")
+_MODULE = re.compile(
+    r"\bpython -m (?:mupax\.)?(?:train\.(?=data\b))?(?=(?:train|presets|zoo|data)\b)"
+)
 """Beginning of a command that names a package as a module. The next word comes after `mupax`."""
 _COMMAND = re.compile(r"\bmupax (\w[\w-]*)(?: (\w[\w-]*))?")
 

@@ -229,7 +229,9 @@ def _print_any_name() -> None:
         stream.reconfigure(errors="backslashreplace")
 
 
-def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts: Interrupts | None = None) -> int:
+def exit_code(
+    main: Callable[[list[str]], int], argv: Sequence[str], interrupts: Interrupts | None = None
+) -> int:
     """Run a command line and return its exit code, whatever becomes of it.
 
     Args:
@@ -261,7 +263,9 @@ def _explained(error: Exception) -> int:
         _complain(f"error: {error}")
         return 1
     if isinstance(error, RecursionError):
-        _complain("error: a file or a word of the command line is nested too deep; write it with fewer levels")
+        _complain(
+            "error: a file or a word of the command line is nested too deep; write it with fewer levels"
+        )
         return 2
     if described := exhausted(error):
         _complain(f"error: {described}; {_LESS_MEMORY}")
@@ -316,7 +320,12 @@ def _flush(stream: TextIO | None) -> Exception | None:
     return None
 
 
-def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, keys: int = 1, indent: int = 0) -> str:
+def table(
+    rows: Sequence[Sequence[str]],
+    left: Collection[str] | None = None,
+    keys: int = 1,
+    indent: int = 0,
+) -> str:
     """Rows as aligned columns no wider than `columns()`.
 
     Columns that do not fit follow below, beside the key columns again. A cell wraps at words where it is too wide for a line of
@@ -333,14 +342,20 @@ def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, ke
     widths = [max(map(len, column)) for column in cells]
     blocks: list[list[int]] = []
     for i in range(keys, len(widths)):
-        prose = i == len(widths) - 1 and rows[0][i] in left and any(" " in cell for cell in cells[i])
+        prose = (
+            i == len(widths) - 1 and rows[0][i] in left and any(" " in cell for cell in cells[i])
+        )
         if (
             not blocks
-            or sum(widths[j] + GAP for j in blocks[-1]) + min(widths[i], PROSE if prose else UNBOUNDED) > room
+            or sum(widths[j] + GAP for j in blocks[-1])
+            + min(widths[i], PROSE if prose else UNBOUNDED)
+            > room
         ):
             blocks.append([*range(keys)])
         blocks[-1].append(i)
-    lines = [line for block in blocks for line in ["", *_block(rows, block, widths, left, room)]][1:]
+    lines = [line for block in blocks for line in ["", *_block(rows, block, widths, left, room)]][
+        1:
+    ]
     return textwrap.indent("\n".join(lines), " " * indent)
 
 
@@ -351,13 +366,20 @@ def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _block(
-    rows: Sequence[Sequence[str]], block: Sequence[int], widths: Sequence[int], left: Collection[str], room: int
+    rows: Sequence[Sequence[str]],
+    block: Sequence[int],
+    widths: Sequence[int],
+    left: Collection[str],
+    room: int,
 ) -> list[str]:
     lines = []
     *_, last = block
     start = sum(widths[i] + GAP for i in block[:-1])
     for row in rows:
-        cells = [row[i].ljust(widths[i]) if rows[0][i] in left else row[i].rjust(widths[i]) for i in block]
+        cells = [
+            row[i].ljust(widths[i]) if rows[0][i] in left else row[i].rjust(widths[i])
+            for i in block
+        ]
         more: list[str] = []
         if start + widths[last] > room:
             cells[-1], *more = _wrapped(row[last], room - start)
@@ -368,9 +390,19 @@ def _block(
 def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
-    text = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0], line)
+    text = re.sub(
+        r"`[^`]+`",
+        lambda code: code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0],
+        line,
+    )
     indent = " " * (len(line) - len(line.lstrip()))
-    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    lines = textwrap.wrap(
+        text,
+        max(width, 1),
+        break_long_words=False,
+        break_on_hyphens=False,
+        subsequent_indent=indent,
+    )
     return [part.replace(_NO_BREAK, " ") for part in lines] or [""]
 
 

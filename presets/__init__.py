@@ -45,7 +45,9 @@ def get(
         PresetError: no such preset, constant, axis, form or file.
     """
     if not isinstance(name, str):
-        raise PresetError(f"a preset is named by a text, not {name!r}; the presets are {', '.join(PRESETS)}")
+        raise PresetError(
+            f"a preset is named by a text, not {name!r}; the presets are {', '.join(PRESETS)}"
+        )
     name, base = ALIASES.get(name, name), _sizes(base)
     if name.partition(":")[0] in PRESETS and ":" in name:
         from mupax.presets.tuned import find as tuned
@@ -56,21 +58,26 @@ def get(
     if name.startswith("measured:") or name.endswith(".json"):
         from mupax.presets.tuned import measured
 
-        path, words = name.removeprefix("measured:"), [*constants, *(["zero_readout"] if zero_readout else [])]
+        path, words = (
+            name.removeprefix("measured:"),
+            [*constants, *(["zero_readout"] if zero_readout else [])],
+        )
         if words:
-            raise PresetError(f"measured scales take no constants, not {words[0]}; they are all in {path}")
+            raise PresetError(
+                f"measured scales take no constants, not {words[0]}; they are all in {path}"
+            )
         preset = measured.measured(measured.load(path))
     elif name in PRESETS:
         preset = make(name, constants)
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        choices = (
-            f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file; --plugin MODULE adds one of your own"
-        )
+        choices = f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file; --plugin MODULE adds one of your own"
         raise PresetError(f"no preset is named {name!r}; {hint}{choices}")
     if zero_readout and "stds.readout" in preset.constants:
-        raise PresetError("stds.readout changes nothing: the readout starts at zero; leave one of the two out")
+        raise PresetError(
+            "stds.readout changes nothing: the readout starts at zero; leave one of the two out"
+        )
     if form is not None:
         preset = preset.with_form(form)
     if preset.baseless and base is not None:

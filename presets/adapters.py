@@ -29,7 +29,10 @@ def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
     ends = matrix.copies, matrix.fan_in, matrix.fan_out
     axes = {Role.LORA_A: (*ends[0], *ends[1], RANK), Role.LORA_B: (*ends[0], RANK, *ends[2])}
     fan_in = {Role.LORA_A: ends[1], Role.LORA_B: (RANK,)}
-    a, b = (ParamSpec(role=role, axes=axes[role], fan_in=fan_in[role], in_block=True, adapts=matrix) for role in axes)
+    a, b = (
+        ParamSpec(role=role, axes=axes[role], fan_in=fan_in[role], in_block=True, adapts=matrix)
+        for role in axes
+    )
     return a, b
 
 
@@ -43,14 +46,21 @@ def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
     assert spec.adapts is not None
     whole = rule(spec.adapts)
     within = dataclasses.replace(spec.adapts, axes=pair(spec.adapts)[1].axes, fan_in=(RANK,))
-    a, b = (dataclasses.replace(of, muon=None, mean_field=ONE, init_constant=1.0) for of in (whole, rule(within)))
+    a, b = (
+        dataclasses.replace(of, muon=None, mean_field=ONE, init_constant=1.0)
+        for of in (whole, rule(within))
+    )
     if spec.role is Role.LORA_B:
         return b
     if whole.sgd == whole.adam == whole.eps == ONE:  # one rate, whatever the gradients
         return a
     louder = product(spec.adapts.fan_out) * _without_depth(b.multiplier * b.adam)
-    return dataclasses.replace(a, init_std=ONE / (louder * whole.multiplier)).times(sgd=louder**-1, eps=louder)
+    return dataclasses.replace(a, init_std=ONE / (louder * whole.multiplier)).times(
+        sgd=louder**-1, eps=louder
+    )
 
 
 def _without_depth(power: Power) -> Power:
-    return dataclasses.replace(power, exponents=tuple((axis, e) for axis, e in power.exponents if axis != OWN.axis))
+    return dataclasses.replace(
+        power, exponents=tuple((axis, e) for axis, e in power.exponents if axis != OWN.axis)
+    )

@@ -62,7 +62,9 @@ def _number(name: str, value: Any) -> float:
         turned = [f"{last}.{owner}"] if last in COLUMNS else [f"{word}.{group}" for word in COLUMNS]
         raise PresetError(f"no constant is named {name!r}; {_nearest(name, turned)}")
     if group not in GROUPS:
-        raise PresetError(f"{name}: no parameter group is named {group!r}; {_nearest(group, GROUPS)}")
+        raise PresetError(
+            f"{name}: no parameter group is named {group!r}; {_nearest(group, GROUPS)}"
+        )
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -73,9 +75,13 @@ def _number(name: str, value: Any) -> float:
         if not math.isfinite(number):
             raise PresetError(f"{name}={value}: write an exponent, such as {name}=-0.5")
         return number
-    if not (1e-30 <= number <= 1e30 or (number == 0 and column in _MAY_BE_ZERO)):  # as float32 has them
+    if not (
+        1e-30 <= number <= 1e30 or (number == 0 and column in _MAY_BE_ZERO)
+    ):  # as float32 has them
         zero = "0, or " if column in _MAY_BE_ZERO else ""
-        raise PresetError(f"{name}={value}: write {zero}a number from 1e-30 to 1e30, such as {name}=2")
+        raise PresetError(
+            f"{name}={value}: write {zero}a number from 1e-30 to 1e30, such as {name}=2"
+        )
     return number
 
 
@@ -111,7 +117,9 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
         if group == EVERY:
             continue
         if (spec := by_name.get(group)) is None:
-            raise PresetError(f"{constant}: the model has no parameters {group!r}; {_nearest(group, groups)}")
+            raise PresetError(
+                f"{constant}: the model has no parameters {group!r}; {_nearest(group, groups)}"
+            )
         other = f"{column}.{spec.group}{constant.removeprefix(f'{column}.{group}')}"
         if group not in (spec.group, TIED) and other in constants:
             raise PresetError(f"{constant} and {other} name one group; write one of them")

@@ -79,7 +79,9 @@ class JointRule:
                     evidence = "the range that it was tested in is not known"
                 else:
                     evidence = f"it says nothing about {name}"
-                cautions.append(f"the joint rule {self.name}: {ratio:.3g} times the base's {name}, and {evidence}")
+                cautions.append(
+                    f"the joint rule {self.name}: {ratio:.3g} times the base's {name}, and {evidence}"
+                )
         return cautions
 
     def speaks_of(self, name: str) -> bool:
@@ -99,7 +101,11 @@ class JointRule:
         plain = {name: value for name, value in vars(self).items() if name not in powers}
         formulas = {column: power and formula(power) for column, power in powers.items()}
         plain["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
-        return {**plain, **formulas, "factors": {column: power and power(ratios) for column, power in powers.items()}}
+        return {
+            **plain,
+            **formulas,
+            "factors": {column: power and power(ratios) for column, power in powers.items()},
+        }
 
 
 _B, _T = axis("batch"), axis("tokens")
@@ -182,7 +188,9 @@ def rule(name: str) -> JointRule:
     takes = [each.name for each in RULES.values() if each.applied]
     if name not in takes:
         near = difflib.get_close_matches(name, takes, n=1)
-        why = "is only shown, beside rules that contradict it" if name in RULES else "does not exist"
+        why = (
+            "is only shown, beside rules that contradict it" if name in RULES else "does not exist"
+        )
         hint = f"did you mean {near[0]}?" if near else f"write {', '.join(takes)}"
         raise PresetError(f"the joint rule {name} {why}; {hint} (`mupax presets joint` has all)")
     return RULES[name]

@@ -43,7 +43,11 @@ def of(name: str, optimizer: str) -> JointRule:
 
 
 def scaled(
-    name: str, ratios: Mapping[str, float], optimizer: str, numbers: Mapping[str, Any], decay: str = "coupled"
+    name: str,
+    ratios: Mapping[str, float],
+    optimizer: str,
+    numbers: Mapping[str, Any],
+    decay: str = "coupled",
 ) -> dict[str, Any]:
     """An optimizer's numbers at another batch and other tokens than those that they were tuned at.
 
@@ -135,7 +139,13 @@ def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:
         return "" if power is None else formula(power) if ratios is None else f"{power(ratios):.3g}"
 
     header = ["rule", "lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]
-    return [header, *([each.name, *(cell(getattr(each, column)) for column in COLUMNS)] for each in RULES.values())]
+    return [
+        header,
+        *(
+            [each.name, *(cell(getattr(each, column)) for column in COLUMNS)]
+            for each in RULES.values()
+        ),
+    ]
 
 
 def path(
@@ -161,23 +171,45 @@ def path(
         Batch, tokens, steps over the base's, each number and the timescale tau of weight decay over the base's, and whether the rule
         holds there: yes, untested, or why it does not.
     """
-    points = [(each, tokens[0]) for each in _doublings(*batch)] + [(batch[1], each) for each in _doublings(*tokens)[1:]]
+    points = [(each, tokens[0]) for each in _doublings(*batch)] + [
+        (batch[1], each) for each in _doublings(*tokens)[1:]
+    ]
     table: list[dict[str, Any]] = []
     for examples, horizon in points:
         at = {"batch": examples / batch[0], "tokens": horizon / tokens[0]}
-        steps, factors = at["tokens"] / at["batch"], {column: joint.factor(column, at) for column in COLUMNS}
+        steps, factors = (
+            at["tokens"] / at["batch"],
+            {column: joint.factor(column, at) for column in COLUMNS},
+        )
         pull = factors["lr"] * factors["weight_decay"]
         if decay == "independent":
             factors["weight_decay"] = pull
         slow = {"b1": factors["one_minus_b1"] * (1 - b1), "b2": factors["one_minus_b2"] * (1 - b2)}
-        above = noise_scale is not None and max(examples, batch[0]) > noise_scale and examples != batch[0]
-        why = [f"1-{beta} = {x:.3g}" for beta, x in slow.items() if x >= 1] + above * ["above the noise scale"]
-        why += [f"says nothing about {name}" for name, ratio in at.items() if ratio != 1 and not joint.speaks_of(name)]
+        above = (
+            noise_scale is not None
+            and max(examples, batch[0]) > noise_scale
+            and examples != batch[0]
+        )
+        why = [f"1-{beta} = {x:.3g}" for beta, x in slow.items() if x >= 1] + above * [
+            "above the noise scale"
+        ]
+        why += [
+            f"says nothing about {name}"
+            for name, ratio in at.items()
+            if ratio != 1 and not joint.speaks_of(name)
+        ]
         holds = ", ".join(why) or ("untested" if joint.cautions(at) else "yes")
         labels = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
         numbers = {labels.get(column, column): factor for column, factor in factors.items()}
         table.append(
-            {"batch": examples, "tokens": horizon, "steps": steps, **numbers, "tau": 1 / (pull * steps), "holds": holds}
+            {
+                "batch": examples,
+                "tokens": horizon,
+                "steps": steps,
+                **numbers,
+                "tau": 1 / (pull * steps),
+                "holds": holds,
+            }
         )
     return table
 

@@ -87,7 +87,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": _SGD,
     "momentum": dataclasses.replace(_SGD, check_lr=0.05),
     "muon": dataclasses.replace(
-        _ADAM, family="muon", direction=Lazy(lambda: _import_directions().muon), reads=_ADAM_READS | _SGD_READS
+        _ADAM,
+        family="muon",
+        direction=Lazy(lambda: _import_directions().muon),
+        reads=_ADAM_READS | _SGD_READS,
     ),
     "lion": Optimizer(
         family="lion",

@@ -109,7 +109,9 @@ class Preset:
         if self.form is None or self.form == self.native_form:
             return rule
         if self.form == "table-9" and "sgd" in self.no_rule:
-            raise PresetError(f"{self.name} has no table-9 form: it has no SGD rates to make equal; write form 'plain'")
+            raise PresetError(
+                f"{self.name} has no table-9 form: it has no SGD rates to make equal; write form 'plain'"
+            )
         if not spec.tied:
             return rule.moved(theta(rule, spec, self.form))
         if self.form == "plain":
@@ -153,7 +155,11 @@ class Preset:
         return len(wide) == 1 and (heads, each) in ((wide, {1}), ({1}, wide))
 
     def factors(
-        self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
+        self,
+        spec: ParamSpec,
+        sizes: Mapping[str, int],
+        optimizer: str = "adam",
+        decay: Decay = "coupled",
     ) -> Scales:
         """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off).
 
@@ -169,7 +175,9 @@ class Preset:
     @property
     def optimizers(self) -> tuple[str, ...]:
         """Names of the optimizers that the preset has a rule for."""
-        return tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.family not in self.no_rule)
+        return tuple(
+            name for name, optimizer in OPTIMIZERS.items() if optimizer.family not in self.no_rule
+        )
 
     def family(self, optimizer: str) -> Family:
         """The column of the table that an optimizer follows.
@@ -186,7 +194,11 @@ class Preset:
         )
 
     def scales(
-        self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
+        self,
+        spec: ParamSpec,
+        sizes: Mapping[str, int],
+        optimizer: str = "adam",
+        decay: Decay = "coupled",
     ) -> Scales:
         """Numbers for one parameter at these sizes.
 
@@ -200,12 +212,23 @@ class Preset:
             PresetError: no rule for the optimizer, or a size that the rule needs is missing.
         """
         if not isinstance(spec, ParamSpec):
-            raise PresetError(f"{spec!r} is no declaration; write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))")
+            raise PresetError(
+                f"{spec!r} is no declaration; write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))"
+            )
         base, factors = self.base_values(spec, sizes), self.factors(spec, sizes, optimizer, decay)
-        if self.muon_rms and self.family(optimizer) == "muon" and self._table(spec).muon is not None:
-            fans = (math.prod(self.base_size(axis, sizes) for axis in axes) for axes in (spec.fan_in, spec.fan_out))
+        if (
+            self.muon_rms
+            and self.family(optimizer) == "muon"
+            and self._table(spec).muon is not None
+        ):
+            fans = (
+                math.prod(self.base_size(axis, sizes) for axis in axes)
+                for axes in (spec.fan_in, spec.fan_out)
+            )
             lr = 0.2 * max(fans) ** 0.5
-            base = dataclasses.replace(base, lr=lr, weight_decay=1.0 if decay == "independent" else 1 / lr)
+            base = dataclasses.replace(
+                base, lr=lr, weight_decay=1.0 if decay == "independent" else 1 / lr
+            )
         return base.times(factors)
 
     def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
@@ -219,7 +242,9 @@ class Preset:
         """
         root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
-        zero = spec.role in ZERO or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
+        zero = spec.role in ZERO or (
+            spec.role is Role.READOUT and self.zero_readout and not spec.tied
+        )
         std = 0.0 if zero else self._table(spec).init_constant * spec.start
         return Scales(
             multiplier=root if on_multiplier else 1.0,
@@ -229,7 +254,9 @@ class Preset:
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
         """What attention logits k.q are multiplied by: N_base^-1/2 at base size (-1 for keys that start as queries), N^-1/2 under `sp`."""
         root = -1.0 if self.key_as_query else -0.5
-        return self.base_size("head_dim", sizes) ** root * self.logits(self.ratios(sizes), self.base)
+        return self.base_size("head_dim", sizes) ** root * self.logits(
+            self.ratios(sizes), self.base
+        )
 
     def residual_scale(
         self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
@@ -276,23 +303,33 @@ class Preset:
         for above, below in (("mlp", "embed"), ("heads", "kv_heads")):
             ratio = m[above] / m[below]
             if abs(ratio - 1) > 0.01:
-                cautions.append(f"{above}/{below} is {ratio:.3g} times the base's; transfer is not proved")
+                cautions.append(
+                    f"{above}/{below} is {ratio:.3g} times the base's; transfer is not proved"
+                )
         alpha_a, family = self.choices.get("alpha_a", 1.0), self.family(optimizer)
         if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and family == "sgd":
             cautions.append(
                 f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: q, k gradients grow once they align"
             )
         if family == "lion":
-            cautions.append("Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)")
+            cautions.append(
+                "Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)"
+            )
         return cautions
 
     @property
     def label(self) -> str:
         """Name and the constants that are not its defaults."""
-        constants = (f" {k}={v:g}" if isinstance(v, float) else f" {k}={v}" for k, v in self.choices.items())
+        constants = (
+            f" {k}={v:g}" if isinstance(v, float) else f" {k}={v}" for k, v in self.choices.items()
+        )
         return self.name + "".join(constants)
 
     def describe(self) -> str:
         """One line: name, constants, form and base."""
-        base = "absolute" if self.base is None else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
+        base = (
+            "absolute"
+            if self.base is None
+            else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
+        )
         return f"{self.label}, {self.form or self.native_form}, {base}"

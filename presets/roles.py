@@ -78,7 +78,11 @@ class Stack(NamedTuple):
     branches: tuple[Branch, ...] = ("attention", "mlp")
 
 
-OWN, ENCODER, CROSSED = Stack(), Stack("encoder_layers"), Stack(branches=("attention", "cross", "mlp"))
+OWN, ENCODER, CROSSED = (
+    Stack(),
+    Stack("encoder_layers"),
+    Stack(branches=("attention", "cross", "mlp")),
+)
 """The stack of most models; of an encoder-decoder, that of its encoder, and of its decoder."""
 
 RANK = "rank"
@@ -166,11 +170,15 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role):
-            near = difflib.get_close_matches(str(self.role), [role.value for role in Role], n=1, cutoff=0)
+            near = difflib.get_close_matches(
+                str(self.role), [role.value for role in Role], n=1, cutoff=0
+            )
             raise PresetError(f"role {self.role!r} is no Role; write Role.{Role(near[0]).name}")
         for what, axes in (("axes", self.axes), ("fan_in", self.fan_in), ("shared", self.shared)):
             if isinstance(axes, str):
-                raise PresetError(f"{self.role.value}: {what} is the text {axes!r}; write {what}=({axes!r},)")
+                raise PresetError(
+                    f"{self.role.value}: {what} is the text {axes!r}; write {what}=({axes!r},)"
+                )
         for axis in (*self.axes, *self.shared):
             if axis not in AXES:
                 near = difflib.get_close_matches(axis, AXES, n=1)
@@ -180,16 +188,22 @@ class ParamSpec:
             raise PresetError(f"{self.role.value}: an axis is named twice in {self.axes}")
         for axis in self.fan_in:
             if axis not in self.axes:
-                raise PresetError(f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}")
+                raise PresetError(
+                    f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}"
+                )
         for axis in self.shared:
             if axis in self.axes:
                 raise PresetError(
                     f"{self.role.value}: it has the axis {axis!r}, and is not broadcast along it (shared)"
                 )
         if self.of is not None and self.role not in VECTORS:
-            raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
+            raise PresetError(
+                f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})"
+            )
         if self.start != 1 and self.role is not Role.NORM_GAIN:
-            raise PresetError(f"{self.role.value}: only gains say what they start at (start={self.start:g})")
+            raise PresetError(
+                f"{self.role.value}: only gains say what they start at (start={self.start:g})"
+            )
         if (self.adapts is None) == (self.role in ADAPTERS):
             raise PresetError(
                 f"{self.role.value}: adapters, and no others, say which matrix they are added to (adapts)"
@@ -197,7 +211,9 @@ class ParamSpec:
         if self.tied and self.role is not Role.READOUT:
             raise PresetError(f"{self.role.value}: only a readout can be tied")
         if self.role not in VECTORS | EMBEDDINGS and not self.fan_in:
-            raise PresetError(f"{self.role.value}: a matrix needs fan_in, the names of the axes it sums over")
+            raise PresetError(
+                f"{self.role.value}: a matrix needs fan_in, the names of the axes it sums over"
+            )
 
     @property
     def stacked(self) -> bool:
@@ -224,7 +240,9 @@ class ParamSpec:
     def bias(self) -> ParamSpec:
         """The declaration of this matrix' bias: one number per output."""
         axes = (*self.copies, *self.fan_out)
-        return dataclasses.replace(self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False)
+        return dataclasses.replace(
+            self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False
+        )
 
     @property
     def gain(self) -> ParamSpec:
@@ -234,7 +252,9 @@ class ParamSpec:
     @property
     def fan_out(self) -> tuple[str, ...]:
         """Axes of the output: those that are neither summed over nor count matrices (`copies`)."""
-        return tuple(axis for axis in self.axes if axis not in self.fan_in and axis not in self.copies)
+        return tuple(
+            axis for axis in self.axes if axis not in self.fan_in and axis not in self.copies
+        )
 
     @functools.cached_property
     def group(self) -> str:
@@ -268,7 +288,9 @@ class FactorSpec:
     stack: Stack = OWN
 
 
-def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], shared: tuple[str, ...] = ()) -> ParamSpec:
+def block_matrix(
+    role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], shared: tuple[str, ...] = ()
+) -> ParamSpec:
     """Return the declaration of a matrix of the residual stack, one of which every layer has.
 
     Args:

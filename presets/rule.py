@@ -91,7 +91,9 @@ class Power:
         """
 
         def moved(exponents: Exponents) -> Exponents:
-            return _collected(tuple((after if axis == before else axis, e) for axis, e in exponents))
+            return _collected(
+                tuple((after if axis == before else axis, e) for axis, e in exponents)
+            )
 
         clips = tuple((moved(inner), power) for inner, power in self.clips)
         return Power(self.coefficient, moved(self.exponents), clips)
@@ -103,7 +105,9 @@ class Power:
             clipped += power * min(0.0, _slope(inner, axes))
         return _slope(self.exponents, axes) + clipped
 
-    def __call__(self, ratios: Mapping[str, float], base: Mapping[str, float] | None = None) -> float:
+    def __call__(
+        self, ratios: Mapping[str, float], base: Mapping[str, float] | None = None
+    ) -> float:
         """The value at m_axis = ratios[axis]. Exactly the coefficient where every ratio is 1.
 
         Args:
@@ -123,7 +127,10 @@ class Power:
         return value
 
     def __str__(self) -> str:
-        parts = [f"min(1, {_text(inner)})" + (f"^{power:g}" if power != 1 else "") for inner, power in self.clips]
+        parts = [
+            f"min(1, {_text(inner)})" + (f"^{power:g}" if power != 1 else "")
+            for inner, power in self.clips
+        ]
         if self.exponents:
             parts.insert(0, _text(self.exponents))
         if self.coefficient != 1 or not parts:
@@ -142,7 +149,9 @@ def _collected(terms: tuple) -> tuple:
 
 def _ratio(axis: str, ratios: Mapping[str, float]) -> float:
     if axis not in ratios:
-        raise PresetError(f"the rule needs the size of axis {axis!r}; the sizes given are {dict(ratios)}")
+        raise PresetError(
+            f"the rule needs the size of axis {axis!r}; the sizes given are {dict(ratios)}"
+        )
     return ratios[axis]
 
 
@@ -181,7 +190,11 @@ def at_most_one(power: Power) -> Power:
 
 def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
     """Constants that are not their defaults, each (value, default), as `Preset.choices` has them."""
-    return {name: value for name, (value, default) in constants.items() if value is not None and value != default}
+    return {
+        name: value
+        for name, (value, default) in constants.items()
+        if value is not None and value != default
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +209,12 @@ class Scales:
 
     def times(self, other: Scales) -> Scales:
         """Columnwise product."""
-        return Scales(**{f.name: getattr(self, f.name) * getattr(other, f.name) for f in dataclasses.fields(self)})
+        return Scales(
+            **{
+                f.name: getattr(self, f.name) * getattr(other, f.name)
+                for f in dataclasses.fields(self)
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,10 +274,14 @@ class Rule:
             before: axis of the rule.
             after: what stands in its place.
         """
-        columns = {name: x.renamed(before, after) for name, x in vars(self).items() if isinstance(x, Power)}
+        columns = {
+            name: x.renamed(before, after) for name, x in vars(self).items() if isinstance(x, Power)
+        }
         return dataclasses.replace(self, **columns)
 
-    def times(self, *, sgd: Power | float = 1.0, adam: Power | float = 1.0, eps: Power | float = 1.0) -> Rule:
+    def times(
+        self, *, sgd: Power | float = 1.0, adam: Power | float = 1.0, eps: Power | float = 1.0
+    ) -> Rule:
         """The rule with factors on some columns; `adam` goes on Muon's rate too.
 
         Args:
@@ -294,7 +316,9 @@ class Rule:
             decay=self.decay * by["decays"],
         )
 
-    def factors(self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay) -> Scales:
+    def factors(
+        self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay
+    ) -> Scales:
         """Every column at these ratios of size to base size.
 
         Args:

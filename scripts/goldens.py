@@ -41,7 +41,14 @@ _VIT = {
     "layer_scale": 0.1,
 }
 _LM = {"vocab_size": 11, "seq_len": 5, "positions": "rotary", "activation": "swiglu"}
-_ED = {"vocab_size": 11, "seq_len": 5, "target_len": 3, "positions": "relative", "qk_norm": True, "tied": False}
+_ED = {
+    "vocab_size": 11,
+    "seq_len": 5,
+    "target_len": 3,
+    "positions": "relative",
+    "qk_norm": True,
+    "tied": False,
+}
 MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
     "vit": (
         ViTConfig(width=8, num_heads=2, depth=2, **_VIT),
@@ -62,7 +69,12 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
 """Base and two sizes of each family: head_dim and depth grown; heads grown (decoder: the MLP further)."""
 
 
-_MOE = {"vocab_size": 11, "seq_len": 5, "activation": "swiglu", "routing": RoutingConfig(balance="bias")}
+_MOE = {
+    "vocab_size": 11,
+    "seq_len": 5,
+    "activation": "swiglu",
+    "routing": RoutingConfig(balance="bias"),
+}
 EXPERTS = (
     DecoderConfig(width=8, num_heads=4, depth=2, experts=6, expert_dim=3, **_MOE),
     DecoderConfig(width=32, num_heads=4, depth=8, experts=6, expert_dim=12, **_MOE),
@@ -90,18 +102,32 @@ def golden(
     sizes = list(sizes)
     lines = [f"{preset.describe()}; {optimizer}"]
     for stack in stacks:
-        law, part = preset.branch.renamed(OWN.axis, stack.axis), "encoder " if stack == ENCODER else ""
+        law, part = (
+            preset.branch.renamed(OWN.axis, stack.axis),
+            "encoder " if stack == ENCODER else "",
+        )
         for branch in stack.branches:
-            scales = [preset.residual_scale(at, i, branch, stack) for at in sizes for i in (0, at[stack.axis] - 1)]
+            scales = [
+                preset.residual_scale(at, i, branch, stack)
+                for at in sizes
+                for i in (0, at[stack.axis] - 1)
+            ]
             numbers = " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
             lines.append(f"{part}{branch} branch {law} | {numbers}")
-    lines.append(f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes))
+    lines.append(
+        f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes)
+    )
     by_group = {spec.group: spec for spec in specs.values()}
-    for group, rule in sorted((row["group"], row) for row in table.rule_rows(preset, specs, optimizer)):
+    for group, rule in sorted(
+        (row["group"], row) for row in table.rule_rows(preset, specs, optimizer)
+    ):
         laws = "; ".join(rule[column] for column in ("multiplier", "init_std", "lr", "eps"))
         values = [
             [table.cell([at[axis] for axis in by_group[group].axes])]
-            + [f"{x:.5g}" for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))]
+            + [
+                f"{x:.5g}"
+                for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))
+            ]
             for at in sizes
         ]
         lines.append(f"{group}: {laws} | " + " | ".join(" ".join(column) for column in values))
@@ -118,24 +144,42 @@ def goldens() -> Iterator[tuple[str, str]]:
             for name in presets.PRESETS:
                 preset = _relative(name, base)
                 if optimizer in preset.optimizers:
-                    yield f"{name}-{family}-{optimizer}.txt", golden(preset, specs, sizes, optimizer, stacks)
+                    yield (
+                        f"{name}-{family}-{optimizer}.txt",
+                        golden(preset, specs, sizes, optimizer, stacks),
+                    )
         for optimizer in ("adam", "sgd"):
             pairs = [
-                golden(_relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l), specs, sizes, optimizer, stacks)
+                golden(
+                    _relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l),
+                    specs,
+                    sizes,
+                    optimizer,
+                    stacks,
+                )
                 for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
             ]
             yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
         for optimizer in OPTIMIZERS:
             dense = [choice for choice in choices.CHOICES if choice.constant != "experts"]
             named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in dense]
-            other = [preset for preset, c in zip(named, dense, strict=True) if c.constant in preset.choices]
+            other = [
+                preset
+                for preset, c in zip(named, dense, strict=True)
+                if c.constant in preset.choices
+            ]
             texts = [
-                golden(preset, specs, sizes, optimizer, stacks) for preset in other if optimizer in preset.optimizers
+                golden(preset, specs, sizes, optimizer, stacks)
+                for preset in other
+                if optimizer in preset.optimizers
             ]
             yield f"choices-{family}-{optimizer}.txt", "\n".join(texts)
     for optimizer in OPTIMIZERS:
         yield f"tied-{optimizer}.txt", "\n".join(_tied("decoder", optimizer))
-        yield f"tied-encoder-decoder-{optimizer}.txt", "\n".join(_tied("encoder-decoder", optimizer))
+        yield (
+            f"tied-encoder-decoder-{optimizer}.txt",
+            "\n".join(_tied("encoder-decoder", optimizer)),
+        )
         yield f"experts-{optimizer}.txt", "\n".join(_experts(optimizer))
 
 
@@ -159,7 +203,9 @@ def _experts(optimizer: str) -> Iterator[str]:
     base, *grown = EXPERTS
     specs = {name: spec for name, spec in base.parameters().items() if ".experts." in name}
     rules = [choice.value for choice in choices.CHOICES if choice.constant == "experts"]
-    named = [_relative(name, base) for name in presets.PRESETS] + [_relative("mup", base, experts=x) for x in rules]
+    named = [_relative(name, base) for name in presets.PRESETS] + [
+        _relative("mup", base, experts=x) for x in rules
+    ]
     for preset in {each.label: each for each in named}.values():
         if optimizer in preset.optimizers:
             yield golden(preset, specs, [size.sizes() for size in grown], optimizer)

@@ -36,7 +36,9 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
-            parsed, rest = command_line.parse_known(options, program, words, description=module.__doc__)
+            parsed, rest = command_line.parse_known(
+                options, program, words, description=module.__doc__
+            )
         command_line.refuse(rest, command_line.flags(options), program)
     except MupaxError as error:
         refuse(str(error))
@@ -66,7 +68,12 @@ def made_by(command: str) -> dict[str, Any]:
     """Return the facts that a record begins with: its command, and what that ran on."""
     from importlib.metadata import version
 
-    return {"command": command, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
+    return {
+        "command": command,
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "cores": os.cpu_count(),
+    }
 
 
 def versions() -> dict[str, str]:

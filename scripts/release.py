@@ -32,7 +32,9 @@ def version(root: Path = ROOT, pyproject: str = "pyproject.toml") -> str:
     Raises:
         ValueError: that file assigns no `__version__`.
     """
-    path = (root / pyproject).parent / tomllib.loads((root / pyproject).read_text())["tool"]["hatch"]["version"]["path"]
+    path = (root / pyproject).parent / tomllib.loads((root / pyproject).read_text())["tool"][
+        "hatch"
+    ]["version"]["path"]
     assigned = re.search(r'^__version__ = "(.*)"$', path.read_text(), re.MULTILINE)
     if assigned is None:
         raise ValueError(f'{path} assigns no version; write `__version__ = "X.Y.Z"`')
@@ -41,18 +43,28 @@ def version(root: Path = ROOT, pyproject: str = "pyproject.toml") -> str:
 
 def sections(root: Path = ROOT) -> dict[str, str]:
     """Title to entries of CHANGELOG.md's sections, in their order."""
-    return {match["title"]: match["entries"].strip() for match in HEADING.finditer((root / "CHANGELOG.md").read_text())}
+    return {
+        match["title"]: match["entries"].strip()
+        for match in HEADING.finditer((root / "CHANGELOG.md").read_text())
+    }
 
 
 def released(root: Path = ROOT) -> dict[str, str]:
     """Version to day of CHANGELOG.md's sections that have both, in their order: the newest first."""
-    return {match["version"]: match["day"] for title in sections(root) if (match := RELEASED.fullmatch(title))}
+    return {
+        match["version"]: match["day"]
+        for title in sections(root)
+        if (match := RELEASED.fullmatch(title))
+    }
 
 
 def citation(root: Path = ROOT) -> dict[str, Any]:
     """Fields of CITATION.cff; a day as YYYY-MM-DD."""
     fields = yaml.safe_load((root / "CITATION.cff").read_text())
-    return {name: str(value) if isinstance(value, datetime.date) else value for name, value in fields.items()}
+    return {
+        name: str(value) if isinstance(value, datetime.date) else value
+        for name, value in fields.items()
+    }
 
 
 def _of_changelog(name: str, root: Path, today: datetime.date) -> Iterator[str]:
@@ -86,16 +98,24 @@ def problems(root: Path = ROOT, today: datetime.date | None = None) -> list[str]
     today = today or datetime.datetime.now(datetime.UTC).date()
     name, fields, wrong = version(root), citation(root), []
     if not re.fullmatch(r"\d+\.\d+\.\d+", name):
-        wrong.append(f"version {name} is not of the form X.Y.Z; write it so where `__version__` is assigned")
+        wrong.append(
+            f"version {name} is not of the form X.Y.Z; write it so where `__version__` is assigned"
+        )
     for pyproject in DISTRIBUTIONS[1:]:
         if (other := version(root, pyproject)) != name:
-            wrong.append(f"{pyproject} is of version {other} and mupax of {name}; let both name one file")
+            wrong.append(
+                f"{pyproject} is of version {other} and mupax of {name}; let both name one file"
+            )
     wrong += _of_changelog(name, root, today)
     if str(fields.get("version")) != name:
         wrong.append(f"CITATION.cff has version {fields.get('version')}; write `version: {name}`")
     day = released(root).get(name, str(today))
     if fields.get("date-released") != day:
-        stands = f"has date-released {fields['date-released']}" if "date-released" in fields else "has no date-released"
+        stands = (
+            f"has date-released {fields['date-released']}"
+            if "date-released" in fields
+            else "has no date-released"
+        )
         wrong.append(f"CITATION.cff {stands}; write `date-released: {day}`")
     return wrong
 

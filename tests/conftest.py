@@ -27,7 +27,11 @@ OTHER_VERSIONS_SECONDS = 10.0
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
 _USER_FLAGS = os.environ.get("XLA_FLAGS", "")
-_FLAGS = [_USER_FLAGS, *(() if LEVEL in _USER_FLAGS else QUICKLY), f"--xla_force_host_platform_device_count={DEVICES}"]
+_FLAGS = [
+    _USER_FLAGS,
+    *(() if LEVEL in _USER_FLAGS else QUICKLY),
+    f"--xla_force_host_platform_device_count={DEVICES}",
+]
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
@@ -76,7 +80,9 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--costs", action="store_true", help=f"write what each test file costs to {COSTS.name}")
+    parser.addoption(
+        "--costs", action="store_true", help=f"write what each test file costs to {COSTS.name}"
+    )
 
 
 def file_of(item: pytest.Item) -> str:
@@ -95,8 +101,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if "core" in marks and cost <= OTHER_VERSIONS_SECONDS:
             item.add_marker("versions")
-        if "tpu" in marks and libtpu is None:  # `make tpu` brings the compiler; a run of everything does without
-            item.add_marker(pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)"))
+        if (
+            "tpu" in marks and libtpu is None
+        ):  # `make tpu` brings the compiler; a run of everything does without
+            item.add_marker(
+                pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)")
+            )
 
 
 def pytest_collection_finish() -> None:
@@ -124,6 +134,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["spent"] = dict(_spent)
     elif session.config.getoption("--costs"):
-        costs = json.loads(COSTS.read_text()) | {path: round(seconds, 1) for path, seconds in _spent.items()}
-        lines = sorted(f"{json.dumps(path)}: {cost}" for path, cost in costs.items() if (ROOT / path).is_file())
+        costs = json.loads(COSTS.read_text()) | {
+            path: round(seconds, 1) for path, seconds in _spent.items()
+        }
+        lines = sorted(
+            f"{json.dumps(path)}: {cost}" for path, cost in costs.items() if (ROOT / path).is_file()
+        )
         COSTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -35,12 +35,24 @@ RUN = (
 def with_flags(page: str) -> str:
     """Return docs/running.md with the table of checkpoint flags as the fields and their docstrings are."""
     tree = ast.parse((ROOT / "train" / "config" / "sections.py").read_text())
-    (body,) = [item.body for item in tree.body if isinstance(item, ast.ClassDef) and item.name == "CheckpointConfig"]
+    (body,) = [
+        item.body
+        for item in tree.body
+        if isinstance(item, ast.ClassDef) and item.name == "CheckpointConfig"
+    ]
     lines = ["| flag | default | what it does |", "|---|---|---|"]
     for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+        ):
             name = field.target.id
-            default = "" if getattr(CheckpointConfig(), name) is None else getattr(CheckpointConfig(), name)
+            default = (
+                ""
+                if getattr(CheckpointConfig(), name) is None
+                else getattr(CheckpointConfig(), name)
+            )
             help_text = ast.literal_eval(text.value)
             lines.append(f"| `--checkpoint.{name.replace('_', '-')}` | {default} | {help_text} |")
     begin, end = "<!-- flags: begin -->\n", "<!-- flags: end -->"
@@ -60,7 +72,9 @@ def done_in(folder: Path, *words: str) -> str:
     """Return what a module prints that Python runs in a copy of the source."""
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -96,7 +110,9 @@ def test_the_edits_make_flags_that_train_and_pass_their_tests(tmp_path: Path) ->
     folder = source_copy(tmp_path)
     for edit in EDITS:
         words = ["git", "apply", "--unidiff-zero", "--recount", "-"]
-        done = subprocess.run(words, cwd=folder, input=edit, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            words, cwd=folder, input=edit, text=True, capture_output=True, check=False
+        )
         assert done.returncode == 0, done.stderr
     (folder / "words.txt").write_text("a few words to train on. " * 300)
     assert "step 4/4" in done_in(folder, "mupax", *RUN.split())

@@ -29,13 +29,19 @@ def arrows() -> set[tuple[str, str]]:
 
 def drawing(floors: tuple[tuple[str, ...], ...], arrows: set[tuple[str, str]]) -> str:
     """Rooms as lines, the highest floor first, each with the letters of the rooms that it imports from."""
-    letters = dict(zip([name for floor in floors for name in floor], string.ascii_letters, strict=False))
+    letters = dict(
+        zip([name for floor in floors for name in floor], string.ascii_letters, strict=False)
+    )
     width = max(map(len, [*letters, "room"]))
     lines = []
     for number, floor in reversed(list(enumerate(floors))):
         for name in reversed(floor):
-            below = [letter if (name, other) in arrows else "·" for other, letter in letters.items()]
-            lines.append(f"{number:>5}  {letters[name]}  {name:<{width}}  {' '.join(below)}".rstrip())
+            below = [
+                letter if (name, other) in arrows else "·" for other, letter in letters.items()
+            ]
+            lines.append(
+                f"{number:>5}  {letters[name]}  {name:<{width}}  {' '.join(below)}".rstrip()
+            )
     return "\n".join([f"floor     {'room':<{width}}  imports from", *lines])
 
 
@@ -80,7 +86,11 @@ def walks(text: str) -> dict[str, list[tuple[str, str]]]:
     """Heading to (file, what is said of it): the numbered lists of a text whose items begin with a file."""
     item = re.compile(r"^\d+\. `([\w/]+\.py)`(.*?)(?=^\d+\. |^## |\Z)", re.MULTILINE | re.DOTALL)
     parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
-    return {title: items for title, body in zip(parts[::2], parts[1::2], strict=True) if (items := item.findall(body))}
+    return {
+        title: items
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+        if (items := item.findall(body))
+    }
 
 
 def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str]:
@@ -99,12 +109,19 @@ def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str
 
 @pytest.mark.parametrize("title", walks(ARCHITECTURE.read_text()))
 def test_a_walk_follows_the_imports(title: str):
-    assert unsound(walks(ARCHITECTURE.read_text())[title], through_packages(import_graph(entries=True))) == []
+    assert (
+        unsound(
+            walks(ARCHITECTURE.read_text())[title], through_packages(import_graph(entries=True))
+        )
+        == []
+    )
 
 
 def test_the_walks_are_there_and_short():
     lengths = {title: len(walk) for title, walk in walks(ARCHITECTURE.read_text()).items()}
-    assert {title: length for title, length in lengths.items() if "walk" not in title} == {"The spine": 8}
+    assert {title: length for title, length in lengths.items() if "walk" not in title} == {
+        "The spine": 8
+    }
     assert len(lengths) == 3
 
 

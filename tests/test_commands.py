@@ -91,13 +91,17 @@ def test_every_command_has_help_with_an_example(typed: str, capsys: Capture) -> 
 
 
 @pytest.mark.parametrize("typed", ROWS)
-def test_the_example_of_a_command_parses(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+def test_the_example_of_a_command_parses(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
     monkeypatch.chdir(tmp_path)
     Path("runs/lm-tiny").mkdir(parents=True)
     Path("my_images").mkdir()
     words = shlex.split(ROWS[typed].example)
     assert " ".join(words).startswith(typed)
-    assert main([*words, "--no-such-flag"]) == 2  # parsing gets as far as the flag that is wrong, and nothing runs
+    assert (
+        main([*words, "--no-such-flag"]) == 2
+    )  # parsing gets as far as the flag that is wrong, and nothing runs
     err = capsys.readouterr().err
     if typed == "finetune":  # the source says which other flags it has
         assert "no run and no weights" in err or "no images by class" in err
@@ -212,7 +216,9 @@ def test_a_recorded_command_is_shown_as_it_is_typed_now(text: str, now: str) -> 
         ("--completion tcsh", "the shells are bash, zsh, fish"),
     ],
 )
-def test_an_unknown_word_has_code_2_and_the_nearest_name(typed: str, hint: str, capsys: Capture) -> None:
+def test_an_unknown_word_has_code_2_and_the_nearest_name(
+    typed: str, hint: str, capsys: Capture
+) -> None:
     assert main(typed.split()) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -260,4 +266,6 @@ def test_every_shell_has_a_script_with_every_command(shell: str, capsys: Capture
 
 
 def test_the_page_of_commands_has_the_table() -> None:
-    assert page.PAGE.read_text() == page.document(), "python -m scripts.pages.commands writes it again"
+    assert page.PAGE.read_text() == page.document(), (
+        "python -m scripts.pages.commands writes it again"
+    )

@@ -89,7 +89,9 @@ def test_json_is_refused_that_is_nested_deeper_than_functions_go(tmp_path: Path)
         read_json(file)
 
 
-@pytest.mark.parametrize("name", ["n" * 255, "\u00e9" * 127, os.fsdecode(b"\xff" * 255)], ids=["n", "e", "bytes"])
+@pytest.mark.parametrize(
+    "name", ["n" * 255, "\u00e9" * 127, os.fsdecode(b"\xff" * 255)], ids=["n", "e", "bytes"]
+)
 def test_a_file_with_the_longest_name_is_written(name: str, tmp_path: Path) -> None:
     disk.write_whole(tmp_path / name, "content")
     assert os.listdir(tmp_path) == [name]

@@ -39,7 +39,10 @@ COMMANDS = {
     ],
     "serve": ["serve nothing"],
     "tpu": ["compile lm-tiny --topology v5e:2x2", "train lm-tiny --workdir run"],
-    "trackio": ["train lm-tiny --log.trackio project --workdir run", "train lm-tiny --log.trackio project --dry-run"],
+    "trackio": [
+        "train lm-tiny --log.trackio project --workdir run",
+        "train lm-tiny --log.trackio project --dry-run",
+    ],
     "tune": ["tune lm-tiny --over lr --out tune", "tune lm-tiny --over lr --dry-run"],
     "wandb": ["train vit-digits --log.wandb project --workdir run"],
 }
@@ -66,7 +69,9 @@ def test_every_extra_has_a_case() -> None:
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is compiled in an empty folder."""
     programs: list[object] = []
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda program, *a, **k: programs.append(program))
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda program, *a, **k: programs.append(program)
+    )
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return programs
@@ -91,9 +96,13 @@ def test_a_missing_extra_is_named_first(
     assert os.listdir() == []
 
 
-def test_control_with_the_extra_the_run_begins(compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_with_the_extra_the_run_begins(
+    compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[object] = []
-    monkeypatch.setattr(loop, "runtime", lambda config: begun.append(config) or contextlib.nullcontext())
+    monkeypatch.setattr(
+        loop, "runtime", lambda config: begun.append(config) or contextlib.nullcontext()
+    )
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
     log = LogConfig(wandb="project")
     with pytest.raises(AttributeError):  # of the stand-in
@@ -103,7 +112,9 @@ def test_control_with_the_extra_the_run_begins(compiled: list[object], monkeypat
 
 def test_a_package_that_is_not_installed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extras.MODULES, "wandb", ("json", "no_such_package"))
-    with pytest.raises(MupaxError, match=r"--x needs no_such_package; run `pip install 'mupax\[wandb\]'`"):
+    with pytest.raises(
+        MupaxError, match=r"--x needs no_such_package; run `pip install 'mupax\[wandb\]'`"
+    ):
         extras.require("wandb", "--x")
     monkeypatch.setitem(extras.MODULES, "wandb", ("json",))
     extras.require("wandb", "--x")

@@ -74,7 +74,11 @@ OWN_IDEAS = {
 MOST_OWN_IDEAS = 27
 ENTRIES: dict[str, tuple[str, ...]] = {
     "presets/optimizers.py": ("mupax.train.core.optimizer", "mupax.train.config.run"),
-    "train/config/data.py": ("mupax.train.data.sources", "mupax.train.data.records", "mupax.train.data.interface"),
+    "train/config/data.py": (
+        "mupax.train.data.sources",
+        "mupax.train.data.records",
+        "mupax.train.data.interface",
+    ),
     "zoo/decoder/config.py": ("mupax.zoo.decoder.model",),
     "zoo/encoder_decoder/config.py": ("mupax.zoo.encoder_decoder.model",),
     "zoo/transformer.py": ("mupax.zoo.lora.layer",),
@@ -132,7 +136,9 @@ def room(path: str) -> str:
     if path == "train/__init__.py" or is_main or folders == ["mupax", "commands"]:
         return "entry points"
     rooms = {name for floor in FLOORS for name in floor}
-    return next(name for end in range(len(folders), 0, -1) if (name := "/".join(folders[:end])) in rooms)
+    return next(
+        name for end in range(len(folders), 0, -1) if (name := "/".join(folders[:end])) in rooms
+    )
 
 
 def floor(name: str) -> int:
@@ -145,7 +151,9 @@ def file_of(module: str) -> str | None:
     if parts[0] == "mupax" and parts[1:2] and parts[1] in PACKAGES:
         parts = parts[1:]
     path = "/".join(parts)
-    return next((name for name in (f"{path}.py", f"{path}/__init__.py") if (ROOT / name).is_file()), None)
+    return next(
+        (name for name in (f"{path}.py", f"{path}/__init__.py") if (ROOT / name).is_file()), None
+    )
 
 
 def is_entry(path: str, module: str, top: bool) -> bool:
@@ -177,7 +185,9 @@ def violations(path: str, source: str) -> list[str]:
         if module.startswith("."):
             wrong.append(f"{path}: relative import {module}")
         elif module.split(".")[0] in PACKAGES:
-            wrong.append(f"{path}: {module} has another name where mupax is installed; write mupax.{module}")
+            wrong.append(
+                f"{path}: {module} has another name where mupax is installed; write mupax.{module}"
+            )
         elif module.split(".")[0] in HEAVY and own in PURE:
             wrong.append(f"{path}: {own} is pure Python and imports {module}")
         elif module.split(".")[0] in HEAVY and own == ARRAYS and module.split(".")[0] != "numpy":
@@ -189,9 +199,13 @@ def violations(path: str, source: str) -> list[str]:
             allowed = other == own or floor(other) < floor(own) or {own, other} <= TOGETHER
             allowed &= other != ARRAYS or not own.startswith("presets") or own == other
             if not allowed:
-                wrong.append(f"{path}: {own} imports {module}, which is in {other}, not on a floor below")
+                wrong.append(
+                    f"{path}: {own} imports {module}, which is in {other}, not on a floor below"
+                )
             elif own == "entry points" != other and top and floor(other) >= floor("train/core"):
-                wrong.append(f"{path}: an entry point imports {module} inside the function that needs it")
+                wrong.append(
+                    f"{path}: an entry point imports {module} inside the function that needs it"
+                )
     return wrong
 
 
@@ -247,7 +261,8 @@ def import_graph(entries: bool = False) -> dict[str, set[str]]:
 def modules_alone(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """The graph without arrows to packages, which import what they export."""
     return {
-        path: {target for target in targets if not target.endswith("__init__.py")} for path, targets in graph.items()
+        path: {target for target in targets if not target.endswith("__init__.py")}
+        for path, targets in graph.items()
     }
 
 
@@ -344,9 +359,15 @@ def test_control_an_import_by_a_text_is_seen(source: str, is_seen: bool):
 
 def test_entries_name_what_is_there():
     for path, names in ENTRIES.items():
-        named = [module for module, top in imports((ROOT / path).read_text()) if is_entry(path, module, top)]
+        named = [
+            module
+            for module, top in imports((ROOT / path).read_text())
+            if is_entry(path, module, top)
+        ]
         for name in names:
-            assert any(f"{module}.".startswith(f"{name}.") for module in named), f"{path} names nothing of {name}"
+            assert any(f"{module}.".startswith(f"{name}.") for module in named), (
+                f"{path} names nothing of {name}"
+            )
 
 
 def test_a_file_with_one_importer_is_an_idea_of_its_own():
@@ -363,7 +384,11 @@ def test_control_a_file_with_one_importer_is_seen(tmp_path: Path):
 
 
 def test_no_file_is_a_bag_of_things():
-    bags = [path for path in sources() if Path(path).stem in ("utils", "util", "common", "helpers", "helper", "misc")]
+    bags = [
+        path
+        for path in sources()
+        if Path(path).stem in ("utils", "util", "common", "helpers", "helper", "misc")
+    ]
     assert not bags
 
 
@@ -382,7 +407,11 @@ def test_a_model_reads_nothing_that_it_is_not_given():
 
 @pytest.mark.parametrize(
     "source",
-    ["from contextvars import ContextVar", "def f():\n    import contextvars", "from threading import local"],
+    [
+        "from contextvars import ContextVar",
+        "def f():\n    import contextvars",
+        "from threading import local",
+    ],
 )
 def test_control_a_context_variable_is_seen(source: str):
     assert context_variables(source)

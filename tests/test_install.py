@@ -66,7 +66,9 @@ def execute(words: list[str], folder: Path, timeout_s: float = 300, **variables:
 def product() -> set[str]:
     """Files of the checkout that belong into a distribution, as its paths."""
     folders = ("mupax", "presets", "zoo", "train")
-    listed = execute(["git", "ls-files", "-co", "--exclude-standard", "--", *folders], ROOT).splitlines()
+    listed = execute(
+        ["git", "ls-files", "-co", "--exclude-standard", "--", *folders], ROOT
+    ).splitlines()
     files = {name for name in listed if (ROOT / name).is_file()}  # the links to folders are none
     assert {Path(name).suffix for name in files} == {".py", *DATA}
     return {name if name.startswith("mupax/") else f"mupax/{name}" for name in files}
@@ -82,9 +84,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert [member.name for member in sdist.getmembers() if not member.isfile()] == []
         names = {member.name.partition("/")[2] for member in sdist.getmembers()}
         sdist.extractall(folder, filter="data")
-    assert names - {"PKG-INFO", ".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"} == product()
+    assert (
+        names - {"PKG-INFO", ".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
+        == product()
+    )
     unpacked = archive.with_name(archive.name.removesuffix(".tar.gz"))
-    execute([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], unpacked)
+    execute(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], unpacked
+    )
     (built,) = folder.glob("*.whl")
     return built
 
@@ -136,7 +143,9 @@ def test_the_installed_command_trains(environment: Path, tmp_path: Path):
         assert execute([*command, "--version"], tmp_path) == f"mupax {__version__}\n"
     flags = "--steps 2 --model.width 32 --model.num-heads 2 --model.depth 1 --data.batch-size 2 --data.eval-examples 4"
     sizes = "--optimizer.warmup-steps 1 --log.no-samples --preset.base None"
-    execute([str(environment / "mupax"), "train", "lm-tiny", *flags.split(), *sizes.split()], tmp_path)
+    execute(
+        [str(environment / "mupax"), "train", "lm-tiny", *flags.split(), *sizes.split()], tmp_path
+    )
     assert (tmp_path / "runs" / "lm-tiny" / "checkpoints" / "2").is_dir()
 
 
@@ -158,13 +167,17 @@ print(mupax.__version__)
 
 
 def test_the_installed_api_comes_from_the_wheel_and_is_light(environment: Path, tmp_path: Path):
-    assert execute([str(environment / "python"), "-I", "-c", IMPORTS], tmp_path) == f"{__version__}\n"
+    assert (
+        execute([str(environment / "python"), "-I", "-c", IMPORTS], tmp_path) == f"{__version__}\n"
+    )
 
 
 @pytest.mark.release
 def test_a_notebook_runs_from_the_wheel(environment: Path, tmp_path: Path):
     text = (ROOT / "docs" / "notebooks" / "mup_in_ten_minutes.md").read_text()
-    cells = re.findall(r"^```\{code-cell\}\n(?::\w+:.*?\n)*(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    cells = re.findall(
+        r"^```\{code-cell\}\n(?::\w+:.*?\n)*(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    )
     outside = "import mupax, sys; assert mupax.__file__.startswith(sys.prefix), mupax.__file__\n"
     assert len(cells) > 4
     (tmp_path / "notebook.py").write_text(outside + "\n".join(cells))
@@ -172,7 +185,11 @@ def test_a_notebook_runs_from_the_wheel(environment: Path, tmp_path: Path):
 
 
 EXAMPLES = {
-    "own_images": ("main('--steps 150')", 150, r"(1[2-9]\d|200) of 200 images are called what their folder is"),
+    "own_images": (
+        "main('--steps 150')",
+        150,
+        r"(1[2-9]\d|200) of 200 images are called what their folder is",
+    ),
     "own_text": (
         "main(small='--steps 30 --optimizer.warmup-steps 5', large='--steps 40 --optimizer.warmup-steps 5')",
         40,
@@ -202,7 +219,9 @@ def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name:
     assert (tmp_path / "exported" / "model.safetensors").stat().st_size > 10_000
     absent = [each for each in ("torch", "transformers") if importlib.util.find_spec(each) is None]
     if absent:
-        assert printed.startswith(f"not installed: {' and '.join(absent)}; the last part is left out")
+        assert printed.startswith(
+            f"not installed: {' and '.join(absent)}; the last part is left out"
+        )
     else:
         assert "transformers says the same" in printed or "transformers writes the same" in printed
 
@@ -226,7 +245,10 @@ def own_data(folder: Path) -> None:
     for number, source in enumerate(sources):
         target = mixed if number % 2 else mixed / "deep"
         (target / source.name).write_bytes(source.read_bytes())
-    records = [json.dumps({"text": f"record {number} is like record {number % 7}. " * 8}) for number in range(300)]
+    records = [
+        json.dumps({"text": f"record {number} is like record {number % 7}. " * 8})
+        for number in range(300)
+    ]
     (mixed / "records.jsonl").write_text("\n".join(records))
     (folder / "other.txt").write_bytes((library / "typing.py").read_bytes())
     with (folder / "chat.jsonl").open("w") as file:
@@ -244,7 +266,12 @@ def served(mupax: str, folder: Path, model: str, **variables: str) -> Iterator[s
     environment = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTHONPATH", None)
     server = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert server.stdout is not None
     printed = []
@@ -263,7 +290,9 @@ def served(mupax: str, folder: Path, model: str, **variables: str) -> Iterator[s
 
 def answered(url: str, body: dict[str, object]) -> dict[str, Any]:
     """Return the JSON that a server answers to a request."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
@@ -281,7 +310,9 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
     def run(line: str, folder: Path = home) -> str:
         # Each place has a cache and settings of its own, as another machine has.
         variables = {"MUPAX_DATA": str(folder / ".cache"), "MUPAX_HOME": str(folder / ".settings")}
-        return execute([mupax, *shlex.split(line)], folder, timeout_s=600, HF_HUB_OFFLINE="1", **variables)
+        return execute(
+            [mupax, *shlex.split(line)], folder, timeout_s=600, HF_HUB_OFFLINE="1", **variables
+        )
 
     run("data tokenizer text:mine --size 600 --out tokenizer.json")
     data = "--data.name text:mine --data.tokenizer tokenizer.json --model.vocab-size 600"
@@ -289,9 +320,7 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
     assert "mup:small" in run("presets tuned")
     run(f"train lm-tiny {data} {TINY} --preset mup:small --steps 40 --workdir runs/base")
     run("train --resume --workdir runs/base --steps 60 --resume-change schedule")
-    chat = (
-        "--data.chat-template chat.jinja --model.seq-len 64 --data.batch-size 8 --log.no-samples --log.no-tensorboard"
-    )
+    chat = "--data.chat-template chat.jinja --model.seq-len 64 --data.batch-size 8 --log.no-samples --log.no-tensorboard"
     run(f"finetune chat.jsonl --from runs/base --steps 20 {chat} --workdir runs/chat")
 
     # Another machine: the runs alone.
@@ -299,7 +328,10 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
     shutil.copy(home / "other.txt", there)
     shutil.rmtree(home)
     assert len(run("generate runs/base --prompt 'def ' --tokens 8", there)) > 8
-    run("eval runs/base --data.name text:other.txt --data.eval-examples 20 --json scores.json", there)
+    run(
+        "eval runs/base --data.name text:other.txt --data.eval-examples 20 --json scores.json",
+        there,
+    )
     scores = json.loads((there / "scores.json").read_text())
     assert scores["step"] == 60
     assert 0 < scores["bits_per_byte"] < 8
@@ -313,13 +345,22 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
     assert (there / "exported-chat" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     run("import exported --out imported", there)
     run("import exported-chat --out imported-chat", there)
-    written = [run(f"generate {name} --prompt 'def ' --tokens 8 --temperature 0", there) for name in PLACES]
+    written = [
+        run(f"generate {name} --prompt 'def ' --tokens 8 --temperature 0", there) for name in PLACES
+    ]
     assert written[0].splitlines()[0] == written[1].splitlines()[0] == written[2].splitlines()[0]
-    run("eval imported --data.name text:other.txt --data.eval-examples 20 --json imported.json", there)
+    run(
+        "eval imported --data.name text:other.txt --data.eval-examples 20 --json imported.json",
+        there,
+    )
     imported = json.loads((there / "imported.json").read_text())
     assert imported["loss"] == pytest.approx(scores["loss"], abs=2e-4)
     variables = {"MUPAX_DATA": str(there / ".cache"), "MUPAX_HOME": str(there / ".settings")}
-    question = {"messages": [{"role": "user", "content": "say 3"}], "max_tokens": 12, "temperature": 0}
+    question = {
+        "messages": [{"role": "user", "content": "say 3"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     answers = []
     for model in ("runs/chat", "imported-chat"):
         with served(mupax, there, model, **variables) as address:
@@ -347,7 +388,14 @@ assert_type(train.fit(train.RECIPES["lm-tiny"]()), train.Run)
 
 def test_a_type_checker_resolves_the_api_where_it_is_installed(environment: Path, tmp_path: Path):
     (tmp_path / "theirs.py").write_text(TYPED)
-    check = [sys.executable, "-m", "pyright", "--pythonpath", str(environment / "python"), "theirs.py"]
+    check = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        str(environment / "python"),
+        "theirs.py",
+    ]
     assert "0 errors" in execute(check, tmp_path, PYRIGHT_PYTHON_GLOBAL_NODE="0")
     (tmp_path / "theirs.py").write_text(TYPED.replace("dict[str, int]", "dict[str, str]"))
     with pytest.raises(AssertionError, match="assert_type"):
@@ -383,7 +431,10 @@ def test_the_presets_install_without_jax(presets_wheel: Path, tmp_path: Path):
     (packages,) = (tmp_path / "alone").glob("lib/python*/site-packages")
     python = str(tmp_path / "alone" / "bin" / "python")
     install = "install --quiet --no-deps --no-index --no-compile --disable-pip-version-check"
-    execute([sys.executable, "-m", "pip", "--python", python, *install.split(), str(presets_wheel)], tmp_path)
+    execute(
+        [sys.executable, "-m", "pip", "--python", python, *install.split(), str(presets_wheel)],
+        tmp_path,
+    )
     for name in NEEDED:
         (packages / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
     command = [python, "-m", "mupax"]
@@ -409,6 +460,13 @@ def test_both_distributions_have_equal_files_and_dependencies(presets_wheel: Pat
         shared = {name for name in part.namelist() if ".dist-info/" not in name}
         assert {name for name in shared if part.read(name) != (ROOT / name).read_bytes()} == set()
     files = product()
-    assert {name for name in files if name.startswith(("mupax/presets/", "mupax/train/config/"))} < shared < files
-    whole, own = (tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, PRESETS))
+    assert (
+        {name for name in files if name.startswith(("mupax/presets/", "mupax/train/config/"))}
+        < shared
+        < files
+    )
+    whole, own = (
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        for folder in (ROOT, PRESETS)
+    )
     assert set(own["dependencies"]) < set(whole["dependencies"])

@@ -39,11 +39,21 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/reuse/serve": ("train/reuse/generate", "train/reuse", "train/data/text"),
     "train/reuse/predict": ("train/reuse", "train/data/text", "train/data/sources"),
     "train/reuse/harness": ("train/reuse/generate", "train/reuse"),
-    "train/reuse/start": ("train/reuse", "zoo/huggingface", "train/data/text", "train/data/sources"),
+    "train/reuse/start": (
+        "train/reuse",
+        "zoo/huggingface",
+        "train/data/text",
+        "train/data/sources",
+    ),
     "train/reuse/grow": ("train/reuse", "zoo/huggingface"),
     "train/studies": (),
     "train/studies/roles": ("zoo/functional",),
-    "train/studies/check": ("train/studies", "train/studies/roles", "presets/analysis", "presets/tuned"),
+    "train/studies/check": (
+        "train/studies",
+        "train/studies/roles",
+        "presets/analysis",
+        "presets/tuned",
+    ),
     "train/studies/desiderata": ("train/studies/check", "presets/analysis"),
     "train/studies/infinite": ("presets/infinite",),
     "train/studies/sweep": (),
@@ -118,7 +128,9 @@ def leaf_of(path: str) -> str | None:
 
 def is_front(path: str) -> bool:
     """Return whether a file is an entry point, the file of a command or one of `FRONT`."""
-    is_command = path.startswith("mupax/commands/") or path.endswith(("__main__.py", "command.py", "run/noise.py"))
+    is_command = path.startswith("mupax/commands/") or path.endswith(
+        ("__main__.py", "command.py", "run/noise.py")
+    )
     return is_command or path in FRONT
 
 
@@ -142,11 +154,17 @@ def wrong_imports(path: str, source: str) -> list[str]:
         if is_front(path):
             continue
         if own is None and top:
-            wrong.append(f"{path} is of the core and imports the leaf {leaf} at its top; import it where it is used")
+            wrong.append(
+                f"{path} is of the core and imports the leaf {leaf} at its top; import it where it is used"
+            )
         elif own is None and leaf not in REACHED_FROM.get(path, ()):
-            wrong.append(f"{path} is of the core and imports the leaf {leaf}; name it in REACHED_FROM")
+            wrong.append(
+                f"{path} is of the core and imports the leaf {leaf}; name it in REACHED_FROM"
+            )
         elif own is not None and leaf not in LEAVES[own]:
-            wrong.append(f"{path}: the leaf {own} imports {leaf}; name it in LEAVES, if it stands before")
+            wrong.append(
+                f"{path}: the leaf {own} imports {leaf}; name it in LEAVES, if it stands before"
+            )
     return wrong
 
 
@@ -163,7 +181,9 @@ def table() -> str:
     for leaf, lower in LEAVES.items():
         folders = [leaf, *(folder for folder, of in SAME_LEAF.items() if of == leaf)]
         names = ", ".join(f"`{folder}`" for folder in folders)
-        rows.append(f"| {names} | {first_line(leaf)} | {', '.join(f'`{name}`' for name in lower)} |")
+        rows.append(
+            f"| {names} | {first_line(leaf)} | {', '.join(f'`{name}`' for name in lower)} |"
+        )
     return "\n".join(rows)
 
 
@@ -200,11 +220,15 @@ def test_no_leaf_is_named_that_is_not_imported() -> None:
         own = leaf_of(path) or path
         used.setdefault(own, set()).update(leaf for leaf, _ in reached(path, source))
     assert {leaf: lower for leaf, lower in LEAVES.items() if not set(lower) <= used[leaf]} == {}
-    assert {path: leaves for path, leaves in REACHED_FROM.items() if set(leaves) != used[path]} == {}
+    assert {
+        path: leaves for path, leaves in REACHED_FROM.items() if set(leaves) != used[path]
+    } == {}
 
 
 def test_the_table_of_the_page_is_that_of_the_leaves() -> None:
-    assert page(ARCHITECTURE.read_text()) == ARCHITECTURE.read_text(), "python -m tests.test_leaves writes it anew"
+    assert page(ARCHITECTURE.read_text()) == ARCHITECTURE.read_text(), (
+        "python -m tests.test_leaves writes it anew"
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +237,10 @@ def test_the_table_of_the_page_is_that_of_the_leaves() -> None:
         ("train/core/planted.py", "from mupax.zoo.experts import layer"),
         ("train/core/planted.py", "def f():\n    from mupax.train.studies.sweep import rows"),
         ("train/studies/sweep/planted.py", "from mupax.train.studies.transfer import study"),
-        ("train/studies/check/planted.py", "def f():\n    from mupax.train.studies.desiderata import command"),
+        (
+            "train/studies/check/planted.py",
+            "def f():\n    from mupax.train.studies.desiderata import command",
+        ),
         ("zoo/lora/planted.py", "from mupax.zoo.experts import layer"),
     ],
 )
@@ -227,7 +254,10 @@ def test_control_a_planted_import_is_caught(path: str, source: str) -> None:
         ("zoo/lora/planted.py", "from mupax.zoo.encoder_decoder import config"),
         ("train/data/records/planted.py", "from mupax.train.data.chats import records"),
         ("train/studies/transfer/planted.py", "from mupax.train.studies.sweep import rows"),
-        ("train/studies/sweep/command.py", "def f():\n    from mupax.train.studies.transfer import study"),
+        (
+            "train/studies/sweep/command.py",
+            "def f():\n    from mupax.train.studies.transfer import study",
+        ),
     ],
 )
 def test_allowed_imports_pass(path: str, source: str) -> None:
@@ -269,7 +299,9 @@ def trained(hidden: set[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Train `lm-tiny` in a process that finds none of the hidden modules."""
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}){PROGRAM}"
     command = [sys.executable, "-c", program, ",".join(hidden), *TRAIN.split()]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_the_core_trains_without_its_leaves(tmp_path: Path) -> None:

@@ -88,7 +88,15 @@ def test_control_a_vague_name_is_found(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["founder = 1", "given_name = 1", "known_values = found", "row['said'] = 1", "x_BTD = 1", "made.model()"]
+    "source",
+    [
+        "founder = 1",
+        "given_name = 1",
+        "known_values = found",
+        "row['said'] = 1",
+        "x_BTD = 1",
+        "made.model()",
+    ],
 )
 def test_control_other_names_pass(source: str) -> None:
     assert not [name for _, name in bound(ast.parse(source)) if vague(name)]

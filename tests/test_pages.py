@@ -54,7 +54,11 @@ def shallow(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_page_works(
-    page: str, accuracy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str,
+    accuracy: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = (DOCS / f"{page}.md").read_text()
     example, *commands = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -75,7 +79,9 @@ def test_a_page_works(
         assert "observables within theory" in capsys.readouterr().out
     elif page == "add_a_preset":
         assert "0.25" in capsys.readouterr().out.splitlines()
-        with pytest.raises(PresetError, match=r"no rule for the optimizer 'muon' \(its updates do not grow"):
+        with pytest.raises(
+            PresetError, match=r"no rule for the optimizer 'muon' \(its updates do not grow"
+        ):
             presets.get(recipe).family("muon")
     elif page == "add_a_hook":
         distances = [row["gains/distance"] for row in rows if "gains/distance" in row]
@@ -85,9 +91,15 @@ def test_a_page_works(
         import optax
 
         assert powers_of(optax.TraceState({}), recipe) == {"trace": 1}
-        refused(["--optimizer.name", recipe, "--optimizer.eps", "1"], "--optimizer.eps is not read by signum", capsys)
+        refused(
+            ["--optimizer.name", recipe, "--optimizer.eps", "1"],
+            "--optimizer.eps is not read by signum",
+            capsys,
+        )
     else:
-        refused(["--data.name", recipe, "--data.tokenizer", "bytes"], "is images and the model", capsys)
+        refused(
+            ["--data.name", recipe, "--data.tokenizer", "bytes"], "is images and the model", capsys
+        )
 
 
 def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

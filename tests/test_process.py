@@ -142,7 +142,9 @@ def test_a_second_ctrl_c_ends_a_command_at_once() -> None:
 def test_a_command_line_of_python_leaves_signals_alone() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert main(["train", "lm-tiny", "--print-config"]) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before
 
 
 # Streams
@@ -187,7 +189,12 @@ def test_streams_that_take_nothing_are_one_line_at_most(
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     environment.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == code, done.stderr
     assert len(done.stderr.splitlines()) == lines
@@ -210,7 +217,10 @@ def test_streams_that_take_nothing_are_one_line_at_most(
     ],
 )
 def test_variables_with_which_nothing_works_are_refused(
-    setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    setting: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     name, _, value = setting.partition("=")
     monkeypatch.setenv(name, value)
@@ -224,13 +234,17 @@ def test_variables_with_which_nothing_works_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("setting", ["JAX_DISABLE_JIT=0", "JAX_NUMPY_RANK_PROMOTION=warn", "JAX_DEBUG_NANS=1"])
+@pytest.mark.parametrize(
+    "setting", ["JAX_DISABLE_JIT=0", "JAX_NUMPY_RANK_PROMOTION=warn", "JAX_DEBUG_NANS=1"]
+)
 def test_variables_with_which_mupax_works_are_not_refused(setting: str) -> None:
     name, _, value = setting.partition("=")
     process.check(cache.remembered, {name: value})
 
 
-def process_under(setting: str, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def process_under(
+    setting: str, words: Sequence[str], folder: Path
+) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own with one variable set, and its cache in a folder."""
     name, _, value = setting.partition("=")
     root = Path(__file__).resolve().parent.parent
@@ -240,13 +254,24 @@ def process_under(setting: str, words: Sequence[str], folder: Path) -> subproces
     environment[name] = value
     command = [sys.executable, "-m", "mupax", *words]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 @pytest.mark.parametrize(
     "setting",
-    ["JAX_PLATFORMS=cuda", "JAX_PLATFORMS=nonsense", "JAX_ENABLE_X64=maybe", "XLA_FLAGS=--xla_nonsense=1"],
+    [
+        "JAX_PLATFORMS=cuda",
+        "JAX_PLATFORMS=nonsense",
+        "JAX_ENABLE_X64=maybe",
+        "XLA_FLAGS=--xla_nonsense=1",
+    ],
 )
 def test_what_jax_refuses_is_one_line(setting: str, tmp_path: Path) -> None:
     name, _, value = setting.partition("=")

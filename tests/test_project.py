@@ -16,7 +16,9 @@ pytestmark = pytest.mark.core
 
 
 def tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
     files = [ROOT / name for name in listed.split("\0") if name]
     assert ROOT / "pyproject.toml" in files
     return [file for file in files if file.is_file()]
@@ -30,7 +32,9 @@ def test_every_package_is_listed_and_importable():
     links = {path.name: path.resolve() for path in (ROOT / "mupax").iterdir() if path.is_symlink()}
     assert links == {name: ROOT / name for name in ("presets", "zoo", "train")}
     folders = {path.parent for package in links.values() for path in package.rglob("*.py")}
-    assert [folder.relative_to(ROOT) for folder in folders if not (folder / "__init__.py").exists()] == []
+    assert [
+        folder.relative_to(ROOT) for folder in folders if not (folder / "__init__.py").exists()
+    ] == []
 
 
 # What git tracks
@@ -44,12 +48,17 @@ def test_no_tracked_file_is_large():
 
 
 def test_no_tracked_file_names_a_machine():
-    hits = [f"{path.name}: {hit.group()!r}" for path in tracked() if (hit := MACHINE.search(path.read_bytes()))]
+    hits = [
+        f"{path.name}: {hit.group()!r}"
+        for path in tracked()
+        if (hit := MACHINE.search(path.read_bytes()))
+    ]
     assert hits == []
 
 
 @pytest.mark.parametrize(
-    "text", [b"see /ro" + b"ot/x", b"/wo" + b"rk/shared", b"/ho" + b"me/jo/a", b"from pyp" + b"i.org"]
+    "text",
+    [b"see /ro" + b"ot/x", b"/wo" + b"rk/shared", b"/ho" + b"me/jo/a", b"from pyp" + b"i.org"],
 )
 def test_control_a_machine_path_is_found(text: bytes):
     assert MACHINE.search(text)
@@ -65,14 +74,24 @@ def ci_finds(tmp_path: Path, scripts: dict[str, str]) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}/shims:/bin:/usr/bin", "PYENV_ROOT": str(tmp_path), "HOME": str(tmp_path)}
+    environment = {
+        "PATH": f"{tmp_path}/shims:/bin:/usr/bin",
+        "PYENV_ROOT": str(tmp_path),
+        "HOME": str(tmp_path),
+    }
     command = ["bash", str(ROOT / ".ci/run"), "--list"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60).stdout
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=60
+    ).stdout
 
 
 def test_ci_runs_an_interpreter_before_it_believes_it(tmp_path: Path):
     broken, working = "exit 127", "exit 0"
-    scripts = {"shims/python3.12": broken, "shims/python3.13": broken, "versions/3.12.9/bin/python3.12": working}
+    scripts = {
+        "shims/python3.12": broken,
+        "shims/python3.13": broken,
+        "versions/3.12.9/bin/python3.12": working,
+    }
     listed = ci_finds(tmp_path, scripts)
     assert f"found Python 3.12: {tmp_path}/versions/3.12.9/bin/python3.12" in listed
     assert "found no Python 3.13" in listed
@@ -80,14 +99,18 @@ def test_ci_runs_an_interpreter_before_it_believes_it(tmp_path: Path):
 
 def stages() -> list[str]:
     """What `.ci/run` makes, in its order."""
-    return re.findall(r'^ *(?:late_)?stage "[^"]+" \S+ (\w+)', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    return re.findall(
+        r'^ *(?:late_)?stage "[^"]+" \S+ (\w+)', (ROOT / ".ci/run").read_text(), re.MULTILINE
+    )
 
 
 def test_what_ci_runs_can_be_made_and_is_said():
     targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (stage_list,) = re.findall(
-        r"`\.ci/run` must pass before a change lands\. In this order it makes (.*?)\. The last", text, re.DOTALL
+        r"`\.ci/run` must pass before a change lands\. In this order it makes (.*?)\. The last",
+        text,
+        re.DOTALL,
     )
     assert {"test", "site", "core"} < set(stages()) < set(targets)
     assert re.findall(r"`(\w+)`", stage_list) == stages()

@@ -42,7 +42,9 @@ __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 ROOT = Path(__file__).resolve().parent.parent
 OF_THE_SITE = {"index.md", "contributing.md", "changelog.md"}
 """Pages that include the documents of the root."""
-PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name not in OF_THE_SITE)
+PAGES = sorted(
+    f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name not in OF_THE_SITE
+)
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a"))
 """Pages whose Python is a module to save, which a test beside what is added does."""
@@ -54,7 +56,18 @@ AS_A_SCAN = ("--model.compute.layers", "scan")
 """Compiles in a quarter of the time that twelve layers one by one take."""
 FITS = ("--data.batch-size", "8")
 """For where a dry run would compile what fits in less memory, which tests/train/core/costs/test_fit.py has."""
-TRAINS = ("train", "finetune", "sweep", "tune", "transfer", "plan", "check", "compile", "push", "convert")
+TRAINS = (
+    "train",
+    "finetune",
+    "sweep",
+    "tune",
+    "transfer",
+    "plan",
+    "check",
+    "compile",
+    "push",
+    "convert",
+)
 """Commands that get `--dry-run`. The others are cheap, and run as written, most on what `make train` leaves after two steps."""
 
 
@@ -66,8 +79,12 @@ def blocks(document: str, language: str) -> list[str]:
 
 def shell_lines() -> list[str]:
     documents = [name for name in DOCUMENTS if name not in OWN_TEST]
-    texts = [block.replace("\\\n", " ") for document in documents for block in blocks(document, "sh")]
-    return list(dict.fromkeys(line.strip() for text in texts for line in text.splitlines() if line.strip()))
+    texts = [
+        block.replace("\\\n", " ") for document in documents for block in blocks(document, "sh")
+    ]
+    return list(
+        dict.fromkeys(line.strip() for text in texts for line in text.splitlines() if line.strip())
+    )
 
 
 @functools.cache
@@ -76,7 +93,9 @@ def files_of_other_programs() -> dict[str, str]:
     files = {path.name: path.read_text() for path in dumps.CONFIGS.iterdir()}
     files["mlp.json"] = json.dumps(json.loads(files["mup.json"])["mlp adamw"][1])
     for name, width in (("small", 16), ("large", 64)):
-        model = dumps.dump(presets.get("mup"), dumps.decoder(width, heads=width // 4), dumps.decoder(16))
+        model = dumps.dump(
+            presets.get("mup"), dumps.decoder(width, heads=width // 4), dumps.decoder(16)
+        )
         files[f"{name}.json"] = json.dumps(model)
     return files
 
@@ -92,10 +111,17 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
     (path / "my_texts" / "a.txt").write_text("Something to read. " * 2000)
     (path / "my_records").mkdir()
     records = [{"body": f"Something to read, {i}. " * 20} for i in range(60)]
-    (path / "my_records" / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (path / "my_records" / "a.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     (path / "my_talks").mkdir()
-    talks = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(60)]
-    (path / "my_talks" / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    talks = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]
+        for i in range(60)
+    ]
+    (path / "my_talks" / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    )
     (path / "chatml.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -105,7 +131,9 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
     for name in ("cats", "dogs"):
         (path / "my_images" / name).mkdir(parents=True)
         for number in range(5):
-            Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(path / "my_images" / name / f"{number}.png")
+            Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(
+                path / "my_images" / name / f"{number}.png"
+            )
     (path / "my_model.py").write_text(blocks("docs/roles.md", "python")[0])
     for name, text in files_of_other_programs().items():
         (path / name).write_text(text)
@@ -120,7 +148,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
         for recipe in ("lm-laptop", "ed-tiny", "vit-digits"):
-            assert mupax.main(["train", recipe, *words.split(), *AS_A_SCAN, "--workdir", f"runs/{recipe}"]) == 0
+            assert (
+                mupax.main(
+                    ["train", recipe, *words.split(), *AS_A_SCAN, "--workdir", f"runs/{recipe}"]
+                )
+                == 0
+            )
         assert mupax.main(["export", "runs/lm-laptop", "--out", "exported"]) == 0
         tokenizer = ["--size", "300", "--out", "my_tokenizer.json"]
         assert mupax.main(["data", "tokenizer", "text:my_texts", *tokenizer]) == 0
@@ -146,13 +179,17 @@ def run(line: str) -> int:
         assert value in os.environ[variable], f"the tests run without {variable}={value}"
     if words[0] == "make":
         assert len(words) > 1
-        return subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=False).returncode
+        return subprocess.run(
+            ["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=False
+        ).returncode
     if words[0].startswith("scripts/"):
         assert "--dry-run" in words
         return subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
     if words[:2] == ["pip", "install"]:
         extra = words[2].removeprefix("mupax[").removesuffix("]")
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
         return int(f"mupax[{extra}]" != words[2] or extra not in extras)
     if words[0] == "mpirun":
         words = words[words.index("mupax") :]
@@ -167,11 +204,15 @@ def run(line: str) -> int:
         return 0
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
-    assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
+    assert words[0] == "mupax", (
+        f"the documents say {line!r}, and nothing here knows how to check it"
+    )
     if words[1] == "serve":
         with unittest.mock.patch.object(server.Server, "serve_forever"):
             return mupax.main([*words[1:], "--port", "0"])
-    from_evidence = words[1:3] == ["plan", "--model"] and "--from" not in words  # takes no flag of a recipe
+    from_evidence = (
+        words[1:3] == ["plan", "--model"] and "--from" not in words
+    )  # takes no flag of a recipe
     if words[1] in TRAINS and not set(words) & set(RUNS_NOTHING) and not from_evidence:
         words += ["--dry-run", *AS_A_SCAN]
     elif words[1:3] == ["presets", "dynamics"]:
@@ -194,7 +235,11 @@ def test_a_command_works(line: str, tmp_path: Path, trained: Path, request: pyte
         line = line.replace("gs://bucket", request.getfixturevalue("bucket"))
     shown, errors = io.StringIO(), io.StringIO()
     copied(trained, tmp_path, line)
-    with folders_of_the_reader(tmp_path), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
+    with (
+        folders_of_the_reader(tmp_path),
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(errors),
+    ):
         code = run(line)
     assert code == 0, f"{line}\n{shown.getvalue()[-2000:]}\n{errors.getvalue()[-2000:]}"
     blank = (
@@ -204,14 +249,21 @@ def test_a_command_works(line: str, tmp_path: Path, trained: Path, request: pyte
 
 
 @pytest.mark.parametrize(
-    "line", ["python -m train lm-tiny --no-such-flag 1", "mupax presets table no-such --model gpt2", "make no-such"]
+    "line",
+    [
+        "python -m train lm-tiny --no-such-flag 1",
+        "mupax presets table no-such --model gpt2",
+        "make no-such",
+    ],
 )
 def test_control_a_wrong_command_fails(line: str, tmp_path: Path):
     with folders_of_the_reader(tmp_path), contextlib.redirect_stderr(io.StringIO()):
         assert run(line) != 0
 
 
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "python") and name not in MODULES])
+@pytest.mark.parametrize(
+    "document", [name for name in DOCUMENTS if blocks(name, "python") and name not in MODULES]
+)
 def test_python_blocks_run(document: str, tmp_path: Path, trained: Path):
     for block in blocks(document, "python"):
         copied(trained, tmp_path, block)
@@ -234,7 +286,9 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
-NAMED = re.compile(r"\b(?:\w[\w.-]*/)+[\w.-]+\.(?:py|sh|json|jsonl|md|png|yaml)\b|\bmupax(?:\.\w+)+")
+NAMED = re.compile(
+    r"\b(?:\w[\w.-]*/)+[\w.-]+\.(?:py|sh|json|jsonl|md|png|yaml)\b|\bmupax(?:\.\w+)+"
+)
 """Paths with a folder and modules, in prose, tables and code."""
 ELSEWHERE = ("runs/", "splash_attention/")
 """What a run writes, and JAX's own kernels in what the compiler says."""

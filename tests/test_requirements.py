@@ -50,7 +50,9 @@ def test_control_an_open_bound_is_found(line: str):
     assert unbounded(line)
 
 
-ADDRESS = re.compile(r"://|www\.|\bfile:|@ |--(extra-)?index-url|--find-links|--trusted-host|\b\w+\.(org|com|io|net)\b")
+ADDRESS = re.compile(
+    r"://|www\.|\bfile:|@ |--(extra-)?index-url|--find-links|--trusted-host|\b\w+\.(org|com|io|net)\b"
+)
 
 
 @pytest.mark.parametrize("name", REQUIREMENTS)
@@ -61,7 +63,13 @@ def test_requirements_name_no_address(name: str):
 
 @pytest.mark.parametrize(
     "line",
-    ["--index-url somewhere", "# from https" + "://a.b/simple", "jax @ file:///x.whl", "--find-links /opt/w", "a.org"],
+    [
+        "--index-url somewhere",
+        "# from https" + "://a.b/simple",
+        "jax @ file:///x.whl",
+        "--find-links /opt/w",
+        "a.org",
+    ],
 )
 def test_control_an_address_is_found(line: str):
     assert ADDRESS.search(line)
@@ -87,7 +95,11 @@ def normalized(name: str) -> str:
 
 
 def applies(requirement: Requirement, python: str, platform: str = "linux") -> bool:
-    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": platform}
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": platform,
+    }
     return requirement.marker is None or requirement.marker.evaluate(environment)
 
 
@@ -100,10 +112,18 @@ def test_the_lock_answers_pyproject(name: str, python: str):
             requirements = requirements + PROJECT["project"]["optional-dependencies"][extra]
     pins = installed(name)
     for requirement in map(Requirement, requirements):
-        versions = [str(pin.specifier) for pin in pins.get(normalized(requirement.name), []) if applies(pin, python)]
-        assert len(versions) == 1, f"{name}: {requirement.name} on {python} is pinned {versions}; run `make lock`"
+        versions = [
+            str(pin.specifier)
+            for pin in pins.get(normalized(requirement.name), [])
+            if applies(pin, python)
+        ]
+        assert len(versions) == 1, (
+            f"{name}: {requirement.name} on {python} is pinned {versions}; run `make lock`"
+        )
         pinned = Version(versions[0].removeprefix("=="))
-        assert pinned in requirement.specifier, f"{name}: {requirement} is pinned {pinned}; run `make lock`"
+        assert pinned in requirement.specifier, (
+            f"{name}: {requirement} is pinned {pinned}; run `make lock`"
+        )
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -137,7 +157,8 @@ def test_the_tools_of_tests_and_of_the_site_share_an_environment():
     tools, site = locked("requirements-dev.txt"), locked("requirements-site.txt")
     assert tools.keys() & site.keys()
     versions = [
-        {name: {str(pin.specifier) for pin in pins[name]} for name in tools.keys() & site} for pins in (tools, site)
+        {name: {str(pin.specifier) for pin in pins[name]} for name in tools.keys() & site}
+        for pins in (tools, site)
     ]
     assert versions[0] == versions[1], "run `make lock`"
 
@@ -146,8 +167,14 @@ def undeclared(sources: list[str], declared: set[str]) -> set[str]:
     """Modules that the sources import and no declared distribution provides."""
     providers = packages_distributions()
     tops = {module.split(".")[0] for source in sources for module in imported(source)}
-    outside = tops - set(sys.stdlib_module_names) - {"mupax", "scripts", "tests", "conftest", "examples"}
-    return {top for top in outside if not declared & {normalized(name) for name in providers.get(top, [top])}}
+    outside = (
+        tops - set(sys.stdlib_module_names) - {"mupax", "scripts", "tests", "conftest", "examples"}
+    )
+    return {
+        top
+        for top in outside
+        if not declared & {normalized(name) for name in providers.get(top, [top])}
+    }
 
 
 def imported(source: str) -> Iterator[str]:
@@ -160,7 +187,10 @@ def imported(source: str) -> Iterator[str]:
 
 def declared(*extras: str) -> set[str]:
     optional = PROJECT["project"]["optional-dependencies"]
-    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in optional[extra])]
+    lines = [
+        *PROJECT["project"]["dependencies"],
+        *(line for extra in extras for line in optional[extra]),
+    ]
     return {normalized(Requirement(line).name) for line in lines}
 
 

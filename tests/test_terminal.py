@@ -40,7 +40,9 @@ LISTS = [
 def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words.split()) == 0
     plain = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    return re.sub(r"about(\s+)\S+(\s+)s:", r"about\1T\2s:", plain)  # the time of a save is another each time
+    return re.sub(
+        r"about(\s+)\S+(\s+)s:", r"about\1T\2s:", plain
+    )  # the time of a save is another each time
 
 
 @pytest.mark.parametrize("words", LISTS)
@@ -63,7 +65,9 @@ def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
     ]
 
 
-@pytest.mark.parametrize("words", ["tune --help", "predict --help", "presets desiderata --help", "export --help"])
+@pytest.mark.parametrize(
+    "words", ["tune --help", "predict --help", "presets desiderata --help", "export --help"]
+)
 def test_help_breaks_no_word_and_is_as_wide_as_the_terminal(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +143,11 @@ def test_names_between_colons_are_no_emoji(capsys: pytest.CaptureFixture[str]) -
     rooms = ("presets", "zoo", "train", "scripts", "mupax", "examples")
     files = itertools.chain.from_iterable((root / room).rglob("*.py") for room in rooms)
     named = [path for path in files if "Console(" in path.read_text()]
-    makes_one = {path.relative_to(root).as_posix() for path in named if re.search(r"\bConsole \(", _code(path))}
+    makes_one = {
+        path.relative_to(root).as_posix()
+        for path in named
+        if re.search(r"\bConsole \(", _code(path))
+    }
     assert makes_one == {"mupax/terminal.py"}
 
 
@@ -147,7 +155,9 @@ def _code(path: Path) -> str:
     """Source of a file without its strings and comments."""
     with path.open("rb") as file:
         tokens = [
-            token for token in tokenize.tokenize(file.readline) if token.type not in (tokenize.STRING, tokenize.COMMENT)
+            token
+            for token in tokenize.tokenize(file.readline)
+            if token.type not in (tokenize.STRING, tokenize.COMMENT)
         ]
     return " ".join(token.string for token in tokens)
 
@@ -166,14 +176,17 @@ def unread(*words: str) -> tuple[int, str]:
     read, write = os.pipe()
     os.close(read)
     try:
-        done = subprocess.run([sys.executable, *words], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *words], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+        )
     finally:
         os.close(write)
     return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
-    "program", ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py", "/checkout/train/__main__.py"]
+    "program",
+    ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py", "/checkout/train/__main__.py"],
 )
 def test_the_installed_command_names_itself(
     program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -194,7 +207,9 @@ def test_the_installed_command_names_itself(
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
 
-def test_a_command_to_type_has_a_mupax_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_to_type_has_a_mupax_that_the_shell_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["mupax", "generate", "runs/my run"]
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
@@ -209,7 +224,9 @@ def test_a_command_to_type_has_a_mupax_that_the_shell_finds(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["train"])
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.chdir(tmp_path)
-    assert terminal.typed(*words) == ".venv/bin/python -m mupax generate 'runs/my run'"  # nothing is installed
+    assert (
+        terminal.typed(*words) == ".venv/bin/python -m mupax generate 'runs/my run'"
+    )  # nothing is installed
     monkeypatch.setenv("PATH", str(folder))
     assert terminal.typed(*words) == "python -m mupax generate 'runs/my run'"
     script(folder / "mupax")
@@ -228,14 +245,29 @@ def test_a_command_to_type_has_a_mupax_that_the_shell_finds(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("path", ["my runs", "runs[1]", "$HOME/run", "it's", "a;b", "*", "a --b"])
-def test_a_printed_command_can_be_copied_whatever_the_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["mupax", "train", "lm-tiny", "--workdir", path, "--steps", "20", "--data.name", f"text:{path}"]
+def test_a_printed_command_can_be_copied_whatever_the_path(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "mupax",
+        "train",
+        "lm-tiny",
+        "--workdir",
+        path,
+        "--steps",
+        "20",
+        "--data.name",
+        f"text:{path}",
+    ]
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "30")
     lines = terminal.command(shlex.join(words)).splitlines()
     assert len(lines) > 2
-    assert shlex.split(" ".join(line.removesuffix(" \\") for line in lines))[-len(words) + 1 :] == words[1:]
+    assert (
+        shlex.split(" ".join(line.removesuffix(" \\") for line in lines))[-len(words) + 1 :]
+        == words[1:]
+    )
 
 
 def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +282,10 @@ def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str
         print("lost too", flush=True)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "standard output takes nothing any more (I/O operation on closed file); the run goes on without it\n"
+    assert (
+        err
+        == "standard output takes nothing any more (I/O operation on closed file); the run goes on without it\n"
+    )
 
 
 def test_a_name_that_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

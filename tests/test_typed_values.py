@@ -35,20 +35,27 @@ BEGINNINGS = ("", "lr", "lr=", "readout.lr=", "width=", "heads=1,", "2^-3:2^3:",
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 @PROPERTY
 @given(st.sampled_from(BEGINNINGS), TYPED)
-def test_whatever_is_typed_is_read_or_refused(reader: Callable[[str], Any], beginning: str, rest: str) -> None:
+def test_whatever_is_typed_is_read_or_refused(
+    reader: Callable[[str], Any], beginning: str, rest: str
+) -> None:
     with contextlib.suppress(MupaxError):
         reader(beginning + rest)
 
 
 @PROPERTY
 @given(st.floats(1e-6, 1.0), st.floats(1.001, 1000.0), st.integers(2, 40))
-def test_a_grid_goes_from_start_to_stop_in_equal_ratios(start: float, ratio: float, count: int) -> None:
+def test_a_grid_goes_from_start_to_stop_in_equal_ratios(
+    start: float, ratio: float, count: int
+) -> None:
     numbers = grids.parse(f"{start!r}:{start * ratio!r}:{count}")
     assert len(numbers) == count
     assert math.isclose(numbers[0], start)
     assert math.isclose(numbers[-1], start * ratio)
     steps = [math.log(b / a) for a, b in itertools.pairwise(numbers)]
-    assert all(math.isclose(step, math.log(ratio) / (count - 1), rel_tol=1e-6, abs_tol=1e-9) for step in steps)
+    assert all(
+        math.isclose(step, math.log(ratio) / (count - 1), rel_tol=1e-6, abs_tol=1e-9)
+        for step in steps
+    )
 
 
 @pytest.mark.parametrize("text", ["1:2:²", "1:2:9999999999", "-2^0.5", "10^400", "0^-1"])

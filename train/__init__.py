@@ -88,6 +88,8 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     module = importlib.import_module(f"mupax.train.{_PLACES.get(name, 'config.run')}")
     return getattr(module, name)

@@ -15,11 +15,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mupax.zoo.configs import CONFIGS, ComputeConfig, ConfigError, DecoderConfig, ModelConfig, ViTConfig, get
+    from mupax.zoo.configs import (
+        CONFIGS,
+        ComputeConfig,
+        ConfigError,
+        DecoderConfig,
+        ModelConfig,
+        ViTConfig,
+        get,
+    )
     from mupax.zoo.definition import Definition, define
     from mupax.zoo.functional.definition import FunctionDefinition, define_function
 
-__all__ = ["CONFIGS", "ComputeConfig", "ConfigError", "DecoderConfig", "ModelConfig", "ViTConfig", "get"]
+__all__ = [
+    "CONFIGS",
+    "ComputeConfig",
+    "ConfigError",
+    "DecoderConfig",
+    "ModelConfig",
+    "ViTConfig",
+    "get",
+]
 __all__ += ["Definition", "FunctionDefinition", "define", "define_function"]  # they import JAX
 
 _PLACES = {
@@ -33,5 +49,7 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     return getattr(importlib.import_module(f"mupax.zoo.{_PLACES.get(name, 'configs')}"), name)

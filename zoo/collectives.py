@@ -26,7 +26,9 @@ def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Arra
     return x
 
 
-def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int, *, layout: Layout = ONE_DEVICE) -> jax.Array:
+def reduce_scatter(
+    x: jax.Array, names: tuple[str, ...], dimension: int, *, layout: Layout = ONE_DEVICE
+) -> jax.Array:
     """Return this device's part, along a dimension, of the sum of x over mesh axes: the inverse of `all_gather`.
 
     With `Layout.per_axis_reduce_scatter` the sum goes over one dimension of a torus at a time. Over several at once the TPU
@@ -48,7 +50,9 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int, *, layo
     else:
         rings = [(names, None)] if names else []
     for name, groups in rings:
-        x = jax.lax.psum_scatter(x, name, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
+        x = jax.lax.psum_scatter(
+            x, name, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
+        )
     return x
 
 
@@ -56,7 +60,11 @@ def _rings(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[str, list[list[int]
     """Mesh axes, outermost first, each cut into the dimensions of the torus that it spans: groups of indices along it."""
     rings = []
     for name in names:
-        sizes = torus(np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(-1, mesh.shape[name])[0])
+        sizes = torus(
+            np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(
+                -1, mesh.shape[name]
+            )[0]
+        )
         places = np.arange(mesh.shape[name]).reshape(sizes)
         for dimension, size in enumerate(sizes):
             groups = np.moveaxis(places, dimension, -1).reshape(-1, size).tolist()
@@ -70,9 +78,13 @@ def torus(devices: np.ndarray) -> tuple[int, ...]:
     Args:
         devices: along one mesh axis.
     """
-    places = np.array([getattr(device, "coords", (index,)) for index, device in enumerate(devices)]).T
+    places = np.array(
+        [getattr(device, "coords", (index,)) for index, device in enumerate(devices)]
+    ).T
     ranks = [np.unique(place, return_inverse=True)[1] for place in places if np.ptp(place)]
     ranks.sort(key=lambda rank: -int(np.argmax(rank != rank[0])))
     sizes = tuple(int(rank.max()) + 1 for rank in ranks)
-    filled = math.prod(sizes) == len(devices) and np.array_equal(ranks, np.indices(sizes).reshape(len(sizes), -1))
+    filled = math.prod(sizes) == len(devices) and np.array_equal(
+        ranks, np.indices(sizes).reshape(len(sizes), -1)
+    )
     return sizes if filled else (len(devices),)

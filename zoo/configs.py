@@ -32,12 +32,18 @@ FAMILIES: dict[str, type[ModelConfig] | str] = {
 """Family to its config. A family that is not listed is called by its place, MODULE:CLASS, which may stand for a class here too."""
 
 
-def _vit(width: int, depth: int, num_heads: int, patch_size: int, image_size: int = 224) -> ViTConfig:
-    return ViTConfig(width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, image_size=image_size)
+def _vit(
+    width: int, depth: int, num_heads: int, patch_size: int, image_size: int = 224
+) -> ViTConfig:
+    return ViTConfig(
+        width=width, depth=depth, num_heads=num_heads, patch_size=patch_size, image_size=image_size
+    )
 
 
 def _gpt2(width: int, depth: int, num_heads: int) -> DecoderConfig:
-    return DecoderConfig(width=width, depth=depth, num_heads=num_heads, vocab_size=50257, seq_len=1024, tied=True)
+    return DecoderConfig(
+        width=width, depth=depth, num_heads=num_heads, vocab_size=50257, seq_len=1024, tied=True
+    )
 
 
 _BYTE_LM = DecoderConfig(
@@ -48,9 +54,19 @@ _LLAMA = DecoderConfig(
     width=4096, depth=32, num_heads=32, num_kv_heads=8, vocab_size=128256, seq_len=8192, mlp_ratio=3.5,
     positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
-_DIGITS = ViTConfig(width=64, depth=4, num_heads=4, image_size=8, patch_size=2, channels=1, num_classes=10)
+_DIGITS = ViTConfig(
+    width=64, depth=4, num_heads=4, image_size=8, patch_size=2, channels=1, num_classes=10
+)
 _FOLDER = ViTConfig(
-    width=128, depth=1, num_heads=4, image_size=32, patch_size=8, stem=3, num_classes=10, norm="rmsnorm", bias=False
+    width=128,
+    depth=1,
+    num_heads=4,
+    image_size=32,
+    patch_size=8,
+    stem=3,
+    num_classes=10,
+    norm="rmsnorm",
+    bias=False,
 )
 _BARE = {"norm_gain": False, "bias": False, "mlp_ratio": 1.0, "centered": True}
 

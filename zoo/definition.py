@@ -62,11 +62,15 @@ def initial_value(
         normal: the numbers, where they are drawn already (`normals`).
     """
     if spec.stacked:
-        std = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1]).reshape(-1, *[1] * (len(shape) - 1))
+        std = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1]).reshape(
+            -1, *[1] * (len(shape) - 1)
+        )
     if spec.role in VECTORS:
         return jnp.broadcast_to(jnp.asarray(std, dtype), shape)
     if normal is None and spec.stacked:
-        normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(_layer_keys(key, shape[0]))
+        normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(
+            _layer_keys(key, shape[0])
+        )
     elif normal is None:
         normal = jax.random.normal(key, shape)
     return (std * _spread(normal, spec.distribution)).astype(dtype)
@@ -97,7 +101,9 @@ def _layer_keys(key: jax.Array, layers: int) -> jax.Array:
 
 
 def normals(
-    keys: Mapping[str, jax.Array], specs: Mapping[str, ParamSpec], shapes: Mapping[str, tuple[int, ...]]
+    keys: Mapping[str, jax.Array],
+    specs: Mapping[str, ParamSpec],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
     """What `initial_value` would draw for each parameter, bit for bit, by name, float32.
 
@@ -109,7 +115,11 @@ def normals(
         shapes: a size for every axis of the spec.
     """
     names = [name for name, spec in specs.items() if spec.role not in VECTORS]
-    if not (names and jax.config.jax_default_prng_impl == "threefry2x32" and jax.config.jax_threefry_partitionable):  # pyright: ignore
+    if not (
+        names
+        and jax.config.jax_default_prng_impl == "threefry2x32"
+        and jax.config.jax_threefry_partitionable
+    ):  # pyright: ignore
         return {}
     stacked = [name for name in names if specs[name].stacked]
     rows = {name: keys[name][None] for name in names}
@@ -120,20 +130,28 @@ def normals(
     sizes = {name: math.prod(shapes[name]) // len(rows[name]) for name in names}
     blocks = {name: -(-sizes[name] // _BLOCK) for name in names}
     data = jax.random.key_data(jnp.concatenate([rows[name] for name in names]))
-    data = data[np.repeat(np.arange(len(data)), [blocks[name] for name in names for _ in rows[name]])]
-    numbers = np.concatenate([np.tile(np.arange(blocks[name], dtype=np.uint32), len(rows[name])) for name in names])
+    data = data[
+        np.repeat(np.arange(len(data)), [blocks[name] for name in names for _ in rows[name]])
+    ]
+    numbers = np.concatenate(
+        [np.tile(np.arange(blocks[name], dtype=np.uint32), len(rows[name])) for name in names]
+    )
 
     def block(of: tuple[jax.Array, jax.Array]) -> jax.Array:
         key, number = of  # the position of a number has 64 bits
         high = jnp.full(_BLOCK, number >> (32 - _BLOCK_BITS))
         low = (number << _BLOCK_BITS) | jnp.arange(_BLOCK, dtype=jnp.uint32)
-        first, second = threefry_2x32((key[0], key[1]), jnp.concatenate([high, low])).reshape(2, _BLOCK)
+        first, second = threefry_2x32((key[0], key[1]), jnp.concatenate([high, low])).reshape(
+            2, _BLOCK
+        )
         return first ^ second
 
     bits, start, drawn = jax.lax.map(block, (data, numbers)), 0, {}
     for name in names:
         stop = start + len(rows[name]) * blocks[name]
-        drawn[name] = _normal(bits[start:stop].reshape(len(rows[name]), -1)[:, : sizes[name]].reshape(shapes[name]))
+        drawn[name] = _normal(
+            bits[start:stop].reshape(len(rows[name]), -1)[:, : sizes[name]].reshape(shapes[name])
+        )
         start = stop
     return drawn
 
@@ -172,10 +190,17 @@ class Init:
     def param(self, name: str) -> nnx.Param:
         """The parameter of this name as it starts without a preset: at fan_in^-1/2 (1 where there is none), biases at 0."""
         spec = self._specs[self._prefix + name]
-        shape, dtype = tuple(self._sizes[axis] for axis in spec.axes), jnp.dtype(self._config.compute.param_dtype)
+        shape, dtype = (
+            tuple(self._sizes[axis] for axis in spec.axes),
+            jnp.dtype(self._config.compute.param_dtype),
+        )
         if self._rngs is None:
             return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
-        std = 0.0 if spec.role in ZERO else spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
+        std = (
+            0.0
+            if spec.role in ZERO
+            else spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
+        )
         return nnx.Param(initial_value(self._rngs.params(), spec, shape, std, dtype), spec=spec)
 
     def has(self, name: str) -> bool:
@@ -204,7 +229,9 @@ class ScaledParam(NamedTuple):
 
     def array(self) -> jax.Array:
         """a * w, in w's dtype."""
-        a = self.multiplier.reshape(self.multiplier.shape + (1,) * (self.weight.ndim - self.multiplier.ndim))
+        a = self.multiplier.reshape(
+            self.multiplier.shape + (1,) * (self.weight.ndim - self.multiplier.ndim)
+        )
         return (self.weight * a).astype(self.weight.dtype)
 
 
@@ -236,7 +263,9 @@ class Definition:
     factors: dict[str, dict[str, Any]]
     sizes: dict[str, int]
 
-    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE) -> nnx.Module:
+    def bind(
+        self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE
+    ) -> nnx.Module:
         """The model with these numbers; multipliers must already be in `params` (see `apply`).
 
         A skip factor that is not given is the constant 1, which the compiler removes. As data it would cost a twentieth of
@@ -247,11 +276,19 @@ class Definition:
             factors: numbers of the forward pass by name (`mupax.train.core.factors.Factors.forward`).
             layout: how arrays lie on devices. Modules with a field `layout` get it; a module without one computes as on one device.
         """
-        ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
+        ones = {
+            n: np.ones(f["shape"], np.float32)
+            for n, f in self.factors.items()
+            if f["kind"] == "skip"
+        }
         variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
         params = layout.gather_outside_layers(params, self.specs)
-        variables |= {name: nnx.Param(value, spec=self.specs[name]) for name, value in params.items()}
-        module = nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
+        variables |= {
+            name: nnx.Param(value, spec=self.specs[name]) for name, value in params.items()
+        }
+        module = nnx.merge(
+            self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()})
+        )
         if layout is not ONE_DEVICE:
             place(module, layout)
         return module
@@ -276,7 +313,10 @@ class Definition:
         """
         by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
         rest = {name: w for name, w in params.items() if name not in by_layer}
-        later = {n: ScaledParam(w, jnp.broadcast_to(multipliers[n], w.shape[:1])) for n, w in by_layer.items()}
+        later = {
+            n: ScaledParam(w, jnp.broadcast_to(multipliers[n], w.shape[:1]))
+            for n, w in by_layer.items()
+        }
         return self.bind({**multiplied(rest, multipliers), **later}, factors, layout=layout)
 
     def apply(
@@ -298,7 +338,10 @@ class Definition:
         return self.model(params, multipliers, factors, layout=layout)(*inputs)
 
     def initialize(
-        self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float], draw: Callable | None = None
+        self,
+        seed: jax.Array | int,
+        stds: Mapping[str, jax.Array | float],
+        draw: Callable | None = None,
     ) -> Arrays:
         """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`.
 
@@ -307,19 +350,37 @@ class Definition:
             stds: standard deviation, of gains the value, float32 [] or [layers] by name; whom names after `SHARED_INIT` start as.
             draw: `normals`, to draw all numbers at once; each parameter's by themselves unless given.
         """
-        each = [stds.get(SHARED_INIT + name, np.uint32(zlib.crc32(name.encode()))) for name in self.specs]
+        each = [
+            stds.get(SHARED_INIT + name, np.uint32(zlib.crc32(name.encode())))
+            for name in self.specs
+        ]
         sums = jnp.array(each, jnp.uint32)
-        keys = dict(zip(self.specs, jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sums), strict=True))
-        normals = draw(keys, self.specs, {name: leaf.shape for name, leaf in self.abstract.items()}) if draw else {}
+        keys = dict(
+            zip(
+                self.specs,
+                jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sums),
+                strict=True,
+            )
+        )
+        normals = (
+            draw(keys, self.specs, {name: leaf.shape for name, leaf in self.abstract.items()})
+            if draw
+            else {}
+        )
         return {
-            name: initial_value(keys[name], self.specs[name], leaf.shape, stds[name], leaf.dtype, normals.get(name))
+            name: initial_value(
+                keys[name], self.specs[name], leaf.shape, stds[name], leaf.dtype, normals.get(name)
+            )
             for name, leaf in self.abstract.items()
         }
 
     @property
     def tied_readout(self) -> ParamSpec | None:
         """Declaration of a readout that shares the token embedding's table; None for any other model."""
-        return next((factor["spec"] for factor in self.factors.values() if factor["kind"] == "readout"), None)
+        return next(
+            (factor["spec"] for factor in self.factors.values() if factor["kind"] == "readout"),
+            None,
+        )
 
     def count(self) -> int:
         """Trainable numbers."""
@@ -343,7 +404,9 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
 def _definition(shapes: nnx.Module, sizes: Mapping[str, int]) -> Definition:
     graph, state = nnx.split(shapes)
     specs, abstract, factors = {}, {}, {}
-    axes: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in sizes.items()}
+    axes: dict[str, tuple[int, str]] = {
+        axis: (size, "the sizes given") for axis, size in sizes.items()
+    }
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         leaf, metadata = variable.get_value(), variable.get_metadata()
@@ -366,9 +429,13 @@ def _definition(shapes: nnx.Module, sizes: Mapping[str, int]) -> Definition:
             )
         for axis, size in zip(spec.axes, leaf.shape, strict=True):
             if axes.setdefault(axis, (size, name))[0] != size:
-                raise PresetError(f"axis {axis!r} is {size} in {name} but {axes[axis][0]} in {axes[axis][1]}")
+                raise PresetError(
+                    f"axis {axis!r} is {size} in {name} but {axes[axis][0]} in {axes[axis][1]}"
+                )
         specs[name], abstract[name] = spec, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-    return Definition(graph, specs, abstract, factors, {axis: size for axis, (size, _) in axes.items()})
+    return Definition(
+        graph, specs, abstract, factors, {axis: size for axis, (size, _) in axes.items()}
+    )
 
 
 def definition(config: ModelConfig) -> Definition:

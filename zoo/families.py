@@ -63,7 +63,9 @@ def nearest_divisor(number: int, most: int) -> int:
     if number >= _LARGEST_DIVIDED:  # as only a mistake is
         return 1
     low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return max(divisor for divisor in (*low, *(number // divisor for divisor in low)) if divisor <= most)
+    return max(
+        divisor for divisor in (*low, *(number // divisor for divisor in low)) if divisor <= most
+    )
 
 
 class ArraySpec(NamedTuple):
@@ -82,23 +84,35 @@ class ComputeConfig:
     remat: Annotated[Remat, Listed("rounding", "block")] = "none"
     """What the backward pass recomputes: nothing, all but matrix products, all but the outputs of attention's kernel, or whole blocks, whose
     inputs offload keeps in the host's memory."""
-    attention: Annotated[AttentionName, Listed("rounding", test="zoo/layers/test_kernels.py")] = "auto"
+    attention: Annotated[AttentionName, Listed("rounding", test="zoo/layers/test_kernels.py")] = (
+        "auto"
+    )
     """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU; where devices split positions, a ring on TPU."""
-    attention_block: Annotated[int | None, Affects("rounding", test="zoo/layers/test_kernels.py")] = None
+    attention_block: Annotated[
+        int | None, Affects("rounding", test="zoo/layers/test_kernels.py")
+    ] = None
     """Positions on a side of a splash kernel's block, a multiple of 128; what suits the chip unless given."""
-    projections: Annotated[Literal["auto", "separate", "fused"], Affects("rounding", "fused")] = "auto"
+    projections: Annotated[Literal["auto", "separate", "fused"], Affects("rounding", "fused")] = (
+        "auto"
+    )
     """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
     cross_entropy: Annotated[CrossEntropy, Affects("rounding", "chunked")] = "auto"
     """All logits at once, those of a few tokens at a time, or of a part of the vocabulary; auto takes parts where logits would be large."""
-    param_dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = "float32"
+    param_dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = (
+        "float32"
+    )
     """Storage of parameters and optimizer state. Updates are computed in float32; bfloat16 is rounded stochastically."""
     dtype: Annotated[Literal["float32", "bfloat16"], Listed("rounding", "bfloat16")] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
-    product_dtype: Annotated[Literal["int8", "float8"] | None, Affects("rounding", test="test_extras.py")] = None
+    product_dtype: Annotated[
+        Literal["int8", "float8"] | None, Affects("rounding", test="test_extras.py")
+    ] = None
     """Products of blocks with their weights, forward and back, in this type (extra `quantized`); in dtype unless given."""
 
     def __post_init__(self) -> None:
-        if self.attention_block is not None and (self.attention_block < 128 or self.attention_block % 128):
+        if self.attention_block is not None and (
+            self.attention_block < 128 or self.attention_block % 128
+        ):
             near = max(1, round(self.attention_block / 128)) * 128
             raise ConfigError(
                 f"model.compute.attention_block is {self.attention_block}, no multiple of 128; write {near}"
@@ -137,7 +151,9 @@ class ModelConfig(abc.ABC):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if type(value) is int and value < 1:
-                raise ConfigError(f"model.{field.name} is {value}; write a whole number of at least 1")
+                raise ConfigError(
+                    f"model.{field.name} is {value}; write a whole number of at least 1"
+                )
 
     @abc.abstractmethod
     def parameters(self) -> dict[str, ParamSpec]:
@@ -211,7 +227,9 @@ class ModelConfig(abc.ABC):
     @property
     def tied_readout(self) -> ParamSpec | None:
         """Declaration of a readout that shares the embedding's table; None where it has its own."""
-        return next((factor.spec for factor in self.factors().values() if factor.kind == "readout"), None)
+        return next(
+            (factor.spec for factor in self.factors().values() if factor.kind == "readout"), None
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +244,12 @@ class TokenModel(ModelConfig):
     """Longest context, and the number of learned positions."""
 
     def sizes(self) -> dict[str, int]:
-        return {**self.base_sizes(), **self.finite_sizes(), "vocab": self.vocab_size, "position": self.seq_len}
+        return {
+            **self.base_sizes(),
+            **self.finite_sizes(),
+            "vocab": self.vocab_size,
+            "position": self.seq_len,
+        }
 
     def example(self) -> dict[str, ArraySpec]:
         tokens = ArraySpec((self.seq_len,), "int32")
@@ -277,11 +300,17 @@ class ImageModel(ModelConfig):
 
     def example(self) -> dict[str, ArraySpec]:
         pixels = ArraySpec((self.image_size, self.image_size, self.channels), "float32")
-        return {"inputs": pixels, "targets": ArraySpec((), "int32"), "weights": ArraySpec((), "float32")}
+        return {
+            "inputs": pixels,
+            "targets": ArraySpec((), "int32"),
+            "weights": ArraySpec((), "float32"),
+        }
 
     def applications(self, spec: ParamSpec) -> float:
         """The read-in once per patch, the readout once, the stack once per position."""
-        return {Role.PATCH_EMBEDDING: self.num_patches, Role.READOUT: 1}.get(spec.role, self.seq_len)
+        return {Role.PATCH_EMBEDDING: self.num_patches, Role.READOUT: 1}.get(
+            spec.role, self.seq_len
+        )
 
     def splitting_hint(self, ways: int) -> tuple[str, str]:
         return f" ({self.num_patches} patches)", "another --model.patch-size"
@@ -307,12 +336,27 @@ class Blocks(NamedTuple):
 def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
     """The residual stacks of a model, its own last; of one without factors a stack of the usual branches."""
     sizes, blocks = model.sizes(), []
-    for stack in dict.fromkeys([of.stack for of in model.factors().values() if of.kind == "branch"] or [OWN]):
+    for stack in dict.fromkeys(
+        [of.stack for of in model.factors().values() if of.kind == "branch"] or [OWN]
+    ):
         encodes = stack == ENCODER
-        specs = [of for of in model.parameters().values() if of.in_block and (of.part == "encoder") == encodes]
-        length, memory = sizes.get("source" if encodes else "position", 0), "cross" in stack.branches
+        specs = [
+            of
+            for of in model.parameters().values()
+            if of.in_block and (of.part == "encoder") == encodes
+        ]
+        length, memory = (
+            sizes.get("source" if encodes else "position", 0),
+            "cross" in stack.branches,
+        )
         blocks.append(
-            Blocks(stack, sizes.get(stack.axis, 0), length, sizes.get("source", 0) if memory else 0, tuple(specs))
+            Blocks(
+                stack,
+                sizes.get(stack.axis, 0),
+                length,
+                sizes.get("source", 0) if memory else 0,
+                tuple(specs),
+            )
         )
     return tuple(blocks)
 
@@ -328,10 +372,16 @@ def forward_terms(model: ModelConfig) -> dict[str, float]:
     sizes, terms = model.sizes(), dict.fromkeys(KINDS.values(), 0.0)
     for spec in [*model.parameters().values(), model.tied_readout]:
         if spec and spec.fan_in:
-            share = sizes["active"] / sizes["experts"] if spec.role in EXPERTS else 1  # that a token goes through
+            share = (
+                sizes["active"] / sizes["experts"] if spec.role in EXPERTS else 1
+            )  # that a token goes through
             weights = math.prod(sizes[axis] for axis in spec.axes) * share
             terms[KINDS[spec.role]] += 2 * weights * model.applications(spec)
-    return {kind: flops for kind, flops in {**terms, "attention": model.attention_flops()}.items() if flops}
+    return {
+        kind: flops
+        for kind, flops in {**terms, "attention": model.attention_flops()}.items()
+        if flops
+    }
 
 
 def forward_flops(model: ModelConfig) -> float:

@@ -15,8 +15,14 @@ T = TypeVar("T", int, float, bool, str)
 
 _KINDS: dict[type, Any] = {
     bool: (lambda value: type(value) is bool, "true or false"),
-    int: (lambda value: type(value) is int and 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}"),
-    float: (lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e30, "a number above 0"),
+    int: (
+        lambda value: type(value) is int and 1 <= value <= _LARGEST,
+        f"a whole number from 1 to {_LARGEST}",
+    ),
+    float: (
+        lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e30,
+        "a number above 0",
+    ),
     str: (lambda value: isinstance(value, str), "a text"),
 }
 """Type of a field to whether a value is of it, and what it is called."""
@@ -54,7 +60,11 @@ class Fields:
         """
         if name in self.fields and self.fields[name] is None:
             return None
-        return default if name not in self.fields else self.read(name, 1 if default is None else default)  # pyright: ignore
+        return (
+            default
+            if name not in self.fields
+            else self.read(name, 1 if default is None else default)
+        )  # pyright: ignore
 
     def side(self, name: str, default: int) -> int:
         """The side of a square, given as one number or as two equal ones.
@@ -66,7 +76,9 @@ class Fields:
         value = self.fields.get(name)
         if isinstance(value, list):
             if len(value) != 2 or value[0] != value[1]:
-                raise ConfigError(f"config.json: {name} is {shown(value)}; our images and patches are square")
+                raise ConfigError(
+                    f"config.json: {name} is {shown(value)}; our images and patches are square"
+                )
             return Fields({name: value[0]}).read(name, default)
         return self.read(name, default)
 
@@ -80,7 +92,9 @@ class Fields:
         """
         value = self.read(name, default)
         if value not in choices:
-            raise ConfigError(f"config.json: {name} is {shown(value)}; only {', '.join(choices)} are read")
+            raise ConfigError(
+                f"config.json: {name} is {shown(value)}; only {', '.join(choices)} are read"
+            )
         return choices[value]
 
     def refuse(self, name: str, plain: bool, what: str) -> None:
@@ -92,4 +106,6 @@ class Fields:
             what: comes with the other value, for the message.
         """
         if self.read(name, plain) is not plain:
-            raise ConfigError(f"config.json: {name} is {not plain}: {what}, which our models do not have")
+            raise ConfigError(
+                f"config.json: {name} is {not plain}: {what}, which our models do not have"
+            )

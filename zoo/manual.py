@@ -38,7 +38,9 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
         definition: the model.
     """
     manual = ManualFsdpLayout(layout, definition.sizes)
-    other_axes = {name for axis in layout.rules for name in layout.mesh_axes(axis)} - set(manual.batch)
+    other_axes = {name for axis in layout.rules for name in layout.mesh_axes(axis)} - set(
+        manual.batch
+    )
     split = any(part for spec in definition.specs.values() for part in manual.partition(spec.axes))
     if not split or other_axes:
         return None
@@ -89,7 +91,9 @@ class ManualFsdpLayout(Layout):
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return x
 
-    def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
+    def local(
+        self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any
+    ) -> Callable[..., Any]:
         return function
 
     def mean(self, x: jax.Array) -> jax.Array:
@@ -105,8 +109,15 @@ class ManualFsdpLayout(Layout):
                 the others send their tokens.
         """
         splits = self.partition(axes)
-        own = {name for axis, names in zip(axes, splits, strict=True) if axis in copies for name in names}
-        splits = tuple(() if axis in copies else names for axis, names in zip(axes, splits, strict=True))
+        own = {
+            name
+            for axis, names in zip(axes, splits, strict=True)
+            if axis in copies
+            for name in names
+        }
+        splits = tuple(
+            () if axis in copies else names for axis, names in zip(axes, splits, strict=True)
+        )
         return _gather(self, splits, tuple(name for name in self.batch if name not in own), w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
@@ -130,11 +141,16 @@ class ManualFsdpLayout(Layout):
     def by_layer(self, spec: ParamSpec) -> bool:
         return spec.stacked and spec.role not in VECTORS
 
-    def gather_outside_layers(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def gather_outside_layers(
+        self, params: Mapping[str, Any], specs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         def later(spec: ParamSpec) -> bool:
             return self.by_layer(spec) or spec.role is Role.READOUT or "vocab" in spec.axes
 
-        return {n: w if later(specs[n]) else self.gather(w, specs[n].axes, specs[n].copies) for n, w in params.items()}
+        return {
+            n: w if later(specs[n]) else self.gather(w, specs[n].axes, specs[n].copies)
+            for n, w in params.items()
+        }
 
     @staticmethod
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -152,9 +168,13 @@ class ManualFsdpLayout(Layout):
         rows, columns = self.partition(axes)
         if rows or not columns:
             return self.gather(table, axes)[index]
-        table = _gather(self, ((), ()), tuple(name for name in self.batch if name not in columns), table)
+        table = _gather(
+            self, ((), ()), tuple(name for name in self.batch if name not in columns), table
+        )
         entries = table[jax.lax.all_gather(index, columns, tiled=True)]
-        return jax.lax.all_to_all(entries, columns, split_axis=0, concat_axis=entries.ndim - 1, tiled=True)
+        return jax.lax.all_to_all(
+            entries, columns, split_axis=0, concat_axis=entries.ndim - 1, tiled=True
+        )
 
     def exchange(self, x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
         """`zoo.collectives.reduce_scatter` of numbers rounded to `gradient_dtype` and summed in float32.
@@ -164,24 +184,34 @@ class ManualFsdpLayout(Layout):
         Args:
             x, names, dimension: as there.
         """
-        parts = jax.lax.all_to_all(x.astype(self.gradient_dtype), names, dimension, dimension, tiled=True)
-        parts = parts.reshape(*x.shape[:dimension], jax.lax.axis_size(names), -1, *x.shape[dimension + 1 :])
+        parts = jax.lax.all_to_all(
+            x.astype(self.gradient_dtype), names, dimension, dimension, tiled=True
+        )
+        parts = parts.reshape(
+            *x.shape[:dimension], jax.lax.axis_size(names), -1, *x.shape[dimension + 1 :]
+        )
         return jnp.sum(parts, axis=dimension, dtype=jnp.float32).astype(x.dtype)
 
-    def readout(self, axes: Axes, width: int, tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def readout(
+        self, axes: Axes, width: int, tokens: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         rows, columns = self.partition(axes)
         if columns or not rows:
             return (), tokens  # gathered before
         return rows, (*tokens, *(name for name in self.batch if name not in rows))
 
-    def shard_mapped(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    def shard_mapped(
+        self, function: Callable[..., Any], inputs: Any, outputs: Any
+    ) -> Callable[..., Any]:
         """Return `function` inside of `shard_map`; it passes this layout to what it calls.
 
         Args:
             function: of parts.
             inputs, outputs: specs of its arguments and results.
         """
-        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+        )
 
 
 def _whole(layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array) -> jax.Array:
@@ -194,11 +224,15 @@ def _whole(layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array)
 _gather = jax.custom_vjp(_whole, nondiff_argnums=(0, 1, 2))
 
 
-def _forward(layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array) -> tuple[jax.Array, None]:
+def _forward(
+    layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array
+) -> tuple[jax.Array, None]:
     return _whole(layout, splits, batch, w), None
 
 
-def _backward(layout: Layout, splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+def _backward(
+    layout: Layout, splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array
+) -> tuple[jax.Array]:
     for dimension, names in enumerate(splits):
         g = reduce_scatter(g, names, dimension, layout=layout)
     rest = tuple(name for name in batch if not any(name in names for names in splits))

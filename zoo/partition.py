@@ -98,7 +98,11 @@ class Layout:
             x: inside a function that is being compiled.
             axes: as `sharding`.
         """
-        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+        return (
+            x
+            if self.mesh.size == 1
+            else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+        )
 
     def positions(self, length: int) -> jax.Array:
         """The position that lies at every place, int32 [length]."""
@@ -109,7 +113,9 @@ class Layout:
         part, within = jnp.divmod(places, length // parts)
         return jnp.where(part % 2, parts - 1 - part // 2, part // 2) * (length // parts) + within
 
-    def local(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
+    def local(
+        self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
+    ) -> Callable[..., Any]:
         """`function` on every device's own part, by `jax.shard_map`: for kernels that the compiler cannot split.
 
         Args:
@@ -120,7 +126,9 @@ class Layout:
         if self.mesh.size == 1:
             return function
         in_specs, out_specs = jax.tree.map(self._spec, (inputs, outputs), is_leaf=_is_axes)
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def mean(self, x: jax.Array) -> jax.Array:
         """Return the mean of x over the devices that split examples.
@@ -158,7 +166,9 @@ class Layout:
         del spec
         return False
 
-    def gather_outside_layers(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def gather_outside_layers(
+        self, params: Mapping[str, Any], specs: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Parameters by name, those gathered that are not where they are read: all but tables, readouts and a stack's matrices.
 
         Args:
@@ -179,7 +189,9 @@ class Layout:
         del axes
         return table[index]
 
-    def readout(self, axes: Axes, width: int, tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def readout(
+        self, axes: Axes, width: int, tokens: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Mesh axes over which the gradient of a readout is summed: those that split its rows, of which a device keeps its own, and the others.
 
         Args:
@@ -196,7 +208,9 @@ class Layout:
         used: set[str] = set()
         for index, axis in enumerate(axes):
             names = tuple(name for name in self.mesh_axes(axis) if name not in used)
-            if shape is not None and shape[index] % math.prod(self.mesh.shape[name] for name in names):
+            if shape is not None and shape[index] % math.prod(
+                self.mesh.shape[name] for name in names
+            ):
                 names = ()
             used.update(names)
             parts.append(names if len(names) > 1 else next(iter(names), None))

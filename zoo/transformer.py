@@ -31,9 +31,13 @@ class RoutingConfig:
     gate: Annotated[Gate, Affects("model", "softmax", given={"model.experts": 4})] = "sigmoid"
     """Weights of a token's experts: sigmoid of the score over their number (2601.20205), softmax over their scores (Mixtral), or over
     all (Switch)."""
-    capacity_factor: Annotated[float | None, Affects("model", 1.0, given={"model.experts": 4})] = None
+    capacity_factor: Annotated[float | None, Affects("model", 1.0, given={"model.experts": 4})] = (
+        None
+    )
     """An expert takes at most so many times its even share of an example's tokens, the first ones; it takes all unless given (dropless)."""
-    balance: Annotated[Literal["loss", "bias", "none"], Affects("model", "bias", given={"model.experts": 4})] = "loss"
+    balance: Annotated[
+        Literal["loss", "bias", "none"], Affects("model", "bias", given={"model.experts": 4})
+    ] = "loss"
     """loss: of Switch, times balance_weight. bias: added to scores where experts are chosen, moved by their loads
     (`rates.block.router.bias` scales it)."""
     balance_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.01
@@ -84,11 +88,16 @@ class WithExperts(Protocol):
 def check_experts(model: WithExperts) -> None:
     """Raises ConfigError where a model's experts do not fit together, or fields of theirs are written without experts."""
     if model.experts is None:
-        fields = {name: getattr(model, name) for name in ("active_experts", "expert_dim", "shared_experts")}
+        fields = {
+            name: getattr(model, name)
+            for name in ("active_experts", "expert_dim", "shared_experts")
+        }
         fields |= {"routing": None if model.routing == RoutingConfig() else "not the default"}
         for name, value in fields.items():
             if value is not None:
-                raise ConfigError(f"model.{name} is {value} and there are no experts; write model.experts too")
+                raise ConfigError(
+                    f"model.{name} is {value} and there are no experts; write model.experts too"
+                )
         return
     if model.active > model.experts:
         raise ConfigError(
@@ -112,9 +121,14 @@ class LoraConfig:
 
     rank: Annotated[int | None, Affects("model", 2, given={"freeze": ("bias",)})] = None
     """Numbers between A and B; no adapters unless given."""
-    alpha: Annotated[float, Affects("model", 16.0, given={"freeze": ("bias",), "model.lora.rank": 2})] = 32.0
+    alpha: Annotated[
+        float, Affects("model", 16.0, given={"freeze": ("bias",), "model.lora.rank": 2})
+    ] = 32.0
     """Scale of what adapters add, over their rank: of another rank the same learning rate serves."""
-    on: Annotated[tuple[Branch, ...], Affects("model", ("mlp",), given={"freeze": ("bias",), "model.lora.rank": 2})] = (
+    on: Annotated[
+        tuple[Branch, ...],
+        Affects("model", ("mlp",), given={"freeze": ("bias",), "model.lora.rank": 2}),
+    ] = (
         "attention",
         "mlp",
     )
@@ -122,13 +136,19 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
-            raise ConfigError(f"lora.rank is {self.rank}; write a whole number of at least 1, such as 8")
+            raise ConfigError(
+                f"lora.rank is {self.rank}; write a whole number of at least 1, such as 8"
+            )
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"lora.alpha is {self.alpha}; write a number above 0, such as 32")
         wrong = [branch for branch in self.on if branch not in get_args(Branch)]
         if wrong or not self.on:
-            raise ConfigError(f"lora.on is {' '.join(wrong) or 'nothing'}; write attention, mlp or both")
-        if self.rank is None and any(getattr(self, of.name) != of.default for of in dataclasses.fields(self)):
+            raise ConfigError(
+                f"lora.on is {' '.join(wrong) or 'nothing'}; write attention, mlp or both"
+            )
+        if self.rank is None and any(
+            getattr(self, of.name) != of.default for of in dataclasses.fields(self)
+        ):
             raise ConfigError(
                 "lora.alpha and lora.on are of adapters, and there are none; write lora.rank too, such as 8"
             )
@@ -152,9 +172,15 @@ class LoraConfig:
             return {}
         from mupax.presets.adapters import pair
 
-        adapted = [name for name in matrices if name.startswith(tuple(f"block.{branch}." for branch in self.on))]
+        adapted = [
+            name
+            for name in matrices
+            if name.startswith(tuple(f"block.{branch}." for branch in self.on))
+        ]
         return {
-            f"{name}_lora.{which}": of for name in adapted for which, of in zip("ab", pair(matrices[name]), strict=True)
+            f"{name}_lora.{which}": of
+            for name in adapted
+            for which, of in zip("ab", pair(matrices[name]), strict=True)
         }
 
     def modules(self, init: Any, *names: str) -> tuple[Any, ...]:
@@ -228,7 +254,9 @@ class TransformerConfig(ModelConfig):
     """Trainable biases of queries, keys and values alone, where `bias` is off."""
     qk_norm: Annotated[bool, Affects("model", True)] = False
     """RMS-normalize queries and keys per head, with a gain shared by heads."""
-    qk_norm_kind: Annotated[Norm, Affects("model", "layernorm", given={"model.qk_norm": True})] = "rmsnorm"
+    qk_norm_kind: Annotated[Norm, Affects("model", "layernorm", given={"model.qk_norm": True})] = (
+        "rmsnorm"
+    )
     """layernorm subtracts the mean of queries and keys too (no bias)."""
     branch_activation: Annotated[Literal["none", "gelu"], Affects("model", "gelu")] = "none"
     """gelu: a branch reads GELU of its norm's output, as in Bordelon et al. 2024's language model."""
@@ -273,8 +301,12 @@ class TransformerConfig(ModelConfig):
         if not (0 < self.mlp_ratio < math.inf):
             raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")
         if not (0 < self.norm_eps < math.inf):
-            raise ConfigError(f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5")
-        if self.mlp_dim < 1 or not math.isclose(self.mlp_dim, self.mlp_ratio * self.width, rel_tol=1e-6):
+            raise ConfigError(
+                f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5"
+            )
+        if self.mlp_dim < 1 or not math.isclose(
+            self.mlp_dim, self.mlp_ratio * self.width, rel_tol=1e-6
+        ):
             near = max(1, self.mlp_dim) / self.width
             raise ConfigError(
                 f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole number; write mlp_ratio {near:.10g}"
@@ -298,7 +330,9 @@ class TransformerConfig(ModelConfig):
     @property
     def dense_dim(self) -> int:
         """Hidden size of what every token goes through in a block: the MLP's, or all shared experts'; 0 without any."""
-        return self.mlp_dim if self.experts is None else self.expert_size * (self.shared_experts or 0)
+        return (
+            self.mlp_dim if self.experts is None else self.expert_size * (self.shared_experts or 0)
+        )
 
     @property
     def heads_dim(self) -> int:
@@ -370,7 +404,9 @@ class TransformerConfig(ModelConfig):
             **({"value_dim": self.value_dim} if self.value_dim else {}),
             **({"mlp": self.dense_dim} if self.dense_dim else {}),
             **(
-                {"experts": self.experts, "active": self.active, "expert_dim": self.expert_size} if self.experts else {}
+                {"experts": self.experts, "active": self.active, "expert_dim": self.expert_size}
+                if self.experts
+                else {}
             ),
             "layers": self.depth,
         }
@@ -385,9 +421,15 @@ class TransformerConfig(ModelConfig):
         if self.experts:
             matrices |= EXPERT_MATRICES
         if not self.dense_dim:
-            matrices = {name: spec for name, spec in matrices.items() if not name.startswith("block.mlp.")}
+            matrices = {
+                name: spec for name, spec in matrices.items() if not name.startswith("block.mlp.")
+            }
         if self.gated:
-            matrices |= {name.replace(".up", ".gate"): of for name, of in matrices.items() if name.endswith(".up")}
+            matrices |= {
+                name.replace(".up", ".gate"): of
+                for name, of in matrices.items()
+                if name.endswith(".up")
+            }
         with_bias = matrices if self.bias else _QKV if self.qkv_bias else ()
         biases = {f"{name}_bias": matrices[name].bias for name in with_bias}
         if self.rotary_theta is None and not self.qk_norm:
@@ -399,11 +441,15 @@ class TransformerConfig(ModelConfig):
         specs = {**matrices, **self.lora.declared(matrices), **biases}
         if (start := self.branch_gains) is not None:
             for branch, out in (("attention", "attention.out"), ("mlp", "mlp.down")):
-                specs[f"block.{branch}_gain"] = dataclasses.replace(MATRICES[f"block.{out}"].gain, start=start)
+                specs[f"block.{branch}_gain"] = dataclasses.replace(
+                    MATRICES[f"block.{out}"].gain, start=start
+                )
         if self.qk_norm and self.norm_gain:
             for name in ("query", "key"):
                 of = MATRICES[f"block.attention.{name}"].role
-                gain = ParamSpec(role=Role.NORM_GAIN, axes=("layers", "head_dim"), in_block=True, of=of)
+                gain = ParamSpec(
+                    role=Role.NORM_GAIN, axes=("layers", "head_dim"), in_block=True, of=of
+                )
                 specs[f"block.attention.{name}_norm.gain"] = gain
         for name in ("block.attention_norm", "block.mlp_norm", "norm"):
             block = name.startswith("block.")
@@ -411,13 +457,17 @@ class TransformerConfig(ModelConfig):
             if self.norm_gain:
                 specs[f"{name}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=axes, in_block=block)
             if self.bias and self.norm == "layernorm":
-                specs[f"{name}.bias"] = ParamSpec(role=Role.BIAS, axes=axes, in_block=block, of=Role.NORM_GAIN)
+                specs[f"{name}.bias"] = ParamSpec(
+                    role=Role.BIAS, axes=axes, in_block=block, of=Role.NORM_GAIN
+                )
         return specs
 
     def factors(self) -> dict[str, FactorSpec]:
         """Scales of attention logits, N^-1/2 until a preset sets them, and of both additions of every block."""
         return {
-            "block.attention.logit_scale": FactorSpec(kind="logits", shape=(self.depth,), value=self.heads_dim**-0.5),
+            "block.attention.logit_scale": FactorSpec(
+                kind="logits", shape=(self.depth,), value=self.heads_dim**-0.5
+            ),
             "block.skip": FactorSpec(kind="skip", shape=(self.depth, 2)),
             "block.branch": FactorSpec(kind="branch", shape=(self.depth, 2)),
         }
@@ -436,7 +486,10 @@ class TransformerConfig(ModelConfig):
             for i in range(len(self.attention_specs))
         ]
         each = self.heads_dim + (self.value_dim or self.heads_dim)
-        positions = sum(attended(sight) * count for sight, count in zip(self.attention_specs, layers, strict=True))
+        positions = sum(
+            attended(sight) * count
+            for sight, count in zip(self.attention_specs, layers, strict=True)
+        )
         return 2 * positions * self.num_heads * each * (length // self.units)
 
 
@@ -451,5 +504,7 @@ def transformer(model: ModelConfig, what: str) -> TransformerConfig:
         ConfigError: it is another family's.
     """
     if not isinstance(model, TransformerConfig):
-        raise ConfigError(f"{what} knows the zoo's transformers only, and the model is a {model.family}")
+        raise ConfigError(
+            f"{what} knows the zoo's transformers only, and the model is a {model.family}"
+        )
     return model

@@ -17,6 +17,8 @@ os.environ.pop("FORCE_COLOR", None)
 def bash(_: str, cell: str) -> None:
     """Prints both streams in their order, and raises where a command fails; IPython's own hands them on a hundred bytes at a time."""
     words = ["bash", "-eo", "pipefail", "-c", cell]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     print(done.stdout, end="")
     done.check_returncode()

@@ -72,7 +72,9 @@ def script(shell: str) -> str:
             second.append(f'        2:{typed[0]}) words="{" ".join(names)}" ;;')
         elif typed:
             third.append(f'        3:"{" ".join(typed)}") words="{" ".join(names)}" ;;')
-    text = _BASH.format(commands=" ".join(following[()]), second="\n".join(second), third="\n".join(third))
+    text = _BASH.format(
+        commands=" ".join(following[()]), second="\n".join(second), third="\n".join(third)
+    )
     return _ZSH + text if shell == "zsh" else text
 
 

@@ -77,9 +77,15 @@ class Prepare:
             on_broken=self.on_broken,
             limits=self.limits,
         )
-        facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
+        facts = load(
+            config,
+            DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31),
+            seed=0,
+        ).facts
         train, evaluation = facts["train_tokens"], facts["eval_tokens"]
-        terminal.say(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")
+        terminal.say(
+            f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens"
+        )
         return 0
 
 
@@ -104,14 +110,24 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
         import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself
     try:
         full: Any = published.CONFIGS.get(name, name)
-        builder = tfds.builder(full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False)
+        builder = tfds.builder(
+            full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False
+        )
         _reach(builder, base)
         with cache.lock(base, dataset, terminal.note):
             cache.delete_incomplete(Path(builder.data_path))
             builder.download_and_prepare(file_format="array_record")
-    except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a data set's own code, network or licence raises
         lines = [line for line in str(error).splitlines() if line.strip()][:5]
-        print(f"error: TFDS could not prepare {name}: {type(error).__name__}", *lines, sep="\n  ", file=sys.stderr)
+        print(
+            f"error: TFDS could not prepare {name}: {type(error).__name__}",
+            *lines,
+            sep="\n  ",
+            file=sys.stderr,
+        )
         terminal.note(_advice(error))
         return 1
     terminal.say(f"{name} is prepared in {base / builder.data_path.relative_to(builder.data_dir)}")

@@ -31,7 +31,9 @@ def run(argv: Sequence[str]) -> int:
     old = spellings.old(words)
     if old is not None:
         words = spellings.current_words(words)
-        with contextlib.suppress(OSError, ValueError):  # standard error that is closed or full is no reason to end
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # standard error that is closed or full is no reason to end
             terminal.note(f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`")
     if not words or words[0] in _HELP:
         print(overview())
@@ -110,7 +112,9 @@ def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
         return
     near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.75)
     if near:
-        raise command_line.UsageError(f"{prog} has no {words[0]!r}; did you mean `{prog} {near[0]}`?")
+        raise command_line.UsageError(
+            f"{prog} has no {words[0]!r}; did you mean `{prog} {near[0]}`?"
+        )
 
 
 def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) -> int:
@@ -175,10 +179,14 @@ def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
     from mupax.train.config.recipes import RECIPES
 
     if word in RECIPES:
-        raise command_line.UsageError(f"{word} is a recipe, not a command; write `mupax train {word}`")
+        raise command_line.UsageError(
+            f"{word} is a recipe, not a command; write `mupax train {word}`"
+        )
     for command in commands.values():
         if word in {row.name for row in command.subcommands}:
-            raise command_line.UsageError(f"{word} comes after {command.name}; write `mupax {command.name} {word}`")
+            raise command_line.UsageError(
+                f"{word} comes after {command.name}; write `mupax {command.name} {word}`"
+            )
     summaries = {command.name: command.summary for command in commands.values()}
     command_line.first_word("mupax", "command", summaries, [word])
     raise AssertionError(word)
@@ -195,4 +203,6 @@ def _refuse_name(prog: str, word: str) -> None:
             "desiderata in its place"
         )
     if prog == "mupax models" and word in CONFIGS:
-        raise command_line.UsageError(f"{word} is a model, not a command; write `mupax models describe {word}`")
+        raise command_line.UsageError(
+            f"{word} is a model, not a command; write `mupax models describe {word}`"
+        )

@@ -16,7 +16,18 @@ from mupax.train.config import cli
 from mupax.zoo import configs, families
 from mupax.zoo.families import ModelConfig
 
-COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
+COLUMNS = (
+    "model",
+    "family",
+    "width",
+    "depth",
+    "heads",
+    "head_dim",
+    "mlp",
+    "input",
+    "parameters",
+    "forward FLOPs",
+)
 
 LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 """Columns of words; the others hold numbers and align right."""
@@ -37,9 +48,23 @@ class List:
             return 0
         rows: list[Sequence[str]] = [COLUMNS]
         for row in summaries:
-            sizes = [str(row["sizes"].get(axis, "")) for axis in ("embed", "layers", "heads", "head_dim", "mlp")]
-            costs = [terminal.si(row["parameters"]), f"{terminal.si(row['forward_flops'])} / {row['per']}"]
-            rows.append([row["name"], row["family"], *sizes, configs.CONFIGS[row["name"]].input_text, *costs])
+            sizes = [
+                str(row["sizes"].get(axis, ""))
+                for axis in ("embed", "layers", "heads", "head_dim", "mlp")
+            ]
+            costs = [
+                terminal.si(row["parameters"]),
+                f"{terminal.si(row['forward_flops'])} / {row['per']}",
+            ]
+            rows.append(
+                [
+                    row["name"],
+                    row["family"],
+                    *sizes,
+                    configs.CONFIGS[row["name"]].input_text,
+                    *costs,
+                ]
+            )
         print(terminal.table(rows, left=LEFT))
         return 0
 
@@ -65,10 +90,20 @@ class Describe:
         rows = [["path", "role", "shape", "axes", "parameters"]]
         for leaf in tree:
             axes = " ".join(f"{axis}*" if axis in leaf["fan_in"] else axis for axis in leaf["axes"])
-            rows.append([leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}"])
+            rows.append(
+                [
+                    leaf["path"],
+                    leaf["role"],
+                    " ".join(map(str, leaf["shape"])),
+                    axes,
+                    f"{leaf['count']:,}",
+                ]
+            )
         rows.append(["total", "", "", "* fan-in", f"{summary['parameters']:,}"])
         terminal.say(f"\n{terminal.table(rows, left=LEFT)}\n")
-        terminal.say(f"{terminal.si(summary['forward_flops'])}FLOPs per {model.unit}, one forward pass")
+        terminal.say(
+            f"{terminal.si(summary['forward_flops'])}FLOPs per {model.unit}, one forward pass"
+        )
         return 0
 
 

@@ -29,7 +29,11 @@ class List:
     """Name and one line of every preset (what no command does)."""
 
     def run(self) -> int:
-        print(terminal.table([[name, command_line.summary(make)] for name, make in presets.PRESETS.items()]))
+        print(
+            terminal.table(
+                [[name, command_line.summary(make)] for name, make in presets.PRESETS.items()]
+            )
+        )
         return 0
 
 
@@ -48,11 +52,19 @@ class Constants:
     def run(self) -> int:
         name = presets.get(self.preset).name
         if name not in presets.PRESETS:
-            raise presets.PresetError(f"{self.preset} takes no constants; all its numbers are in its file")
-        defaults = {n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()}
+            raise presets.PresetError(
+                f"{self.preset} takes no constants; all its numbers are in its file"
+            )
+        defaults = {
+            n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()
+        }
         if self.json:
-            listed = {n: [dataclasses.asdict(choice) for choice in choices.of(name, n)] for n in defaults}
-            return print_json({n: {"default": x, "choices": listed[n]} for n, x in defaults.items()})
+            listed = {
+                n: [dataclasses.asdict(choice) for choice in choices.of(name, n)] for n in defaults
+            }
+            return print_json(
+                {n: {"default": x, "choices": listed[n]} for n, x in defaults.items()}
+            )
         print(table.constants_text(name, defaults))
         return 0
 
@@ -86,14 +98,26 @@ class Table(PresetFlags, RunFlags):
     def run(self) -> int:
         model = cli.model_of(self.model)
         preset = preset_for(self.config(self.preset), model)
-        sizes, tied = model.sizes(), {name: factor.spec for name, factor in model.factors().items() if factor.spec}
+        sizes, tied = (
+            model.sizes(),
+            {name: factor.spec for name, factor in model.factors().items() if factor.spec},
+        )
         specs = {**dict(sorted(model.parameters().items())), **tied}
         if self.rules:
             rows = table.rule_rows(preset, specs, self.optimizer)
         else:
-            rows = table.rows(preset, specs, sizes, self.optimizer, self.decay, absolute=self.absolute)
+            rows = table.rows(
+                preset, specs, sizes, self.optimizer, self.decay, absolute=self.absolute
+            )
         rule = joint.of(self.joint, self.optimizer)
-        far = joint.path(rule, *self.ends(), b1=self.b1, b2=self.b2, decay=self.decay, noise_scale=self.noise_scale)
+        far = joint.path(
+            rule,
+            *self.ends(),
+            b1=self.b1,
+            b2=self.b2,
+            decay=self.decay,
+            noise_scale=self.noise_scale,
+        )
         if self.json:
             return print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
         title = f"{self.model} under {preset.describe()}, {self.optimizer}, {self.decay} decay"
@@ -103,7 +127,9 @@ class Table(PresetFlags, RunFlags):
         for caution in preset.cautions(sizes, self.optimizer):
             terminal.say(f"caution: {caution}")
         if self.joint != "none":
-            terminal.say(f"\nunder the joint rule {self.joint}, over the base's numbers\n{table.text(far)}")
+            terminal.say(
+                f"\nunder the joint rule {self.joint}, over the base's numbers\n{table.text(far)}"
+            )
         return 0
 
 
@@ -133,7 +159,10 @@ class Limits(ConstantFlags):
                 **verdicts.verdicts(preset, self.optimizer, experts=self.experts),
                 **(joint_limits.verdicts(rule) if adam else {}),
             }
-            entries = {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in rows.items()}
+            entries = {
+                row: {limit: dataclasses.asdict(e) for limit, e in at.items()}
+                for row, at in rows.items()
+            }
             return print_json(entries)
         what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
@@ -161,11 +190,19 @@ class Desiderata(ConstantFlags):
     def run(self) -> int:
         preset, of = presets.get(self.preset, **self.values()), {"encoder": self.encoder}
         if self.json:
-            by_dimension = {d: desiderata.desiderata(preset, d, **of) for d in desiderata.growths(**of)}
+            by_dimension = {
+                d: desiderata.desiderata(preset, d, **of) for d in desiderata.growths(**of)
+            }
             return print_json(
-                {d: {name: dataclasses.asdict(c) for name, c in cells.items()} for d, cells in by_dimension.items()}
+                {
+                    d: {name: dataclasses.asdict(c) for name, c in cells.items()}
+                    for d, cells in by_dimension.items()
+                }
             )
-        print(terminal.wrapped(f"{preset.describe()}: dimension^exponent of what does not stay"), end="\n\n")
+        print(
+            terminal.wrapped(f"{preset.describe()}: dimension^exponent of what does not stay"),
+            end="\n\n",
+        )
         print(terminal.table(desiderata.rows(preset, **of)))
         return 0
 
@@ -187,14 +224,22 @@ class Compare:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise command_line.UsageError("compare needs presets, such as compare mup sp; `mupax presets` has all")
+            raise command_line.UsageError(
+                "compare needs presets, such as compare mup sp; `mupax presets` has all"
+            )
 
     def run(self) -> int:
         compared = [presets.get(name) for name in self.names]
-        rows = (verdicts.summary_rows if self.summary else verdicts.compare_rows)(compared, self.optimizer)
+        rows = (verdicts.summary_rows if self.summary else verdicts.compare_rows)(
+            compared, self.optimizer
+        )
         if self.json:
             return print_json([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
-        print(verdicts.markdown(rows) if self.markdown else terminal.table(rows, keys=1 if self.summary else 2))
+        print(
+            verdicts.markdown(rows)
+            if self.markdown
+            else terminal.table(rows, keys=1 if self.summary else 2)
+        )
         return 0
 
 
@@ -235,9 +280,14 @@ class Tuned:
         elif listed:
             measured = [entry for entry in listed if not entry[0].is_published]
             published = [entry for entry in listed if entry[0].is_published]
-            for head, group in (("measured here", measured), ("published, and not measured here", published)):
+            for head, group in (
+                ("measured here", measured),
+                ("published, and not measured here", published),
+            ):
                 if group:
-                    rows = [[tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in group]
+                    rows = [
+                        [tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in group
+                    ]
                     print(f"{head}\n{terminal.table(rows)}\n")
         else:
             terminal.say("no preset is tuned yet; `mupax transfer ... --save-tuned NAME` makes one")

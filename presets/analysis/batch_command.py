@@ -43,7 +43,9 @@ class Joint(RunFlags):
     """Print JSON."""
 
     def run(self) -> int:
-        ratios = {name: stop / start for name, (start, stop) in zip(RUN_AXES, self.ends(), strict=True)}
+        ratios = {
+            name: stop / start for name, (start, stop) in zip(RUN_AXES, self.ends(), strict=True)
+        }
         if self.json:
             return print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
         print(joint_limits.joint_text(ratios, b1=self.b1, b2=self.b2))

@@ -77,11 +77,16 @@ class Cell:
     def names(self) -> str:
         """Those of `of`; with an encoder by part, where "every" is of the decoder, its cross-attention and the encoder, if they have it."""
         parts = {
-            name: {part for part in _PARTS if part + name in self.exponents} for name in map(_bare, self.exponents)
+            name: {part for part in _PARTS if part + name in self.exponents}
+            for name in map(_bare, self.exponents)
         }
         if all(own == {""} for own in parts.values()):
             return ", ".join(self.of)
-        every = [name for name, own in parts.items() if all(part + name in self.of for part in own) and len(own) > 1]
+        every = [
+            name
+            for name, own in parts.items()
+            if all(part + name in self.of for part in own) and len(own) > 1
+        ]
         texts = [f"every {', '.join(every)}"] if every else []
         for part in _PARTS:
             own = [name for name in parts if part + name in self.of and name not in every]
@@ -109,7 +114,11 @@ def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
     worst = max(exponents.values(), key=lambda x: (round(abs(x), 6), x))
     if abs(worst) <= tolerance:
         return Cell(0.0 if tolerance == _TOLERANCE else worst, (), exponents)
-    return Cell(worst, tuple(name for name, x in exponents.items() if abs(x - worst) <= tolerance), exponents)
+    return Cell(
+        worst,
+        tuple(name for name, x in exponents.items() if abs(x - worst) <= tolerance),
+        exponents,
+    )
 
 
 def growths(*, encoder: bool = False) -> dict[str, dict[str, float]]:
@@ -139,7 +148,9 @@ def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict
         "signal": cell(powers.signal),
         "speed": cell(powers.speed),
         "balance": cell({name: x - most for name, x in powers.parts.items()}) if rule else none,
-        "loss decay": cell({name: x for name, x in powers.parts.items() if x > most - _TOLERANCE}) if rule else none,
+        "loss decay": cell({name: x for name, x in powers.parts.items() if x > most - _TOLERANCE})
+        if rule
+        else none,
     }
 
 
@@ -154,5 +165,11 @@ def rows(preset: Preset, *, encoder: bool = False) -> list[list[str]]:
     for dimension in growths(encoder=encoder):
         cells = desiderata(preset, dimension, encoder=encoder)
         can = all(cells[column].holds for column in COLUMNS)
-        table.append([dimension, "can" if can else "cannot", *(cells[column].text(dimension) for column in COLUMNS)])
+        table.append(
+            [
+                dimension,
+                "can" if can else "cannot",
+                *(cells[column].text(dimension) for column in COLUMNS),
+            ]
+        )
     return table

@@ -81,10 +81,17 @@ class Health:
         limit, start = self.limit, self._effective(spec, self.limit)
         if spec.role in EMBEDDINGS:
             start -= 0.0 if limit.layers else limit.stream
-        elif spec.role in (Role.READOUT, *ROUTED):  # vanishing as D^-1/2 it starts at zero, as anything between may
+        elif spec.role in (
+            Role.READOUT,
+            *ROUTED,
+        ):  # vanishing as D^-1/2 it starts at zero, as anything between may
             start = max(start, 0.0) + min(start + 0.5, 0.0)
         if spec.role in BIASES or abs(start) > _TOLERANCE:
-            return None if spec.role in BIASES else Trouble("explodes" if start > 0 else "vanishes", start)
+            return (
+                None
+                if spec.role in BIASES
+                else Trouble("explodes" if start > 0 else "vanishes", start)
+            )
         if _bounded(spec):
             return self._alone(lambda alone: max(0.0, self._effective(spec, alone)), "explodes")
         return None
@@ -112,7 +119,9 @@ class Health:
         if "embed" in limit.growth and not self.preset.uneven:
             return 0.0
         change = self._rate(spec, limit)
-        if self.limit.family == "muon" and self.preset.row(spec).muon is not None:  # orthogonal: a spectral norm of 1
+        if (
+            self.limit.family == "muon" and self.preset.row(spec).muon is not None
+        ):  # orthogonal: a spectral norm of 1
             return change + (_axes(spec.fan_in, limit) - _axes(spec.fan_out, limit)) / 2
         if self.limit.family == "sgd":
             gradient = self.gradient(spec, limit)
@@ -129,12 +138,16 @@ class Health:
         if over < min(lets, 0.0) - _TOLERANCE or over > max(lets, 0.0) + _TOLERANCE:
             return Trouble("eps dominates" if over < 0 else "eps fades", over)
         if self.preset.uneven and _bounded(spec):
-            return self._alone(lambda alone: self._over_eps(spec, alone) or 0.0, "eps dominates", "eps fades")
+            return self._alone(
+                lambda alone: self._over_eps(spec, alone) or 0.0, "eps dominates", "eps fades"
+            )
         return None
 
     def _over_eps(self, spec: ParamSpec, limit: Limit) -> float | None:
         """Exponent of gradient / eps; None where the optimizer has none, or theory no gradient."""
-        on_adam = limit.family == "adam" or (limit.family == "muon" and self.preset.row(spec).muon is None)
+        on_adam = limit.family == "adam" or (
+            limit.family == "muon" and self.preset.row(spec).muon is None
+        )
         gradient = self.gradient(spec, limit) if on_adam else None
         return None if gradient is None else gradient - limit.x(self.preset.row(spec).eps)
 
@@ -180,7 +193,11 @@ class Health:
             return change - (limit.embedded if limit.layers else limit.stream)
         if spec.role not in VECTORS:
             change += _axes(spec.fan_in, limit)
-            return None if limit.family == "muon" else change + (limit.branch + limit.layers) * spec.in_block
+            return (
+                None
+                if limit.family == "muon"
+                else change + (limit.branch + limit.layers) * spec.in_block
+            )
         return self._vector(spec, change, limit)
 
     def _vector(self, spec: ParamSpec, change: float, limit: Limit) -> float | None:
@@ -191,7 +208,10 @@ class Health:
         branches = limit.branch + limit.layers - limit.stream
 
         def through_logits(change: float) -> float:
-            return max(change, 0.0) or min(change, 0.0) + limit.random("attention out", limit.v) + branches
+            return (
+                max(change, 0.0)
+                or min(change, 0.0) + limit.random("attention out", limit.v) + branches
+            )
 
         match spec.of or spec.role:
             case Role.QUERY | Role.KEY:
@@ -200,7 +220,9 @@ class Health:
             case Role.RELATIVE_BIAS:
                 return through_logits(change)
             case Role.NORM_GAIN if spec.part == "cross":  # queries alone read it
-                return through_logits(limit.logits + limit.n + limit.carried("query", change) + limit.k)
+                return through_logits(
+                    limit.logits + limit.n + limit.carried("query", change) + limit.k
+                )
             case Role.VALUE:
                 return limit.carried("attention out", change) + branches
             case Role.MLP_IN | Role.EXPERT_IN as role:
@@ -215,8 +237,12 @@ class Health:
             case Role.ATTENTION_OUT | Role.MLP_OUT | Role.EXPERT_OUT | Role.HIDDEN:
                 return change + branches
         if spec.in_block:
-            readers = [spec for spec in limit.specs.values() if spec.role in (Role.MLP_IN, Role.EXPERT_IN)]
-            if any(_axes(spec.fan_out, limit) != limit.growth.get("embed", 0.0) for spec in readers):
+            readers = [
+                spec for spec in limit.specs.values() if spec.role in (Role.MLP_IN, Role.EXPERT_IN)
+            ]
+            if any(
+                _axes(spec.fan_out, limit) != limit.growth.get("embed", 0.0) for spec in readers
+            ):
                 return None
             return limit.carried("MLP out", limit.carried("MLP in", change)) + branches
         return limit.carried("readout", change)

@@ -79,18 +79,29 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
     for name, at in table.items():
         x, concession = at[grows].exponent, rule.concessions.get(name, ONE).growth({grows: 1.0})
         rest = x - of_rate if OBSERVABLES[name] == "weight_decay" else x
-        if at[grows].verdict != "stable" and abs(rest) > 0.01 and not min(0, concession) <= x <= max(0, concession):
+        if (
+            at[grows].verdict != "stable"
+            and abs(rest) > 0.01
+            and not min(0, concession) <= x <= max(0, concession)
+        ):
             wrong[name] = _entry(name, grows, rest).verdict
     return wrong
 
 
 def limits_text(rule: JointRule) -> str:
     """Every observable and what becomes of it as B and as T grow, and how far the rule holds."""
-    rows = [["over a run, noise above the gradient", *(f"{grows} ({symbol})" for grows, symbol in SYMBOLS.items())]]
+    rows = [
+        [
+            "over a run, noise above the gradient",
+            *(f"{grows} ({symbol})" for grows, symbol in SYMBOLS.items()),
+        ]
+    ]
     for name, at in verdicts(rule).items():
         rows.append([name, *(cell(at[grows], symbol) for grows, symbol in SYMBOLS.items())])
     slow = {"b1": rule.one_minus_b1, "b2": rule.one_minus_b2}
-    betas = " and ".join(f"{formula(power)} (1 - {beta}) < 1" for beta, power in slow.items() if power is not None)
+    betas = " and ".join(
+        f"{formula(power)} (1 - {beta}) < 1" for beta, power in slow.items() if power is not None
+    )
     holds = f"\nholds while {betas}, and for a batch well below the noise scale" if betas else ""
     return f"under the joint rule {rule.name}\n{terminal.table(rows)}{holds}"
 
@@ -103,12 +114,17 @@ def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
         b1, b2: Adam's at the base, which a rule may take out of (0, 1).
     """
     rules = [each for each in RULES.values() if each.applied]
-    powers = [["rule", *OBSERVABLES], *([each.name, *map(formula, observables(each).values())] for each in rules)]
+    powers = [
+        ["rule", *OBSERVABLES],
+        *([each.name, *map(formula, observables(each).values())] for each in rules),
+    ]
     what = "how distances of weights, and shares of the run, go where noise outweighs the gradient; 1 stays"
     parts = [terminal.table(joint.rows()), f"{what}\n{terminal.table(powers)}"]
     if set(ratios.values()) != {1.0}:
         where = f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}"
         parts.append(f"{where}\n{terminal.table(joint.rows(ratios))}")
     lines = [each.described() for each in RULES.values()]
-    lines += [f"caution: {x}" for each in RULES.values() for x in joint.doubts(each, ratios, b1=b1, b2=b2)]
+    lines += [
+        f"caution: {x}" for each in RULES.values() for x in joint.doubts(each, ratios, b1=b1, b2=b2)
+    ]
     return "\n\n".join([*parts, "\n".join(map(terminal.wrapped, lines))])

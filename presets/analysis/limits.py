@@ -37,7 +37,13 @@ class Limit:
     """
 
     def __init__(
-        self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False, part: str = ""
+        self,
+        preset: Preset,
+        family: Family,
+        growth: Mapping[str, float],
+        *,
+        tied: bool = False,
+        part: str = "",
     ) -> None:
         self.preset, self.growth, self.tied, self.part = preset, growth, tied, part
         specs = self.specs = PARTS[part]
@@ -45,17 +51,31 @@ class Limit:
         self.routed, self.shared = "router" in specs, "shared in" in specs
         self._parts: dict[str, Limit] = {part: self, **({"": self} if self.routed else {})}
         self.family: Family = family
-        self.rows = {name: preset.row(spec) for name, spec in specs.items() if not (tied and name == "readout")}
+        self.rows = {
+            name: preset.row(spec)
+            for name, spec in specs.items()
+            if not (tied and name == "readout")
+        }
         if tied:
             table, of_readout = self.rows["embedding"], preset.row(TIED).multiplier
-            self.rows["readout"] = dataclasses.replace(table, multiplier=table.multiplier * of_readout)
-        self.fan_in = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in specs.items()}
-        self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in specs.items()}
+            self.rows["readout"] = dataclasses.replace(
+                table, multiplier=table.multiplier * of_readout
+            )
+        self.fan_in = {
+            name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in specs.items()
+        }
+        self.fan_out = {
+            name: sum(growth.get(axis, 0.0) for axis in spec.fan_out)
+            for name, spec in specs.items()
+        }
         blocks = specs["query"].blocks
         of_experts = growth if self.routed else {}
         self.active, self.experts = of_experts.get("active", 0.0), of_experts.get("experts", 0.0)
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get(blocks, 0.0)
-        self.logits, self.branch = self.x(preset.logits), self.x(preset.branch.renamed(OWN.axis, blocks))
+        self.logits, self.branch = (
+            self.x(preset.logits),
+            self.x(preset.branch.renamed(OWN.axis, blocks)),
+        )
         self._initialize(preset)
         self._differentiate()
         self._update()
@@ -63,7 +83,9 @@ class Limit:
     def of(self, part: str) -> Limit:
         """The same of another part of an encoder-decoder."""
         if part not in self._parts:
-            self._parts[part] = Limit(self.preset, self.family, self.growth, tied=self.tied, part=part)
+            self._parts[part] = Limit(
+                self.preset, self.family, self.growth, tied=self.tied, part=part
+            )
         return self._parts[part]
 
     def x(self, power: Power) -> float:
@@ -102,7 +124,10 @@ class Limit:
         self.q, self.k, self.v = (self.random(name) for name in ("query", "key", "value"))
         of_head = self.logits + self.q + self.k + self.n / 2
         # A key that starts as its query: |q|^2 is a sum of squares, alike in all heads.
-        self.attention, self.spread = of_head + (self.n / 2 if preset.key_as_query else 0.0), of_head
+        self.attention, self.spread = (
+            of_head + (self.n / 2 if preset.key_as_query else 0.0),
+            of_head,
+        )
         self.hidden = self.random("MLP in")
         self.written = self.random("MLP out", self.hidden)
         # The mean over active experts, which are independent at first.
@@ -175,7 +200,11 @@ class Limit:
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:
-        return self.family == "muon" and self.specs[name].in_block and self.specs[name].role is not Role.ROUTER
+        return (
+            self.family == "muon"
+            and self.specs[name].in_block
+            and self.specs[name].role is not Role.ROUTER
+        )
 
     def _update(self) -> None:
         self.dq, self.dk = self.acts("query"), self.acts("key")
@@ -189,13 +218,18 @@ class Limit:
             "MLP in": self.carried("MLP out", self.d_hidden),
             "MLP out": self.acts("MLP out", self.hidden),
             # A softmax cannot move by more than its whole.
-            **{name: min(0.0, x) + self.random("attention out", self.v) for name, x in attention.items()},
+            **{
+                name: min(0.0, x) + self.random("attention out", self.v)
+                for name, x in attention.items()
+            },
         }
         if self.shared:
             block["shared in"] = self.carried("shared out", self.acts("shared in"))
             block["shared out"] = self.acts("shared out", self.random("shared in"))
         if self.routed:  # a gate cannot move by more than its whole either; what experts learn to write is aligned
-            written = max(self.written - self.active / 2, min(0.0, max(block["MLP in"], block["MLP out"])))
+            written = max(
+                self.written - self.active / 2, min(0.0, max(block["MLP in"], block["MLP out"]))
+            )
             block["router"] = min(0.0, self.acts("router")) + written
         self.d_block = max(block.values())
         # Blocks move in concert: their changes add up as L, not as L^1/2.
@@ -209,11 +243,16 @@ class Limit:
     def moved_by(self, what: str) -> tuple[str, ...]:
         """The weights, by their names in `SPECS`, whose steps change "attention logits", "stream" or "output" the fastest."""
         parts = self.parts[what]
-        return tuple(name for name in self.specs if parts.get(name, -math.inf) > max(parts.values()) - 1e-9)
+        return tuple(
+            name for name in self.specs if parts.get(name, -math.inf) > max(parts.values()) - 1e-9
+        )
 
     def first_order(self, name: str) -> float:
         """The output's change through one kind of weight: gradient times step, all of one sign, over entries and blocks."""
-        rate, entries = self.x(self.rows[name].lr(self.family)), self.fan_in[name] + self.fan_out[name]
+        rate, entries = (
+            self.x(self.rows[name].lr(self.family)),
+            self.fan_in[name] + self.fan_out[name],
+        )
         blocks = self.layers if self.specs[name].in_block else 0.0
         blocks += self.experts if self.specs[name].role in EXPERTS else 0.0
         if "kv_heads" in self.specs[name].fan_out and self.family != "sgd":
@@ -262,14 +301,24 @@ class Limit:
                 ),
             }
             block += ("router",)
-        groups = {"embedding": ("embedding",), "q, k": ("query", "key"), "block": block, "readout": ("readout",)}
+        groups = {
+            "embedding": ("embedding",),
+            "q, k": ("query", "key"),
+            "block": block,
+            "readout": ("readout",),
+        }
         for name, members in groups.items():
             exponents[f"weight movement, {name}"] = _farthest(*map(self.movement, members))
         for name, members in groups.items() if self.family in ("adam", "muon") else ():
             if on_adam := [weight for weight in members if not self.orthogonal(weight)]:
-                over = (self.gradient[weight] - self.x(self.rows[weight].eps_of(self.family)) for weight in on_adam)
+                over = (
+                    self.gradient[weight] - self.x(self.rows[weight].eps_of(self.family))
+                    for weight in on_adam
+                )
                 exponents[f"gradient over eps, {name}"] = min(over)
-        exponents["lr * weight decay"] = _farthest(*(self.x(row.decay) for row in self.rows.values()))
+        exponents["lr * weight decay"] = _farthest(
+            *(self.x(row.decay) for row in self.rows.values())
+        )
         return exponents
 
 

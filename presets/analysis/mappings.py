@@ -25,7 +25,12 @@ SPECS = {False: _OWN, True: _OWN | {
 def _label(name: str) -> str:
     encoder = "encoder " if name.startswith("encoder.") else ""
     cross = "cross " if ".cross." in name else ""
-    of = {"attention.out": "attention out", "cross.out": "attention out", "mlp.up": "MLP in", "mlp.down": "MLP out"}
+    of = {
+        "attention.out": "attention out",
+        "cross.out": "attention out",
+        "mlp.up": "MLP in",
+        "mlp.down": "MLP out",
+    }
     last = name.removeprefix("encoder.").removeprefix("block.")
     return encoder + cross + of.get(last, last.rpartition(".")[2])
 
@@ -76,22 +81,40 @@ class Stack:
     """
 
     def __init__(
-        self, preset: Preset, growth: Mapping[str, float], *, encoder: bool = False, crossed: bool = False
+        self,
+        preset: Preset,
+        growth: Mapping[str, float],
+        *,
+        encoder: bool = False,
+        crossed: bool = False,
     ) -> None:
         self.preset, self.growth, self.label = preset, growth, "encoder " if encoder else ""
-        self.specs = {name: spec for name, spec in SPECS[True].items() if name.startswith("encoder.") == encoder}
+        self.specs = {
+            name: spec
+            for name, spec in SPECS[True].items()
+            if name.startswith("encoder.") == encoder
+        }
         blocks = self.specs["encoder.block.mlp.up" if encoder else "block.mlp.up"].blocks
         self.width, self.heads, self.hidden = (self.x(axis) for axis in ("embed", "heads", "mlp"))
-        self.n, self.values, self.layers = (self.x(axis) for axis in ("head_dim", "value_dim", blocks))
+        self.n, self.values, self.layers = (
+            self.x(axis) for axis in ("head_dim", "value_dim", blocks)
+        )
         self.tokens, source = self.x("source" if encoder else "position"), self.x("source")
-        self.scale, self.branch = _x(preset.logits, growth), _x(preset.branch.renamed(OWN.axis, blocks), growth)
+        self.scale, self.branch = (
+            _x(preset.logits, growth),
+            _x(preset.branch.renamed(OWN.axis, blocks), growth),
+        )
         self.attentions = {self.label: self._attention(self.label, self.tokens)}
         if crossed:
             self.attentions["cross "] = self._attention("cross ", source)
         self.up = self._random("MLP in", self.width)
         self.down = self._random("MLP out", self.hidden) + self.up
         self.token = self._weight("token")
-        self.share = self.branch + max(self.down, *(one.out for one in self.attentions.values())) + self.layers / 2
+        self.share = (
+            self.branch
+            + max(self.down, *(one.out for one in self.attentions.values()))
+            + self.layers / 2
+        )
         self.stream = max(self.token, self.share)
 
     def x(self, axis: str) -> float:
@@ -102,7 +125,9 @@ class Stack:
 
     def _weight(self, name: str) -> float:
         """Entries of a weight."""
-        row = self.preset.row(self._row(name if name.startswith("cross ") else self.label + name)[1])
+        row = self.preset.row(
+            self._row(name if name.startswith("cross ") else self.label + name)[1]
+        )
         return _x(row.multiplier * row.init_std, self.growth)
 
     def _random(self, name: str, fan_in: float) -> float:
@@ -111,12 +136,21 @@ class Stack:
     def _attention(self, label: str, read: float) -> Attention:
         cross = "cross " if label == "cross " else ""
         wide = self.x("memory") if cross else self.width
-        q, k, v = self._random(f"{cross}query", self.width), *(self._random(cross + x, wide) for x in ("key", "value"))
+        q, k, v = (
+            self._random(f"{cross}query", self.width),
+            *(self._random(cross + x, wide) for x in ("key", "value")),
+        )
         # A key that starts as its query: |q|^2 of a token and itself, the overlap of two streams where they are others'.
-        alike = (self.n - self.width / 2 if cross else self.n) if self.preset.key_as_query else self.n / 2
+        alike = (
+            (self.n - self.width / 2 if cross else self.n)
+            if self.preset.key_as_query
+            else self.n / 2
+        )
         o = v - read / 2
         out = self._random(f"{cross}attention out", self.heads + self.values) + o
-        return Attention(q, k, self.scale + q + k + max(alike, self.n / 2), v, o, out, self.tokens, read)
+        return Attention(
+            q, k, self.scale + q + k + max(alike, self.n / 2), v, o, out, self.tokens, read
+        )
 
     def into(self, powers: Exponents, at_stream: float) -> float:
         """Adds the stack's exponents, and returns the backward signal's of what its cross-attention reads.
@@ -130,7 +164,10 @@ class Stack:
             memory = self._attended(powers, name, one, at_branch)
         at_up = at_branch + self._weight("MLP out") + self.width / 2
         powers.signal |= {f"{label}MLP in": self.up, f"{label}MLP out": self.down}
-        powers.signal |= {f"{label}stream": self.stream, f"{label}branches": self.share - self.stream}
+        powers.signal |= {
+            f"{label}stream": self.stream,
+            f"{label}branches": self.share - self.stream,
+        }
         # What tokens share, as their activations' mean: their signals add up as noise does.
         # Cross-attention writes nearly the same for all of a decoder's tokens, which MLPs read.
         shared = self.tokens / 2 if "cross " in self.attentions else 0.0
@@ -152,7 +189,14 @@ class Stack:
         at_v = at_o + t / 2 - s
         at_logits = at_o + one.v + self.values / 2 - s
         at_q, at_k = at_logits + self.scale + one.k + s / 2, at_logits + self.scale + one.q + t / 2
-        names = {"q": one.q, "k": one.k, "logits": one.logits, "v": one.v, "o": one.o, "attention out": one.out}
+        names = {
+            "q": one.q,
+            "k": one.k,
+            "logits": one.logits,
+            "v": one.v,
+            "o": one.o,
+            "attention out": one.out,
+        }
         powers.signal |= {label + name: x for name, x in names.items()}
         # Uniform attention gives all tokens one output, and keys of few dimensions overlap: signals add up as noise does.
         entries = {

@@ -70,7 +70,11 @@ def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
 
 def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
     blocks = range(sizes[stack.axis])
-    scales = [preset.residual_scale(sizes, layer, branch, stack) for layer in blocks for branch in stack.branches]
+    scales = [
+        preset.residual_scale(sizes, layer, branch, stack)
+        for layer in blocks
+        for branch in stack.branches
+    ]
     (skip, branch), (last_skip, last_branch) = scales[0], scales[-1]
     if set(scales) == {(1.0, branch)}:
         return f"every residual branch x {branch:.4g}"
@@ -80,7 +84,9 @@ def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
     )
 
 
-def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, Any]]:
+def rule_rows(
+    preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam"
+) -> list[dict[str, Any]]:
     """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group.
 
     Args:
@@ -88,7 +94,10 @@ def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "
         specs: parameter to its declaration; of a group that has several one is shown.
         optimizer: whose rates and eps.
     """
-    family, rules = preset.family(optimizer), {spec.group: (spec, preset.row(spec)) for spec in specs.values()}
+    family, rules = (
+        preset.family(optimizer),
+        {spec.group: (spec, preset.row(spec)) for spec in specs.values()},
+    )
     return [
         {
             "group": group,
@@ -117,7 +126,12 @@ def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
             text = f"{cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
             lines.append(terminal.wrapped(f"  {text}"))
     of_groups = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)
-    return "\n".join([*lines, terminal.wrapped(f"and of parameter groups {of_groups}, factors of 1 unless given")])
+    return "\n".join(
+        [
+            *lines,
+            terminal.wrapped(f"and of parameter groups {of_groups}, factors of 1 unless given"),
+        ]
+    )
 
 
 def text(table: list[dict[str, Any]]) -> str:

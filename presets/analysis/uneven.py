@@ -26,17 +26,25 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
         optimizer: whose updates: some growth is safe under SGD and not under Adam.
     """
     ratios = preset.ratios(sizes)
-    widths = {axis: ratios[axis] for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim") if axis in ratios}
+    widths = {
+        axis: ratios[axis]
+        for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim")
+        if axis in ratios
+    }
     if "experts" in ratios and "embed" in widths:  # an expert's hidden size may grow as it will
         widths.setdefault("mlp", widths["embed"])
     largest = max(widths.values(), default=1.0)
     if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
         return
-    if preset.family(optimizer) != "sgd" and all(ratio == 1.0 for axis, ratio in widths.items() if axis != "kv_heads"):
+    if preset.family(optimizer) != "sgd" and all(
+        ratio == 1.0 for axis, ratio in widths.items() if axis != "kv_heads"
+    ):
         return  # they end at the heads; what moves most was measured flat over 8 times (K^0.01), and under SGD was not
     growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
     lines = (growth, LIMITS["head_dim"], LIMITS["heads"])
-    alone, *together = (Limit(preset, preset.family(optimizer), line).observables() for line in lines)
+    alone, *together = (
+        Limit(preset, preset.family(optimizer), line).observables() for line in lines
+    )
     for row in ("change of attention logits", "change of the stream", "change of the output"):
         beyond = alone[row] - max(max(at[row] for at in together), 0.0)
         if largest**beyond > UNEVEN:

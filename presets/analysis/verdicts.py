@@ -14,7 +14,14 @@ from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import EXPERT_LIMITS, LIMITS
 from mupax.presets.preset import Preset
 
-SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L", "width": "D", "experts": "E", "expert_dim": "m"}
+SYMBOLS = {
+    "head_dim": "N",
+    "heads": "H",
+    "depth": "L",
+    "width": "D",
+    "experts": "E",
+    "expert_dim": "m",
+}
 
 ORDER = ("explodes", "lazy", "frozen", "heads collapse", "vanishes", "stable")
 """Verdicts, worst first."""
@@ -43,7 +50,9 @@ class Entry:
     verdict: str
 
 
-def verdicts(preset: Preset, optimizer: str = "adam", *, experts: bool = False) -> dict[str, dict[str, Entry]]:
+def verdicts(
+    preset: Preset, optimizer: str = "adam", *, experts: bool = False
+) -> dict[str, dict[str, Entry]]:
     """Observable to limit to exponent and verdict.
 
     Args:
@@ -73,7 +82,9 @@ def entries(limit: Limit, name: str) -> dict[str, Entry]:
     column = limit.observables()
     column |= {} if limit.routed else _of_cross(limit.of("cross")) | _into_encoder(limit)
     rounded = {row: round(exponent, 10) + 0.0 for row, exponent in column.items()}
-    return {row: Entry(x, _verdict(row, name, x, column, limit.family)) for row, x in rounded.items()}
+    return {
+        row: Entry(x, _verdict(row, name, x, column, limit.family)) for row, x in rounded.items()
+    }
 
 
 def _of_cross(limit: Limit) -> dict[str, float]:
@@ -83,9 +94,14 @@ def _of_cross(limit: Limit) -> dict[str, float]:
         "change of cross-attention logits": limit.d_attention,
         "change of cross-attention's v": limit.dv - limit.v,
     }
-    on_adam = [name for name in ("query", "key", "value", "attention out") if not limit.orthogonal(name)]
+    on_adam = [
+        name for name in ("query", "key", "value", "attention out") if not limit.orthogonal(name)
+    ]
     if on_adam and limit.family in ("adam", "muon"):
-        over = (limit.gradient[name] - limit.x(limit.rows[name].eps_of(limit.family)) for name in on_adam)
+        over = (
+            limit.gradient[name] - limit.x(limit.rows[name].eps_of(limit.family))
+            for name in on_adam
+        )
         rows["gradient over eps, cross-attention"] = min(over)
     return rows
 
@@ -96,12 +112,17 @@ def _into_encoder(limit: Limit) -> dict[str, float]:
     At first they are independent, which makes it L^1/2 of them, later in concert, L, as far as they have moved. (Derived.)
     """
     cross, each = limit.of("cross"), limit.branch - limit.stream
-    first, moved = each + limit.layers / 2, max(cross.movement("value"), cross.movement("attention out"))
+    first, moved = (
+        each + limit.layers / 2,
+        max(cross.movement("value"), cross.movement("attention out")),
+    )
     later = max(first, each + limit.layers + min(moved, 0.0))
     return {"signal into an encoder, at first": first, "signal into an encoder, aligned": later}
 
 
-def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
+def _verdict(
+    row: str, limit: str, exponent: float, column: Mapping[str, float], family: str
+) -> str:
     if row == "one block's share of the stream":
         return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
     if row == "squared error of the kernel":
@@ -122,7 +143,12 @@ def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float],
     if row == "what an expert writes, at first":
         return "vanishes"  # a mean-field start: its steps write as much at every size
     if row.startswith(
-        ("weight movement", "change of attention", "change of router's scores", "change of cross-attention logits")
+        (
+            "weight movement",
+            "change of attention",
+            "change of router's scores",
+            "change of cross-attention logits",
+        )
     ):
         return "frozen"
     if row in (
@@ -147,10 +173,15 @@ def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, 
         for limit, entry in at.items():
             if entry.verdict != "stable" and row not in DESCRIPTIVE:
                 unstable[limit].append((row, entry))
-    return {limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict)) for limit, rows in unstable.items()}
+    return {
+        limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict))
+        for limit, rows in unstable.items()
+    }
 
 
-def limits_rows(preset: Preset, optimizer: str = "adam", *, experts: bool = False) -> list[list[str]]:
+def limits_rows(
+    preset: Preset, optimizer: str = "adam", *, experts: bool = False
+) -> list[list[str]]:
     """Every observable and its cell per limit, with a header row.
 
     Args:
@@ -159,8 +190,16 @@ def limits_rows(preset: Preset, optimizer: str = "adam", *, experts: bool = Fals
         experts: as `verdicts`.
     """
     table = verdicts(preset, optimizer, experts=experts)
-    rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in next(iter(table.values())))]]
-    return [*rows, *([row, *(cell(entry, SYMBOLS[limit]) for limit, entry in at.items())] for row, at in table.items())]
+    rows = [
+        ["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in next(iter(table.values())))]
+    ]
+    return [
+        *rows,
+        *(
+            [row, *(cell(entry, SYMBOLS[limit]) for limit, entry in at.items())]
+            for row, at in table.items()
+        ),
+    ]
 
 
 def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
@@ -195,7 +234,10 @@ def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
             for row, entry in entries:
                 if abs(entry.exponent) > abs(worst.get(entry.verdict, ("", 0.0))[1]):
                     worst[entry.verdict] = (row, entry.exponent)
-            words = [f"{word} ({row} {SYMBOLS[limit]}^{exponent:g})" for word, (row, exponent) in worst.items()]
+            words = [
+                f"{word} ({row} {SYMBOLS[limit]}^{exponent:g})"
+                for word, (row, exponent) in worst.items()
+            ]
             cells.append("; ".join(words) or "stable")
         rows.append([preset.name, *cells])
     return rows

@@ -70,13 +70,17 @@ class Block:
         self.numbers, self.layer = numbers, layer
 
         width, mlp = numbers.width, numbers.mlp
-        self.normed, self.mixed, self.normed_again, self.hidden = map(basis, (width, width, width, mlp))
+        self.normed, self.mixed, self.normed_again, self.hidden = map(
+            basis, (width, width, width, mlp)
+        )
         inputs = {
             **dict.fromkeys(("query", "key", "value"), self.normed), "out": self.mixed, "up": self.normed_again, "down": self.hidden,
         }  # fmt: skip
         self.weights = {
             name: Weight(
-                LazyGaussian(inputs[name], basis(mlp if name == "up" else width), rng, responses=responses),
+                LazyGaussian(
+                    inputs[name], basis(mlp if name == "up" else width), rng, responses=responses
+                ),
                 float(numbers.stds[name][layer]),
                 float(numbers.rates[name][layer]),
                 numbers.momentum,
@@ -84,7 +88,9 @@ class Block:
             for name in BLOCK
         }
 
-    def forward(self, h: np.ndarray, examples: int, *, initial: bool) -> tuple[np.ndarray, np.ndarray, Back]:
+    def forward(
+        self, h: np.ndarray, examples: int, *, initial: bool
+    ) -> tuple[np.ndarray, np.ndarray, Back]:
         """The stream [D, R, width] after the block, what `Snapshot.attention` has of it [D, 2], and the derivative.
 
         Args:
@@ -116,11 +122,19 @@ class Block:
             dh = skip_again * dh + back_norm_again(dz)
             dy = w["out"].backward(branch * dh, at_y)
             dq, dk, dv = (self._joined(part) for part in back_attend(self._split(dy, examples)))
-            dz = w["query"].backward(dq, at_z) + w["key"].backward(dk, at_z) + w["value"].backward(dv, at_z)
+            dz = (
+                w["query"].backward(dq, at_z)
+                + w["key"].backward(dk, at_z)
+                + w["value"].backward(dv, at_z)
+            )
             return skip * dh + back_norm(dz)
 
         mean = logits.mean(-3)
-        return after, np.stack([(logits**2).mean((-4, -3, -2, -1)), (mean**2).mean((-3, -2, -1))], -1), back
+        return (
+            after,
+            np.stack([(logits**2).mean((-4, -3, -2, -1)), (mean**2).mean((-3, -2, -1))], -1),
+            back,
+        )
 
     def step(self) -> None:
         """Move along the gradients kept."""

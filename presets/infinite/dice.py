@@ -34,7 +34,9 @@ class Basis:
         dtype: of all numbers.
     """
 
-    def __init__(self, size: int, draws: tuple[int, ...] = (), dtype: type[np.floating] = np.float64) -> None:
+    def __init__(
+        self, size: int, draws: tuple[int, ...] = (), dtype: type[np.floating] = np.float64
+    ) -> None:
         self.rows = np.zeros((*draws, 0, size), dtype)
 
     def __len__(self) -> int:
@@ -68,10 +70,16 @@ class LazyGaussian:
             control that must not agree with a network.
     """
 
-    def __init__(self, inputs: Basis, outputs: Basis, rng: np.random.Generator, *, responses: bool = True) -> None:
+    def __init__(
+        self, inputs: Basis, outputs: Basis, rng: np.random.Generator, *, responses: bool = True
+    ) -> None:
         self.inputs, self.outputs, self.responses, self._rng = inputs, outputs, responses, rng
-        self._images = np.zeros((*inputs.rows.shape[:-2], 0, outputs.rows.shape[-1]), inputs.rows.dtype)
-        self._preimages = np.zeros((*inputs.rows.shape[:-2], 0, inputs.rows.shape[-1]), inputs.rows.dtype)
+        self._images = np.zeros(
+            (*inputs.rows.shape[:-2], 0, outputs.rows.shape[-1]), inputs.rows.dtype
+        )
+        self._preimages = np.zeros(
+            (*inputs.rows.shape[:-2], 0, inputs.rows.shape[-1]), inputs.rows.dtype
+        )
 
     def forward(self, coordinates: np.ndarray) -> np.ndarray:
         """W x [D..., R, m] of vectors with these `inputs.coordinates` [D..., R, r]."""
@@ -86,9 +94,15 @@ class LazyGaussian:
     def matrix(self) -> np.ndarray:
         """All of W [D..., m, n], which is small: it reveals what is left."""
         *draws, _, size = self.inputs.rows.shape
-        return transposed(self.forward(self.inputs.coordinates(np.broadcast_to(np.eye(size), (*draws, size, size)))))
+        return transposed(
+            self.forward(
+                self.inputs.coordinates(np.broadcast_to(np.eye(size), (*draws, size, size)))
+            )
+        )
 
-    def _revealed(self, here: Basis, images: np.ndarray, there: Basis, preimages: np.ndarray) -> np.ndarray:
+    def _revealed(
+        self, here: Basis, images: np.ndarray, there: Basis, preimages: np.ndarray
+    ) -> np.ndarray:
         """Images of all directions here, [D..., r, size there], with the `preimages` [D..., r', size here] of directions there."""
         new = here.rows[..., images.shape[-2] :, :]
         if not new.shape[-2]:
@@ -112,7 +126,9 @@ class Weight:
 
     def __init__(self, dice: LazyGaussian, std: float, rate: float, momentum: float = 0.0) -> None:
         self.dice, self.std, self.rate, self.momentum = dice, std, rate, momentum
-        self._change = self._sum = np.zeros((*dice.inputs.rows.shape[:-2], 0, 0), dice.inputs.rows.dtype)
+        self._change = self._sum = np.zeros(
+            (*dice.inputs.rows.shape[:-2], 0, 0), dice.inputs.rows.dtype
+        )
         self._gradient = self._change
 
     def forward(self, coordinates: np.ndarray, *, initial: bool = False) -> np.ndarray:

@@ -65,7 +65,9 @@ class Output:
         responses: see `mupax.presets.infinite.dice.LazyGaussian`.
     """
 
-    def __init__(self, sampled: int, coordinates: int, rng: np.random.Generator, *, responses: bool) -> None:
+    def __init__(
+        self, sampled: int, coordinates: int, rng: np.random.Generator, *, responses: bool
+    ) -> None:
         self._rng, self._responses, self.coordinates = rng, responses, coordinates
         self._heads, self._images = np.zeros((0, sampled)), np.zeros((0, coordinates))
         self._stream, self._preimages = np.zeros((0, coordinates)), np.zeros((0, sampled))
@@ -78,7 +80,10 @@ class Output:
         if self._responses:
             fresh += (new @ self._preimages.T / y.shape[-1]) @ self._stream
         self.coordinates += len(new)
-        self._heads, self._images = np.concatenate([self._heads, new]), np.concatenate([self._images, fresh])
+        self._heads, self._images = (
+            np.concatenate([self._heads, new]),
+            np.concatenate([self._images, fresh]),
+        )
         return at @ self._images
 
     def backward(self, w: np.ndarray) -> np.ndarray:
@@ -89,7 +94,10 @@ class Output:
         fresh = self._rng.standard_normal((len(new), sampled))
         if self._responses:
             fresh += (new @ self._images.T - fresh @ self._heads.T / sampled) @ self._heads
-        self._stream, self._preimages = np.concatenate([self._stream, new]), np.concatenate([self._preimages, fresh])
+        self._stream, self._preimages = (
+            np.concatenate([self._stream, new]),
+            np.concatenate([self._preimages, fresh]),
+        )
         return (at @ self._preimages)[0]
 
 
@@ -146,7 +154,9 @@ def train(
         branch = output.forward(y)
         for error, readout, before in pushes:
             change = scale * block.beta0 * (error @ before @ y.T) / (heads * n)
-            branch = branch + np.outer(change, _widened(readout[None], output.coordinates - len(readout)))
+            branch = branch + np.outer(
+                change, _widened(readout[None], output.coordinates - len(readout))
+            )
         w, stream = (_widened(x, output.coordinates - x.shape[-1]) for x in (w[None], stream))
         w, after = w[0], pooled(stream + block.beta0 * branch)
         outputs.append(after @ w / block.gamma0)
@@ -162,7 +172,10 @@ def train(
         dq, dk, dv = back(slopes)
         rate = scale * block.beta0
         # Of queries and keys the gradient has N^-alpha_a already, their rule N^(2 alpha_a - 2).
-        q, k = q + rate * n ** (2 * block.alpha_a - 2) * mixed(dq), k + rate * n ** (2 * block.alpha_a - 2) * mixed(dk)
+        q, k = (
+            q + rate * n ** (2 * block.alpha_a - 2) * mixed(dq),
+            k + rate * n ** (2 * block.alpha_a - 2) * mixed(dk),
+        )
         v = v + rate * mixed(dv)
         pushes.append((error, w, pooled(y)))
         w = w + scale * error @ after
@@ -174,7 +187,10 @@ def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.nd
     root = np.sqrt(weight)
     q, t = np.linalg.qr((x - (x @ basis.T / weight) @ basis).T / root)
     p, lengths, _ = np.linalg.svd(t)
-    new = (q @ p[:, : int((lengths > ROUNDING * np.finfo(x.dtype).eps * np.linalg.norm(x) / root).sum())]).T * root
+    new = (
+        q
+        @ p[:, : int((lengths > ROUNDING * np.finfo(x.dtype).eps * np.linalg.norm(x) / root).sum())]
+    ).T * root
     new = new - (new @ basis.T / weight) @ basis
     new = np.linalg.qr(new.T)[0].T * root
     return x @ np.concatenate([basis, new]).T / weight, new

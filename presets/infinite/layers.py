@@ -50,7 +50,9 @@ def relu(x: np.ndarray) -> tuple[np.ndarray, Back]:
 ACTIVATIONS = {"gelu": gelu, "relu": relu}
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, Back]:
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray, Back]:
     """Softmax attention: outputs [D..., B, H, T, N], logits [D..., B, H, T, S], and dL/d(outputs) to those of q, k and v.
 
     Args:

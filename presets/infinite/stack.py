@@ -90,13 +90,18 @@ class Stack:
             value = rng.standard_normal((draws, *shape), dtype) * dtype(numbers.stds[name])
             return Dense(value, float(numbers.rates[name]), numbers.momentum)
 
-        self.patch, self.position = dense("patch", patch, numbers.width), dense("position", positions, numbers.width)
+        self.patch, self.position = (
+            dense("patch", patch, numbers.width),
+            dense("position", positions, numbers.width),
+        )
         self.readout = dense("readout", numbers.width, classes)
 
         def basis(size: int) -> Basis:
             return Basis(size, (draws,), dtype)
 
-        self.blocks = [Block(numbers, layer, basis, rng, responses=responses) for layer in range(numbers.depth)]
+        self.blocks = [
+            Block(numbers, layer, basis, rng, responses=responses) for layer in range(numbers.depth)
+        ]
         self._inputs, self._reference = np.zeros(0), np.zeros(0)
 
     def look(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
@@ -120,7 +125,9 @@ class Stack:
             each.step()
         return snapshot
 
-    def _looked(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Snapshot, Callable[[], None]]:
+    def _looked(
+        self, inputs: np.ndarray, targets: np.ndarray
+    ) -> tuple[Snapshot, Callable[[], None]]:
         inputs = np.asarray(inputs, self.dtype)
         if self.numbers.centred and not np.array_equal(inputs, self._inputs):
             self._inputs, self._reference = inputs, self._forward(inputs, initial=True)[0]
@@ -129,11 +136,14 @@ class Stack:
         loss, dlogits = cross_entropy(logits, targets)
         return Snapshot(loss, logits, features, attention), lambda: back(dlogits.astype(self.dtype))
 
-    def _forward(self, inputs: np.ndarray, *, initial: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray, Back]:
+    def _forward(
+        self, inputs: np.ndarray, *, initial: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Back]:
         """Logits before centring, features, `Snapshot.attention`, and what takes the logits' gradient to every parameter."""
         n, (examples, positions, size) = self.numbers, inputs.shape
         patch, position, readout = (
-            each.start if initial else each.value for each in (self.patch, self.position, self.readout)
+            each.start if initial else each.value
+            for each in (self.patch, self.position, self.readout)
         )
         draws = len(patch)
         h = (inputs @ patch[:, None] + position[:, None]).reshape(draws, -1, n.width)
@@ -148,11 +158,15 @@ class Stack:
         def back(dlogits: np.ndarray) -> None:
             self.readout.add(transposed(pooled) @ dlogits)
             dpooled = (dlogits @ transposed(readout))[..., None, :] / positions
-            dh = back_norm(np.broadcast_to(dpooled, (draws, examples, positions, n.width)).reshape(h.shape))
+            dh = back_norm(
+                np.broadcast_to(dpooled, (draws, examples, positions, n.width)).reshape(h.shape)
+            )
             for back_block in reversed(backs):
                 dh = back_block(dh)
             dh = dh.reshape(draws, examples, positions, n.width)
             self.position.add(dh.sum(1))
-            self.patch.add(np.swapaxes(inputs.reshape(-1, size), 0, 1) @ dh.reshape(draws, -1, n.width))
+            self.patch.add(
+                np.swapaxes(inputs.reshape(-1, size), 0, 1) @ dh.reshape(draws, -1, n.width)
+            )
 
         return pooled @ readout, pooled, np.stack(attention, -2), back

@@ -98,9 +98,13 @@ def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
         if not (equals and name and value):
-            raise PresetError(f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere")
+            raise PresetError(
+                f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere"
+            )
         if name in values:
-            raise PresetError(f"the constant {name} is given twice, as {values[name]} and {value}; write it once")
+            raise PresetError(
+                f"the constant {name} is given twice, as {values[name]} and {value}; write it once"
+            )
         values[name] = value
     return values
 
@@ -125,16 +129,26 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
     checked: dict[str, float | str] = {}
     for name, value in constants.items():
         if name not in parameters:
-            owners = [other for other, make in PRESETS.items() if name in inspect.signature(make).parameters]
+            owners = [
+                other
+                for other, make in PRESETS.items()
+                if name in inspect.signature(make).parameters
+            ]
             hint = f"; {name} is a constant of {', '.join(owners)}" if owners else ""
-            raise PresetError(f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}")
+            raise PresetError(
+                f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}"
+            )
         # Annotations are texts here: "float", "str" or "str | None".
         words = str(parameters[name].annotation).startswith("str")
-        checked[name] = str(value) if words else _number(preset, name, value, parameters[name].default)
+        checked[name] = (
+            str(value) if words else _number(preset, name, value, parameters[name].default)
+        )
     listed(preset, **checked)
     absolute = PRESETS[preset](**checked)
     return (
-        dataclasses.replace(absolute, constants=groups, choices={**absolute.choices, **groups}) if groups else absolute
+        dataclasses.replace(absolute, constants=groups, choices={**absolute.choices, **groups})
+        if groups
+        else absolute
     )
 
 
@@ -144,5 +158,7 @@ def _number(preset: str, name: str, value: Any, default: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise PresetError(f"{preset}: {name}={value} is not a finite number; write one, such as {name}={default:g}")
+        raise PresetError(
+            f"{preset}: {name}={value} is not a finite number; write one, such as {name}={default:g}"
+        )
     return number

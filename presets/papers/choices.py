@@ -94,7 +94,9 @@ def of(preset: str, constant: str) -> list[Choice]:
         preset: its name.
         constant: its name.
     """
-    return [choice for choice in CHOICES if preset in choice.presets and constant == choice.constant]
+    return [
+        choice for choice in CHOICES if preset in choice.presets and constant == choice.constant
+    ]
 
 
 def listed(preset: str, **constants: float | str) -> None:

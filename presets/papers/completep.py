@@ -57,7 +57,9 @@ def completep(
     """
     if decay not in (None, "table", "rate"):
         raise PresetError(f"completep: decay={decay} is not a choice; write table or rate")
-    family = infinite_limits("completep", Constants(alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0, c_a=c_a))
+    family = infinite_limits(
+        "completep", Constants(alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0, c_a=c_a)
+    )
 
     def rule(spec: ParamSpec) -> Rule:
         row = family.rule(spec)
@@ -72,7 +74,10 @@ def completep(
     )
     drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
-    vanishing = {**family.vanishing, **{f"eps/{group}": power for group, power in _UNSCALED[eps_scope].items()}}
+    vanishing = {
+        **family.vanishing,
+        **{f"eps/{group}": power for group, power in _UNSCALED[eps_scope].items()},
+    }
     warnings = (drift,) if drifts else ()
     return dataclasses.replace(
         family, rule=rule, choices=constants, warnings=warnings, vanishing=vanishing, uneven=False
@@ -85,6 +90,8 @@ def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power
     in_block, summed = D**-1 * L**-alpha_l, heads_summed(spec)
     if scope == "completed":
         if spec.in_block:
-            return L**-alpha_l if spec.role is Role.NORM_GAIN and summed != ONE else in_block * summed
+            return (
+                L**-alpha_l if spec.role is Role.NORM_GAIN and summed != ONE else in_block * summed
+            )
         return ONE if spec.role in VECTORS else of_family
     return in_block * summed if spec.in_block or scope == "everywhere" else ONE

@@ -51,9 +51,13 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
         PresetError: s outside [0, 1], alpha_a outside [1/2, 1], or an init that is neither.
     """
     if not 0.0 <= s <= 1.0:
-        raise PresetError(f"{name}: s={s:g} is outside [0, 1]; write 0 (neural tangent) to 1 (maximal update)")
+        raise PresetError(
+            f"{name}: s={s:g} is outside [0, 1]; write 0 (neural tangent) to 1 (maximal update)"
+        )
     if not 0.5 <= alpha_a <= 1.0:
-        raise PresetError(f"{name}: alpha_a={alpha_a:g} is outside [0.5, 1]; write a value from 0.5 to 1")
+        raise PresetError(
+            f"{name}: alpha_a={alpha_a:g} is outside [0.5, 1]; write a value from 0.5 to 1"
+        )
     if init not in ("paper", "fan-in"):
         raise PresetError(f"{name}: init={init} is not a choice; write paper or fan-in")
     chosen = VARIANCES if init == "paper" else {}
@@ -65,15 +69,25 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
             return _readout(spec, s, constant)
         if spec.role in VECTORS:
             summed = heads_summed(spec)
-            return Rule(sgd=D**s / summed, adam=D ** (s / 2 - 0.5), eps=gradient * summed, decays=False)
+            return Rule(
+                sgd=D**s / summed, adam=D ** (s / 2 - 0.5), eps=gradient * summed, decays=False
+            )
         if spec.role is Role.PATCH_EMBEDDING:
             root = m_in**-0.5
             adam = root * D ** (s / 2 - 0.5)
-            return Rule(multiplier=root, sgd=D**s, adam=adam, eps=root * gradient, init_constant=constant)
+            return Rule(
+                multiplier=root, sgd=D**s, adam=adam, eps=root * gradient, init_constant=constant
+            )
         if not spec.fan_in or spec.role is Role.TOKEN_EMBEDDING:
             return Rule(sgd=D**s, adam=D ** (s / 2 - 0.5), eps=gradient, init_constant=constant)
         adam = m_in**-1 * m_out**-0.5 * D ** (s / 2)
-        return Rule(init_std=m_in**-0.5, sgd=m_in**-1 * D**s, adam=adam, eps=gradient, init_constant=constant)
+        return Rule(
+            init_std=m_in**-0.5,
+            sgd=m_in**-1 * D**s,
+            adam=adam,
+            eps=gradient,
+            init_constant=constant,
+        )
 
     return Preset(
         name=name,
@@ -91,7 +105,9 @@ def _readout(spec: ParamSpec, s: float, constant: float) -> Rule:
     out = product(axis for axis in spec.fan_out if axis != "embed")
     if spec.role is Role.BIAS:
         return Rule(adam=out**-0.5, decays=False)
-    return Rule(init_std=D ** (-(1 + s) / 2), sgd=D**-1, adam=D**-1 * out**-0.5, init_constant=constant)
+    return Rule(
+        init_std=D ** (-(1 + s) / 2), sgd=D**-1, adam=D**-1 * out**-0.5, init_constant=constant
+    )
 
 
 def ntk(*, s: float = 0.0, alpha_a: float = 0.5, init: str = "paper") -> Preset:

@@ -113,7 +113,9 @@ class Constants:
                 )
         for label, value in (("gamma0", self.gamma0), ("beta0", self.beta0), ("c_a", self.c_a)):
             if not value > 0:
-                raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
+                raise PresetError(
+                    f"{name}: {label}={value:g} must be positive; write a number above 0"
+                )
         if self.key_start == "query" and self.alpha_a != 1:
             raise PresetError(
                 f"{name}: with key_start=query logits start as N^(1-alpha_a), which grows at alpha_a={self.alpha_a:g}; write alpha_a 1"
@@ -139,12 +141,16 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
             root = product(spec.fan_in) ** -0.5
             return Rule(multiplier=root, sgd=D, eps=root * D**-1)
         case Role.READOUT:
-            m_in = product(spec.fan_in)  # the width, in every model whose readout reads the residual stream
+            m_in = product(
+                spec.fan_in
+            )  # the width, in every model whose readout reads the residual stream
             return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
         case Role.BIAS if spec.of is Role.READOUT:
             return Rule(decays=False)
         case Role.NORM_GAIN if spec.of is Role.READOUT:
-            raise PresetError("a readout's gain has no rule; declare it as a norm of the residual stream (of=None)")
+            raise PresetError(
+                "a readout's gain has no rule; declare it as a norm of the residual stream (of=None)"
+            )
     sgd, adam, eps = ONE, ONE, ONE
     if spec.in_block and alpha_l is not None:
         sgd, adam, eps = L ** (2 * alpha_l - 1), L ** (alpha_l - 1), L**-alpha_l
@@ -153,7 +159,13 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     else:
         m_in, m_out = product(spec.fan_in), product(spec.fan_out)
         muon = (m_out / m_in) ** 0.5 * adam
-        row = Rule(init_std=m_in**-0.5, sgd=D / m_in * sgd, adam=m_in**-1 * adam, muon=muon, eps=D**-1 * eps)
+        row = Rule(
+            init_std=m_in**-0.5,
+            sgd=D / m_in * sgd,
+            adam=m_in**-1 * adam,
+            muon=muon,
+            eps=D**-1 * eps,
+        )
     return _in_branch(spec, row, alpha_a)
 
 
@@ -175,9 +187,7 @@ def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     if role in (Role.QUERY, Role.KEY) or (spec.part == "cross" and role is Role.NORM_GAIN):
         slowed = N ** (alpha_a - 1)
         row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
-        if (
-            spec.value_dim
-        ):  # a gradient sums over values, and N stands for their number where they have none of their own
+        if spec.value_dim:  # a gradient sums over values, and N stands for their number where they have none of their own
             row = row.times(sgd=VALUES**-1, eps=VALUES)
         row = dataclasses.replace(row, mean_field=slowed)
         if spec.role is Role.NORM_GAIN:
@@ -208,15 +218,25 @@ def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
     over = axis("expert_dim") / D
     if role is Role.ROUTER:
         row = dataclasses.replace(row, muon=None)
-        started = row if choice == "dense" else dataclasses.replace(row, init_std=row.init_std * D**-0.5)
+        started = (
+            row if choice == "dense" else dataclasses.replace(row, init_std=row.init_std * D**-0.5)
+        )
         # A score moves by what an expert's output has along the backward signal: D terms of its 1/D, not one.
         return started if choice == "dense" else started.times(sgd=E / D, eps=D / E)
     if role is Role.EXPERT_IN:
         louder = {"mean-field": E * over, "mssp": E**0.5 * over**0.5, "dense": ONE}[choice]
-        return row.times(eps=over**-0.5) if choice == "dense" else row.times(sgd=louder, eps=louder**-1)
+        return (
+            row.times(eps=over**-0.5)
+            if choice == "dense"
+            else row.times(sgd=louder, eps=louder**-1)
+        )
     if role is Role.EXPERT_OUT:
         louder = {"mean-field": over**-0.5, "mssp": E**0.5, "dense": ONE}[choice]
-        row = dataclasses.replace(row, init_std=row.init_std * louder) if spec.role is Role.EXPERT_OUT else row
+        row = (
+            dataclasses.replace(row, init_std=row.init_std * louder)
+            if spec.role is Role.EXPERT_OUT
+            else row
+        )
         return row if choice == "dense" else row.times(sgd=E, eps=E**-1)
     return row
 
@@ -248,7 +268,8 @@ _TABLE_GROUPS = (
     *(
         ParamSpec(role=role, axes=("embed",), in_block=True, of=of)
         for role, of in itertools.product((Role.NORM_GAIN, Role.BIAS), (None, *Role))
-        if of not in VECTORS | {Role.READOUT, Role.ROUTER} or (role, of) == (Role.BIAS, Role.NORM_GAIN)
+        if of not in VECTORS | {Role.READOUT, Role.ROUTER}
+        or (role, of) == (Role.BIAS, Role.NORM_GAIN)
     ),
     *(
         ParamSpec(role=role, axes=axes, fan_in=axes[-2:-1], in_block=True)
@@ -264,7 +285,10 @@ _TABLE_GROUPS = (
 
 def _let_by_table(rule: Callable[[ParamSpec], Rule], alpha_l: float | None) -> dict[str, Power]:
     """Return, of every group, the gradient over the table's eps: what the choice lets change with size."""
-    return {f"eps/{spec.group}": rule(spec).eps / (table_eps(spec, alpha_l) or ONE) for spec in _TABLE_GROUPS}
+    return {
+        f"eps/{spec.group}": rule(spec).eps / (table_eps(spec, alpha_l) or ONE)
+        for spec in _TABLE_GROUPS
+    }
 
 
 def infinite_limits(name: str, constants: Constants) -> Preset:
@@ -295,12 +319,16 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         if Role.READOUT in (spec.role, spec.of):
             row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
         if constants.readout_bias_width and spec.of is Role.READOUT:
-            row = row.times(sgd=D**constants.readout_bias_width, adam=D**constants.readout_bias_width)
+            row = row.times(
+                sgd=D**constants.readout_bias_width, adam=D**constants.readout_bias_width
+            )
         if constants.decay_width and row.muon is not None:
             row = dataclasses.replace(row, decay=D**constants.decay_width)
         if spec.tied and (readout_width != -1 or embedding_width):
             which = "readout_width" if readout_width != -1 else "embedding_width"
-            raise PresetError(f"{name}: a tied readout has one table, and {which} wants two rules for it; untie it")
+            raise PresetError(
+                f"{name}: a tied readout has one table, and {which} wants two rules for it; untie it"
+            )
         if readout_width != -1:
             row = _louder(spec, row, D ** (readout_width + 1))
         if embedding_width and spec.role is Role.TOKEN_EMBEDDING:
@@ -311,9 +339,17 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
             row = row.times(sgd=F / D, eps=(F / D) ** -0.5)
         return row
 
-    powers = {name: value for name, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)) if value is not None}
+    powers = {
+        name: value
+        for name, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l))
+        if value is not None
+    }
     defaults = vars(Constants())
-    pairs = {name: (value, defaults[name]) for name, value in vars(constants).items() if name not in powers}
+    pairs = {
+        name: (value, defaults[name])
+        for name, value in vars(constants).items()
+        if name not in powers
+    }
     return Preset(
         name=name,
         rule=rule,
@@ -340,7 +376,9 @@ def _louder(spec: ParamSpec, row: Rule, times: Power) -> Rule:
     return row if spec.of is Role.READOUT else row.times(sgd=times**-1, eps=times)
 
 
-def _member(**fixed: float | None) -> Callable[[Callable[[Constants], Preset]], Callable[..., Preset]]:
+def _member(
+    **fixed: float | None,
+) -> Callable[[Callable[[Constants], Preset]], Callable[..., Preset]]:
     """A preset whose arguments, and signature, are the constants of the family but those that are fixed here."""
 
     def decorate(make: Callable[[Constants], Preset]) -> Callable[..., Preset]:

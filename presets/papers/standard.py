@@ -28,7 +28,9 @@ def sp(*, embedding_width: float = 0.0) -> Preset:
         if spec.role in VECTORS:
             return Rule(decays=False)
         if spec.tied and embedding_width:
-            raise PresetError("sp: a tied readout has one table, and embedding_width wants two rules for it; untie it")
+            raise PresetError(
+                "sp: a tied readout has one table, and embedding_width wants two rules for it; untie it"
+            )
         if spec.role is Role.PATCH_EMBEDDING or spec.tied:
             row = Rule(multiplier=root)
         else:

@@ -28,7 +28,9 @@ from mupax.presets.roles import EMBEDDINGS, VECTORS, Branch, ParamSpec, PresetEr
 from mupax.presets.rule import ONE, Rule, changed, product
 
 
-def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponent: float = -0.5) -> Preset:
+def u_mup(
+    *, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponent: float = -0.5
+) -> Preset:
     """Unit-scaled muP: std 1 everywhere, absolute numbers (no base), branches by the tau rule, Adam only.
 
     Args:
@@ -55,17 +57,23 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
             case role if role in VECTORS:
                 return Rule(adam=depth, eps=D**-1 * depth * heads_summed(spec), decays=False)
             case Role.PATCH_EMBEDDING:
-                return Rule(multiplier=m_in**-0.5, adam=D**embedding_exponent, eps=m_in**-0.5 * D**-1)
+                return Rule(
+                    multiplier=m_in**-0.5, adam=D**embedding_exponent, eps=m_in**-0.5 * D**-1
+                )
             case Role.TOKEN_EMBEDDING | Role.POSITION:
                 return Rule(adam=D**embedding_exponent, eps=D**-1)
         return Rule(multiplier=m_in**-0.5, adam=m_in**-0.5 * depth, eps=m_in**-0.5 * D**-1 * depth)
 
-    def residual(layers: int, layer: int, branch: Branch, branches: tuple[Branch, ...]) -> tuple[float, float]:
+    def residual(
+        layers: int, layer: int, branch: Branch, branches: tuple[Branch, ...]
+    ) -> tuple[float, float]:
         mlp_sq = alpha_res**2 * 2 / (1 + alpha_ratio**2)
         attention_sq = alpha_ratio**2 * mlp_sq
         of = {"attention": attention_sq, "cross": attention_sq, "mlp": mlp_sq}
         earlier = branches[: branches.index(branch)]
-        before = layers + layer * sum(of[each] for each in branches) + sum(of[each] for each in earlier)
+        before = (
+            layers + layer * sum(of[each] for each in branches) + sum(of[each] for each in earlier)
+        )
         tau_sq = of[branch] / before
         return 1 / math.sqrt(1 + tau_sq), math.sqrt(tau_sq / (1 + tau_sq))
 
@@ -78,8 +86,11 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         residual=residual,
         no_rule=dict.fromkeys(("sgd", "muon", "lion"), "the paper has Adam only"),
         baseless=True,
-        vanishing={"attention": N**-0.5} | {f"movement/{role.value}": D**embedding_exponent for role in EMBEDDINGS},
+        vanishing={"attention": N**-0.5}
+        | {f"movement/{role.value}": D**embedding_exponent for role in EMBEDDINGS},
         choices=changed(
-            alpha_res=(alpha_res, 1.0), alpha_ratio=(alpha_ratio, 1.0), embedding_exponent=(embedding_exponent, -0.5)
+            alpha_res=(alpha_res, 1.0),
+            alpha_ratio=(alpha_ratio, 1.0),
+            embedding_exponent=(embedding_exponent, -0.5),
         ),
     )

@@ -81,7 +81,9 @@ class Tuned:
         for axis, size in sizes.items():
             studied = [model[axis] for model in self.provenance["sizes"] if axis in model]
             if studied and not min(studied) <= size <= max(studied):
-                doublings[axis] = math.log2(size / (max(studied) if size > max(studied) else min(studied)))
+                doublings[axis] = math.log2(
+                    size / (max(studied) if size > max(studied) else min(studied))
+                )
         return doublings
 
     @property
@@ -185,7 +187,9 @@ def save(tuned: Tuned, path: Path) -> None:
 def check_name(name: str) -> None:
     """Raises PresetError where the name cannot be one."""
     if not schema.NAME.fullmatch(name):
-        raise PresetError(f"the name {name!r}: write small letters, digits and single hyphens, such as lm-python-v1")
+        raise PresetError(
+            f"the name {name!r}: write small letters, digits and single hyphens, such as lm-python-v1"
+        )
 
 
 def summary(tuned: Tuned) -> str:
@@ -193,7 +197,9 @@ def summary(tuned: Tuned) -> str:
     if tuned.is_published:
         return published.summary(tuned)
     study, optimizer = tuned.provenance, tuned.optimizer
-    evidence = "; ".join(f"{grown['axis']} {verdict(grown)}" for grown in study["transfer"]) or "one size"
+    evidence = (
+        "; ".join(f"{grown['axis']} {verdict(grown)}" for grown in study["transfer"]) or "one size"
+    )
     run = f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s"
     return f"{run}; {evidence}{_searched(study)}"
 
@@ -202,7 +208,10 @@ def described(tuned: Tuned) -> str:
     """Everything about one, in lines no wider than the terminal."""
     if tuned.is_published:
         return published.described(tuned)
-    study, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
+    study, curve = (
+        tuned.provenance,
+        zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True),
+    )
     optimum = study["log2_optimum"]
     points = ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve)
     lines = [
@@ -211,7 +220,10 @@ def described(tuned: Tuned) -> str:
         ("optimizer", _pairs(tuned.optimizer)),
         ("optimum", f"2^{optimum['value']:.2f} {bounds(optimum)}, from {_seeds(study['seeds'])}"),
         ("curve", f"of {study.get('judged', 'training')} loss: {points}"),
-        *(("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {verdict(g)}") for g in study["transfer"]),
+        *(
+            ("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {verdict(g)}")
+            for g in study["transfer"]
+        ),
         ("run", f"{study['recipe']}, {study['steps']} steps of batch {study['batch']}"),
         ("command", spellings.current(study["command"])),
         ("versions", f"{_pairs(study['versions'])}, {study['date']}"),
@@ -259,14 +271,20 @@ def bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:
         digits: after the point.
     """
     low, high = interval["low"], interval["high"]
-    return "(no interval)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    return (
+        "(no interval)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    )
 
 
 def _searched(study: Mapping[str, Any]) -> str:
     if not (search := study.get("search")):
         return ""
     apart = search["winner_less_start"]
-    gain = "not compared" if apart["value"] is None else f"{apart['value']:+.4f} {bounds(apart, 4)} nats"
+    gain = (
+        "not compared"
+        if apart["value"] is None
+        else f"{apart['value']:+.4f} {bounds(apart, 4)} nats"
+    )
     return f"; {len(search['constants'])} constants searched, {gain} against the start on {search['fresh_seeds']} fresh seeds"
 
 

@@ -57,7 +57,9 @@ class Table:
             _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
         for axis, size in self.sizes.items():
             if axis not in AXES or type(size) is not int or not 1 <= size < 2**53:
-                _bad(f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1")
+                _bad(
+                    f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1"
+                )
         decoder = CROSSED if ENCODER.axis in self.sizes else OWN
         _check("logits", self.logits)
         for what, stack, residual in (
@@ -66,11 +68,15 @@ class Table:
         ):
             layers, branches = self.sizes.get(stack.axis), len(stack.branches)
             if residual and len(residual) != layers:
-                _bad(f"{what} has {len(residual)} layers and sizes say {layers}; write one entry per layer")
+                _bad(
+                    f"{what} has {len(residual)} layers and sizes say {layers}; write one entry per layer"
+                )
             for layer, pairs in enumerate(residual):
                 if [len(pair) for pair in pairs] != [2] * branches:
                     which = f"{', '.join(stack.branches[:-1])} and mlp"
-                    _bad(f"{what} {layer} must be {('two', 'three')[branches - 2]} pairs, (skip, branch) of {which}")
+                    _bad(
+                        f"{what} {layer} must be {('two', 'three')[branches - 2]} pairs, (skip, branch) of {which}"
+                    )
                 for number in (number for pair in pairs for number in pair):
                     _check(f"{what} {layer}", number, zero=True)
         for group, scales in self.scales.items():
@@ -81,7 +87,11 @@ class Table:
                         f"{group} {column} has {len(value)} numbers for {layers} layers; write one number, or one per layer"
                     )
                 for number in value if isinstance(value, tuple) else (value,):
-                    _check(f"{group} {column}", number, zero=column in ("init_std", "weight_decay", "eps"))
+                    _check(
+                        f"{group} {column}",
+                        number,
+                        zero=column in ("init_std", "weight_decay", "eps"),
+                    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +101,11 @@ class Measured(Preset):
     table: Table
 
     def scales(
-        self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
+        self,
+        spec: ParamSpec,
+        sizes: Mapping[str, int],
+        optimizer: str = "adam",
+        decay: Decay = "coupled",
     ) -> Scales:
         """The table's numbers; as `Preset.scales`, and PresetError for another size or optimizer, or a group not measured.
 
@@ -111,9 +125,15 @@ class Measured(Preset):
         if spec.group not in self.table.scales:
             near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
             hint = f"{spec.group!r}" + (f" (the nearest is {near[0]!r})" if near else "")
-            raise PresetError(f"measured: the table has no row {hint}; measure this model (mupax presets balance)")
+            raise PresetError(
+                f"measured: the table has no row {hint}; measure this model (mupax presets balance)"
+            )
         scales = self.table.scales[spec.group]
-        return scales if decay == "independent" else dataclasses.replace(scales, weight_decay=_per_rate(scales))
+        return (
+            scales
+            if decay == "independent"
+            else dataclasses.replace(scales, weight_decay=_per_rate(scales))
+        )
 
     factors = scales
     """Nothing here is relative."""
@@ -124,12 +144,16 @@ class Measured(Preset):
     def residual_scale(
         self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
     ) -> tuple[float, float]:
-        residual = self.table.encoder_residual if stack.axis == ENCODER.axis else self.table.residual
+        residual = (
+            self.table.encoder_residual if stack.axis == ENCODER.axis else self.table.residual
+        )
         return residual[layer][stack.branches.index(branch)] if residual else (1.0, 1.0)
 
     def with_form(self, form: Form) -> NoReturn:
         """Refused: moving multipliers needs the rules behind the numbers."""
-        raise PresetError(f"measured: a table of numbers has no form {form!r}; measure a preset that is in that form")
+        raise PresetError(
+            f"measured: a table of numbers has no form {form!r}; measure a preset that is in that form"
+        )
 
 
 def measured(table: Table) -> Measured:
@@ -153,7 +177,9 @@ def save(table: Table, path: str | Path) -> None:
         table: what was measured.
         path: of the file, in a folder that is there.
     """
-    disk.write_whole(Path(path), json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
+    disk.write_whole(
+        Path(path), json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n"
+    )
 
 
 def load(path: str | Path) -> Table:
@@ -169,18 +195,31 @@ def load(path: str | Path) -> Table:
 def _table(contents: Any) -> Table:
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
-    contents = {"encoder_residual": [], **contents}  # files of models without an encoder may lack it
-    named, columns = (sorted(field.name for field in dataclasses.fields(kind)) for kind in (Table, Scales))
+    contents = {
+        "encoder_residual": [],
+        **contents,
+    }  # files of models without an encoder may lack it
+    named, columns = (
+        sorted(field.name for field in dataclasses.fields(kind)) for kind in (Table, Scales)
+    )
     schema.same_keys("a table of measured scales", contents.keys() - {"format"}, named)
     if not all(isinstance(contents[name], dict) for name in ("scales", "sizes")):
         _bad("scales and sizes must be objects")
     for group, row in contents["scales"].items():
-        schema.same_keys(f"a table of measured scales: {group}", row if isinstance(row, dict) else (), columns)
-    rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in contents["scales"].items()}
-    residuals: dict[str, Any] = {name: _tuples(contents[name]) for name in ("residual", "encoder_residual")}
+        schema.same_keys(
+            f"a table of measured scales: {group}", row if isinstance(row, dict) else (), columns
+        )
+    rows = {
+        group: Scales(**{c: _tuples(x) for c, x in row.items()})
+        for group, row in contents["scales"].items()
+    }
+    residuals: dict[str, Any] = {
+        name: _tuples(contents[name]) for name in ("residual", "encoder_residual")
+    }
     for what, residual in residuals.items():
         if not isinstance(residual, tuple) or not all(
-            isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs) for pairs in residual
+            isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs)
+            for pairs in residual
         ):
             _bad(f"{what} must be a list of pairs of pairs")
     return Table(**{**{name: contents[name] for name in named}, "scales": rows, **residuals})
@@ -200,7 +239,9 @@ def _check(what: str, number: Any, *, zero: bool = False) -> None:
 def _per_rate(scales: Scales) -> Number:
     wd, lr = scales.weight_decay, scales.lr
     if isinstance(wd, tuple):
-        return tuple(map(operator.truediv, wd, lr if isinstance(lr, tuple) else itertools.repeat(lr)))
+        return tuple(
+            map(operator.truediv, wd, lr if isinstance(lr, tuple) else itertools.repeat(lr))
+        )
     return tuple(wd / rate for rate in lr) if isinstance(lr, tuple) else wd / lr
 
 

@@ -91,7 +91,9 @@ def described(tuned: Published) -> str:
     return f"{head}\n{terminal.table(lines)}"
 
 
-def values(tuned: Published, preset: Preset, spec: ParamSpec, sizes: Mapping[str, int]) -> dict[str, float]:
+def values(
+    tuned: Published, preset: Preset, spec: ParamSpec, sizes: Mapping[str, int]
+) -> dict[str, float]:
     """Return a parameter's numbers in absolute terms, by the names of a source's table.
 
     Args:
@@ -113,10 +115,14 @@ def values(tuned: Published, preset: Preset, spec: ParamSpec, sizes: Mapping[str
 
 def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
     """Return the source's table of the model whose width is nearest."""
-    return min(tuned.provenance["tables"], key=lambda table: abs(table["sizes"]["embed"] / width - 1))
+    return min(
+        tuned.provenance["tables"], key=lambda table: abs(table["sizes"]["embed"] / width - 1)
+    )
 
 
-def comparison(groups: Mapping[str, Mapping[str, float]], table: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+def comparison(
+    groups: Mapping[str, Mapping[str, float]], table: Mapping[str, Any]
+) -> Sequence[Sequence[str]]:
     """Return rows of a table: of every group what the run has, and in brackets what a model of the source has.
 
     Args:
@@ -136,5 +142,6 @@ def comparison(groups: Mapping[str, Mapping[str, float]], table: Mapping[str, An
 
 def _pairs(values: Mapping[str, Any]) -> str:
     return " ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
     )

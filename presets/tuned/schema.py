@@ -48,14 +48,19 @@ _FRACTION: Check = (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 
 _OBJECT: Check = (lambda v: isinstance(v, dict), "an object")
 _LIST: Check = (lambda v: isinstance(v, list), "a list")
 _SIZES: Check = (
-    lambda v: isinstance(v, dict) and bool(v) and all(a in AXES and _COUNT[0](n) for a, n in v.items()),
+    lambda v: (
+        isinstance(v, dict) and bool(v) and all(a in AXES and _COUNT[0](n) for a, n in v.items())
+    ),
     f"logical axes ({', '.join(AXES)}) with whole numbers from 1 to {_MOST}",
 )
 _BOUNDS = {"low": _or_null(_NUMBER), "high": _or_null(_NUMBER)}
 
 _SCHEMA: dict[str, Any] = {
     "format": (lambda v: v == FORMAT, repr(FORMAT)),
-    "name": (lambda v: isinstance(v, str) and bool(NAME.fullmatch(v)), "small letters, digits and single hyphens"),
+    "name": (
+        lambda v: isinstance(v, str) and bool(NAME.fullmatch(v)),
+        "small letters, digits and single hyphens",
+    ),
     "preset": (
         lambda v: isinstance(v, str) and v in PRESETS,
         f"one of {', '.join(PRESETS)}, or a preset of your own that --plugin MODULE imports",
@@ -89,7 +94,10 @@ _SCHEMA: dict[str, Any] = {
         "batch": _COUNT,
         "sizes": [_SIZES],
         "seeds": _COUNT,
-        "log2_lr": (lambda v: isinstance(v, list) and len(v) >= 3 and all(map(is_number, v)), "a list of numbers"),
+        "log2_lr": (
+            lambda v: isinstance(v, list) and len(v) >= 3 and all(map(is_number, v)),
+            "a list of numbers",
+        ),
         "loss": [(_or_null(_NUMBER)[0], "a number, or null where a seed diverged")],
         "log2_optimum": {"value": _NUMBER, **_BOUNDS},
         "transfer": [
@@ -109,7 +117,10 @@ _SCHEMA: dict[str, Any] = {
         ),
         "judged": _one_of("training", "evaluation"),
         "command": _TEXT,
-        "date": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)), "YYYY-MM-DD"),
+        "date": (
+            lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)),
+            "YYYY-MM-DD",
+        ),
         "search": {
             "constants": [
                 {
@@ -135,7 +146,11 @@ _OPTIONAL = ("search", "judged")
 """Entries that a file may leave out."""
 
 _NUMBERS: Check = (
-    lambda v: isinstance(v, dict) and all(_or_null(_AT_LEAST)[0](v.get(column)) for column in _COLUMNS) and len(v) == 5,
+    lambda v: (
+        isinstance(v, dict)
+        and all(_or_null(_AT_LEAST)[0](v.get(column)) for column in _COLUMNS)
+        and len(v) == 5
+    ),
     "std, lr, wd, eps and multiplier, each a number of at least 0, or null",
 )
 _COLUMNS = ("std", "lr", "wd", "eps", "multiplier")
@@ -179,7 +194,9 @@ _PUBLISHED: dict[str, Any] = {
     },
 }
 """Entries of a preset whose numbers others have published. Of the optimizer it has what the source says."""
-_PUBLISHED_OPTIONAL = tuple(name for name in _SCHEMA["optimizer"] if name not in ("name", "peak_lr"))
+_PUBLISHED_OPTIONAL = tuple(
+    name for name in _SCHEMA["optimizer"] if name not in ("name", "peak_lr")
+)
 
 
 def checked(contents: Any) -> dict[str, Any]:
@@ -243,18 +260,24 @@ def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
     """
     missing, unknown = sorted(set(names) - set(keys)), sorted(set(keys) - set(names))
     if missing or unknown:
-        raise PresetError(f"{where} must have {', '.join(names)}; missing {missing}, unknown {unknown}")
+        raise PresetError(
+            f"{where} must have {', '.join(names)}; missing {missing}, unknown {unknown}"
+        )
 
 
 def _check(where: str, value: Any, schema: Any, optional: Collection[str]) -> None:
-    fits, kind = _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
+    fits, kind = (
+        _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
+    )
     if not fits(value):
         raise PresetError(f"{where or 'the file'} is {value!r:.60}; it must be {kind}")
     if isinstance(schema, list):
         for entry in value:
             _check(where, entry, schema[0], optional)
     elif isinstance(schema, dict):
-        schema = {name: inner for name, inner in schema.items() if name in value or name not in optional}
+        schema = {
+            name: inner for name, inner in schema.items() if name in value or name not in optional
+        }
         same_keys(where or "the file", value, schema)
         for name, inner in schema.items():
             _check(f"{where}.{name}".strip("."), value[name], inner, optional)

@@ -24,7 +24,9 @@ ROUNDING = 0.01
 """Relative difference between two growth factors up to which they are equal: hidden sizes are rounded."""
 TABLES = ("token_embedding", "position")
 """Roles whose last dimension is the width, in PyTorch and in JAX."""
-UNTOLD = frozenset({Role.HIDDEN, Role.READOUT, Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
+UNTOLD = frozenset(
+    {Role.HIDDEN, Role.READOUT, Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION}
+)
 """Roles with an axis that no other parameter has, so that its growth cannot be held against theirs."""
 
 _OF_ROLE = {spec.role: spec for spec in MATRICES.values()}
@@ -53,7 +55,9 @@ def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -
                 )
 
 
-def check_widths(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], labels: Mapping[str, Label]) -> None:
+def check_widths(
+    sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], labels: Mapping[str, Label]
+) -> None:
     """Refuse a table whose width is no dimension of any block's parameter.
 
     Args:
@@ -65,10 +69,16 @@ def check_widths(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], 
         PresetError: names the table and both shapes.
     """
     blocks = [in_files for name, in_files in shapes.items() if labels[name].in_block]
-    tables = [name for name, label in labels.items() if label.role in TABLES and not label.in_block and shapes[name][0]]
+    tables = [
+        name
+        for name, label in labels.items()
+        if label.role in TABLES and not label.in_block and shapes[name][0]
+    ]
     for index in range(1, len(sources)):
         # Sizes in pairs: 64 beside 256 is the width of both, and 256 beside 256 may be a vocabulary.
-        dimensions = {pair for in_files in blocks for pair in zip(in_files[0], in_files[index], strict=True)}
+        dimensions = {
+            pair for in_files in blocks for pair in zip(in_files[0], in_files[index], strict=True)
+        }
         for name in tables if dimensions else ():
             first = shapes[name][0]
             other = shapes[name][index]
@@ -118,7 +128,9 @@ def check_growth(base: Sized, other: Sized) -> None:
         growth = math.prod(parameter.entry.shape) / math.prod(first)
         expected = other.entries(name) / base.entries(name)
         if not _alike(growth, expected):
-            axes = " x ".join(axis for axis in spec.axes if axis not in ("layers", "encoder_layers"))
+            axes = " x ".join(
+                axis for axis in spec.axes if axis not in ("layers", "encoder_layers")
+            )
             raise PresetError(
                 f"{name} has the shape {list(first)} in {base.source} and {list(parameter.entry.shape)} in "
                 f"{other.source}: it is {growth:.3g} times as large, and {axes} of the other parameters {expected:.3g} "
@@ -176,7 +188,10 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
     labels = _labels(dumps, merged, overrides)
     check_widths(sources, of_name, labels)
     read = [_model(dump, entries, labels) for dump, entries in zip(dumps, merged, strict=True)]
-    sized = [Sized(source=model.dump.source, parameters=model.parameters, sizes=model.sizes) for model in read]
+    sized = [
+        Sized(source=model.dump.source, parameters=model.parameters, sizes=model.sizes)
+        for model in read
+    ]
     for other in sized[1:]:
         check_growth(sized[0], other)
     return read
@@ -195,16 +210,22 @@ def _merged(dump: Dump) -> dict[str, list[Entry]]:
 
 
 def _labels(
-    dumps: Sequence[Dump], merged: Sequence[Mapping[str, Sequence[Entry]]], overrides: Mapping[str, str]
+    dumps: Sequence[Dump],
+    merged: Sequence[Mapping[str, Sequence[Entry]]],
+    overrides: Mapping[str, str],
 ) -> dict[str, Label]:
     """What every parameter is; raises PresetError that lists those of which nothing says it."""
     first, labels, unknown = merged[0], {}, []
     dual = any(n.startswith("encoder.") for n in first) and any(
         not n.startswith("encoder.") and "block" in n for n in first
     )
-    unused = {pattern for pattern in overrides if not any(names.chosen(n, {pattern: "x"}) for n in first)}
+    unused = {
+        pattern for pattern in overrides if not any(names.chosen(n, {pattern: "x"}) for n in first)
+    }
     if unused:
-        raise PresetError(f"--role {unused.pop()!r} fits no parameter; they are named like {', '.join([*first][:3])}")
+        raise PresetError(
+            f"--role {unused.pop()!r} fits no parameter; they are named like {', '.join([*first][:3])}"
+        )
     for name, entries in first.items():
         label = names.label(name, dual)
         chosen = names.chosen(name, overrides) or entries[0].role
@@ -214,8 +235,12 @@ def _labels(
                 raise PresetError(
                     f"{dumps[0].source}: {name} has the role {chosen!r}; roles are {', '.join(names.ROLES)}"
                 )
-            label = label._replace(role=role.removesuffix(".bias"), in_block=label.in_block or role != chosen)
-            label = label._replace(leaf="bias" if bias else "matrix" if label.leaf == "bias" else label.leaf)
+            label = label._replace(
+                role=role.removesuffix(".bias"), in_block=label.in_block or role != chosen
+            )
+            label = label._replace(
+                leaf="bias" if bias else "matrix" if label.leaf == "bias" else label.leaf
+            )
         if not label.role:
             role = _by_growth(name, label, [m[name][0].shape for m in merged], merged)
             label = label._replace(role=role, guessed=bool(role) and label.leaf != "bias")
@@ -233,7 +258,10 @@ def _labels(
 
 
 def _by_growth(
-    name: str, label: Label, shapes: Sequence[tuple[int, ...]], merged: Sequence[Mapping[str, Sequence[Entry]]]
+    name: str,
+    label: Label,
+    shapes: Sequence[tuple[int, ...]],
+    merged: Sequence[Mapping[str, Sequence[Entry]]],
 ) -> str:
     """The role of a matrix by which of its dimensions grow, as microsoft/mup has it; of a bias by that of its matrix."""
     if label.leaf == "bias":
@@ -241,7 +269,9 @@ def _by_growth(
             matrix = name[: -len("bias")] + leaf
             if matrix in merged[0]:
                 other = names.label(matrix)
-                role = other.role or _by_growth(matrix, other, [m[matrix][0].shape for m in merged], merged)
+                role = other.role or _by_growth(
+                    matrix, other, [m[matrix][0].shape for m in merged], merged
+                )
                 return "norm_gain" if role == "norm_gain" else role
         return ""
     rank = len(shapes[0])
@@ -274,11 +304,20 @@ def _model(dump: Dump, merged: Mapping[str, Sequence[Entry]], labels: Mapping[st
         entry = _averaged(entries)
         count = math.prod(entry.shape) * len(entries)
         blocks = (dump.encoder_layers or layers) if label.part == "encoder" else layers
-        if label.in_block and "*" not in name and entry.shape[:1] == (blocks,) and label.role != "relative_bias":
+        if (
+            label.in_block
+            and "*" not in name
+            and entry.shape[:1] == (blocks,)
+            and label.role != "relative_bias"
+        ):
             entry = dataclasses.replace(entry, shape=entry.shape[1:])
         spec = _spec(name, label, entry)
         parameters[name] = Parameter(
-            entry=entry, spec=spec, fused=label.role == FUSED, count=count, sizes=_fans(spec, entry.shape, label.layout)
+            entry=entry,
+            spec=spec,
+            fused=label.role == FUSED,
+            count=count,
+            sizes=_fans(spec, entry.shape, label.layout),
         )
     if not parameters:
         raise PresetError(f"{dump.source}: no parameter is left to judge")
@@ -305,7 +344,11 @@ def _model(dump: Dump, merged: Mapping[str, Sequence[Entry]], labels: Mapping[st
 def _fans(spec: ParamSpec, shape: tuple[int, ...], layout: str) -> dict[str, int]:
     if spec.role not in (Role.HIDDEN, Role.READOUT) or len(shape) < 2:
         return {}
-    ways = (shape[-1], math.prod(shape[:-1])) if layout == "in, out" else (shape[0], math.prod(shape[1:]))
+    ways = (
+        (shape[-1], math.prod(shape[:-1]))
+        if layout == "in, out"
+        else (shape[0], math.prod(shape[1:]))
+    )
     if spec.role is Role.HIDDEN:
         return {"input": ways[1], "output": ways[0]}
     return {"embed": ways[1]} if layout else {}
@@ -318,7 +361,11 @@ def _averaged(entries: Sequence[Entry]) -> Entry:
         if any(x is None for x in numbers):
             return None
         positive = [x for x in numbers if x]
-        return math.exp(math.fsum(map(math.log, positive)) / len(positive)) if len(positive) == len(numbers) else 0.0
+        return (
+            math.exp(math.fsum(map(math.log, positive)) / len(positive))
+            if len(positive) == len(numbers)
+            else 0.0
+        )
 
     columns = {column: mean([getattr(entry, column) for entry in entries]) for column in COLUMNS}
     if len(entries) == 1:
@@ -331,17 +378,30 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
     role = Role.VALUE if of == FUSED else Role(of)
     vector = label.leaf == "bias" or gain or role is Role.NORM_GAIN
     spec = _declared(role, label.in_block)
-    spec = dataclasses.replace(spec, part=label.part) if label.part and role is Role.NORM_GAIN else spec
+    spec = (
+        dataclasses.replace(spec, part=label.part)
+        if label.part and role is Role.NORM_GAIN
+        else spec
+    )
     if label.part == "encoder":
         spec = of_encoder(spec)
     elif label.part == "cross" and role is not Role.NORM_GAIN:
         spec = of_cross(spec)
     if gain:
-        axes = (*spec.copies, "head_dim") if len(entry.shape) == 1 else (*spec.copies, "heads", "head_dim")
+        axes = (
+            (*spec.copies, "head_dim")
+            if len(entry.shape) == 1
+            else (*spec.copies, "heads", "head_dim")
+        )
         spec = dataclasses.replace(spec, role=Role.NORM_GAIN, axes=axes, fan_in=(), of=role)
     if label.leaf == "bias":
         spec = dataclasses.replace(spec.bias, of=spec.role)
-    elif not vector and role is not Role.RELATIVE_BIAS and len(entry.shape) < 2 and role is not Role.TOKEN_EMBEDDING:
+    elif (
+        not vector
+        and role is not Role.RELATIVE_BIAS
+        and len(entry.shape) < 2
+        and role is not Role.TOKEN_EMBEDDING
+    ):
         raise PresetError(
             f"{name} is said to be a {role.value} and has the shape {list(entry.shape)}; say what it is with --role"
         )
@@ -350,7 +410,9 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
 
 def _declared(role: Role, in_block: bool) -> ParamSpec:
     if role is Role.NORM_GAIN:
-        return ParamSpec(role=role, axes=("layers", "embed") if in_block else ("embed",), in_block=in_block)
+        return ParamSpec(
+            role=role, axes=("layers", "embed") if in_block else ("embed",), in_block=in_block
+        )
     if role is Role.HIDDEN and in_block:
         return dataclasses.replace(_HIDDEN, axes=("layers", *_HIDDEN.axes), in_block=True)
     specs = {

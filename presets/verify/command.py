@@ -83,7 +83,11 @@ MISTAKES = (
         "let it multiply what each group has",
         source="microsoft/mup, README, Current Limitations; DeepSpeed issue 7713",
         fits=lambda f, line, family: (
-            f.what == "rate" and _hidden(f) and f.excess > 0.4 and _one_rate(line) and line.word != "depth"
+            f.what == "rate"
+            and _hidden(f)
+            and f.excess > 0.4
+            and _one_rate(line)
+            and line.word != "depth"
         ),
         alone=True,
     ),
@@ -91,31 +95,41 @@ MISTAKES = (
         name="tied readout without its multiplier",
         text="A readout that is the embedding's table has no std and no rate of its own: 1/m has to be on its output (MuSharedReadout)",
         source="Tensor Programs V, Table 8; microsoft/mup, README",
-        fits=lambda f, line, family: f.names[0] == TIED and f.what == "multiplier" and f.excess > 0.4,
+        fits=lambda f, line, family: (
+            f.names[0] == TIED and f.what == "multiplier" and f.excess > 0.4
+        ),
     ),
     Mistake(
         name="tied table rescaled as a readout",
         text="A table that is both is rescaled for the readout, and the embedding grows with it; its std is to stay",
         source="microsoft/mup, issue 55",
-        fits=lambda f, line, family: f.role == "token_embedding" and f.what == "start" and _near(f, 0.5),
+        fits=lambda f, line, family: (
+            f.role == "token_embedding" and f.what == "start" and _near(f, 0.5)
+        ),
     ),
     Mistake(
         name="Muon scaled twice",
         text="An orthogonalized update has the size of its matrix already; 1/m is Adam's",
         source="NVIDIA/Megatron-LM, pull request 3715; karpathy/nanochat, pull request 644",
-        fits=lambda f, line, family: family == "muon" and f.what == "rate" and _hidden(f) and f.excess < -0.4,
+        fits=lambda f, line, family: (
+            family == "muon" and f.what == "rate" and _hidden(f) and f.excess < -0.4
+        ),
     ),
     Mistake(
         name="readout's rate without 1/m",
         text="In the form of Table 3, with the scale in the std, the readout's rate falls as well; with a multiplier (Table 8) it does not",
         source="microsoft/mup, issue 7; mlfoundations/open_lm, pull request 25",
-        fits=lambda f, line, family: f.role == "readout" and f.what == "rate" and family != "sgd" and _near(f, 1.0),
+        fits=lambda f, line, family: (
+            f.role == "readout" and f.what == "rate" and family != "sgd" and _near(f, 1.0)
+        ),
     ),
     Mistake(
         name="readout scaled twice",
         text="The multiplier and the rate both have 1/m; one of them is enough",
         source="EleutherAI/gpt-neox, pull request 1087",
-        fits=lambda f, line, family: f.role == "readout" and f.what in ("rate", "multiplier") and f.excess < -0.4,
+        fits=lambda f, line, family: (
+            f.role == "readout" and f.what in ("rate", "multiplier") and f.excess < -0.4
+        ),
     ),
     Mistake(
         name="attention by 1/sqrt(d)",
@@ -128,7 +142,9 @@ MISTAKES = (
         text="A table is looked up and not summed over: its fan-in does not grow, and its rate is to stay",
         source="microsoft/mup, issue 48; 2506.15025",
         fits=lambda f, line, family: (
-            f.role in ("token_embedding", "position", "patch_embedding") and f.what == "rate" and f.excess < -0.4
+            f.role in ("token_embedding", "position", "patch_embedding")
+            and f.what == "rate"
+            and f.excess < -0.4
         ),
     ),
     Mistake(
@@ -141,14 +157,19 @@ MISTAKES = (
         name="std divided by m",
         text="The variance falls as 1/m, the standard deviation as 1/sqrt(m)",
         source="EleutherAI/gpt-neox, pull request 1087",
-        fits=lambda f, line, family: f.what == "start" and _hidden(f) and _near(f, -0.5) and line.word != "depth",
+        fits=lambda f, line, family: (
+            f.what == "start" and _hidden(f) and _near(f, -0.5) and line.word != "depth"
+        ),
     ),
     Mistake(
         name="gains and biases as hidden matrices",
         text="Gains and biases multiply one entry each: as vectors their rate is to stay",
         source="microsoft/mup, issues 12 and 57",
         fits=lambda f, line, family: (
-            f.what == "rate" and ("bias" in f.role or "gain" in f.role) and f.excess < -0.4 and line.word != "depth"
+            f.what == "rate"
+            and ("bias" in f.role or "gain" in f.role)
+            and f.excess < -0.4
+            and line.word != "depth"
         ),
     ),
     Mistake(
@@ -204,7 +225,9 @@ def recognized(
         faults = [f for f in findings if f.severity == "fault"]
         if mistake.alone and len({f.what for f in faults}) > 1:
             continue
-        finding = next((f for f in findings if f.slope is not None and mistake.fits(f, line, family)), None)
+        finding = next(
+            (f for f in findings if f.slope is not None and mistake.fits(f, line, family)), None
+        )
         if finding is not None and all(other is not finding for other, _ in pairs):
             pairs.append((finding, mistake))
     return pairs
@@ -260,7 +283,9 @@ class Verify:
         notes += _guesses(models[0])
         notes += _unknown(models)
         if skipped := models[0].skipped:
-            notes.append(f"not judged: {', '.join(skipped[:4])}{' and more' if len(skipped) > 4 else ''}")
+            notes.append(
+                f"not judged: {', '.join(skipped[:4])}{' and more' if len(skipped) > 4 else ''}"
+            )
         if self.json:
             print_json({
                 "notes": notes,
@@ -269,7 +294,9 @@ class Verify:
             })  # fmt: skip
         else:
             self._show(reports, notes)
-        counted = [f for report in reports for f in report.findings if f.severity == "fault" or self.strict]
+        counted = [
+            f for report in reports for f in report.findings if f.severity == "fault" or self.strict
+        ]
         return int(bool(counted))
 
     def _show(self, reports: Sequence[Report], notes: Sequence[str]) -> None:
@@ -292,12 +319,17 @@ class Verify:
         if self.head_dim is None:
             return dumps
         texts = self.head_dim.split(",")
-        if len(texts) not in (1, len(dumps)) or not all(text.strip().isdecimal() and int(text) for text in texts):
+        if len(texts) not in (1, len(dumps)) or not all(
+            text.strip().isdecimal() and int(text) for text in texts
+        ):
             raise command_line.UsageError(
                 f"--head-dim {self.head_dim}: write a number, or {len(dumps)} with commas between"
             )
         sizes = [int(text) for text in texts] * (len(dumps) if len(texts) == 1 else 1)
-        return [dataclasses.replace(dump, head_dim=size) for dump, size in zip(dumps, sizes, strict=True)]
+        return [
+            dataclasses.replace(dump, head_dim=size)
+            for dump, size in zip(dumps, sizes, strict=True)
+        ]
 
     def _optimizer(self, dumps: Sequence[Dump]) -> str:
         named = {dump.optimizer for dump in dumps} - {None}
@@ -364,8 +396,12 @@ class Report:
             "optimizer": self.optimizer,
             "reference": self._held,
             "verdict": self.verdict,
-            "findings": [{**dataclasses.asdict(f), "sentence": f.sentence(word)} for f in self.findings],
-            "published": [{"mistake": m.name, "text": m.text, "source": m.source} for _, m in self.published],
+            "findings": [
+                {**dataclasses.asdict(f), "sentence": f.sentence(word)} for f in self.findings
+            ],
+            "published": [
+                {"mistake": m.name, "text": m.text, "source": m.source} for _, m in self.published
+            ],
             "limits": {row: dataclasses.asdict(entry) for row, entry in self.limits},
         }
 
@@ -373,7 +409,9 @@ class Report:
         """Print the findings, no wider than the terminal."""
         model = self.line.models[0]
         count = len(model.parameters)
-        terminal.say(f"\n{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}")
+        terminal.say(
+            f"\n{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}"
+        )
         for finding in self.findings:
             head = "WRONG" if finding.severity == "fault" else "caution"
             terminal.say("\n" + _hanging(head, finding.sentence(self.line.word)))
@@ -425,7 +463,10 @@ def _unknown(models: Sequence[axes.Model]) -> list[str]:
     lacking = [
         f"{column} ({what})"
         for column, what in (("std", "initial size"), ("lr", "learning rate"))
-        if any(all(getattr(p.entry, column) is None for p in model.parameters.values()) for model in models)
+        if any(
+            all(getattr(p.entry, column) is None for p in model.parameters.values())
+            for model in models
+        )
     ]
     attends = any(p.spec.role in (Role.QUERY, Role.VALUE) for p in models[0].parameters.values())
     guessed = [name for name in models[0].guessed if models[0].parameters[name].spec.in_block]
@@ -434,7 +475,9 @@ def _unknown(models: Sequence[axes.Model]) -> list[str]:
             lacking.append("attention (what q.k is multiplied by)")
         elif guessed:
             lacking.append("attention (what q.k is multiplied by, if the model has any)")
-    if len({model.sizes.get("layers") for model in models}) > 1 and any(model.dump.branch is None for model in models):
+    if len({model.sizes.get("layers") for model in models}) > 1 and any(
+        model.dump.branch is None for model in models
+    ):
         lacking.append("branch (what every residual branch is multiplied by)")
     return [f"the files do not say, and it is not judged: {', '.join(lacking)}"] if lacking else []
 
@@ -461,11 +504,15 @@ def _next(reports: Sequence[Report], strict: bool) -> str:
     counted = faults or (findings if strict else [])
     if counted:
         remedy = counted[0].remedy
-        return f"Next: {remedy[0].lower()}{remedy[1:]}; dump both sizes again and repeat this command."
+        return (
+            f"Next: {remedy[0].lower()}{remedy[1:]}; dump both sizes again and repeat this command."
+        )
     return "Next: train a few steps under `mupax check`, which sees what no file says: the forward pass."
 
 
-def _report(line: fit.GrowthSeries, optimizer: str, decay: Decay, named: presets.Preset | None) -> Report:
+def _report(
+    line: fit.GrowthSeries, optimizer: str, decay: Decay, named: presets.Preset | None
+) -> Report:
     closest = reference.closest(line, optimizer, decay, named)
     family = closest.preset.family(optimizer)
     reported = findings(closest, line, family)

@@ -52,7 +52,11 @@ class Difference:
         """What the parameter is; of what is none, its name."""
         if self.spec is None:
             return self.name
-        return self.spec.group.replace("value", FUSED).replace("query", FUSED) if self.fused else self.spec.group
+        return (
+            self.spec.group.replace("value", FUSED).replace("query", FUSED)
+            if self.fused
+            else self.spec.group
+        )
 
     @property
     def excess(self) -> float:
@@ -89,7 +93,9 @@ class Laws:
         return self._of[spec]
 
 
-def differences(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> tuple[Difference, ...]:
+def differences(
+    laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
+) -> tuple[Difference, ...]:
     """All numbers of the dumps against a preset's.
 
     Args:
@@ -110,9 +116,15 @@ def differences(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) ->
             values = [x[quantity] for x in observations]
             row = _difference(name, quantity, parameter.spec, values, law, line, each)
             if parameter.fused:  # its rows of queries and keys have a law of their own, and the worse of the two counts
-                as_query = dataclasses.replace(parameter.spec, **_OF_QUERIES[parameter.spec.role is Role.BIAS])
-                queries = _difference(name, quantity, as_query, values, laws.of(as_query)[quantity], line, each)
-                row = max(row, queries, key=lambda differences: [abs(d.excess) for d in differences])
+                as_query = dataclasses.replace(
+                    parameter.spec, **_OF_QUERIES[parameter.spec.role is Role.BIAS]
+                )
+                queries = _difference(
+                    name, quantity, as_query, values, laws.of(as_query)[quantity], line, each
+                )
+                row = max(
+                    row, queries, key=lambda differences: [abs(d.excess) for d in differences]
+                )
                 row = [dataclasses.replace(difference, fused=True) for difference in row]
             rows += row
     for name, law, values in (
@@ -142,11 +154,18 @@ def _has_rule(parameter: Parameter, quantity: Quantity, optimizer: str) -> bool:
 def _tied(preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay) -> Iterable[Difference]:
     """The table as a readout: what the embedding's numbers are where its output is multiplied by the readout's own factor."""
     tables = [
-        next(p for p in m.parameters.values() if p.spec.role is Role.TOKEN_EMBEDDING and len(p.entry.shape) == 2)
+        next(
+            p
+            for p in m.parameters.values()
+            if p.spec.role is Role.TOKEN_EMBEDDING and len(p.entry.shape) == 2
+        )
         for m in line.models
     ]
     family, row = preset.family(optimizer), preset.row(_EMBEDDING)
-    laws = expected(dataclasses.replace(row, multiplier=row.multiplier * preset.row(TIED_READOUT).multiplier), family)
+    laws = expected(
+        dataclasses.replace(row, multiplier=row.multiplier * preset.row(TIED_READOUT).multiplier),
+        family,
+    )
     for quantity in ("start", "rate"):
         values = []
         for model, table in zip(line.models, tables, strict=True):
@@ -179,12 +198,20 @@ def _difference(
     worst = max(range(len(rest)), key=lambda i: abs(rest[i]))
     # The standard deviation of n numbers is known to 1/sqrt(2n) of itself, of which four are allowed at both ends.
     noise = (
-        4 * math.hypot(*((2 * p.count) ** -0.5 for p in (each[0], each[-1]))) if each and quantity == "start" else 0.0
+        4 * math.hypot(*((2 * p.count) ** -0.5 for p in (each[0], each[-1])))
+        if each and quantity == "start"
+        else 0.0
     )
     tolerance = TOLERANCE + noise / math.log(line.t[-1])
     off = (1.0, 0) if abs(rest[worst]) < noise else (math.exp(rest[worst]), worst)
     return [
         Difference(
-            name=name, quantity=quantity, spec=spec, slope=target + slope, target=target, tolerance=tolerance, off=off
+            name=name,
+            quantity=quantity,
+            spec=spec,
+            slope=target + slope,
+            target=target,
+            tolerance=tolerance,
+            off=off,
         )
     ]

@@ -30,7 +30,9 @@ SEVERE = ("explodes", "lazy")
 _IN_LIMITS = frozenset(spec.role for spec in SPECS.values())
 
 
-def alone(reference: Reference, difference: Difference, line: GrowthSeries, family: Family) -> tuple[str, Entry] | None:
+def alone(
+    reference: Reference, difference: Difference, line: GrowthSeries, family: Family
+) -> tuple[str, Entry] | None:
     """The observable that suffers most where this number alone is as the dumps have it; None where `limits` shows nothing.
 
     Args:
@@ -47,7 +49,11 @@ def alone(reference: Reference, difference: Difference, line: GrowthSeries, fami
         entries(Limit(preset, family, line.growth, tied=tied), line.limit)
         for preset in (reference.preset, _with(reference.preset, [difference], line))
     )
-    judged = {row: e for row, e in after.items() if row not in DESCRIPTIVE and e.verdict != "heads collapse"}
+    judged = {
+        row: e
+        for row, e in after.items()
+        if row not in DESCRIPTIVE and e.verdict != "heads collapse"
+    }
     worse = {row: e for row, e in judged.items() if _worse(e, before[row])}
     if not worse:
         return None
@@ -67,7 +73,9 @@ def together(
         differences: those of the findings.
     """
     before = _judged(reference.preset, line, family)
-    after = _judged(_with(reference.preset, [d for d in differences if d.slope is not None], line), line, family)
+    after = _judged(
+        _with(reference.preset, [d for d in differences if d.slope is not None], line), line, family
+    )
     rows = {row: entry for row, entry in after.items() if _worse(entry, before[row])}
     return _sorted({row: entry for row, entry in rows.items() if abs(entry.exponent) > UNEVEN})
 
@@ -79,7 +87,9 @@ def of_preset(preset: Preset, line: GrowthSeries, family: Family) -> list[tuple[
         preset: that the dumps are held against.
     """
     rows = _judged(preset, line, family)
-    return _sorted({row: e for row, e in rows.items() if e.verdict in SEVERE and abs(e.exponent) > UNEVEN})
+    return _sorted(
+        {row: e for row, e in rows.items() if e.verdict in SEVERE and abs(e.exponent) > UNEVEN}
+    )
 
 
 def _judged(preset: Preset, line: GrowthSeries, family: Family) -> dict[str, Entry]:
@@ -87,9 +97,16 @@ def _judged(preset: Preset, line: GrowthSeries, family: Family) -> dict[str, Ent
     tied = line.models[0].dump.readout is not None
     rows = entries(Limit(preset, family, line.growth, tied=tied), line.limit)
     parts = {parameter.spec.part for parameter in line.models[0].parameters.values()}
-    rows = {row: e for row, e in rows.items() if parts != {""} or not ("cross-" in row or "encoder" in row)}
+    rows = {
+        row: e
+        for row, e in rows.items()
+        if parts != {""} or not ("cross-" in row or "encoder" in row)
+    }
     rows = {row: e for row, e in rows.items() if row not in DESCRIPTIVE}
-    return {row: dataclasses.replace(entry, exponent=round(entry.exponent, 2)) for row, entry in rows.items()}
+    return {
+        row: dataclasses.replace(entry, exponent=round(entry.exponent, 2))
+        for row, entry in rows.items()
+    }
 
 
 def _worse(after: Entry, before: Entry) -> bool:
@@ -100,12 +117,16 @@ def _worse(after: Entry, before: Entry) -> bool:
 
 
 def _sorted(rows: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
-    return sorted(rows.items(), key=lambda row: (ORDER.index(row[1].verdict), -abs(row[1].exponent)))
+    return sorted(
+        rows.items(), key=lambda row: (ORDER.index(row[1].verdict), -abs(row[1].exponent))
+    )
 
 
 def _with(preset: Preset, differences: Sequence[Difference], line: GrowthSeries) -> Preset:
     """The preset with these numbers as the dumps have them."""
-    changes: list[tuple[Difference, Power]] = [(d, axis(line.axis) ** d.excess) for d in differences]
+    changes: list[tuple[Difference, Power]] = [
+        (d, axis(line.axis) ** d.excess) for d in differences
+    ]
     logits, branch, before = preset.logits, preset.branch, preset.rule
     for difference, factor in changes:
         logits = logits * factor if difference.name == LOGITS else logits
@@ -133,7 +154,10 @@ def _is(spec: ParamSpec, difference: Difference) -> bool:
 _CHANGE: dict[str, Callable[[Rule, Power], Rule]] = {
     "start": lambda row, power: dataclasses.replace(row, init_std=row.init_std * power),
     "rate": lambda row, power: dataclasses.replace(
-        row, sgd=row.sgd * power, adam=row.adam * power, muon=None if row.muon is None else row.muon * power
+        row,
+        sgd=row.sgd * power,
+        adam=row.adam * power,
+        muon=None if row.muon is None else row.muon * power,
     ),
     "eps": lambda row, power: dataclasses.replace(row, eps=row.eps * power),
     "pull": lambda row, power: dataclasses.replace(row, decay=row.decay * power),
@@ -155,7 +179,11 @@ def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[F
     for difference, what in _joined(wrong, family):
         slope = None if difference.slope is None else round(difference.slope, 1)
         kind = "vectors" if difference.spec and difference.spec.role in VECTORS else difference.role
-        kind = "matrices" if difference.spec and difference.spec.in_block and kind != "vectors" else kind
+        kind = (
+            "matrices"
+            if difference.spec and difference.spec.in_block and kind != "vectors"
+            else kind
+        )
         kind = "" if what in ("eps", "pull") else kind
         key = (kind, what, slope, round(difference.target, 1), difference.off[1])
         grouped.setdefault(key, []).append((difference, what))
@@ -170,7 +198,9 @@ def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[F
     )
 
 
-def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family) -> list[tuple[str, Entry]]:
+def consequences_of_all(
+    reference: Reference, line: GrowthSeries, family: Family
+) -> list[tuple[str, Entry]]:
     """Return what all findings together lead to, by `limits`, worst first.
 
     A readout that starts smaller or louder is left out, as long as that is a caution: it is felt in the first steps alone,
@@ -181,7 +211,11 @@ def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family
     """
     wrong = [d for d in reference.differences if d.wrong and not _fades(d)]
     slower = {d.name for d in wrong if d.quantity == "rate"}
-    counted = [d for d in wrong if d.name in slower or not (_starts_smaller(d) or _starts_louder(d, family))]
+    counted = [
+        d
+        for d in wrong
+        if d.name in slower or not (_starts_smaller(d) or _starts_louder(d, family))
+    ]
     return together(reference, counted, line, family)
 
 
@@ -202,10 +236,14 @@ def _starts_louder(d: Difference, family: Family) -> bool:
     Under SGD all gradients before it grow with it, so that there it is a fault.
     """
     readout = d.spec is not None and d.spec.role is Role.READOUT
-    return readout and d.quantity == "start" and family != "sgd" and abs(d.excess - 0.5) <= d.tolerance
+    return (
+        readout and d.quantity == "start" and family != "sgd" and abs(d.excess - 0.5) <= d.tolerance
+    )
 
 
-def _cautions(reference: Reference, line: GrowthSeries, family: Family, faults: Sequence[Finding]) -> list[Finding]:
+def _cautions(
+    reference: Reference, line: GrowthSeries, family: Family, faults: Sequence[Finding]
+) -> list[Finding]:
     """Return what is to be known of attention by 1/sqrt(d), and of a preset that is itself not stable."""
     out = []
     logits = next((d for d in reference.differences if d.name == LOGITS), None)
@@ -218,7 +256,10 @@ def _cautions(reference: Reference, line: GrowthSeries, family: Family, faults: 
     preset = reference.preset
     rows = of_preset(preset, line, family)
     if rows:
-        words = [f"{row} {_BY_ITSELF[entry.verdict]}{power(line.word, entry.exponent)}" for row, entry in rows[:3]]
+        words = [
+            f"{row} {_BY_ITSELF[entry.verdict]}{power(line.word, entry.exponent)}"
+            for row, entry in rows[:3]
+        ]
         text = (
             f"{preset.name} itself is not stable as {line.word} grows: {'; '.join(words)}. The files follow it, and "
             f"its learning rate has to be tuned again at every size (`mupax presets limits {preset.name}`)."
@@ -249,9 +290,21 @@ def _slowed(reference: Reference, excess: float) -> bool | None:
         reference: with the slopes of the files.
         excess: power of size by which logits fall slower than 1/d.
     """
-    rates = [d for d in reference.differences if d.quantity == "rate" and d.spec is not None and d.spec.in_block]
-    attention = [d.slope for d in rates if not d.fused and d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY)]
-    matrices = [d.slope for d in rates if d.spec is not None and d.spec.role in (Role.VALUE, Role.MLP_IN, Role.HIDDEN)]
+    rates = [
+        d
+        for d in reference.differences
+        if d.quantity == "rate" and d.spec is not None and d.spec.in_block
+    ]
+    attention = [
+        d.slope
+        for d in rates
+        if not d.fused and d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY)
+    ]
+    matrices = [
+        d.slope
+        for d in rates
+        if d.spec is not None and d.spec.role in (Role.VALUE, Role.MLP_IN, Role.HIDDEN)
+    ]
     if not attention or not matrices or None in attention or None in matrices:
         return None
     fastest = max(slope for slope in attention if slope is not None)
@@ -259,7 +312,9 @@ def _slowed(reference: Reference, excess: float) -> bool | None:
     return fastest < slowest - excess + TOLERANCE
 
 
-def _of_attention(logits: Difference, reference: Reference, line: GrowthSeries, excess: float) -> Finding:
+def _of_attention(
+    logits: Difference, reference: Reference, line: GrowthSeries, excess: float
+) -> Finding:
     """Return the caution of logits that fall slower than 1/d, under a preset that has it so."""
     model = line.models[-1]
     scale = (model.dump.attention or 1.0) * line.t[-1] ** -excess
@@ -284,11 +339,16 @@ def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
         causes = [other for other in wrong if other.name == d.name and other.quantity == "rate"]
     elif d.name == TIED and d.quantity == "start":
         causes = [
-            o for o in wrong if o.quantity == "start" and o.spec is not None and o.spec.role is Role.TOKEN_EMBEDDING
+            o
+            for o in wrong
+            if o.quantity == "start" and o.spec is not None and o.spec.role is Role.TOKEN_EMBEDDING
         ]
     else:
         return False
-    return any(None not in (cause.slope, d.slope) and abs(cause.excess - d.excess) < TOLERANCE for cause in causes)
+    return any(
+        None not in (cause.slope, d.slope) and abs(cause.excess - d.excess) < TOLERANCE
+        for cause in causes
+    )
 
 
 def _joined(wrong: Sequence[Difference], family: Family) -> list[tuple[Difference, What]]:
@@ -313,7 +373,10 @@ def _joined(wrong: Sequence[Difference], family: Family) -> list[tuple[Differenc
 
 
 def _finding(
-    members: Sequence[tuple[Difference, What]], reference: Reference, line: GrowthSeries, family: Family
+    members: Sequence[tuple[Difference, What]],
+    reference: Reference,
+    line: GrowthSeries,
+    family: Family,
 ) -> Finding:
     (first, what), names = members[0], tuple(d.name for d, _ in members)
     if what == "start" and all(_starts_smaller(d) for d, _ in members):
@@ -328,9 +391,18 @@ def _finding(
     if what == "multiplier":
         severity = "fault"
         why = ""
-    difference = dataclasses.replace(first, quantity="rate") if first.name == TIED and what == "multiplier" else first
+    difference = (
+        dataclasses.replace(first, quantity="rate")
+        if first.name == TIED and what == "multiplier"
+        else first
+    )
     worst = max(
-        (alone(reference, dataclasses.replace(difference, spec=d.spec, name=d.name), line, family) for d, _ in members),
+        (
+            alone(
+                reference, dataclasses.replace(difference, spec=d.spec, name=d.name), line, family
+            )
+            for d, _ in members
+        ),
         key=_weight,
     )
     role = _together([d for d, _ in members])
@@ -344,7 +416,9 @@ def _finding(
     )  # fmt: skip
 
 
-def _of_small_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family) -> Finding:
+def _of_small_readout(
+    d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family
+) -> Finding:
     """Return the caution of a readout that is scaled down twice, and why training recovers from it."""
     if family == "sgd":
         why = (
@@ -402,5 +476,8 @@ def _severity(d: Difference, reference: Reference) -> tuple[Severity, str]:
             "sources disagree: fixed lr*wd in 2405.13698 and 2505.01618, falling with width in 2510.15262 and 2512.05620",
         )
     if d.quantity == "rate" and role is Role.TOKEN_EMBEDDING and near(-0.5):
-        return "caution", "2506.15025 and 2407.17465 have it so, for vocabularies much larger than the width"
+        return (
+            "caution",
+            "2506.15025 and 2407.17465 have it so, for vocabularies much larger than the width",
+        )
     return "fault", ""

@@ -81,7 +81,9 @@ def lines(models: Sequence[Model]) -> list[GrowthSeries]:
         raise PresetError(
             f"{models[0].dump.source} is one model, and growth shows between two; give a second file, at another width or depth"
         )
-    base, *larger = sorted(models, key=lambda model: math.prod(model.sizes.get(axis, 1) for axis in GROWING))
+    base, *larger = sorted(
+        models, key=lambda model: math.prod(model.sizes.get(axis, 1) for axis in GROWING)
+    )
     directions: dict[tuple[float, ...], list[Model]] = {}
     for model in larger:
         ratios = _ratios(base, model)
@@ -95,7 +97,9 @@ def lines(models: Sequence[Model]) -> list[GrowthSeries]:
             raise PresetError(
                 f"{model.dump.source} and {base.dump.source} have the same sizes; dump the model at another width or depth"
             )
-        direction = tuple(round(math.log(ratio) / math.log(fastest), 1) for ratio in ratios.values())
+        direction = tuple(
+            round(math.log(ratio) / math.log(fastest), 1) for ratio in ratios.values()
+        )
         directions.setdefault(direction, []).append(model)
     return [_line(base, along) for along in directions.values()]
 
@@ -105,7 +109,10 @@ def _ratios(base: Model, model: Model) -> dict[str, float]:
     if not any(
         p.spec.in_block for p in base.parameters.values()
     ):  # all widths of a model without blocks or heads are one
-        ratios |= dict.fromkeys(("heads", "kv_heads"), ratios["embed"]) | {"layers": 1.0, "encoder_layers": 1.0}
+        ratios |= dict.fromkeys(("heads", "kv_heads"), ratios["embed"]) | {
+            "layers": 1.0,
+            "encoder_layers": 1.0,
+        }
     return ratios
 
 
@@ -121,7 +128,9 @@ def _line(base: Model, along: Sequence[Model]) -> GrowthSeries:
     return GrowthSeries(models=models, growth=growth, t=t, axis=axis)
 
 
-def observed(entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0) -> dict[Quantity, float | None]:
+def observed(
+    entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0
+) -> dict[Quantity, float | None]:
     """What training depends on of a parameter's numbers; None of what is not known.
 
     Args:
@@ -133,7 +142,11 @@ def observed(entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0
     a = entry.multiplier * multiplier
 
     def times(*factors: float | None) -> float | None:
-        return None if any(factor is None for factor in factors) else math.prod(f for f in factors if f is not None)
+        return (
+            None
+            if any(factor is None for factor in factors)
+            else math.prod(f for f in factors if f is not None)
+        )
 
     return {
         "start": times(a, entry.std),
@@ -168,4 +181,6 @@ def value(power: Power, model: Model, parameter: Parameter | None = None) -> flo
         model: whose sizes.
         parameter: whose own sizes come before the model's.
     """
-    return power({**dict.fromkeys(AXES, 1), **model.sizes, **(parameter.sizes if parameter else {})})
+    return power(
+        {**dict.fromkeys(AXES, 1), **model.sizes, **(parameter.sizes if parameter else {})}
+    )

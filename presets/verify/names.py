@@ -18,7 +18,11 @@ FUSED = "qkv"
 SKIPPED = "none"
 """A role for what shall not be judged."""
 ROLES = (
-    *(role.value for role in Role if role not in (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)),
+    *(
+        role.value
+        for role in Role
+        if role not in (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)
+    ),
     FUSED,
     SKIPPED,
 )
@@ -54,7 +58,9 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"fc_?2|fc_out|down_proj|w2|linear2|linear_fc2|dense_4h_to_h|ff_out|lin2|down", "mlp_out"),
 )  # fmt: skip
 """What the last words of a name are, in order; "after" is the output of whatever branch it is in."""
-_COMPILED = tuple((re.compile(rf"(?:^|.*\.)(?:{pattern})", re.IGNORECASE), role) for pattern, role in _PATTERNS)
+_COMPILED = tuple(
+    (re.compile(rf"(?:^|.*\.)(?:{pattern})", re.IGNORECASE), role) for pattern, role in _PATTERNS
+)
 _ATTENTION = re.compile(r"att|cross|multihead", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ff|feed_?forward|intermediate|densereludense", re.IGNORECASE)
 _LEAF = re.compile(
@@ -96,7 +102,11 @@ def chosen(name: str, overrides: Mapping[str, str]) -> str:
         name: as `merged` has it.
         overrides: pattern (of `fnmatch`) to role.
     """
-    fitting = [role for pattern, role in overrides.items() if fnmatch.fnmatch(name, pattern) or name == pattern]
+    fitting = [
+        role
+        for pattern, role in overrides.items()
+        if fnmatch.fnmatch(name, pattern) or name == pattern
+    ]
     return fitting[-1] if fitting else ""
 
 
@@ -105,7 +115,11 @@ def read_overrides(texts: Iterable[str]) -> dict[str, str]:
     overrides = {}
     for text in texts:
         pattern, equals, role = (part.strip() for part in text.rpartition("="))
-        if not equals or not pattern or role.removeprefix("block.").removesuffix(".bias") not in ROLES:
+        if (
+            not equals
+            or not pattern
+            or role.removeprefix("block.").removesuffix(".bias") not in ROLES
+        ):
             raise PresetError(
                 f"--role {text!r}: write PATTERN=ROLE, such as '*.out.weight=readout'; roles are {', '.join(ROLES)}"
             )
@@ -127,12 +141,28 @@ def label(name: str, dual: bool = False) -> Label:
     elif match := _LEAF.match(dotted):
         module, leaf = match[1], (match[2] or match[3]).lower()
     words = module.replace(".*", "")
-    in_block = "*" in name or bool(re.match(r"(encoder\.)?blocks?\.", dotted)) or "relative" in dotted
+    in_block = (
+        "*" in name or bool(re.match(r"(encoder\.)?blocks?\.", dotted)) or "relative" in dotted
+    )
     role = _role(words if "." in words else f"root.{words}", in_block)
-    kind = {"bias": "bias", "b": "bias", "beta": "bias", "scale": "gain", "gamma": "gain", "gain": "gain", "g": "gain"}
+    kind = {
+        "bias": "bias",
+        "b": "bias",
+        "beta": "bias",
+        "scale": "gain",
+        "gamma": "gain",
+        "gain": "gain",
+        "g": "gain",
+    }
     role = role or ("norm_gain" if kind.get(leaf) == "gain" else "")
     layout = {"weight": "out, in", "kernel": "in, out"}.get(leaf, "")
-    part = "cross" if in_block and _CROSS.search(words) else "encoder" if dual and words.startswith("encoder.") else ""
+    part = (
+        "cross"
+        if in_block and _CROSS.search(words)
+        else "encoder"
+        if dual and words.startswith("encoder.")
+        else ""
+    )
     return Label(role, kind.get(leaf, "matrix" if leaf else ""), in_block, part, layout)
 
 
@@ -146,7 +176,9 @@ def _role(words: str, in_block: bool) -> str:
             if role != "after":
                 return role
             inner = words.rpartition(".")[0]
-            if _MLP.search(inner.split(".")[-1]) or (_MLP.search(inner) and not _ATTENTION.search(inner)):
+            if _MLP.search(inner.split(".")[-1]) or (
+                _MLP.search(inner) and not _ATTENTION.search(inner)
+            ):
                 return "mlp_out"
             return "attention_out" if _ATTENTION.search(words) or words.endswith("o_proj") else ""
     return ""

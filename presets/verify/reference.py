@@ -55,7 +55,9 @@ def _kind(difference: Difference) -> str:
     return "queries and keys" if spec.role in (Role.QUERY, Role.KEY) else "matrices"
 
 
-def closest(line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None) -> Reference:
+def closest(
+    line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None
+) -> Reference:
     """The reference of a line: the preset that is named, else the closest that is stable along it.
 
     Args:
@@ -70,7 +72,9 @@ def closest(line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | No
     if named is not None:
         return _reference(Laws(named, named.family(optimizer)), line, optimizer, decay)
     tied = line.models[0].dump.readout is not None
-    stable = _stable(optimizer, tuple(sorted((a, round(x, 3)) for a, x in line.growth.items())), line.limit, tied)
+    stable = _stable(
+        optimizer, tuple(sorted((a, round(x, 3)) for a, x in line.growth.items())), line.limit, tied
+    )
     references = []
     for laws in stable:
         reference = _reference(laws, line, optimizer, decay)
@@ -86,7 +90,9 @@ def closest(line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | No
     best = min(references, key=lambda reference: reference.distance)
     if best.distance == 0:
         return best
-    family = [reference for reference in references if reference.preset.name in _FAMILY] or references
+    family = [
+        reference for reference in references if reference.preset.name in _FAMILY
+    ] or references
     if is_standard(line, optimizer, decay):
         return family[0]
     return min(family, key=lambda reference: reference.distance)
@@ -106,7 +112,11 @@ def _shows_its_attention(reference: Reference, line: GrowthSeries) -> bool:
     if not growth or reference.preset.logits.growth({"head_dim": 1.0}) < -1 + TOLERANCE:
         return True
     rates = [d for d in reference.differences if d.quantity == "rate"]
-    attention = [d for d in rates if d.fused or (d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY))]
+    attention = [
+        d
+        for d in rates
+        if d.fused or (d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY))
+    ]
     return not rates or (bool(attention) and not any(d.wrong for d in attention))
 
 
@@ -136,7 +146,9 @@ def _as_plain(d: Difference) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _stable(optimizer: str, growth: tuple[tuple[str, float], ...], name: str, tied: bool) -> tuple[Laws, ...]:
+def _stable(
+    optimizer: str, growth: tuple[tuple[str, float], ...], name: str, tied: bool
+) -> tuple[Laws, ...]:
     """Presets with a rule for the optimizer, and for a tied readout, without those of which something explodes."""
     stable = []
     for preset in (presets.get(name, **_any(constants)) for name, constants in ORDER):
@@ -147,7 +159,8 @@ def _stable(optimizer: str, growth: tuple[tuple[str, float], ...], name: str, ti
         except PresetError:  # it has none for a tied readout
             continue
         if not any(
-            entry.verdict == "explodes" and row not in DESCRIPTIVE for row, entry in entries(limit, name).items()
+            entry.verdict == "explodes" and row not in DESCRIPTIVE
+            for row, entry in entries(limit, name).items()
         ):
             stable.append(Laws(preset, preset.family(optimizer)))
     return tuple(stable)

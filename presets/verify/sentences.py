@@ -60,7 +60,11 @@ class Finding:
         shown = ", ".join(self.names[:SHOWN]) + (
             f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else ""
         )
-        of = "" if self.names[0] in (LOGITS, BRANCH, TIED) or self.role in shown else f" ({self.role})"
+        of = (
+            ""
+            if self.names[0] in (LOGITS, BRANCH, TIED) or self.role in shown
+            else f" ({self.role})"
+        )
         is_ = (
             "is 0 at one size and not at another"
             if self.slope is None
@@ -101,7 +105,9 @@ def power(word: str, exponent: float) -> str:
     return f"{word}^{round(exponent, 2) + 0.0:g}"
 
 
-def consequence(d: Difference, what: What, worst: tuple[str, Entry] | None, line: GrowthSeries) -> str:
+def consequence(
+    d: Difference, what: What, worst: tuple[str, Entry] | None, line: GrowthSeries
+) -> str:
     """Return a sentence on what happens as the model grows.
 
     Args:
@@ -134,9 +140,7 @@ def consequence(d: Difference, what: What, worst: tuple[str, Entry] | None, line
     verb = "fade" if fades else "grow"
     s = "s" if what in ("start", "pull") else ""
     end = " and it stops training" if fades and what in ("rate", "multiplier") else ""
-    return (
-        f"{steps[what]} {verb}{s} as {power(line.word, -d.excess if what == 'eps' else d.excess)} beside the rest{end}"
-    )
+    return f"{steps[what]} {verb}{s} as {power(line.word, -d.excess if what == 'eps' else d.excess)} beside the rest{end}"
 
 
 _VERBS = {
@@ -177,7 +181,13 @@ def remedy(d: Difference, what: What, line: GrowthSeries) -> str:
     return f"Write {column} {_number(now * factor)} {where}, not {_number(now)}: {times}"
 
 
-_COLUMNS: dict[What, Column] = {"start": "std", "rate": "lr", "eps": "eps", "pull": "wd", "multiplier": "multiplier"}
+_COLUMNS: dict[What, Column] = {
+    "start": "std",
+    "rate": "lr",
+    "eps": "eps",
+    "pull": "wd",
+    "multiplier": "multiplier",
+}
 
 
 def _power_of(d: Difference, column: Column, line: GrowthSeries) -> float:

@@ -50,7 +50,9 @@ def sizes_of(
     roles: dict[Role, list[tuple[str, tuple[int, ...]]]] = {}
     for name, each in parameters.items():
         if each.spec.of is None and labels[name].leaf != "bias":
-            roles.setdefault(Role.VALUE if each.fused else each.spec.role, []).append((name, each.entry.shape))
+            roles.setdefault(Role.VALUE if each.fused else each.spec.role, []).append(
+                (name, each.entry.shape)
+            )
     embed = _width(roles, labels)
     sizes = dict.fromkeys(("embed", "memory", "mlp"), embed) | {
         OWN.axis: layers or 1,
@@ -59,7 +61,11 @@ def sizes_of(
     for role in (Role.MLP_IN, Role.MLP_OUT):
         for name, shape in roles.get(role, ())[:1]:
             sizes["mlp"] = _other(dump, name, shape, embed)
-    for role, axis in ((Role.READOUT, "classes"), (Role.TOKEN_EMBEDDING, "vocab"), (Role.PATCH_EMBEDDING, "patch")):
+    for role, axis in (
+        (Role.READOUT, "classes"),
+        (Role.TOKEN_EMBEDDING, "vocab"),
+        (Role.PATCH_EMBEDDING, "patch"),
+    ):
         for _, shape in roles.get(role, ())[:1]:
             sizes[axis] = math.prod(shape) // embed if math.prod(shape) % embed == 0 else 1
     return sizes | _heads(dump, roles, parameters, embed)
@@ -79,7 +85,9 @@ def _width(roles: Shapes, labels: Mapping[str, Label]) -> int:
 def _other(dump: Dump, name: str, shape: tuple[int, ...], embed: int) -> int:
     if len(shape) == 2 and embed in shape:
         return shape[1] if shape[0] == embed else shape[0]
-    stacked = 'write the number of layers into "model" where one array has all of them ("layers": 2)'
+    stacked = (
+        'write the number of layers into "model" where one array has all of them ("layers": 2)'
+    )
     raise PresetError(
         f"{dump.source}: {name} has the shape {list(shape)}, which is not the width {embed} by the MLP's; "
         f"{stacked if len(shape) == 3 else 'say what it is with --role'}"
@@ -101,7 +109,9 @@ def _heads(
                 f'--head-dim 64 (or 32,64: one a file), or "head_dim" into "model"'
             )
         head_dim = dump.head_dim or 1
-        return dict.fromkeys(("heads", "kv_heads"), max(1, embed // head_dim)) | {"head_dim": head_dim}
+        return dict.fromkeys(("heads", "kv_heads"), max(1, embed // head_dim)) | {
+            "head_dim": head_dim
+        }
     rows: dict[Role, int] = {}
     head_dim = dump.head_dim
     for role in (Role.QUERY, Role.KEY, Role.VALUE):
@@ -117,5 +127,11 @@ def _heads(
     queries = rows.get(Role.QUERY, rows.get(Role.VALUE, embed))
     keys = rows.get(Role.KEY, rows.get(Role.VALUE, queries))
     if queries % head_dim:
-        raise PresetError(f"{dump.source}: heads of {head_dim} do not divide the {queries} rows of queries")
-    return {"heads": queries // head_dim, "kv_heads": max(1, keys // head_dim), "head_dim": head_dim}
+        raise PresetError(
+            f"{dump.source}: heads of {head_dim} do not divide the {queries} rows of queries"
+        )
+    return {
+        "heads": queries // head_dim,
+        "kv_heads": max(1, keys // head_dim),
+        "head_dim": head_dim,
+    }

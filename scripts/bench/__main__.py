@@ -45,20 +45,36 @@ def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     ours = next(name for name in names if name not in results[0]["ratio"])
     baselines = [name for name in names if name != ours]
     memory = "temporary_bytes" in results[0]
-    head = ["", *[f"{name}, ms" for name in (ours, *baselines)], *[f"{ours} / {name}" for name in baselines]]
+    head = [
+        "",
+        *[f"{name}, ms" for name in (ours, *baselines)],
+        *[f"{ours} / {name}" for name in baselines],
+    ]
     counts = [name for name in ("flops", "bytes") if name in results[0]]
-    rows = [[*head, *(f"{name}, MB" for name in (ours, *baselines) if memory), *(f"{name}, ratio" for name in counts)]]
+    rows = [
+        [
+            *head,
+            *(f"{name}, MB" for name in (ours, *baselines) if memory),
+            *(f"{name}, ratio" for name in counts),
+        ]
+    ]
     for result in results:
         ratios = [_ratio(result, name) for name in baselines]
         times = [f"{result['ms'][name]:.1f}" for name in (ours, *baselines)]
-        bytes_ = [f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *baselines) if memory]
-        rows.append([_label(result), *times, *ratios, *bytes_, *(f"{result[name]:.4f}" for name in counts)])
+        bytes_ = [
+            f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *baselines) if memory
+        ]
+        rows.append(
+            [_label(result), *times, *ratios, *bytes_, *(f"{result[name]:.4f}" for name in counts)]
+        )
     return rows
 
 
 def _ratio(result: dict[str, Any], name: str) -> str:
     spread = result.get("quartiles", {}).get(name)
-    return f"{result['ratio'][name]:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
+    return f"{result['ratio'][name]:.2f}" + (
+        f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else ""
+    )
 
 
 def _label(result: dict[str, Any]) -> str:
@@ -73,7 +89,9 @@ def _label(result: dict[str, Any]) -> str:
 
 def part(name: str, measured: dict[str, Any]) -> str:
     """The command of a benchmark, with its versions, and its table."""
-    versions = ", ".join(f"{key} {measured[key]}" for key in ("python", "jax", "torch") if key in measured)
+    versions = ", ".join(
+        f"{key} {measured[key]}" for key in ("python", "jax", "torch") if key in measured
+    )
     rounds = measured["results"][0]["rounds"]
     how = " --one-core" if measured["cores"] == 1 else ""
     command = f"`python -m scripts.bench.{MODULES[name]}{how}` ({versions}; {rounds} rounds)"
@@ -117,7 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = harness.parse(Options, argv)
     harness.check_names(args.names, MODULES, "benchmark")
     for name in MODULES if args.all else args.names:
-        words = [sys.executable, "-m", f"scripts.bench.{MODULES[name]}", "--json", str(FOLDER / f"{name}.json")]
+        words = [
+            sys.executable,
+            "-m",
+            f"scripts.bench.{MODULES[name]}",
+            "--json",
+            str(FOLDER / f"{name}.json"),
+        ]
         words += ["--one-core"] if args.one_core else []
         subprocess.run(words, check=True)
     PAGE.write_text(page(PAGE.read_text(), FOLDER))

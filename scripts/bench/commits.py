@@ -19,8 +19,12 @@ def head(root: Path) -> dict[str, str]:
         SystemExit: what is compiled there is not what was committed: its figures would be of no commit.
     """
     if changed := _git(root, "status", "--porcelain", "--", "*.py", ":!scripts", ":!tests"):
-        raise SystemExit(f"commit first what a step is made of, so that its figures have a commit:\n{changed}")
-    return dict(zip(("commit", "date"), _git(root, "log", "-1", "--format=%h %cs").split(), strict=True))
+        raise SystemExit(
+            f"commit first what a step is made of, so that its figures have a commit:\n{changed}"
+        )
+    return dict(
+        zip(("commit", "date"), _git(root, "log", "-1", "--format=%h %cs").split(), strict=True)
+    )
 
 
 def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None:
@@ -32,7 +36,9 @@ def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None
     """
 
     def key(one: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(one.get(name) for name in ("recipe", "topology", "estimated_cycles", "compile_seconds"))
+        return tuple(
+            one.get(name) for name in ("recipe", "topology", "estimated_cycles", "compile_seconds")
+        )
 
     first = None
     for commit, date, reports in _history(root):
@@ -51,4 +57,6 @@ def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
 
 def _git(root: Path, *words: str) -> str:
     """What git says of a checkout; nothing where it says nothing or there is none."""
-    return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=False).stdout.rstrip()
+    return subprocess.run(
+        ["git", "-C", root, *words], capture_output=True, text=True, check=False
+    ).stdout.rstrip()

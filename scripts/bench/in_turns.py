@@ -55,7 +55,11 @@ def keep_freed_memory() -> None:
 
     It holds for everything in the process, whatever it is compared with.
     """
-    options = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+    options = {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    }
     if not options.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **options})
 
@@ -65,7 +69,9 @@ def clock() -> Callable[[], float]:
     return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
 
 
-def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn: int = 3) -> Seconds:
+def in_turns(
+    steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn: int = 3
+) -> Seconds:
     """Seconds of one step, per round the median of a turn.
 
     Args:
@@ -98,9 +104,14 @@ def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
     }
     return {
         "ms": {name: round(1e3 * statistics.median(times), 3) for name, times in seconds.items()},
-        "ratio": {other: round(statistics.median(per_round), 4) for other, per_round in ratios.items()},
+        "ratio": {
+            other: round(statistics.median(per_round), 4) for other, per_round in ratios.items()
+        },
         "quartiles": {
-            other: [round(per_round[len(per_round) // 4], 4), round(per_round[-1 - len(per_round) // 4], 4)]
+            other: [
+                round(per_round[len(per_round) // 4], 4),
+                round(per_round[-1 - len(per_round) // 4], 4),
+            ]
             for other, per_round in ratios.items()
         },
         "rounds": len(seconds[ours]),

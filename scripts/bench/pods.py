@@ -65,7 +65,11 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, write both files; returns the exit code 0."""
     args = harness.parse(Options, argv)
-    record = json.loads((DOCS / "pods.json").read_text()) if (DOCS / "pods.json").exists() else {"pods": []}
+    record = (
+        json.loads((DOCS / "pods.json").read_text())
+        if (DOCS / "pods.json").exists()
+        else {"pods": []}
+    )
     reports = {(r["recipe"], r["topology"]): r for r in record["pods"]}
     for path in args.json:
         report = json.loads(path.read_text())
@@ -95,7 +99,9 @@ def compiled(recipe: str, topology: str) -> dict[str, Any]:
     return {"topology": topology, "slices": 1, "program": commits.head(ROOT), **report}
 
 
-def preset_cost(width: int, depth: int, batch_size: int, dtype: str, preset: str = "depth-mup") -> dict[str, Any]:
+def preset_cost(
+    width: int, depth: int, batch_size: int, dtype: str, preset: str = "depth-mup"
+) -> dict[str, Any]:
     """FLOPs and bytes of the unrolled step on one v5e chip, with a preset over without, as the compiler counts them."""
     from mupax.train.pods import topology
 
@@ -107,7 +113,13 @@ def preset_cost(width: int, depth: int, batch_size: int, dtype: str, preset: str
     # Attention as ordinary products: a kernel's FLOPs are not in the compiler's count.
     compute = replace(config.model.compute, dtype=dtype, attention="xla")
     program = assemble(replace(config, model=replace(config.model, compute=compute)), devices)
-    about = {"width": width, "depth": depth, "batch_size": batch_size, "dtype": dtype, "preset": preset}
+    about = {
+        "width": width,
+        "depth": depth,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "preset": preset,
+    }
     return {**about, "ratio": bench.ratios(program)}
 
 
@@ -115,15 +127,26 @@ def document(record: dict[str, Any]) -> str:
     """The page."""
     pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods)]
-    if old := [f"{report['recipe']} on {report['topology']}" for report in pods if "flags" not in report]:
+    if old := [
+        f"{report['recipe']} on {report['topology']}" for report in pods if "flags" not in report
+    ]:
         lines += [
             "",
             f"Of earlier programs, without `--vmem-kib` 32768 on v5e and v5p, and with v5p as a mesh without links around: {', '.join(old)}.",
         ]
-    if chunked := [f"{report['recipe']} on {report['topology']}" for report in pods if "loss" not in report]:
+    if chunked := [
+        f"{report['recipe']} on {report['topology']}" for report in pods if "loss" not in report
+    ]:
         lines += ["", f"Of these the loss went by chunks of tokens: {', '.join(chunked)}."]
     for report in pods:
-        lines += ["", f"## {report['recipe']} on {report['topology']}", "", *_memory(report), "", _collectives(report)]
+        lines += [
+            "",
+            f"## {report['recipe']} on {report['topology']}",
+            "",
+            *_memory(report),
+            "",
+            _collectives(report),
+        ]
         lines += ["", _temporaries(report)]
     if cost := record.get("preset_cost"):
         lines += ["", *_preset_cost(cost)]
@@ -159,7 +182,9 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
 
 
 def _memory(report: dict[str, Any]) -> list[str]:
-    terms = ", ".join(f"{name} {gib(size)}" for name, size in report["expected_bytes_per_device"].items() if size)
+    terms = ", ".join(
+        f"{name} {gib(size)}" for name, size in report["expected_bytes_per_device"].items() if size
+    )
     cycles = report["estimated_cycles"]
     return [
         f"Mesh {' x '.join(f'{a} {n}' for a, n in report['mesh'].items())}; arguments "

@@ -28,7 +28,9 @@ HEAD = (
 SUMS = ("all-reduce", "reduce-scatter")
 
 
-def row_of(report: Mapping[str, Any], shape: str, says: str, program: Mapping[str, str]) -> dict[str, Any]:
+def row_of(
+    report: Mapping[str, Any], shape: str, says: str, program: Mapping[str, str]
+) -> dict[str, Any]:
     """What a report of `mupax compile` says, as the file has it; bytes on one chip.
 
     Args:
@@ -59,7 +61,9 @@ def part(record: Mapping[str, Any]) -> str:
     Args:
         record: what the file has.
     """
-    commands = [f"- {name}: `mupax compile {shape['flags']}`" for name, shape in record["shapes"].items()]
+    commands = [
+        f"- {name}: `mupax compile {shape['flags']}`" for name, shape in record["shapes"].items()
+    ]
     rows: list[Sequence[str]] = [HEAD]
     for name, shape in record["shapes"].items():
         theirs = shape["maxtext"]
@@ -80,7 +84,16 @@ def _shown(row: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
         sums = f"{row['sums_beside_bytes'] / 1e9:.1f} + {row['sums_alone_bytes'] / 1e9:.1f}"
     program = "{commit}, {date}".format_map(row["program"]) if row["program"] else ""
     size = f"{row['temporary_bytes'] / 1e9:.2f}"
-    return row["says"], _cycles(row), f"{cycles:.3f}", f"{arguments:.2f}", size, f"{temporaries:.2f}", sums, program
+    return (
+        row["says"],
+        _cycles(row),
+        f"{cycles:.3f}",
+        f"{arguments:.2f}",
+        size,
+        f"{temporaries:.2f}",
+        sums,
+        program,
+    )
 
 
 def _cycles(row: Mapping[str, Any]) -> str:

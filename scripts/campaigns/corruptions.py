@@ -80,9 +80,22 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
 
     workdir = folder / f"{kind}-{processes}"
     port = tiny_runs.free_port()
-    words = [sys.executable, "-m", "train", *RECIPES[kind].split(), *FLAGS.split(), "--workdir", str(workdir)]
+    words = [
+        sys.executable,
+        "-m",
+        "train",
+        *RECIPES[kind].split(),
+        *FLAGS.split(),
+        "--workdir",
+        str(workdir),
+    ]
     words += ["--mesh.data", "1", "--mesh.fsdp", "2"]
-    joined = ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", str(processes)]
+    joined = [
+        "--distributed.coordinator",
+        f"localhost:{port}",
+        "--distributed.processes",
+        str(processes),
+    ]
     environ = {
         **os.environ, "PYTHONPATH": str(PAGE.parent.parent), "MUPAX_DATA": str(folder / "cache"),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
@@ -111,7 +124,13 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
             states[step] = bits(checkpoints.restore(abstract, recorded["data"]))
     if states[STEPS[0]] == states[STEPS[1]]:
         raise SystemExit("the two steps are equal: no wrong restore could be seen")
-    return Saved(f"{kind}, {processes} process{'es' * (processes > 1)}", workdir, recorded["data"], abstract, states)
+    return Saved(
+        f"{kind}, {processes} process{'es' * (processes > 1)}",
+        workdir,
+        recorded["data"],
+        abstract,
+        states,
+    )
 
 
 def unverified(saved: Saved, newest: Path) -> str:
@@ -208,14 +227,28 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
         results: of all places.
         seconds: that each place took.
     """
-    head = ["damage", "times", "found", "fell back to the step before", "refused, none good", "restored wrongly"]
+    head = [
+        "damage",
+        "times",
+        "found",
+        "fell back to the step before",
+        "refused, none good",
+        "restored wrongly",
+    ]
     head.append("orbax alone: wrongly")
 
     def row(name: str, cases: Sequence[dict[str, Any]]) -> list[str]:
         outcomes = collections.Counter(result["outcome"] for result in cases)
         alone = sum(result["alone"] == "wrong" for result in cases)
         detected = sum(result["detected"] for result in cases)
-        counts = (len(cases), detected, outcomes["fell back"], outcomes["refused"], outcomes["wrong"], alone)
+        counts = (
+            len(cases),
+            detected,
+            outcomes["fell back"],
+            outcomes["refused"],
+            outcomes["wrong"],
+            alone,
+        )
         return [name, *map(str, counts)]
 
     parts = [
@@ -230,7 +263,10 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
         by = [row(kind, [result for result in here if result["kind"] == kind]) for kind in KINDS]
         runs = sorted({result["run"] for result in here})
         per_run = [row(run, [result for result in here if result["run"] == run]) for run in runs]
-        bad, lost = sum(not result["good"] for result in here), sum(result["lost"] for result in here)
+        bad, lost = (
+            sum(not result["good"] for result in here),
+            sum(result["lost"] for result in here),
+        )
         parts += [
             f"## {PLACES[place]}",
             f"{len(here)} corruptions took {seconds[place]:.0f} s; {bad} did not end as they must; of {lost} files some byte was lost.",
@@ -262,7 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.out.with_suffix(".json")
     record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
     other = [result for result in record["results"] if result["place"] != args.place]
-    results = [result for result in record["results"] if result["place"] == args.place and not args.again]
+    results = [
+        result for result in record["results"] if result["place"] == args.place and not args.again
+    ]
     seconds: dict[str, float] = dict.fromkeys(PLACES, 0.0) | record["seconds"]
     before = seconds[args.place] if results else 0.0
     skip = {(result["run"], result["kind"], result["seed"]) for result in results}
@@ -279,7 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in campaign(runs, args.count, args.seed, folder, root, skip):
             results.append(result)
             seconds[args.place] = round(before + time.monotonic() - began, 1)
-            write_whole(path, harness.with_rows({"seconds": seconds}, "results", [*other, *results]))
+            write_whole(
+                path, harness.with_rows({"seconds": seconds}, "results", [*other, *results])
+            )
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
     args.out.write_text(page([*other, *results], seconds))

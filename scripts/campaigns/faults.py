@@ -65,7 +65,9 @@ def compile_once() -> None:
     cache: dict[str, Any] = {}
 
     def keeping(name: str) -> Any:
-        return lambda *args: cache[name] if name in cache else cache.setdefault(name, compiled[name](*args))
+        return lambda *args: (
+            cache[name] if name in cache else cache.setdefault(name, compiled[name](*args))
+        )
 
     for name in compiled:
         setattr(Program, name, keeping(name))
@@ -76,7 +78,10 @@ class Runs:
     """The runs of one worker: one that nothing disturbed, the half of it, and one that is disturbed."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.control = folder, shim.Control(Path(os.environ["FAULTS"]), Path(os.environ["LD_PRELOAD"]))
+        self.folder, self.control = (
+            folder,
+            shim.Control(Path(os.environ["FAULTS"]), Path(os.environ["LD_PRELOAD"])),
+        )
         self._numbers: dict[str, dict[str, int]] = {}
         compile_once()
         whole, half = folder / "whole", folder / "half"
@@ -89,7 +94,9 @@ class Runs:
         shutil.copytree(whole, half)
         shutil.rmtree(half / "checkpoints" / str(STEPS))
         lines = (half / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (half / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= HALF))
+        (half / "metrics.jsonl").write_text(
+            "".join(line for line in lines if json.loads(line)["step"] <= HALF)
+        )
         for phase in ("new", "going on"):  # how many operations there are to choose from
             self.control.watch(self.begun(phase))
             self.session(folder / "sick")
@@ -140,12 +147,18 @@ class Runs:
             if code_after == 0:
                 break
         else:
-            wrong += [f"not ended well after {sessions} sessions: {texts[-1][-300:]}"] if code else []
+            wrong += (
+                [f"not ended well after {sessions} sessions: {texts[-1][-300:]}"] if code else []
+            )
         wrong += [f"a traceback: {text[-1500:]}" for text in texts if "Traceback" in text]
         wrong += [f"took {seconds:.0f} s"] if seconds > BOUND_S else []
         if not wrong:
             wrong = tiny_runs.differences(tiny_runs.left(workdir, STEPS), self.expected)
-        message = next((line for line in reversed(output.splitlines()) if line.startswith("error")), "") if code else ""
+        message = (
+            next((line for line in reversed(output.splitlines()) if line.startswith("error")), "")
+            if code
+            else ""
+        )
         return {
             "seed": seed, "phase": phase, "kind": kind, "effect": effect, "first": first, "times": times, "fired": fired,
             "code": code, "sessions": sessions, "seconds": round(seconds, 1), "wrong": wrong,
@@ -159,14 +172,24 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     wrong = [row for row in struck if row["wrong"]]
     operations = sum(row["fired"] for row in struck)
     cells = [
-        ["operation", "effect", "runs", "operations failed", "survived", "ended with a message, then went on", "wrong"]
+        [
+            "operation",
+            "effect",
+            "runs",
+            "operations failed",
+            "survived",
+            "ended with a message, then went on",
+            "wrong",
+        ]
     ]
     for kind in (*READING, *WRITING):
         for effect in EFFECTS[kind]:
             own = [row for row in struck if (row["kind"], row["effect"]) == (kind, effect)]
             codes = Counter(bool(row["code"]) for row in own)
             failed, bad = sum(row["fired"] for row in own), sum(bool(row["wrong"]) for row in own)
-            cells.append([kind, effect, *map(str, (len(own), failed, codes[False], codes[True], bad))])
+            cells.append(
+                [kind, effect, *map(str, (len(own), failed, codes[False], codes[True], bad))]
+            )
     slowest = max((row["seconds"] for row in struck), default=0.0)
     return (
         f"# Runs on a disk that is unwell\n\nMade by `{COMMAND}`, which says what the runs are: in {len(struck)} runs, {operations} "
@@ -209,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         workers.serve(answer)
         return 0
     path = args.page.with_suffix(".json")
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() and not args.again else []
+    rows: list[dict[str, Any]] = (
+        json.loads(path.read_text()) if path.exists() and not args.again else []
+    )
     with tempfile.TemporaryDirectory() as temporary:
         library = shim.compiled(Path(temporary))
         if library is None:
@@ -218,7 +243,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pool = []
         for folder in (Path(temporary) / str(k) for k in range(args.workers)):
             folder.mkdir()
-            environ = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "MUPAX_DATA": f"{temporary}/data"}
+            environ = {
+                "JAX_PLATFORMS": "cpu",
+                "MPLBACKEND": "agg",
+                "MUPAX_DATA": f"{temporary}/data",
+            }
             environ |= {
                 "JAX_COMPILATION_CACHE_DIR": f"{temporary}/jax",
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -227,7 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             pool.append(workers.Worker("scripts.campaigns.faults", folder / "runs", environ))
         while (missing := args.count - sum(bool(row["fired"]) for row in rows)) > 0:
             done = {row["seed"] for row in rows}
-            seeds = list(itertools.islice((seed for seed in itertools.count() if seed not in done), missing))
+            seeds = list(
+                itertools.islice((seed for seed in itertools.count() if seed not in done), missing)
+            )
             for seed, row in workers.answers(pool, seeds, 5 * BOUND_S):
                 row = row or {
                     "seed": seed,

@@ -38,7 +38,9 @@ def start(
         return pid
     os.dup2(os.open(out, NEW_FILE), 1)
     os.dup2(1 if errors is None else os.open(errors, NEW_FILE), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background job starts with it ignored
     sys.argv[1:] = words
     code = 1
     try:

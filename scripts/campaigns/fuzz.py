@@ -123,9 +123,21 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """The text of docs/fuzz.md."""
     total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
-    slowest, largest = (max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib"))
+    slowest, largest = (
+        max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib")
+    )
     cells = [
-        ["reader", "inputs", "read", "refused", "tracebacks", "hangs", "too much memory", "slowest", "most memory"]
+        [
+            "reader",
+            "inputs",
+            "read",
+            "refused",
+            "tracebacks",
+            "hangs",
+            "too much memory",
+            "slowest",
+            "most memory",
+        ]
     ]
     for name, row in rows.items():
         counts = [str(row[key]) for key in COUNTS]
@@ -166,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = harness.parse(Options, argv)
     harness.check_names(args.only, TARGETS)
     path = args.page.with_suffix(".json")
-    rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() and not args.again else {}
+    rows: dict[str, dict[str, Any]] = (
+        json.loads(path.read_text()) if path.exists() and not args.again else {}
+    )
     inputs = -(-args.inputs // len(TARGETS))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MUPAX_DATA"] = f"{folder}/data"

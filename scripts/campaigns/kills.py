@@ -122,19 +122,37 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
-        mine = [run for run in runs if (run["model"], run["processes"]) == (case.model, case.processes)]
+        mine = [
+            run for run in runs if (run["model"], run["processes"]) == (case.model, case.processes)
+        ]
         counts = Counter(one["signal"] for run in mine for one in run["kills"])
         same = sum(not run["differences"] for run in mine)
-        cells = [case.model, case.processes, len(mine), sum(counts.values()), *(counts[name] for name in SIGNALS)]
+        cells = [
+            case.model,
+            case.processes,
+            len(mine),
+            sum(counts.values()),
+            *(counts[name] for name in SIGNALS),
+        ]
         lines.append(f"| {' | '.join(map(str, cells))} | {same} of {len(mine)} |")
-    lines += ["", "| phase | kills | exit codes | slowest end after SIGTERM or SIGINT |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| phase | kills | exit codes | slowest end after SIGTERM or SIGINT |",
+        "|---|---|---|---|",
+    ]
     for name in sorted({one["phase"] for one in kills}):
         mine = [one for one in kills if one["phase"] == name]
         codes = Counter(code for one in mine for code in one["codes"])
         ended = max((one["ended_s"] for one in mine if one["signal"] != "SIGKILL"), default=0.0)
         shown = ", ".join(f"{code} ({count})" for code, count in sorted(codes.items()))
         lines.append(f"| {name} | {len(mine)} | {shown} | {ended:.1f} s |")
-    lines += ["", *(f"- {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}" for run in differ)]
+    lines += [
+        "",
+        *(
+            f"- {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}"
+            for run in differ
+        ),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -164,13 +182,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = harness.parse(Options, argv)
     harness.check_names(args.models, MODELS)
     path = args.page.with_suffix(".json")
-    cases = [case for case in CASES if args.processes in (None, case.processes) and case.model in args.models]
+    cases = [
+        case
+        for case in CASES
+        if args.processes in (None, case.processes) and case.model in args.models
+    ]
     runs = harness.read_rows(path, "runs", args.again)
     with scratch(args.folder) as folder, prepared(folder):
         seed = max((run["seed"] + 1 for run in runs), default=0)
         while sum(len(run["kills"]) for run in runs) < args.kills:
             for case in cases:
-                runs.append(run := disturbed(case, folder, seed, args.steps or STEPS[case.processes], args.most))
+                runs.append(
+                    run := disturbed(
+                        case, folder, seed, args.steps or STEPS[case.processes], args.most
+                    )
+                )
                 print(
                     f"{case} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
                     flush=True,

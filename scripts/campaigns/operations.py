@@ -115,7 +115,9 @@ class Runs:
             self._undisturbed[case] = forks.apart(lambda: tiny_runs.left(workdir, STEPS)), calls
         return self._undisturbed[case]
 
-    def disturbed(self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]) -> dict[str, Any]:
+    def disturbed(
+        self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]
+    ) -> dict[str, Any]:
         """One run, killed at most so many times and then let to its end: a row of the file.
 
         Args:
@@ -125,7 +127,10 @@ class Runs:
             choices: kinds and moments, in turn.
         """
         (expected, calls), choose = self.undisturbed(case), random.Random(f"{case} {seed}")
-        workdir, began = self._place.place(f"{case.model}-{case.processes}-{seed}"), time.monotonic()
+        workdir, began = (
+            self._place.place(f"{case.model}-{case.processes}-{seed}"),
+            time.monotonic(),
+        )
         hits: list[dict[str, Any]] = []
         wrong: list[str] = []
         checkpoint: int | None = None
@@ -143,13 +148,19 @@ class Runs:
                 wrong += [f"ended with {codes}: {session.output()[-500:]}"] * any(codes)
                 break
             other_codes = codes[:index] + codes[index + 1 :]
-            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(other_codes):  # 0 where all was done
+            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(
+                other_codes
+            ):  # 0 where all was done
                 wrong.append(f"process {index} killed, ended with {codes}")
                 break
             checkpoint = forks.apart(lambda: tiny_runs.latest(workdir))
-            hits.append({"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint})
+            hits.append(
+                {"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint}
+            )
         if not wrong:
-            wrong = tiny_runs.differences(forks.apart(lambda: tiny_runs.left(workdir, STEPS)), expected)
+            wrong = tiny_runs.differences(
+                forks.apart(lambda: tiny_runs.left(workdir, STEPS)), expected
+            )
         return {
             "model": case.model, "processes": case.processes, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),
@@ -163,7 +174,10 @@ def where(run: dict[str, Any]) -> tuple[str, int]:
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
     """The table of what was done and what became of it."""
-    total, same = sum(len(run["kills"]) for run in runs), sum(not run["differences"] for run in runs)
+    total, same = (
+        sum(len(run["kills"]) for run in runs),
+        sum(not run["differences"] for run in runs),
+    )
     lines = [
         "# Runs killed at chosen operations",
         "",
@@ -196,11 +210,17 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
         choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
         cases = [case for case in CASES if case.processes == args.processes]
         for case, seed in zip(itertools.cycle(cases), itertools.count(first), strict=False):
-            if sum(len(run["kills"]) for run in runs if where(run) == (args.place, args.processes)) >= args.kills:
+            if (
+                sum(len(run["kills"]) for run in runs if where(run) == (args.place, args.processes))
+                >= args.kills
+            ):
                 break
-            runs.append(run := {"place": args.place, **here.disturbed(case, seed, args.most, choices)})
+            runs.append(
+                run := {"place": args.place, **here.disturbed(case, seed, args.most, choices)}
+            )
             print(
-                f"{case.model} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}", flush=True
+                f"{case.model} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
+                flush=True,
             )
             path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
             args.page.write_text(page(runs))
@@ -244,7 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (library := shim.compiled(folder)) is None:
             raise SystemExit("no C compiler (cc) is installed; the campaign needs one")
         environ = os.environ | shim.Control(folder / "control", library).environ
-        command = [sys.executable, "-m", "scripts.campaigns.operations", *words, "--folder", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.campaigns.operations",
+            *words,
+            "--folder",
+            str(folder),
+        ]
         return subprocess.run(command, env=environ, check=False).returncode
 
 

@@ -48,9 +48,12 @@ class Case(tiny_runs.Case):
     processes: int = 2
 
     def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
-        words = " ".join(super().argv(folder, workdir, steps)).replace("every-steps 20", f"every-steps {EVERY}")
+        words = " ".join(super().argv(folder, workdir, steps)).replace(
+            "every-steps 20", f"every-steps {EVERY}"
+        )
         words = words.replace(
-            "--data.batch-size 16 --data.eval-batch-size 32", "--data.batch-size 12 --data.eval-batch-size 36"
+            "--data.batch-size 16 --data.eval-batch-size 32",
+            "--data.batch-size 12 --data.eval-batch-size 36",
         )
         words = words.replace("width 16", f"width {8 * self.processes}")  # which fsdp divides
         return [*words.split(), "--mesh.data", "1", "--mesh.fsdp", str(self.processes)]
@@ -161,12 +164,21 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
         reached = "starting" if phase == "resuming" else phase
         while None in session.poll() and phase_of(session, folder / name) != reached:
             time.sleep(0.005)
-        time.sleep(choose.uniform(0.0, {"saving": 0.3, "starting": 3.0, "resuming": 6.0}.get(phase, 1.0)))
+        time.sleep(
+            choose.uniform(0.0, {"saving": 0.3, "starting": 3.0, "resuming": 6.0}.get(phase, 1.0))
+        )
         struck.touch()
         session.send(failure.sent, [index])
     ended = wait(session, index if failure.sent == signal.SIGSTOP else None)
-    seconds = round(max(ended, struck.stat().st_mtime) - struck.stat().st_mtime, 1) if struck.exists() else None
-    codes, survivors = session.wait(0), [i for i in range(case.processes) if i != index or not failure.dies]
+    seconds = (
+        round(max(ended, struck.stat().st_mtime) - struck.stat().st_mtime, 1)
+        if struck.exists()
+        else None
+    )
+    codes, survivors = (
+        session.wait(0),
+        [i for i in range(case.processes) if i != index or not failure.dies],
+    )
     reason = failure.reason.replace("PROCESS", str(index))
     wrong: list[str] = []
     if seconds is None:
@@ -180,7 +192,9 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
             for i in survivors
             if reason not in session.output(i) and _NEVER_CAME not in session.output(i)
         ]
-        wrong += [f"process {i} ended with {codes[i]}" for i in survivors if codes[i] != failure.code]
+        wrong += [
+            f"process {i} ended with {codes[i]}" for i in survivors if codes[i] != failure.code
+        ]
     outputs = {i: session.output(i)[-400:] for i in survivors} if wrong else {}
     session = Session(case, folder, name, STEPS)
     if any(session.wait(_GIVE_UP_S)):
@@ -196,7 +210,10 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
 def wait(session: Session, stopped: int | None) -> float:
     """When the last process ended, but for the stopped one, which is killed then."""
     until = time.monotonic() + _GIVE_UP_S
-    while None in [code for i, code in enumerate(session.poll()) if i != stopped] and time.monotonic() < until:
+    while (
+        None in [code for i, code in enumerate(session.poll()) if i != stopped]
+        and time.monotonic() < until
+    ):
         time.sleep(0.01)
     ended = time.time()
     session.send(signal.SIGKILL, range(len(session.pids)))
@@ -221,7 +238,11 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     for failure in FAILURES:
         mine = [row for row in rows if row["failure"] == failure.name]
         seconds = sorted(row["ended_s"] for row in mine if row["ended_s"] is not None)
-        took = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds and not failure.passes else "goes on"
+        took = (
+            f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}"
+            if seconds and not failure.passes
+            else "goes on"
+        )
         codes = ", ".join(map(str, sorted({code for row in mine for code in row["codes"]})))
         right = sum(not row["wrong"] for row in mine)
         cells = [failure.name, ", ".join(failure.phases), len(mine), right, took, codes]
@@ -258,13 +279,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = harness.parse(Options, argv)
     path = args.page.with_suffix(".json")
     rows = harness.read_rows(path, "rows", args.again)
-    kinds = [(f, p) for f in FAILURES for p in f.phases if any(word in f"{f.name} {p}" for word in args.only)]
+    kinds = [
+        (f, p)
+        for f in FAILURES
+        for p in f.phases
+        if any(word in f"{f.name} {p}" for word in args.only)
+    ]
     with tiny_runs.scratch(args.folder) as folder, tiny_runs.prepared(folder):
         while len(rows) < args.failures:
-            counts = {(f, p): sum((r["failure"], r["phase"]) == (f.name, p) for r in rows) for f, p in kinds}
+            counts = {
+                (f, p): sum((r["failure"], r["phase"]) == (f.name, p) for r in rows)
+                for f, p in kinds
+            }
             failure, phase = min(kinds, key=lambda kind: counts[kind])
             seed = counts[failure, phase]
-            rows.append(row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed))
+            rows.append(
+                row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed)
+            )
             print(json.dumps(row), flush=True)
             path.write_text(harness.with_rows(harness.made_by(COMMAND), "rows", rows))
             args.page.write_text(page(rows))

@@ -33,7 +33,10 @@ class Target(NamedTuple):
 
 
 def _words() -> str:
-    choose, words = random.Random(0), ("def", "return", "import", "class", "self", "value", "lambda", "yield")
+    choose, words = (
+        random.Random(0),
+        ("def", "return", "import", "class", "self", "value", "lambda", "yield"),
+    )
     return "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(60))
 
 
@@ -41,7 +44,10 @@ def _config() -> Any:
     from mupax.train.config.recipes import RECIPES
     from mupax.zoo.configs import DecoderConfig
 
-    config, model = RECIPES["lm-tiny"](), DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=256, seq_len=8)
+    config, model = (
+        RECIPES["lm-tiny"](),
+        DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=256, seq_len=8),
+    )
     return replace(config, model=model, steps=8, workdir=None)
 
 
@@ -54,7 +60,9 @@ def _run(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for steps in (6, 8):  # two parts
-        workdir.record(folder, replace(_config(), steps=steps), {"name": "x", "digest": "d"}, "mup", {}, steps)
+        workdir.record(
+            folder, replace(_config(), steps=steps), {"name": "x", "digest": "d"}, "mup", {}, steps
+        )
     return folder / workdir.RECORD
 
 
@@ -67,7 +75,10 @@ def _resumed(folder: Path) -> None:
 
     config = replace(_config(), workdir=str(folder), resume=True)
     path, held = workdir.claim(config, Processes())
-    config, before = init_from.settled(config, path, held, Processes()), workdir.read_record(path)["config"]
+    config, before = (
+        init_from.settled(config, path, held, Processes()),
+        workdir.read_record(path)["config"],
+    )
     resume.check(before, config, 4)
     "\n".join(resume.changes(before, config)).encode()
     workdir.record(path, config, {"name": "x", "digest": "d"}, "mup", {}, 4)
@@ -84,9 +95,14 @@ def _checkpoint(folder: Path) -> Path:
 
     _run(folder)
     with Checkpoints(folder, CheckpointConfig(keep=2)) as checkpoints:
-        health = {name: jnp.asarray(value) for name, value in TrainState._field_defaults["health"]._asdict().items()}
+        health = {
+            name: jnp.asarray(value)
+            for name, value in TrainState._field_defaults["health"]._asdict().items()
+        }
         params = {"token": jnp.arange(12.0).reshape(3, 4)}
-        state = TrainState(jnp.int32(4), params, (), None, TrainState._field_defaults["health"]._replace(**health))
+        state = TrainState(
+            jnp.int32(4), params, (), None, TrainState._field_defaults["health"]._replace(**health)
+        )
         checkpoints.save(4, state, {"digest": "d"})
     return folder / "checkpoints" / "4" / layout.MANIFEST
 
@@ -117,7 +133,14 @@ def _metrics(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     with metrics.MetricsWriter(folder) as writer:
         for step in range(1, 7):
-            row = {"step": step, "loss": 2.0 / step, "lr": 0.1, "grad_norm": 1.0, "tokens": 8, "seconds": 0.1}
+            row = {
+                "step": step,
+                "loss": 2.0 / step,
+                "lr": 0.1,
+                "grad_norm": 1.0,
+                "tokens": 8,
+                "seconds": 0.1,
+            }
             writer.write(row if step != 3 else {**row, "loss": float("nan")})
         writer.write({"step": 6, "eval_loss": 1.0, "eval_accuracy": 0.5})
     return writer.path
@@ -128,7 +151,9 @@ def _reported(folder: Path) -> None:
     from mupax.train.run.report import finish, metrics
 
     metrics.has_evaluation(folder, 6)
-    finish.summary(rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
+    finish.summary(
+        rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={}
+    )
     metrics.MetricsWriter(folder, resume_step=5).close()
 
 
@@ -139,7 +164,9 @@ def _points(folder: Path) -> Path:
     folder.mkdir()
     rows = Rows(folder)
     for k in range(3):
-        rows.add(Row(str(k), "python -m train", 2.5, None, k or None, (3.0, 2.5), 20, 1.5, "in turn"))
+        rows.add(
+            Row(str(k), "python -m train", 2.5, None, k or None, (3.0, 2.5), 20, 1.5, "in turn")
+        )
     return rows.path
 
 
@@ -156,7 +183,9 @@ def _swept(folder: Path) -> None:
 def _tuned(folder: Path) -> Path:
     from mupax.presets.tuned import find
 
-    return Path(shutil.copy(next(iter(sorted(find.FOLDER.glob("mup.*.json")))), folder / "mup.x.json"))
+    return Path(
+        shutil.copy(next(iter(sorted(find.FOLDER.glob("mup.*.json")))), folder / "mup.x.json")
+    )
 
 
 def _measured(folder: Path) -> Path:
@@ -164,9 +193,15 @@ def _measured(folder: Path) -> Path:
     from mupax.presets.tuned import measured
 
     model, names = _config().model, [field.name for field in dataclasses.fields(Scales)]
-    scales = {spec.group: Scales(**dict.fromkeys(names, 0.5)) for spec in model.parameters().values()}
+    scales = {
+        spec.group: Scales(**dict.fromkeys(names, 0.5)) for spec in model.parameters().values()
+    }
     table = measured.Table(
-        scales=scales, logits=0.5, residual=(((1.0, 0.5), (1.0, 0.5)),), sizes=model.sizes(), optimizer="adamw"
+        scales=scales,
+        logits=0.5,
+        residual=(((1.0, 0.5), (1.0, 0.5)),),
+        sizes=model.sizes(),
+        optimizer="adamw",
     )
     measured.save(table, folder / "table.json")
     return folder / "table.json"
@@ -208,12 +243,19 @@ def _weights(folder: Path, file: str, *, parts: bool = False, imported: bool = F
     from mupax.zoo.huggingface.config import to_huggingface
     from mupax.zoo.huggingface.tensorfile import write_tensors
 
-    model = DecoderConfig(width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True)
+    model = DecoderConfig(
+        width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True
+    )
     draw = np.random.default_rng(0)
-    params = {name: draw.standard_normal(leaf.shape, np.float32) for name, leaf in definition(model).abstract.items()}
+    params = {
+        name: draw.standard_normal(leaf.shape, np.float32)
+        for name, leaf in definition(model).abstract.items()
+    }
     target = folder / "hf" if imported else folder
     target.mkdir(exist_ok=True)
-    write_tensors(target, weights.to_huggingface(model, params), shard_bytes=500 if parts else 10**9)
+    write_tensors(
+        target, weights.to_huggingface(model, params), shard_bytes=500 if parts else 10**9
+    )
     (target / "config.json").write_text(json.dumps(to_huggingface(model)))
     if imported:
         read = trained.read(target)
@@ -284,7 +326,9 @@ def _images(folder: Path, ending: str) -> Path:
 def _vit() -> Any:
     from mupax.zoo.configs import ViTConfig
 
-    return ViTConfig(width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=2)
+    return ViTConfig(
+        width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=2
+    )
 
 
 def _npz(folder: Path) -> Path:
@@ -318,14 +362,22 @@ def _digits(folder: Path, name: str = "digits") -> None:
 
 TARGETS: dict[str, Target] = {
     "config.json of a run": Target(_run, _resumed, (broken_json, broken_bytes)),
-    "manifest of a checkpoint": Target(_checkpoint, _verified, (broken_json, broken_bytes, _signed)),
+    "manifest of a checkpoint": Target(
+        _checkpoint, _verified, (broken_json, broken_bytes, _signed)
+    ),
     "metrics.jsonl": Target(_metrics, _reported, (broken_bytes,)),
     "points.jsonl of a sweep": Target(_points, _swept, (broken_bytes,)),
     "tuned preset": Target(_tuned, partial(_trained_with, "tuned"), (broken_json, broken_bytes)),
-    "measured preset": Target(_measured, partial(_trained_with, "measured"), (broken_json, broken_bytes)),
-    "safetensors": Target(partial(_weights, file="model.safetensors"), _converted, (broken_header, broken_bytes)),
+    "measured preset": Target(
+        _measured, partial(_trained_with, "measured"), (broken_json, broken_bytes)
+    ),
+    "safetensors": Target(
+        partial(_weights, file="model.safetensors"), _converted, (broken_header, broken_bytes)
+    ),
     "index of safetensors": Target(
-        partial(_weights, file="model.safetensors.index.json", parts=True), _converted, (broken_json, broken_bytes)
+        partial(_weights, file="model.safetensors.index.json", parts=True),
+        _converted,
+        (broken_json, broken_bytes),
     ),
     "config.json of Hugging Face": Target(
         partial(_weights, file="config.json"), _converted, (broken_json, broken_bytes)
@@ -334,16 +386,24 @@ TARGETS: dict[str, Target] = {
         partial(_weights, file="model.json", imported=True), _converted, (broken_json, broken_bytes)
     ),
     "tokenizer.json": Target(_tokenizer, _tokenized, (broken_json, broken_bytes)),
-    "text": Target(_text, lambda folder: _loaded(f"text:{folder}", _config().model), (broken_bytes,)),
+    "text": Target(
+        _text, lambda folder: _loaded(f"text:{folder}", _config().model), (broken_bytes,)
+    ),
     "PNG image": Target(
-        partial(_images, ending="png"), lambda folder: _loaded(f"images:{folder / 'images'}", _vit()), (broken_bytes,)
+        partial(_images, ending="png"),
+        lambda folder: _loaded(f"images:{folder / 'images'}", _vit()),
+        (broken_bytes,),
     ),
     "JPEG image": Target(
-        partial(_images, ending="jpg"), lambda folder: _loaded(f"images:{folder / 'images'}", _vit()), (broken_bytes,)
+        partial(_images, ending="jpg"),
+        lambda folder: _loaded(f"images:{folder / 'images'}", _vit()),
+        (broken_bytes,),
     ),
     "npz": Target(_npz, _parts, (broken_bytes,)),
     "records": Target(partial(_records, file="*array_record*"), _digits, (broken_bytes,)),
-    "description of records": Target(partial(_records, file="dataset_info.json"), _digits, (broken_json, broken_bytes)),
+    "description of records": Target(
+        partial(_records, file="dataset_info.json"), _digits, (broken_json, broken_bytes)
+    ),
     "description of others' records": Target(
         partial(_records, file="dataset_info.json", name="mnist"),
         partial(_digits, name="mnist"),

@@ -83,7 +83,10 @@ class Session:
             joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
         self.pids = [
             forks.start(
-                [*argv, *words.split()], self.log.with_suffix(f".{index}"), (sick or {}).get(index, int), "train"
+                [*argv, *words.split()],
+                self.log.with_suffix(f".{index}"),
+                (sick or {}).get(index, int),
+                "train",
             )
             for index, words in enumerate(joined)
         ]
@@ -163,10 +166,14 @@ def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
         else [f"rows: {len(run['rows'])}, {len(reference['rows'])} wanted, or others"]
     )
     names = run["arrays"].keys() | reference["arrays"].keys()
-    return lines + sorted(name for name in names if run["arrays"].get(name) != reference["arrays"].get(name))
+    return lines + sorted(
+        name for name in names if run["arrays"].get(name) != reference["arrays"].get(name)
+    )
 
 
-def undisturbed(case: Case, folder: Path, steps: int, name: str = "", seconds: float = 600) -> dict[str, Any]:
+def undisturbed(
+    case: Case, folder: Path, steps: int, name: str = "", seconds: float = 600
+) -> dict[str, Any]:
     """Return what a run leaves that nobody touches.
 
     Args:
@@ -186,7 +193,10 @@ def undisturbed(case: Case, folder: Path, steps: int, name: str = "", seconds: f
 
 def write_text(folder: Path) -> None:
     """The decoder's text: short lines of few words."""
-    choose, words = random.Random(0), ("def", "return", "import", "class", "self", "value", "lambda", "yield")
+    choose, words = (
+        random.Random(0),
+        ("def", "return", "import", "class", "self", "value", "lambda", "yield"),
+    )
     text = "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
     (folder / "text.txt").write_text(text)
 
@@ -215,7 +225,11 @@ def prepared(folder: Path) -> Iterator[None]:
 
 def enter_prepared(folder: Path) -> None:
     """Import everything that a run imports, start nothing, and write the decoder's text into a folder."""
-    defaults = {"MUPAX_DATA": str(folder / "data"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"), "XLA_FLAGS": ""}
+    defaults = {
+        "MUPAX_DATA": str(folder / "data"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
+        "XLA_FLAGS": "",
+    }
     os.environ |= defaults | os.environ
     os.environ |= {
         "OMP_NUM_THREADS": "1",

@@ -35,7 +35,11 @@ class Worker:
         """The answer; None where there is none in time, or the process died: the next question goes to another."""
         if self._process is None:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environ, cwd=ROOT
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self._environ,
+                cwd=ROOT,
             )
         into, out = self._process.stdin, self._process.stdout
         assert into is not None
@@ -66,7 +70,9 @@ def serve(answer: Callable[[Any], Any]) -> None:
         print(json.dumps(answer(json.loads(line))), file=out, flush=True)
 
 
-def answers(workers: list[Worker], questions: Iterable[Any], seconds: float) -> Iterator[tuple[Any, Any]]:
+def answers(
+    workers: list[Worker], questions: Iterable[Any], seconds: float
+) -> Iterator[tuple[Any, Any]]:
     """Every question with its answer, as they come; each worker has one at a time."""
     free, lock = list(workers), threading.Lock()
 

@@ -76,7 +76,9 @@ def main() -> None:
                 for model in models(study):
                     _stray(model, study, optimizer, allowed, steps=0)
                 before = record["allowances"][f"{optimizer} {study}"]
-                record["allowances"][f"{optimizer} {study}"] = dict(sorted({**before, **allowed}.items()))
+                record["allowances"][f"{optimizer} {study}"] = dict(
+                    sorted({**before, **allowed}.items())
+                )
                 path.write_text(_compact(record) + "\n")
                 continue
             if not args.tied:
@@ -89,7 +91,11 @@ def main() -> None:
                 if model.task == "tokens":
                     tied = replace(model, tied=True)  # pyright: ignore[reportCallIssue]
                     _stray(tied, study, optimizer, allowed)
-            farther = {name: band for name, band in sorted(allowed.items()) if band != untied.get(name, [0.0, 0.0])}
+            farther = {
+                name: band
+                for name, band in sorted(allowed.items())
+                if band != untied.get(name, [0.0, 0.0])
+            }
             record["allowances"][f"{optimizer} {study}{theory.TIED}"] = farther
             record["command"] = "python -m scripts.check.allowances"
             record["versions"] = harness.versions()
@@ -107,8 +113,14 @@ def _series(
 ) -> tuple[check.Series, dict[str, int], dict[str, np.ndarray]]:
     """Four sizes, the base that is the smallest, and the batch that all take."""
     grown = check.grow(model, axis, 4)
-    config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
-    return check.Series([definition(one) for one in grown], config, steps), grown[0].base_sizes(), check.batch(grown[0])
+    config = OptimizerConfig(
+        name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12
+    )
+    return (
+        check.Series([definition(one) for one in grown], config, steps),
+        grown[0].base_sizes(),
+        check.batch(grown[0]),
+    )
 
 
 def _stray(
@@ -127,7 +139,9 @@ def _stray(
         expected = theory.of(preset, first, last, optimizer, strict=True)
         for finding in check.judge(measured, [1, 2, 4, 8], expected):
             above = finding.slope - finding.expected.slope
-            band = allowed.setdefault(theory.allowance(finding.observable, finding.step), [0.0, 0.0])
+            band = allowed.setdefault(
+                theory.allowance(finding.observable, finding.step), [0.0, 0.0]
+            )
             band[0] = max(band[0], round(-above - finding.expected.below, 2))
             band[1] = max(band[1], round(above - finding.expected.above, 2))
         print(optimizer, study, type(model).__name__, name, constants, flush=True)

@@ -39,7 +39,17 @@ LARGEST = (32000, 512)
 """Those of one structure of each kind, growing heads under mup."""
 RIGHT = {
     "head_dim": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup"),
-    "heads": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup", "ntk", "hybrid", "maximal-update"),
+    "heads": (
+        "mup",
+        "mup-half",
+        "depth-mup",
+        "completep",
+        "spectral",
+        "u-mup",
+        "ntk",
+        "hybrid",
+        "maximal-update",
+    ),
     "depth": ("depth-mup", "completep", "u-mup"),
 }
 """What grows, and the presets whose tables keep everything as it is then, or as their source wants it."""
@@ -129,7 +139,9 @@ def _structures(task: Task) -> list[dict[str, Any]]:
         preset = presets.get(name, base=base)
         accept = (theory.LAZY,) if "features" in preset.vanishing else ()
         expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accept)
-        findings = check.judge(series.measure(preset, batch, SEEDS), [2.0**i for i in range(SIZES)], expected)
+        findings = check.judge(
+            series.measure(preset, batch, SEEDS), [2.0**i for i in range(SIZES)], expected
+        )
         rows.append({"rule": name, **_judged(findings)})
     return rows
 
@@ -137,7 +149,9 @@ def _structures(task: Task) -> list[dict[str, Any]]:
 def _own(task: Task) -> list[dict[str, Any]]:
     model = own_models.OWN_MODELS[task.model]
     definitions = model.definitions()
-    findings = check.study(definitions, own_models.right(definitions), _adam(), model.batch(), SEEDS)
+    findings = check.study(
+        definitions, own_models.right(definitions), _adam(), model.batch(), SEEDS
+    )
     return [{"rule": "mup", **_judged(findings)}]
 
 
@@ -155,12 +169,16 @@ def _mutants(task: Task) -> list[dict[str, Any]]:
             if task.model == "tied decoder" and group == "readout" and column != "multiplier":
                 continue  # a tied readout has a multiplier and nothing else to get wrong
             outcome = suite.run(Mutant(group, column, GOAL.get(group, 0.25)), SEEDS)
-            rows.append({"rule": f"{group} {column}", "caught": outcome.by is not None, "by": outcome.by})
+            rows.append(
+                {"rule": f"{group} {column}", "caught": outcome.by is not None, "by": outcome.by}
+            )
     return rows
 
 
 def _adam() -> OptimizerConfig:
-    return OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
+    return OptimizerConfig(
+        name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
+    )
 
 
 def _judged(findings: list[Finding]) -> dict[str, Any]:
@@ -186,15 +204,24 @@ def main() -> None:
     """Run the series that the record does not hold."""
     args = harness.parse(Options)
     record = recorded()
-    todo = [task for task in tasks() if task.key not in record and (not args.only or task.kind in args.only)]
+    todo = [
+        task
+        for task in tasks()
+        if task.key not in record and (not args.only or task.kind in args.only)
+    ]
     for task in todo[: args.tasks]:
         started = time.process_time()
         rows = run(task)
         seconds = round(time.process_time() - started)
         record[task.key] = {**dataclasses.asdict(task), "cpu_s": seconds, "rows": rows}
-        RECORD.write_text(harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "tasks", record))
+        RECORD.write_text(
+            harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "tasks", record)
+        )
         bad = [row["rule"] for row in rows if not row.get("passes", row.get("caught"))]
-        print(f"{task.key}: {len(rows)} rules, {seconds} s, not as they should be: {bad or 'none'}", flush=True)
+        print(
+            f"{task.key}: {len(rows)} rules, {seconds} s, not as they should be: {bad or 'none'}",
+            flush=True,
+        )
     print("python -m scripts.check.structures writes the page")
 
 
@@ -219,9 +246,15 @@ def lines() -> list[str]:
     ]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for task in record.values():
-        inputs = f"{task['inputs'][0]:,}, {task['inputs'][1]}" if task["inputs"] else "the model's own"
+        inputs = (
+            f"{task['inputs'][0]:,}, {task['inputs'][1]}" if task["inputs"] else "the model's own"
+        )
         groups.setdefault((task["kind"], inputs), []).append(task)
-    names = {"structures": "right presets", "own": "right presets, a user's models", "mutants": "wrong rules"}
+    names = {
+        "structures": "right presets",
+        "own": "right presets, a user's models",
+        "mutants": "wrong rules",
+    }
     wrong: list[str] = []
     for (kind, inputs), own in sorted(groups.items()):
         rows = [row for task in own for row in task["rows"]]

@@ -72,7 +72,9 @@ class Suite:
         words: flags of the run.
     """
 
-    def __init__(self, rule: str, grows: str, sizes: int = SIZES, words: tuple[str, ...] = BETAS) -> None:
+    def __init__(
+        self, rule: str, grows: str, sizes: int = SIZES, words: tuple[str, ...] = BETAS
+    ) -> None:
         self.grows, self._programs = grows, dict[Any, Callable]()
         config = cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--joint", rule, *words]).config
         self.runs = joint_run.runs(config, grows, sizes)
@@ -80,7 +82,9 @@ class Suite:
         self.observations = [self._observe(k) for k in range(sizes)]
 
     def _observe(self, k: int) -> dict[str, float]:
-        return joint_run.observe(self.runs[k], 2.0**k if self.grows == "batch" else 1.0, self._programs)
+        return joint_run.observe(
+            self.runs[k], 2.0**k if self.grows == "batch" else 1.0, self._programs
+        )
 
     def right(self) -> list[Finding]:
         """The right rule itself, judged: the control, which must pass."""
@@ -96,7 +100,11 @@ class Suite:
 def row(mutant: Mutant, findings: list[Finding]) -> dict[str, Any]:
     """What the file holds of a mutant: the observables outside their bands, and what theory alone says of its formulas."""
     wrong = {f.observable: round(f.slope - f.expected.slope, 3) for f in findings if not f.agrees}
-    return {**dataclasses.asdict(mutant), "wrong": wrong, "table": sorted(troubles(mutant.of(), mutant.grows))}
+    return {
+        **dataclasses.asdict(mutant),
+        "wrong": wrong,
+        "table": sorted(troubles(mutant.of(), mutant.grows)),
+    }
 
 
 def main() -> None:
@@ -105,11 +113,16 @@ def main() -> None:
     for rule, grows in STUDIES:
         suite = Suite(rule, grows)
         if not passes(suite.right()):
-            raise SystemExit(f"{rule}, {grows}: the right rule itself does not pass; nothing can be said of wrong ones")
+            raise SystemExit(
+                f"{rule}, {grows}: the right rule itself does not pass; nothing can be said of wrong ones"
+            )
         for mutant in mutants(rule, grows):
             rows.append(row(mutant, suite.run(mutant)))
             print(mutant, rows[-1]["wrong"], rows[-1]["table"], flush=True)
-    about = {"command": COMMAND, "versions": {"python": platform.python_version(), "jax": jax.__version__}}
+    about = {
+        "command": COMMAND,
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    }
     lines = ",\n".join(json.dumps(each) for each in rows)
     PAGE.with_suffix(".json").write_text(f'{json.dumps(about)[:-1]}, "mutants": [\n{lines}\n]}}\n')
     PAGE.write_text(markdown(rows))
@@ -122,13 +135,18 @@ def rows_of_file() -> list[dict[str, Any]]:
 
 def named(each: dict[str, Any]) -> bool:
     """Whether the check saw the mutant, and blames its number alone."""
-    right = {joint_run.LABELS[name] for name, column in OBSERVABLES.items() if column == each["column"]}
+    right = {
+        joint_run.LABELS[name] for name, column in OBSERVABLES.items() if column == each["column"]
+    }
     return bool(each["wrong"]) and set(each["wrong"]) <= right
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The whole page."""
-    caught, blamed = [each for each in rows if each["wrong"]], [each for each in rows if named(each)]
+    caught, blamed = (
+        [each for each in rows if each["wrong"]],
+        [each for each in rows if named(each)],
+    )
     formulas = [each for each in rows if each["table"]]
     lines = [
         "# Wrong joint rules that the check catches",
@@ -148,20 +166,34 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for rule, grows in STUDIES:
         for column in COLUMNS:
-            mine = [each for each in rows if (each["rule"], each["grows"], each["column"]) == (rule, grows, column)]
+            mine = [
+                each
+                for each in rows
+                if (each["rule"], each["grows"], each["column"]) == (rule, grows, column)
+            ]
             cells = []
             for size in (0.25, 0.5):
                 here = [each for each in mine if abs(each["exponent"]) == size]
                 cells.append(f"{sum(bool(each['wrong']) for each in here)} of {len(here)}")
-            observables = ", ".join(sorted({name.partition("/")[0] for each in mine for name in each["wrong"]}))
+            observables = ", ".join(
+                sorted({name.partition("/")[0] for each in mine for name in each["wrong"]})
+            )
             by_formulas = f"{sum(bool(each['table']) for each in mine)} of {len(mine)}"
-            lines.append(f"| {rule} | {grows} | {column} | {' | '.join(cells)} | {observables} | {by_formulas} |")
-    numbers = sorted({OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index)
-    lines += ["", f"The control, constant numbers (`none`) at a growing batch, is wrong in {', '.join(numbers)}."]
+            lines.append(
+                f"| {rule} | {grows} | {column} | {' | '.join(cells)} | {observables} | {by_formulas} |"
+            )
+    numbers = sorted(
+        {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index
+    )
+    lines += [
+        "",
+        f"The control, constant numbers (`none`) at a growing batch, is wrong in {', '.join(numbers)}.",
+    ]
     unseen = [each for each in rows if not each["table"]]
     lines += ["", "By the formulas alone these are no error:", ""]
     lines += [
-        f"- {each['rule']}, {each['grows']}: {each['column']} x k^{each['exponent']:g}: {_why(each)}" for each in unseen
+        f"- {each['rule']}, {each['grows']}: {each['column']} x k^{each['exponent']:g}: {_why(each)}"
+        for each in unseen
     ]
     return "\n".join(lines) + "\n"
 

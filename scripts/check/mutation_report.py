@@ -75,7 +75,13 @@ def markdown(outcomes: Outcomes, command: str) -> str:
 
 def _shares(outcomes: Outcomes) -> list[str]:
     sizes = sorted({abs(one.exponent) for own in outcomes.values() for one in own})
-    head = ["study", "column", *(f"m^±{_text(size)}" for size in sizes), "by activations", "change no training"]
+    head = [
+        "study",
+        "column",
+        *(f"m^±{_text(size)}" for size in sizes),
+        "by activations",
+        "change no training",
+    ]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for study, own in outcomes.items():
         for column in (c for c in COLUMNS if any(one.column == c for one in own)):
@@ -84,7 +90,9 @@ def _shares(outcomes: Outcomes) -> list[str]:
             cells = []
             for size in sizes:
                 here = [one for one in training if abs(one.exponent) == size]
-                cells.append(f"{sum(one.by is not None for one in here)} of {len(here)}" if here else "")
+                cells.append(
+                    f"{sum(one.by is not None for one in here)} of {len(here)}" if here else ""
+                )
             alone = sum(one.by_activations is not None for one in training)
             cells.append(f"{alone} of {len(training)}" if training else "")
             alike = [one for one in mine if one.trains_alike]
@@ -98,7 +106,10 @@ def _table(own: Sequence[Outcome]) -> list[str]:
     columns = [c for c in COLUMNS if any(one.column == c for one in own)]
     rows = ["| role | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for group in sorted({one.group for one in own}):
-        cells = [_cell([one for one in own if (one.group, one.column) == (group, column)]) for column in columns]
+        cells = [
+            _cell([one for one in own if (one.group, one.column) == (group, column)])
+            for column in columns
+        ]
         rows.append("| " + " | ".join([group, *cells]) + " |")
     return rows
 
@@ -142,16 +153,28 @@ def _alike(outcomes: Outcomes) -> list[str]:
     for study, own in outcomes.items():
         for column in COLUMNS:
             for same in (True, False):
-                mine = [o for o in own if o.column == column and o.trains_alike and o.same_numbers is same]
+                mine = [
+                    o
+                    for o in own
+                    if o.column == column and o.trains_alike and o.same_numbers is same
+                ]
                 if mine:
-                    groups = ", ".join(f"`{group}`" for group in sorted({one.group for one in mine}))
-                    lines.append(f"- {study}, {column}: {_reason(column, mine)} ({len(mine)} mutants: {groups})")
+                    groups = ", ".join(
+                        f"`{group}`" for group in sorted({one.group for one in mine})
+                    )
+                    lines.append(
+                        f"- {study}, {column}: {_reason(column, mine)} ({len(mine)} mutants: {groups})"
+                    )
     return lines
 
 
 def _reason(column: str, mine: Sequence[Outcome]) -> str:
     if mine[0].same_numbers:
-        why = "a bias starts at zero whatever its std" if column == "init_std" else "this optimizer has none"
+        why = (
+            "a bias starts at zero whatever its std"
+            if column == "init_std"
+            else "this optimizer has none"
+        )
         return f"the program gets bitwise the same numbers, {why}"
     farthest = max(one.change for one in mine)
     differ = f"by more than a factor of 2^{farthest:.1g}" if farthest else "in a single bit"

@@ -110,9 +110,21 @@ STUDIES = (
         exponents=(0.5,),
         **_ENCODER_DECODER,
     ),
-    Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
+    Study(
+        name="tied encoder-decoder, Adam",
+        model="ed-proxy",
+        tied=True,
+        exponents=(0.5,),
+        **_IN_HEADS,
+    ),
     Study(name="experts, Adam", exponents=_SMALL, **_EXPERTS),
-    Study(name="experts, SGD", optimizer="sgd", peak_lr=OPTIMIZERS["sgd"].check_lr, exponents=(0.5, -0.5), **_EXPERTS),
+    Study(
+        name="experts, SGD",
+        optimizer="sgd",
+        peak_lr=OPTIMIZERS["sgd"].check_lr,
+        exponents=(0.5, -0.5),
+        **_EXPERTS,
+    ),
 )
 
 
@@ -162,7 +174,11 @@ class Suite:
         doubled = check.grow(model, study.grow, doublings[-1] + 1, inputs)
         grown = [doubled[count] for count in doublings]
         config = OptimizerConfig(
-            name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
+            name=study.optimizer,
+            peak_lr=study.peak_lr,
+            schedule="constant",
+            eps=study.eps,
+            decay="coupled",
         )
         self._definitions = [definition(one) for one in grown]
         self.series = check.Series(self._definitions, config, STEPS)
@@ -209,7 +225,11 @@ class Suite:
             return theory.of(self._right, first, last, optimizer)
         # Only what training does counts here: not the gradient over eps, which names a wrong eps without any step.
         expected = theory.of(mutants.eps_dominates(self._right), first, last, "sgd")
-        return {key: expectation for key, expectation in expected.items() if not key[0].startswith("gradient")}
+        return {
+            key: expectation
+            for key, expectation in expected.items()
+            if not key[0].startswith("gradient")
+        }
 
     def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
         return check.judge(measured, [2.0**count for count in self._doublings], self._expected)

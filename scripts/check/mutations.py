@@ -44,17 +44,27 @@ def main() -> None:
         names = {f"{study.name}: {mutant}": mutant for mutant in suite.mutants()}
         for seeds in (SEEDS, MORE_SEEDS):
             fewer = seeds == SEEDS
-            todo = [n for n in names if (n not in rows or args.again if fewer else _passed(rows[n], seeds))]
+            todo = [
+                n
+                for n in names
+                if (n not in rows or args.again if fewer else _passed(rows[n], seeds))
+            ]
             if todo and not check.passes(suite.right(seeds)):
                 raise SystemExit(
                     f"{study.name}: the right rule itself does not pass; nothing can be said of wrong ones"
                 )
             for name in todo:
                 outcome = suite.run(names[name], seeds)
-                rows[name] = {"study": study.name, **dataclasses.asdict(outcome), "change": round(outcome.change, 6)}
+                rows[name] = {
+                    "study": study.name,
+                    **dataclasses.asdict(outcome),
+                    "change": round(outcome.change, 6),
+                }
                 print(name, outcome.by, outcome.by_activations, f"{outcome.change:.2g}", flush=True)
                 path.write_text(
-                    harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "mutants", rows)
+                    harness.with_rows(
+                        {"command": COMMAND, "versions": harness.versions()}, "mutants", rows
+                    )
                 )
     PAGE.write_text(mutation_report.markdown(outcomes(), COMMAND))
 

@@ -27,9 +27,14 @@ _MIXER = runpy.run_path(str(ROOT / "docs" / "mixer.py"))
 WIDTHS = (64, 128, 256)
 
 
-def _matrix(role: Role, sizes: dict[str, int], *axes: str, fan_in: tuple[str, ...] = ()) -> nnx.Param:
+def _matrix(
+    role: Role, sizes: dict[str, int], *axes: str, fan_in: tuple[str, ...] = ()
+) -> nnx.Param:
     spec = ParamSpec(
-        role=role, axes=axes, fan_in=fan_in, in_block=role not in (Role.TOKEN_EMBEDDING, Role.POSITION, Role.READOUT)
+        role=role,
+        axes=axes,
+        fan_in=fan_in,
+        in_block=role not in (Role.TOKEN_EMBEDDING, Role.POSITION, Role.READOUT),
     )
     return nnx.Param(jnp.zeros([sizes[axis] for axis in axes]), spec=spec)
 
@@ -48,14 +53,22 @@ class Decoder(nnx.Module):
 
     def __init__(self, width: int, bias: bool = False, tokens: int = VOCAB) -> None:
         heads = HEADS * width // WIDTHS[0]
-        sizes = {"embed": width, "heads": heads, "kv_heads": heads, "head_dim": width // heads, "mlp": 2 * width}
+        sizes = {
+            "embed": width,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_dim": width // heads,
+            "mlp": 2 * width,
+        }
         sizes |= {"vocab": tokens, "position": CONTEXT}
         self.words = _matrix(Role.TOKEN_EMBEDDING, sizes, "vocab", "embed")
         self.places = _matrix(Role.POSITION, sizes, "position", "embed")
         self.q = _matrix(Role.QUERY, sizes, "embed", "heads", "head_dim", fan_in=("embed",))
         self.k = _matrix(Role.KEY, sizes, "embed", "kv_heads", "head_dim", fan_in=("embed",))
         self.v = _matrix(Role.VALUE, sizes, "embed", "kv_heads", "head_dim", fan_in=("embed",))
-        self.o = _matrix(Role.ATTENTION_OUT, sizes, "heads", "head_dim", "embed", fan_in=("heads", "head_dim"))
+        self.o = _matrix(
+            Role.ATTENTION_OUT, sizes, "heads", "head_dim", "embed", fan_in=("heads", "head_dim")
+        )
         self.up = _matrix(Role.MLP_IN, sizes, "embed", "mlp", fan_in=("embed",))
         self.down = _matrix(Role.MLP_OUT, sizes, "mlp", "embed", fan_in=("mlp",))
         self.out = _matrix(Role.READOUT, sizes, "embed", "vocab", fan_in=("embed",))
@@ -92,7 +105,9 @@ class Bag(nnx.Module):
         return _rms(h_BD + jax.nn.relu(h_BD @ self.up[...]) @ self.down[...]) @ self.out[...]
 
 
-def _random_tokens(count: int, outputs: int = VOCAB, *, pooled: bool = False) -> dict[str, np.ndarray]:
+def _random_tokens(
+    count: int, outputs: int = VOCAB, *, pooled: bool = False
+) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     inputs = rng.integers(0, VOCAB, (count, CONTEXT)).astype(np.int32)
     targets = rng.integers(0, outputs, (count,) if pooled else (count, CONTEXT)).astype(np.int32)

@@ -31,7 +31,10 @@ SIZES, SEEDS, STEPS = 3, 3, 3
 
 def right(name: str, smallest: Definition) -> Preset:
     """A preset relative to the smallest model; absolute where it has no base."""
-    base = {axis: smallest.sizes[axis] for axis in ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")}
+    base = {
+        axis: smallest.sizes[axis]
+        for axis in ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
+    }
     return presets.get(name, base=None if presets.get(name).baseless else base)
 
 
@@ -41,7 +44,10 @@ def accepted(preset: Preset) -> tuple[str, ...]:
 
 
 def troubles(
-    preset: Preset, ends: tuple[Definition, Definition], optimizer: str = "adam", accept: tuple[str, ...] = ()
+    preset: Preset,
+    ends: tuple[Definition, Definition],
+    optimizer: str = "adam",
+    accept: tuple[str, ...] = (),
 ) -> dict[str, str]:
     """Observable and step to what is wrong with a table, by theory."""
     expected = theory.of(preset, *ends, optimizer, accept=accept)
@@ -52,18 +58,24 @@ def measure(model: str, grow: str) -> list[dict[str, Any]]:
     """A row per right preset: the verdicts, how many observables, and what failed."""
     grown = check.grow(MODELS[model], grow, SIZES)
     definitions = [definition(one) for one in grown]
-    adam = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
+    adam = OptimizerConfig(
+        name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
+    )
     series, rows = check.Series(definitions, adam, STEPS), []
     for name in RIGHT[grow]:
         if name == "u-mup" and "tied" in model:
             continue  # it has no rule for one
         preset = right(name, definitions[0])
-        expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accepted(preset))
+        expected = theory.of(
+            preset, definitions[0], definitions[-1], "adam", accept=accepted(preset)
+        )
         measured = series.measure(preset, check.batch(grown[0]), SEEDS)
         findings = check.judge(measured, [2.0**i for i in range(SIZES)], expected)
         unsaid = groups.not_judged(definitions[0].specs, expected)
         row = report.to_json(
-            findings, {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))}, unsaid
+            findings,
+            {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))},
+            unsaid,
         )
         row["failed"] = [
             f"{o['observable']} @{o['step']} {o['verdict']} ({o['slope']:+.2f}, theory {o['predicted']:+.2f})"
@@ -94,9 +106,13 @@ def main() -> None:
     for grow in args.grow:
         for model in args.models:
             if args.again or not any((row["model"], row["grow"]) == (model, grow) for row in rows):
-                rows = [row for row in rows if (row["model"], row["grow"]) != (model, grow)] + measure(model, grow)
+                rows = [
+                    row for row in rows if (row["model"], row["grow"]) != (model, grow)
+                ] + measure(model, grow)
                 PAGE.with_suffix(".json").write_text(
-                    harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "rows", rows)
+                    harness.with_rows(
+                        {"command": COMMAND, "versions": harness.versions()}, "rows", rows
+                    )
                 )
     PAGE.write_text(markdown(rows))
 
@@ -121,12 +137,21 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "word for.",
     ]
     for grow, names in RIGHT.items():
-        lines += ["", f"## Growing {grow}", "", "| model | " + " | ".join(f"`{name}`" for name in names) + " |"]
+        lines += [
+            "",
+            f"## Growing {grow}",
+            "",
+            "| model | " + " | ".join(f"`{name}`" for name in names) + " |",
+        ]
         lines += ["|---|" + "---|" * len(names)]
         for model in MODELS:
-            here = {row["preset"]: row for row in rows if (row["model"], row["grow"]) == (model, grow)}
+            here = {
+                row["preset"]: row for row in rows if (row["model"], row["grow"]) == (model, grow)
+            }
             if here:
-                lines.append(f"| {model} | " + " | ".join(_cell(here.get(name)) for name in names) + " |")
+                lines.append(
+                    f"| {model} | " + " | ".join(_cell(here.get(name)) for name in names) + " |"
+                )
     failed = [
         f"- {row['model']}, {row['grow']}, `{row['preset']}`: {'; '.join(row['failed'])}"
         for row in rows
@@ -144,7 +169,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "| mistake | model | growing | named by | as |",
         "|---|---|---|---|---|",
     ]
-    lines += [f"| {name} | {one.model} | {one.grow} | `{one.where}` | {one.word} |" for name, one in WRONG.items()]
+    lines += [
+        f"| {name} | {one.model} | {one.grow} | `{one.where}` | {one.word} |"
+        for name, one in WRONG.items()
+    ]
     lines += ["", *untold.lines()]
     return "\n".join(lines) + "\n"
 

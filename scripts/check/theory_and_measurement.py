@@ -40,13 +40,17 @@ def main() -> None:
     for axis in GROWN:
         grown = check.grow(configs.get("lm-proxy"), axis, 4)
         definitions = [definition(one) for one in grown]
-        config = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
+        config = OptimizerConfig(
+            name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
+        )
         series = check.Series(definitions, config)
         for name in NAMES:
             absolute = name == "u-mup"
             preset = presets.get(name, base=None if absolute else grown[0].base_sizes())
             expected = theory.of(preset, definitions[0], definitions[-1], "adam")
-            findings = check.judge(series.measure(preset, check.batch(grown[0])), [1, 2, 4, 8], expected)
+            findings = check.judge(
+                series.measure(preset, check.batch(grown[0])), [1, 2, 4, 8], expected
+            )
             rows.append(report.to_json(findings, {"preset": name, "grow": axis}))
             print(axis, name, report.verdict_line(findings), flush=True)
     versions = {"python": platform.python_version(), "jax": jax.__version__}
@@ -91,7 +95,11 @@ def _agreement(rows: list[dict[str, Any]]) -> str:
     verdicts = collections.Counter(o["verdict"] for row in rows for o in row["observables"])
     against = sum(count for verdict, count in verdicts.items() if verdict.startswith("contradicts"))
     explode, healthy = verdicts.pop("explodes", 0), verdicts.pop("as predicted", 0)
-    remainder = [f"{count} {verdict}" for verdict, count in verdicts.items() if not verdict.startswith("contradicts")]
+    remainder = [
+        f"{count} {verdict}"
+        for verdict, count in verdicts.items()
+        if not verdict.startswith("contradicts")
+    ]
     bad = ", ".join([f"{explode} explode as predicted", *sorted(remainder)])
     return f"Of {healthy + explode + verdicts.total()} slopes {healthy} are as predicted, {bad}, and {against} contradict theory."
 

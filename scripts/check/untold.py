@@ -60,7 +60,12 @@ UNTOLD = (
 
 def untold(preset: str, optimizer: str) -> set[str]:
     """Mistakes in a preset that cannot be told under an optimizer."""
-    return {name for one in UNTOLD if preset in one.presets and optimizer in one.optimizers for name in one.mistakes}
+    return {
+        name
+        for one in UNTOLD
+        if preset in one.presets and optimizer in one.optimizers
+        for name in one.mistakes
+    }
 
 
 def reads(wrong: Wrong, table: Preset, specs: Iterable[ParamSpec], optimizer: str) -> bool:
@@ -92,7 +97,9 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
 
 def lines() -> list[str]:
     """Of the page: what is told under every preset and optimizer, and what is not."""
-    where = "; ".join(f"`{preset}` under {', '.join(optimizers)}" for preset, optimizers in TABLES.items())
+    where = "; ".join(
+        f"`{preset}` under {', '.join(optimizers)}" for preset, optimizers in TABLES.items()
+    )
     text = [
         f"The same mistakes are made in {where}, rates in the optimizer's column. An eps is a mistake only where Adam reads it, and one of",
         f"depth only in presets with a rule for it. Of the {len(WRONG)} these cannot be told:",

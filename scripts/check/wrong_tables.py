@@ -15,7 +15,9 @@ from mupax.presets.rule import ONE, axis
 from mupax.zoo import configs
 from mupax.zoo.transformer import TransformerConfig, transformer
 
-LM, VIT, ED = (transformer(configs.get(name), "this") for name in ("lm-proxy", "vit-proxy", "ed-proxy"))
+LM, VIT, ED = (
+    transformer(configs.get(name), "this") for name in ("lm-proxy", "vit-proxy", "ed-proxy")
+)
 MODELS: dict[str, TransformerConfig] = {
     "lm": LM,
     "lm, QK-norm": replace(LM, qk_norm=True),

@@ -83,7 +83,11 @@ def _run(name: str, args: Options) -> None:
         started = time.process_time()
         data = figure.measure(settings, work)
         command = f"python -m scripts.figures {name}" + (" --full" if args.full else "")
-        about = {"command": command, "versions": _versions(), "seconds": round(time.process_time() - started)}
+        about = {
+            "command": command,
+            "versions": _versions(),
+            "seconds": round(time.process_time() - started),
+        }
     record = result.record(figure, settings, data, **about)
     result.save(path, record)
     figure.draw(record["settings"], record["data"]).savefig(stem.with_suffix(".png"))
@@ -95,7 +99,10 @@ def _run(name: str, args: Options) -> None:
 def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax", "numpy")}}
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "flax", "numpy")},
+    }
 
 
 if __name__ == "__main__":

@@ -34,13 +34,19 @@ POINTS = 50
 def grown(settings: Mapping[str, Any]) -> list[tuple[str, int, dict[str, int]]]:
     """(axis, size, all three sizes), the base once per axis as its first."""
     return [
-        (axis, settings["base"][axis] * factor, {**settings["base"], axis: settings["base"][axis] * factor})
+        (
+            axis,
+            settings["base"][axis] * factor,
+            {**settings["base"], axis: settings["base"][axis] * factor},
+        )
         for axis in settings["axes"]
         for factor in settings["factors"]
     ]
 
 
-def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float = 4.0, **rule: Any) -> dict[str, Any]:
+def measure(
+    kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float = 4.0, **rule: Any
+) -> dict[str, Any]:
     """Runs at every size of `grown`, vit or lm, with `rule` over the settings of the runs, `ends` as for a `Trainer`.
 
     Returns:
@@ -71,7 +77,9 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
             axis, {"size": [], "flops": [], "steps": runs[0]["steps"], **{n: [] for n in _FIELDS}}
         )
         here["size"].append(size)
-        here["flops"].append(families.train_flops(config.model) * config.data.batch_size * _units(config))
+        here["flops"].append(
+            families.train_flops(config.model) * config.data.batch_size * _units(config)
+        )
         for name in _FIELDS:
             here[name].append([one[name] for one in runs])
     return by_axis
@@ -95,7 +103,9 @@ def _one(trainer: training.Trainer, config: Config, kind: str) -> dict[str, Any]
     from scripts.figures import training
 
     probe = trainer.batches.probe(EXAMPLES if kind == "vit" else 2)
-    losses, (last,) = trainer.train(config, at=[config.steps], look=lambda snapshot: trainer.internals(snapshot, probe))
+    losses, (last,) = trainer.train(
+        config, at=[config.steps], look=lambda snapshot: trainer.internals(snapshot, probe)
+    )
     h_BTD = last["residual"][-1]
     h_BTD = h_BTD - h_BTD.mean(-1, keepdims=True)
     h_BTD = h_BTD / np.sqrt((h_BTD**2).mean(-1, keepdims=True) + 1e-5)
@@ -135,7 +145,9 @@ def likeness(data: Mapping[str, Any], about: str) -> list[Row]:
         two = f"{AXES[axis]} = {of_axis['size'][-2]} and {of_axis['size'][-1]}"
         kernels = np.asarray(of_axis["kernel"])
         aligned = [alignment(big, less) for big, less in zip(kernels[-1], kernels[-2], strict=True)]
-        rows.append(estimate(f"mean difference of loss curves in nats, {two}{about}", mean(gap(of_axis))))
+        rows.append(
+            estimate(f"mean difference of loss curves in nats, {two}{about}", mean(gap(of_axis)))
+        )
         across_seeds = alignment(kernels[-1][0], kernels[-1][1])
         note = f"Two seeds of the larger one: {across_seeds:.3f}."
         rows.append(estimate(f"alignment of final kernels, {two}{about}", mean(aligned), note=note))
@@ -151,7 +163,9 @@ def at_compute(of_axis: Mapping[str, Any], which: int, flops: float) -> np.ndarr
 def slim(by_axis: Mapping[str, Any]) -> dict[str, Any]:
     """Without kernels and attention."""
     return {
-        axis: {name: value for name, value in of_axis.items() if name not in ("kernel", "attention")}
+        axis: {
+            name: value for name, value in of_axis.items() if name not in ("kernel", "attention")
+        }
         for axis, of_axis in by_axis.items()
     }
 
@@ -187,8 +201,12 @@ def draw_losses(
 def draw_attention(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
     """Distributions of attention logits of the last layer, over heads, examples and pairs of positions."""
     middle = (BINS[1:] + BINS[:-1]) / 2
-    for color, size, density in zip(panels.COLORS, of_axis["size"], of_axis["attention"], strict=False):
-        axes.plot(middle, np.mean(density, 0), color=color, linewidth=1.4, label=f"{AXES[axis]} = {size}")
+    for color, size, density in zip(
+        panels.COLORS, of_axis["size"], of_axis["attention"], strict=False
+    ):
+        axes.plot(
+            middle, np.mean(density, 0), color=color, linewidth=1.4, label=f"{AXES[axis]} = {size}"
+        )
 
 
 def draw_kernels(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
@@ -199,7 +217,9 @@ def draw_kernels(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)
-    panels.label(axes, f"Kernels, {AXES[axis]} = {of_axis['size'][0]} | {of_axis['size'][-1]}", "", "")
+    panels.label(
+        axes, f"Kernels, {AXES[axis]} = {of_axis['size'][0]} | {of_axis['size'][-1]}", "", ""
+    )
 
 
 def panels_of(title: str, data: Mapping[str, Any], axes: Sequence[str]) -> Any:
@@ -209,12 +229,26 @@ def panels_of(title: str, data: Mapping[str, Any], axes: Sequence[str]) -> Any:
     figure = Figure(figsize=(4.0 * len(axes), 8.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     for column, axis in enumerate(axes):
-        top, middle, bottom = (figure.add_subplot(3, len(axes), 1 + column + row * len(axes)) for row in range(3))
+        top, middle, bottom = (
+            figure.add_subplot(3, len(axes), 1 + column + row * len(axes)) for row in range(3)
+        )
         for one in (top, middle, bottom):
             panels.quiet(one)
         draw_losses(top, axis, data[axis])
-        panels.label(top, f"Training loss, {AXES[axis]} growing", "step", "nats" if column == 0 else "", legend=True)
+        panels.label(
+            top,
+            f"Training loss, {AXES[axis]} growing",
+            "step",
+            "nats" if column == 0 else "",
+            legend=True,
+        )
         draw_kernels(middle, axis, data[axis])
         draw_attention(bottom, axis, data[axis])
-        panels.label(bottom, "Attention logits of the last layer", "A", "density" if column == 0 else "", legend=True)
+        panels.label(
+            bottom,
+            "Attention logits of the last layer",
+            "A",
+            "density" if column == 0 else "",
+            legend=True,
+        )
     return figure

@@ -92,16 +92,28 @@ def at_initialization(
     @jax.jit
     def program(seed: Any, stds: Any, multipliers: Any, forwards: Any) -> Any:
         params = definition.initialize(seed, stds)
-        return jax.lax.map(lambda forward: look(definition.model(params, multipliers, forward)), forwards)
+        return jax.lax.map(
+            lambda forward: look(definition.model(params, multipliers, forward)), forwards
+        )
 
     def run(seed: int, presets: Sequence[Preset]) -> list[Any]:
         resolved = [factors.resolve(preset, definition) for preset in presets]
         stds = [factors.init_stds(preset, definition) for preset in presets]
         for numbers in ([one.multiplier for one in resolved], stds):
-            if any(not np.array_equal(one[name], numbers[0][name]) for one in numbers for name in one):
-                raise ValueError("these presets start from other weights; give each a call of its own")
-        forwards = jax.tree.map(lambda *numbers: np.stack(numbers), *(one.forward for one in resolved))
-        outputs = jax.device_get(program(np.uint32(seed), stds[0], resolved[0].multiplier, forwards))
-        return [jax.tree.map(lambda array, i=index: array[i], outputs) for index in range(len(presets))]
+            if any(
+                not np.array_equal(one[name], numbers[0][name]) for one in numbers for name in one
+            ):
+                raise ValueError(
+                    "these presets start from other weights; give each a call of its own"
+                )
+        forwards = jax.tree.map(
+            lambda *numbers: np.stack(numbers), *(one.forward for one in resolved)
+        )
+        outputs = jax.device_get(
+            program(np.uint32(seed), stds[0], resolved[0].multiplier, forwards)
+        )
+        return [
+            jax.tree.map(lambda array, i=index: array[i], outputs) for index in range(len(presets))
+        ]
 
     return run

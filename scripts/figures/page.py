@@ -52,11 +52,15 @@ def sentence(row: Mapping[str, Any]) -> str:
 
 
 def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [row for record in records.values() for row in record["rows"] if row["predicted"] is not None]
+    rows = [
+        row for record in records.values() for row in record["rows"] if row["predicted"] is not None
+    ]
     claims = [row for row in rows if not row["control"]]
     against = [row for row in claims if not row["verdict"].startswith("reproduces")]
     good = len(claims) - len(against)
-    lines = [f"Of {len(claims)} predictions {good} reproduce; {len(rows) - len(claims)} controls stand beside them."]
+    lines = [
+        f"Of {len(claims)} predictions {good} reproduce; {len(rows) - len(claims)} controls stand beside them."
+    ]
     if against:
         lines += ["", "What does not, or not surely:", ""]
         lines += [f"- {sentence(row)}" for row in against]
@@ -73,7 +77,9 @@ def _section(folder: str, name: str, record: Mapping[str, Any]) -> str:
         predicted = "" if row["predicted"] is None else _predicted(row)
         source = f" ({row['source']})" if row["source"] else ""
         note = f" {row['note']}" if row["note"] else ""
-        lines.append(f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |")
+        lines.append(
+            f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |"
+        )
     return "\n".join([*lines, ""])
 
 

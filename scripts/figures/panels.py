@@ -74,8 +74,20 @@ def power_law(
     middle = np.exp(np.log(y).mean(axis=1))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.plot(np.repeat(x, y.shape[1]), y.ravel(), ".", color=color, alpha=0.25, markersize=4, zorder=2)
-    axes.plot(x, middle, "-", marker=marker, color=color, markersize=5, linewidth=1.4, label=name, zorder=3)
+    axes.plot(
+        np.repeat(x, y.shape[1]), y.ravel(), ".", color=color, alpha=0.25, markersize=4, zorder=2
+    )
+    axes.plot(
+        x,
+        middle,
+        "-",
+        marker=marker,
+        color=color,
+        markersize=5,
+        linewidth=1.4,
+        label=name,
+        zorder=3,
+    )
     if predicted is not None:
         line = np.exp(np.log(middle).mean() + predicted * (np.log(x) - np.log(x).mean()))
         axes.plot(x, line, "--", color=GREY, linewidth=1.1, zorder=1)
@@ -103,10 +115,15 @@ def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> No
     chosen = sorted({0, len(sizes) // 2, len(sizes) - 1})
     pairs = [(index, alpha_a) for index, (alpha_a, other) in enumerate(ends) if other == alpha_l]
     for color, (index, alpha_a) in zip(COLORS, pairs, strict=False):
-        by_size, limit = np.asarray(data["by_layer"][index])[..., 0], np.asarray(data["limit"][index])[:, 0]
+        by_size, limit = (
+            np.asarray(data["by_layer"][index])[..., 0],
+            np.asarray(data["limit"][index])[:, 0],
+        )
         for fade, size in zip((0.35, 0.6, 1.0), chosen, strict=False):
             axes.plot(by_size[size], "o", color=color, alpha=fade, markersize=2 + 3 * fade)
-        axes.plot(limit, "--", color=color, linewidth=1.3, label=rf"recursion, $\alpha_A$ = {alpha_a:g}")
+        axes.plot(
+            limit, "--", color=color, linewidth=1.3, label=rf"recursion, $\alpha_A$ = {alpha_a:g}"
+        )
     axes.plot(
         [],
         [],

@@ -26,7 +26,10 @@ DIVERGED = -1.0
 
 
 def measure(
-    configs: Mapping[str, Sequence[Config]], sizes: Sequence[int], limits: Mapping[str, Any], work: Path
+    configs: Mapping[str, Sequence[Config]],
+    sizes: Sequence[int],
+    limits: Mapping[str, Any],
+    work: Path,
 ) -> dict[str, Any]:
     """Find the best learning rate of every size.
 
@@ -49,13 +52,19 @@ def measure(
     ]
     engine = sweep.Sweep(work, evaluated=False)
     measured = transfer.measure(studies, engine.run, **limits)
-    return {one.study.label: {"stopped": one.stopped, **_record(one, len(sizes))} for one in measured}
+    return {
+        one.study.label: {"stopped": one.stopped, **_record(one, len(sizes))} for one in measured
+    }
 
 
 def _record(measured: Any, sizes: int) -> dict[str, Any]:
     curves = [measured.curve(at) for at in range(sizes)]
     losses = [[[kept_loss(loss) for loss in rate] for rate in curve.losses] for curve in curves]
-    return {"x": [curve.x for curve in curves], "losses": losses, "first": [curve.first for curve in curves]}
+    return {
+        "x": [curve.x for curve in curves],
+        "losses": losses,
+        "first": [curve.first for curve in curves],
+    }
 
 
 def kept_loss(loss: float) -> float | None:
@@ -70,7 +79,9 @@ def curves(of_study: Data) -> list[Curve]:
     by_size = []
     for x, losses, first in zip(of_study["x"], of_study["losses"], of_study["first"], strict=True):
         table = np.array(losses, float)
-        by_size.append(Curve(np.array(x, float), np.where(table == DIVERGED, math.inf, table), first))
+        by_size.append(
+            Curve(np.array(x, float), np.where(table == DIVERGED, math.inf, table), first)
+        )
     return by_size
 
 
@@ -78,7 +89,9 @@ def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
     """The drift of a study's best learning rate in octaves per doubling; `more` are fields of `Row`."""
     analysis = analyse(sizes, curves(of_study))
     price = analysis.prices[-1].value
-    cost = f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
+    cost = (
+        f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
+    )
     note = f"From {analysis.seeds} paired seeds; at {sizes[-1]} the best learning rate of {sizes[0]} {cost}."
     drift = analysis.drift
     band = {"tolerance": TOLERANCE, "note": note, **more}
@@ -90,7 +103,9 @@ def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.
     from mupax.train.studies.transfer import figure as transfer_figure
 
     all_curves = {name: curves(of_study) for name, of_study in data.items()}
-    analyses: dict[str, Analysis] = {name: analyse(sizes, some) for name, some in all_curves.items()}
+    analyses: dict[str, Analysis] = {
+        name: analyse(sizes, some) for name, some in all_curves.items()
+    }
     figure, axes = panels.row(len(analyses), title)
     for one, (name, analysis) in zip(axes, analyses.items(), strict=True):
         transfer_figure.draw_study(one, analysis, all_curves[name])

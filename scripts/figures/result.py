@@ -75,7 +75,11 @@ class Row:
         """Whether the estimate lies in the band around its prediction, or above its bound, and the prediction is there."""
         if self.predicted is None:
             return False
-        return self.measured > self.predicted if self.above else abs(self.measured - self.predicted) <= self.tolerance
+        return (
+            self.measured > self.predicted
+            if self.above
+            else abs(self.measured - self.predicted) <= self.tolerance
+        )
 
     @property
     def verdict(self) -> str:
@@ -85,23 +89,44 @@ class Row:
         if not math.isfinite(self.measured):
             return "not measured"
         band = 0.0 if self.above else self.tolerance
-        apart = self.high < self.predicted - band or (self.low > self.predicted + band and not self.above)
+        apart = self.high < self.predicted - band or (
+            self.low > self.predicted + band and not self.above
+        )
         if self.control:
-            return "control: fails as it must" if apart else "control: does not fail, so the check shows nothing"
+            return (
+                "control: fails as it must"
+                if apart
+                else "control: does not fail, so the check shows nothing"
+            )
         if self.above:
             meets = "undecided: the interval meets the bound"
-            return "reproduces" if self.low > self.predicted else "does not reproduce" if apart else meets
+            return (
+                "reproduces"
+                if self.low > self.predicted
+                else "does not reproduce"
+                if apart
+                else meets
+            )
         if self.agrees:
-            if self.low >= self.predicted - self.tolerance and self.high <= self.predicted + self.tolerance:
+            if (
+                self.low >= self.predicted - self.tolerance
+                and self.high <= self.predicted + self.tolerance
+            ):
                 return "reproduces"
             if self.high - self.low > 4 * self.tolerance:
                 return "undecided: the interval is twice as wide as the band"
             return "reproduces, with an interval that reaches out of the band"
-        return "does not reproduce" if apart else "undecided: outside the band, the interval meets it"
+        return (
+            "does not reproduce" if apart else "undecided: outside the band, the interval meets it"
+        )
 
     def json(self) -> dict[str, Any]:
         """All fields and the verdict, numbers to six digits; `above` only where it is so."""
-        fields = {name: value for name, value in dataclasses.asdict(self).items() if name != "above" or value}
+        fields = {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name != "above" or value
+        }
         return {**_plain(fields), "verdict": self.verdict}
 
 
@@ -177,11 +202,25 @@ def slope(sizes: Any, values: Any) -> Interval:
 
 
 def exponent(
-    what: str, sizes: Any, values: Any, *, predicted: float | None, tolerance: float = 0.1, **more: Any
+    what: str,
+    sizes: Any,
+    values: Any,
+    *,
+    predicted: float | None,
+    tolerance: float = 0.1,
+    **more: Any,
 ) -> Row:
     """The row of a power law, from values [sizes, seeds]; `more` are fields of `Row`."""
     measured, low, high = slope(sizes, values)
-    return Row(what=what, measured=measured, low=low, high=high, predicted=predicted, tolerance=tolerance, **more)
+    return Row(
+        what=what,
+        measured=measured,
+        low=low,
+        high=high,
+        predicted=predicted,
+        tolerance=tolerance,
+        **more,
+    )
 
 
 def record(figure: Figure, settings: Settings, data: Data, **about: Any) -> dict[str, Any]:

@@ -61,7 +61,12 @@ def vit(
         recipe="figure",
         model=model,
         data=DataConfig(
-            name=data_name, batch_size=batch_size, seed=0, eval_batch_size=64, eval_examples=64, augment=False
+            name=data_name,
+            batch_size=batch_size,
+            seed=0,
+            eval_batch_size=64,
+            eval_examples=64,
+            augment=False,
         ),
         preset=_preset(alpha_a, alpha_l, gamma0, beta0),
         optimizer=OptimizerConfig(name="sgd", peak_lr=rate, momentum=0.9, schedule="constant"),
@@ -107,9 +112,17 @@ def lm(
     return Config(
         recipe="figure",
         model=model,
-        data=DataConfig(name="python_corpus", batch_size=batch_size, seed=0, eval_batch_size=16, eval_examples=16),
+        data=DataConfig(
+            name="python_corpus",
+            batch_size=batch_size,
+            seed=0,
+            eval_batch_size=16,
+            eval_examples=16,
+        ),
         preset=_preset(alpha_a, alpha_l, gamma0, beta0),
-        optimizer=OptimizerConfig(name="adam", peak_lr=rate, b2=0.999, eps=1e-20, warmup_steps=warmup_steps),
+        optimizer=OptimizerConfig(
+            name="adam", peak_lr=rate, b2=0.999, eps=1e-20, warmup_steps=warmup_steps
+        ),
         steps=steps,
     )
 
@@ -120,7 +133,9 @@ def _compute(depth: int) -> ComputeConfig:
 
 
 def _preset(alpha_a: float, alpha_l: float, gamma0: float, beta0: float) -> PresetConfig:
-    return PresetConfig(name="depth-mup", base=None, alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0)
+    return PresetConfig(
+        name="depth-mup", base=None, alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0
+    )
 
 
 def with_constants(run: StepInputs, program: Program, ends: float = 4.0) -> StepInputs:
@@ -135,9 +150,14 @@ def with_constants(run: StepInputs, program: Program, ends: float = 4.0) -> Step
         The same with those rates, and queries and keys divided by the square root of two each.
     """
     specs, factors = program.definition.specs, run.factors
-    lr = {name: rate * (ends if specs[name].role in _ENDS else 1) for name, rate in factors.lr.items()}
+    lr = {
+        name: rate * (ends if specs[name].role in _ENDS else 1) for name, rate in factors.lr.items()
+    }
     pair = (Role.QUERY, Role.KEY)
-    multiplier = {name: one * (0.5**0.5 if specs[name].role in pair else 1) for name, one in factors.multiplier.items()}
+    multiplier = {
+        name: one * (0.5**0.5 if specs[name].role in pair else 1)
+        for name, one in factors.multiplier.items()
+    }
     return run._replace(factors=factors._replace(lr=lr, multiplier=multiplier))
 
 
@@ -176,14 +196,22 @@ class Trainer:
                 self.definition.model(params, run.factors.multiplier, run.factors.forward), inputs
             )
         )
-        self._logits = jax.jit(lambda params, run, inputs: logits_of(self.definition, params, run, inputs))
+        self._logits = jax.jit(
+            lambda params, run, inputs: logits_of(self.definition, params, run, inputs)
+        )
 
     def train(
-        self, config: Config, *, at: Sequence[int] = (), look: Callable[[Snapshot], Any] = lambda snapshot: None
+        self,
+        config: Config,
+        *,
+        at: Sequence[int] = (),
+        look: Callable[[Snapshot], Any] = lambda snapshot: None,
     ) -> tuple[np.ndarray, list[Any]]:
         """The training losses float64 [steps] of a run, and what `look` saw after the steps `at` (0 is before the first)."""
         numbers = assemble(config, jax.devices()[:1])
-        program = replace(numbers, initializer=self.program.initializer)  # compiled once for all runs
+        program = replace(
+            numbers, initializer=self.program.initializer
+        )  # compiled once for all runs
         start = program.initializer.params(config.seed, program.stds)
         run = with_constants(program.step_inputs(), program, self.ends)
         state = program.placed(program.initial_state(), self._step)
@@ -219,7 +247,9 @@ class Batches:
 
     def __getitem__(self, k: int) -> Batch:
         while len(self._batches) <= k:
-            self._batches.append(jax.tree.map(jnp.asarray, self._data.train_batch(len(self._batches))))
+            self._batches.append(
+                jax.tree.map(jnp.asarray, self._data.train_batch(len(self._batches)))
+            )
         return self._batches[k]
 
     def probe(self, count: int) -> np.ndarray:

@@ -109,7 +109,9 @@ def compare(out: Path, sections: Sequence[str]) -> int:
             print(f"{name}: {line}")
         if len(lines) > SHOWN:
             print(f"{name}: and {len(lines) - SHOWN:,} more")
-        print(f"{name}: {len(lines):,} differences" if lines else f"{name}: as recorded", flush=True)
+        print(
+            f"{name}: {len(lines):,} differences" if lines else f"{name}: as recorded", flush=True
+        )
         changed += len(lines)
     return int(changed > 0)
 
@@ -121,9 +123,16 @@ def measured(name: str) -> dict[str, Any]:
         SystemExit: The section failed; the reason stands on stderr.
     """
     paths = [str(ROOT), *(str(folder) for folder in LIBTPU.glob(Path(sys.prefix).name))]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "MPLBACKEND": "agg",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     if SECTIONS[name].devices > 1:
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={SECTIONS[name].devices}"
+        environment["XLA_FLAGS"] = (
+            f"--xla_force_host_platform_device_count={SECTIONS[name].devices}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "values.json"
         words = [sys.executable, "-m", "scripts.house", "section", str(path), "--only", name]

@@ -34,7 +34,9 @@ NAMES = (
 )
 """Cases of `programs` that are compiled too."""
 _METADATA = re.compile(r", metadata=\{[^{}]*\}")
-_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", re.MULTILINE)
+_TABLES = re.compile(
+    r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", re.MULTILINE
+)
 
 
 def record() -> dict[str, Any]:
@@ -43,7 +45,9 @@ def record() -> dict[str, Any]:
     configs = programs.cases()
     digests: dict[str, Any] = {}
     for name in NAMES:
-        digests[name] = digest(without_metadata(programs.program_of(configs[name]).compile_train().as_text() or ""))
+        digests[name] = digest(
+            without_metadata(programs.program_of(configs[name]).compile_train().as_text() or "")
+        )
         jax.clear_caches()
     return digests
 

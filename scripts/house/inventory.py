@@ -24,7 +24,9 @@ from scripts.house.digests import digest
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 _INPUT_ROW = re.compile(r"^\| `(.+)` \| (\d) \| ", re.MULTILINE)
-_DOCUMENTED = re.compile(r"^\.\. auto(module|function|class|exception):: (mupax\.[\w.]+)$", re.MULTILINE)
+_DOCUMENTED = re.compile(
+    r"^\.\. auto(module|function|class|exception):: (mupax\.[\w.]+)$", re.MULTILINE
+)
 
 
 def record() -> dict[str, Any]:
@@ -35,7 +37,9 @@ def record() -> dict[str, Any]:
         "fields": dict(fields(Config)),
         "exports": exports(),
         "recipes": {name: digest(config_record.to_json(make())) for name, make in RECIPES.items()},
-        "models": {name: digest(config_record.model_to_json(model)) for name, model in CONFIGS.items()},
+        "models": {
+            name: digest(config_record.model_to_json(model)) for name, model in CONFIGS.items()
+        },
         "presets": {name: defaults(make) for name, make in presets.PRESETS.items()},
         "data sources": sorted(SOURCES),
         "exit codes": exit_codes(),
@@ -94,12 +98,19 @@ def _members(owner: type[Any]) -> list[str]:
 
 def _signature(owner: type[Any], name: str) -> str:
     member = getattr(owner, name, None)
-    return str(inspect.signature(member)) if inspect.isroutine(member) and callable(member) else "attribute"
+    return (
+        str(inspect.signature(member))
+        if inspect.isroutine(member) and callable(member)
+        else "attribute"
+    )
 
 
 def defaults(make: Any) -> dict[str, str]:
     """Return the constants of a preset and their defaults."""
-    return {name: repr(parameter.default) for name, parameter in inspect.signature(make).parameters.items()}
+    return {
+        name: repr(parameter.default)
+        for name, parameter in inspect.signature(make).parameters.items()
+    }
 
 
 def exit_codes() -> dict[str, int]:

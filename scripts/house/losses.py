@@ -14,7 +14,9 @@ import jax
 from scripts.house import commands
 
 STEPS = 50
-_ODD_TEXT = "--data.batch-size 5 --model.seq-len 56 --data.eval-batch-size 8 --data.eval-examples 16"
+_ODD_TEXT = (
+    "--data.batch-size 5 --model.seq-len 56 --data.eval-batch-size 8 --data.eval-examples 16"
+)
 """280 targets a step, which no power of two is: a mean over targets rounds."""
 _ODD_IMAGES = "--data.batch-size 27 --data.eval-batch-size 30"
 _ON_EIGHT = (
@@ -46,7 +48,9 @@ def record() -> dict[str, Any]:
     on_one = jax.device_count() == 1
     cases = ON_ONE_DEVICE if on_one else ON_EIGHT_DEVICES
     with tempfile.TemporaryDirectory() as folder:
-        values = {name: trained(words.split(), Path(folder) / "run") for name, words in cases.items()}
+        values = {
+            name: trained(words.split(), Path(folder) / "run") for name, words in cases.items()
+        }
         if on_one:
             values["lora"] = adapters(Path(folder))
     return values
@@ -55,7 +59,15 @@ def record() -> dict[str, Any]:
 def trained(words: Sequence[str], workdir: Path) -> dict[str, list[float]]:
     """Return the losses of a run and of its second half trained again, and remove its folder."""
     shutil.rmtree(workdir, ignore_errors=True)
-    flags = ["--workdir", str(workdir), "--steps", str(STEPS), "--log.eval-every-steps", "None", "--log.no-samples"]
+    flags = [
+        "--workdir",
+        str(workdir),
+        "--steps",
+        str(STEPS),
+        "--log.eval-every-steps",
+        "None",
+        "--log.no-samples",
+    ]
     flags += ["--checkpoint.every-steps", str(STEPS // 2), "--checkpoint.keep", "2"]
     commands.done(["train", *words, *flags])
     fresh = rows(workdir)

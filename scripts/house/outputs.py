@@ -40,9 +40,14 @@ def record() -> dict[str, Any]:
             "text": {
                 "lm-tiny, greedy": generated(folder / "lm", "def ", temperature=0),
                 "lm-tiny, drawn": generated(folder / "lm", "def ", temperature=0.8),
-                "ed-tiny, greedy": generated(folder / "ed", "def f(x):\n    return x", temperature=0),
+                "ed-tiny, greedy": generated(
+                    folder / "ed", "def f(x):\n    return x", temperature=0
+                ),
             },
-            "exported": {run: exported(folder / run, folder / f"{run}-exported") for run in ("lm", "vit", "ed")},
+            "exported": {
+                run: exported(folder / run, folder / f"{run}-exported")
+                for run in ("lm", "vit", "ed")
+            },
             "evaluated": {run: evaluated(folder / run) for run in ("lm", "vit", "ed")},
             "sweep": swept(folder / "sweep"),
             "check": checked(folder / "check.json"),
@@ -74,7 +79,10 @@ def exported(workdir: Path, out: Path) -> dict[str, str]:
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(out.glob("*.safetensors")):
         tensors |= load_file(file)
-    return {name: f"{value.dtype}{list(value.shape)} {digest(value.tobytes())}" for name, value in tensors.items()}
+    return {
+        name: f"{value.dtype}{list(value.shape)} {digest(value.tobytes())}"
+        for name, value in tensors.items()
+    }
 
 
 def evaluated(workdir: Path) -> dict[str, Any]:

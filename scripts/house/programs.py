@@ -9,7 +9,14 @@ from typing import Any
 import jax
 
 from mupax.train.config.data import TransformsConfig
-from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import (
+    Config,
+    DataConfig,
+    EmaConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from mupax.train.core import loss, step
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import _unplaced
@@ -20,10 +27,29 @@ from mupax.zoo.transformer import RoutingConfig
 from scripts.house.digests import digest
 
 DECODER = DecoderConfig(
-    width=24, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=2, vocab_size=16, seq_len=8, qk_norm=True
+    width=24,
+    depth=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_ratio=2,
+    vocab_size=16,
+    seq_len=8,
+    qk_norm=True,
 )
-VIT = ViTConfig(width=20, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
-ENCODER_DECODER = EncoderDecoderConfig(width=24, depth=2, num_heads=6, mlp_ratio=2, vocab_size=16, seq_len=8)
+VIT = ViTConfig(
+    width=20,
+    depth=2,
+    num_heads=5,
+    mlp_ratio=1.3,
+    image_size=9,
+    patch_size=3,
+    channels=2,
+    num_classes=7,
+)
+ENCODER_DECODER = EncoderDecoderConfig(
+    width=24, depth=2, num_heads=6, mlp_ratio=2, vocab_size=16, seq_len=8
+)
 TEXT = Config(
     recipe="tiny",
     model=DECODER,
@@ -91,7 +117,9 @@ def lowered(program: Program) -> str:
 
     def logits(params: Any, inputs: Any, batch: Any) -> Any:
         context = {name: value for name, value in batch.items() if name not in NOT_CONTEXT}
-        return step.logits_of(program.definition, params, inputs, batch["inputs"], layout=program.layout, **context)
+        return step.logits_of(
+            program.definition, params, inputs, batch["inputs"], layout=program.layout, **context
+        )
 
     config = program.config
     batch = abstract_batch(config.model, config.eval_batch_size, config.data)
@@ -161,19 +189,29 @@ def on_one_device() -> dict[str, Config]:
         "experts, scanned": with_compute(experts, layers="scan"),
         "experts, z-loss, accumulated": replace(experts, accumulation_steps=2, z_loss=0.1),
         "experts, balanced by a bias": with_model(experts, routing=RoutingConfig(balance="bias")),
-        "experts, window, scanned": with_compute(with_model(experts, window=3, full_every=3, depth=7), layers="scan"),
+        "experts, window, scanned": with_compute(
+            with_model(experts, window=3, full_every=3, depth=7), layers="scan"
+        ),
         "experts, centred": with_model(experts, centered=True),
         "images": IMAGES,
         "images, accumulated": replace(IMAGES, accumulation_steps=4),
         "images, drop path": dropping,
-        "images, drop path, accumulated, averaged": replace(dropping, accumulation_steps=2, ema=averaged),
-        "images, drop path, scanned, centred": with_compute(with_model(dropping, centered=True), layers="scan"),
+        "images, drop path, accumulated, averaged": replace(
+            dropping, accumulation_steps=2, ema=averaged
+        ),
+        "images, drop path, scanned, centred": with_compute(
+            with_model(dropping, centered=True), layers="scan"
+        ),
         "images, smoothed": smooth,
-        "images, smoothed, z-loss, drop path": replace(with_model(smooth, drop_path=0.2), z_loss=0.1),
+        "images, smoothed, z-loss, drop path": replace(
+            with_model(smooth, drop_path=0.2), z_loss=0.1
+        ),
         "encoder-decoder": SPANS,
         "encoder-decoder, scanned": with_compute(SPANS, layers="scan"),
     }
-    for remat, layers in itertools.product(("none", "dots", "attention", "block", "offload"), ("scan", "unrolled")):
+    for remat, layers in itertools.product(
+        ("none", "dots", "attention", "block", "offload"), ("scan", "unrolled")
+    ):
         configs[f"remat {remat}, {layers}"] = with_compute(TEXT, remat=remat, layers=layers)
     for optimizer in ("sgd", "momentum", "adam", "lion", "muon"):
         changed = replace(TEXT.optimizer, name=optimizer, weight_decay=0.01, clip_norm=1.0)
@@ -184,7 +222,10 @@ def on_one_device() -> dict[str, Config]:
 def ways_of_the_loss() -> dict[str, Config]:
     """Return every way to compute the cross-entropy, on every mesh, for a plain and for a centred model."""
     centered = with_model(TEXT, centered=True, logit_softcap=3.0)
-    models = {"": TEXT, ", centred": dataclasses.replace(centered, z_loss=0.1, accumulation_steps=2)}
+    models = {
+        "": TEXT,
+        ", centred": dataclasses.replace(centered, z_loss=0.1, accumulation_steps=2),
+    }
     meshes = {"one device": MeshConfig(data=1), **MESHES}
     configs: dict[str, Config] = {}
     for way, (name, mesh), (model, config) in itertools.product(
@@ -199,7 +240,9 @@ def on_meshes() -> dict[str, Config]:
     """Return models other than the plain decoder, on meshes of eight devices."""
     replace = dataclasses.replace
     experts = with_model(TEXT, experts=4, qk_norm=False, num_kv_heads=None, head_dim=None)
-    images = with_model(IMAGES, width=32, mlp_ratio=2, num_classes=8, image_size=12, patch_size=3, num_heads=8)
+    images = with_model(
+        IMAGES, width=32, mlp_ratio=2, num_classes=8, image_size=12, patch_size=3, num_heads=8
+    )
     frozen = replace(TEXT, freeze=("norm.*", "readout"), accumulation_steps=2)
     configs: dict[str, Config] = {}
     for name, mesh in MESHES.items():
@@ -209,8 +252,12 @@ def on_meshes() -> dict[str, Config]:
     for name in ("fsdp 8", "data 2 fsdp 4"):
         mesh = MESHES[name]
         configs[f"scanned, {name}"] = replace(with_compute(TEXT, layers="scan"), mesh=mesh)
-        configs[f"bfloat16 gradients, {name}"] = replace(TEXT, mesh=replace(mesh, gradient_dtype="bfloat16"))
+        configs[f"bfloat16 gradients, {name}"] = replace(
+            TEXT, mesh=replace(mesh, gradient_dtype="bfloat16")
+        )
         configs[f"tied, {name}"] = replace(with_model(TEXT, tied=True), mesh=mesh)
         configs[f"frozen, {name}"] = replace(frozen, mesh=mesh)
-        configs[f"experts, z-loss, {name}"] = replace(experts, z_loss=0.1, accumulation_steps=2, mesh=mesh)
+        configs[f"experts, z-loss, {name}"] = replace(
+            experts, z_loss=0.1, accumulation_steps=2, mesh=mesh
+        )
     return configs

@@ -15,20 +15,39 @@ from scripts.house.digests import digest
 
 MODELS: dict[str, ModelConfig] = {
     "decoder": DecoderConfig(
-        width=96, depth=5, num_heads=6, num_kv_heads=2, mlp_ratio=2, vocab_size=40, seq_len=8, qk_norm=True
+        width=96,
+        depth=5,
+        num_heads=6,
+        num_kv_heads=2,
+        mlp_ratio=2,
+        vocab_size=40,
+        seq_len=8,
+        qk_norm=True,
     ),
     "experts": DecoderConfig(
         width=96, depth=5, num_heads=6, mlp_ratio=2, vocab_size=40, seq_len=8, tied=True, experts=4
     ),
     "vit": ViTConfig(
-        width=40, depth=3, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7
+        width=40,
+        depth=3,
+        num_heads=5,
+        mlp_ratio=1.3,
+        image_size=9,
+        patch_size=3,
+        channels=2,
+        num_classes=7,
     ),
     "encoder-decoder": EncoderDecoderConfig(
         width=96, depth=3, num_heads=6, mlp_ratio=2, vocab_size=40, seq_len=8, positions="relative"
     ),
 }
 BASE = {"embed": 24, "heads": 3, "kv_heads": 1, "head_dim": 8, "mlp": 48, "layers": 2}
-CONSTANTS = {"rates.query": 2.5, "decays.mlp_in": 0, "stds.readout": 0.3, "multipliers.token_embedding": 1.7}
+CONSTANTS = {
+    "rates.query": 2.5,
+    "decays.mlp_in": 0,
+    "stds.readout": 0.3,
+    "multipliers.token_embedding": 1.7,
+}
 OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 
 
@@ -36,7 +55,8 @@ def record() -> dict[str, Any]:
     """Return one digest per preset, form and model."""
     cases = itertools.product(sorted(PRESETS), (None, *get_args(Form)), MODELS)
     return {
-        f"{name}/{form or 'own form'}/{model}": digest(list(lines(name, form, model))) for name, form, model in cases
+        f"{name}/{form or 'own form'}/{model}": digest(list(lines(name, form, model)))
+        for name, form, model in cases
     }
 
 

@@ -23,5 +23,9 @@ def record() -> dict[str, Any]:
     for name, chips in RECIPES.items():
         compiled = compile_for(cli.recipe(name)(), chips)
         cycles = compiled.module.cycles if compiled.module else None
-        values[name] = {"step": digest(without_metadata(compiled.text)), "bytes": compiled.used_bytes, "cycles": cycles}
+        values[name] = {
+            "step": digest(without_metadata(compiled.text)),
+            "bytes": compiled.used_bytes,
+            "cycles": cycles,
+        }
     return values

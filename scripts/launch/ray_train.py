@@ -44,7 +44,9 @@ def worker(settings: dict[str, Any]) -> None:
         "processes": context.get_world_size(),
         "process": context.get_world_rank(),
     }
-    flags = [word for name, value in place.items() for word in (f"--distributed.{name}", str(value))]
+    flags = [
+        word for name, value in place.items() for word in (f"--distributed.{name}", str(value))
+    ]
     # Not in this process: the run wants the main thread, for signals, and to join the others by itself.
     with subprocess.Popen([sys.executable, *_TRAIN, *settings["words"], *flags]) as run:
         try:
@@ -52,18 +54,26 @@ def worker(settings: dict[str, Any]) -> None:
         finally:
             run.terminate()
     if code:
-        raise RuntimeError(f"process {place['process']} ended with exit code {code}; what it said stands above")
+        raise RuntimeError(
+            f"process {place['process']} ended with exit code {code}; what it said stands above"
+        )
 
 
 def main(argv: list[str]) -> int:
     """The exit code: 0 done, 1 failed as often as allowed, 2 bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, required=True, help="processes, one for each node or TPU host")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workers", type=int, required=True, help="processes, one for each node or TPU host"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="of each worker")
     parser.add_argument("--tpu", help="accelerator type, such as TPU-V6E")
     parser.add_argument("--topology", help="of the TPU slice, such as 4x4")
     parser.add_argument("--chips", type=int, default=4, help="TPU chips of each worker (default 4)")
-    parser.add_argument("--failures", type=int, default=5, help="starts after the first (default 5)")
+    parser.add_argument(
+        "--failures", type=int, default=5, help="starts after the first (default 5)"
+    )
     parser.add_argument("words", nargs="+", metavar="RECIPE", help="and its flags, after --")
     args = parser.parse_args(argv)
     scaling: dict[str, Any] = {"num_workers": args.workers, "resources_per_worker": {"CPU": 1}}

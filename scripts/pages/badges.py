@@ -44,11 +44,19 @@ def texts(project: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
         ValueError: it lacks a classifier or a licence that a badge would say.
     """
     classifiers = project.get("classifiers", ())
-    versions = [version for line in classifiers if (version := re.fullmatch(r"Programming .* :: (3\.\d+)", line))]
+    versions = [
+        version
+        for line in classifiers
+        if (version := re.fullmatch(r"Programming .* :: (3\.\d+)", line))
+    ]
     if not versions:
-        raise ValueError("pyproject.toml declares no Python; add classifiers `Programming Language :: Python :: 3.N`")
+        raise ValueError(
+            "pyproject.toml declares no Python; add classifiers `Programming Language :: Python :: 3.N`"
+        )
     if not isinstance(project.get("license"), str):
-        raise ValueError('pyproject.toml declares no licence; write its SPDX name: license = "Apache-2.0"')
+        raise ValueError(
+            'pyproject.toml declares no licence; write its SPDX name: license = "Apache-2.0"'
+        )
     if "Typing :: Typed" not in classifiers:
         raise ValueError("pyproject.toml declares no types; add the classifier `Typing :: Typed`")
     return {
@@ -60,7 +68,9 @@ def texts(project: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def _width(text: str) -> int:
     """Pixels of a text in the font that matplotlib brings, which is as wide as the one that browsers have."""
-    return round(TextPath((0, 0), text, size=FONT, prop=FontProperties("DejaVu Sans")).get_extents().width)
+    return round(
+        TextPath((0, 0), text, size=FONT, prop=FontProperties("DejaVu Sans")).get_extents().width
+    )
 
 
 def badge(label: str, value: str) -> str:

@@ -50,8 +50,16 @@ def card(preset: find.Tuned) -> list[str]:
     """Lines of one."""
     study, optimizer = preset.provenance, preset.optimizer
     optimum = study["log2_optimum"]
-    constants = " ".join(f"`{name}={value}`" for name, value in preset.constants.items()) or "those of the preset"
-    lines = [f"## {preset.use}", "", f"**{preset.evidence.capitalize()}.** {EVIDENCE[preset.evidence]}", ""]
+    constants = (
+        " ".join(f"`{name}={value}`" for name, value in preset.constants.items())
+        or "those of the preset"
+    )
+    lines = [
+        f"## {preset.use}",
+        "",
+        f"**{preset.evidence.capitalize()}.** {EVIDENCE[preset.evidence]}",
+        "",
+    ]
     lines += ["```text", f"mupax train {study['recipe']} --preset {preset.use}", "```", ""]
     lines += [
         f"- Gives: {optimizer['name']} at {optimizer['peak_lr']:.4g}, {_decay(optimizer)}, schedule {optimizer['schedule']}; "
@@ -60,7 +68,10 @@ def card(preset: find.Tuned) -> list[str]:
         f"- Measured on: `{study['recipe']}` with {study['data']}, {study['steps']:,} steps of batch {study['batch']}, "
         f"{study['seen']:,} {study['unit']}s a run, {study['seeds']} paired seeds.",
         f"- Best rate there: 2^{optimum['value']:.2f} {_interval(optimum)}, by {study.get('judged', 'training')} loss.",
-        *(f"- Grown in {each['axis']}, {_span(each['sizes'])}: {_drift(each)}." for each in study["transfer"]),
+        *(
+            f"- Grown in {each['axis']}, {_span(each['sizes'])}: {_drift(each)}."
+            for each in study["transfer"]
+        ),
         *(
             f"- Searched: {each['word']} from {each['low']:.4g} to {each['high']:.4g}, {each['winner']:.4g} won "
             f"(importance {each['importance']:.0%})."
@@ -69,10 +80,25 @@ def card(preset: find.Tuned) -> list[str]:
     ]
     if "search" not in study:
         rates, losses = study["log2_lr"], study["loss"]
-        lines += ["", f"| rate | {' | '.join(f'2^{rate:g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
-        lines += ["| loss | " + " | ".join("diverged" if y is None else f"{y:.4f}" for y in losses) + " |"]
+        lines += [
+            "",
+            f"| rate | {' | '.join(f'2^{rate:g}' for rate in rates)} |",
+            "|---" * (len(rates) + 1) + "|",
+        ]
+        lines += [
+            "| loss | " + " | ".join("diverged" if y is None else f"{y:.4f}" for y in losses) + " |"
+        ]
     versions = ", ".join(f"{name} {version}" for name, version in study["versions"].items())
-    return [*lines, "", "```text", spellings.current(study["command"]), "```", "", f"{study['date']}; {versions}.", ""]
+    return [
+        *lines,
+        "",
+        "```text",
+        spellings.current(study["command"]),
+        "```",
+        "",
+        f"{study['date']}; {versions}.",
+        "",
+    ]
 
 
 def _decay(optimizer: Mapping[str, Any]) -> str:
@@ -97,7 +123,11 @@ def _drift(grown: Mapping[str, Any]) -> str:
 
 
 def _interval(of: Mapping[str, float | None]) -> str:
-    return "(no interval)" if None in (of["low"], of["high"]) else f"[{of['low']:.2f}, {of['high']:.2f}]"
+    return (
+        "(no interval)"
+        if None in (of["low"], of["high"])
+        else f"[{of['low']:.2f}, {of['high']:.2f}]"
+    )
 
 
 def page() -> str:

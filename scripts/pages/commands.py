@@ -39,12 +39,16 @@ def document() -> str:
     """Return the page."""
     parts = [HEAD]
     for group, commands in table.GROUPS.items():
-        parts.append(f"## {group}\n\n| command | what it does | example | recipe |\n|---|---|---|---|\n")
+        parts.append(
+            f"## {group}\n\n| command | what it does | example | recipe |\n|---|---|---|---|\n"
+        )
         for command in commands:
             parts.append(_row(command.name, command))
             parts += [_row(f"{command.name} {row.name}", row) for row in command.subcommands]
         parts.append("\n")
-    parts.append("## Completion\n\nCompletion of commands, subcommands and recipes is turned on by one line:\n\n")
+    parts.append(
+        "## Completion\n\nCompletion of commands, subcommands and recipes is turned on by one line:\n\n"
+    )
     parts.append("| shell | line |\n|---|---|\n")
     for shell, line in completion.SHELLS.items():
         code, _, place = line.partition(" in ")

@@ -89,7 +89,10 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
     """Pieces of a command's output in a terminal, and the seconds before each."""
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    names = {"TERM": "xterm-256color", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    names = {
+        "TERM": "xterm-256color",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "PYTHONPATH": str(OUT.parents[2])}
     running = subprocess.Popen(
         shlex.split(command, comments=True),
@@ -113,14 +116,19 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
 
 
 def _lines(screen: Any) -> tuple[Line, ...]:
-    return tuple(_line([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS))
+    return tuple(
+        _line([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS)
+    )
 
 
 def _line(cells: Sequence[Any]) -> Line:
     """Neighbours of one look as one span, without what is blank at the end."""
     spans: list[Span] = []
     for cell in cells:
-        color = COLORS.get(cell.fg.removeprefix("bright"), f"#{cell.fg}" if len(cell.fg) == 6 else COLORS["default"])
+        color = COLORS.get(
+            cell.fg.removeprefix("bright"),
+            f"#{cell.fg}" if len(cell.fg) == 6 else COLORS["default"],
+        )
         if spans and spans[-1][1:] == (color, cell.bold):
             spans[-1] = (spans[-1][0] + cell.data, color, cell.bold)
         else:
@@ -147,7 +155,10 @@ def merged(frames: Sequence[Frame]) -> list[Frame]:
 def svg(frames: Sequence[Frame]) -> str:
     """The film: frames below one another in a column that is moved behind a window, each line that is alike kept once."""
     width, height = COLUMNS * CELL[0] + 24, ROWS * CELL[1] + 24
-    lines = {line: f"l{index}" for index, line in enumerate(dict.fromkeys(x for f in frames for x in f.lines if x))}
+    lines = {
+        line: f"l{index}"
+        for index, line in enumerate(dict.fromkeys(x for f in frames for x in f.lines if x))
+    }
     defs = [f'<text id="{name}">{"".join(map(_span, line))}</text>' for line, name in lines.items()]
     whole, start, steps, uses = sum(frame.seconds for frame in frames), 0.0, [], []
     for index, frame in enumerate(frames):

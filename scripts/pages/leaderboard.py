@@ -76,12 +76,18 @@ def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
             other = best.get((row.task, row.preset))
             if other is None or other.seeds < row.seeds:
                 best[row.task, row.preset] = row
-    return sorted(best.values(), key=lambda row: (row.task, _number(row.price["value"]), row.preset))
+    return sorted(
+        best.values(), key=lambda row: (row.task, _number(row.price["value"]), row.preset)
+    )
 
 
 def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> Row:
     sizes, model = study["sizes"], record["config"]["model"]
-    experts = f" of {model['experts']} experts" if model.get("experts") and study["axis"] != "experts" else ""
+    experts = (
+        f" of {model['experts']} experts"
+        if model.get("experts") and study["axis"] != "experts"
+        else ""
+    )
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
     task = f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, {record['steps']:,} steps: {grown}"
     last = sizes[-1]
@@ -100,7 +106,10 @@ def page(entries: Sequence[Row]) -> str:
     lines = [HEAD]
     for task in dict.fromkeys(row.task for row in entries):
         lines += [f"## {task[0].upper()}{task[1:]}", ""]
-        lines += ["| preset | verdict | price | drift | loss | seeds | study |", "|---|---|---|---|---|---|---|"]
+        lines += [
+            "| preset | verdict | price | drift | loss | seeds | study |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for row in (row for row in entries if row.task == task):
             loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
             lines.append(
@@ -111,7 +120,9 @@ def page(entries: Sequence[Row]) -> str:
         # Presets that give the same numbers have the same answer.
         open_rows = [row for row in entries if row.task == task and row.verdict == "undecided"]
         for conclusion in dict.fromkeys(row.conclusion for row in open_rows):
-            names = ", ".join(f"`{row.preset}`" for row in open_rows if row.conclusion == conclusion)
+            names = ", ".join(
+                f"`{row.preset}`" for row in open_rows if row.conclusion == conclusion
+            )
             lines += [f"- {names}: {conclusion}"]
         lines += [""] * bool(open_rows)
     ranked = {row.preset.split()[0] for row in entries}
@@ -123,7 +134,11 @@ def _interval(of: Mapping[str, float | None], form: str) -> str:
     value, low, high = (of[name] for name in ("value", "low", "high"))
     if value is None:
         return "unknown"
-    return f"{value:{form}}" if low is None or high is None else f"{value:{form}} [{low:{form}}, {high:{form}}]"
+    return (
+        f"{value:{form}}"
+        if low is None or high is None
+        else f"{value:{form}} [{low:{form}}, {high:{form}}]"
+    )
 
 
 def add(name: str, words: Sequence[str]) -> int:
@@ -139,9 +154,13 @@ def add(name: str, words: Sequence[str]) -> int:
     from mupax.train.studies.transfer import command
 
     if not NAME.fullmatch(name):
-        raise MupaxError(f"{name!r} is no study's name: write small letters, digits and single hyphens")
+        raise MupaxError(
+            f"{name!r} is no study's name: write small letters, digits and single hyphens"
+        )
     if (FOLDERS[0] / name).exists():
-        raise MupaxError(f"docs/transfer/{name} is one of the project's own studies; choose another name")
+        raise MupaxError(
+            f"docs/transfer/{name} is one of the project's own studies; choose another name"
+        )
     with contextlib.chdir(ROOT):
         return command.main([*words, "--out", f"docs/leaderboard/{name}"])
 

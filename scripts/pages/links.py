@@ -28,7 +28,14 @@ DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "packaging/presets/
 """Markdown of the repository that lies outside docs/."""
 OUTSIDE = re.compile(r"https://[\w-]+(\.[\w-]+)+(:\d+)?([/?#][^\s<>\"]*)?(?<![.,;])", re.ASCII)
 """The form of an address outside."""
-HOSTS = {"arxiv.org", "github.com", "huggingface.co", "storage.googleapis.com", "www.apache.org", "www.tensorflow.org"}
+HOSTS = {
+    "arxiv.org",
+    "github.com",
+    "huggingface.co",
+    "storage.googleapis.com",
+    "www.apache.org",
+    "www.tensorflow.org",
+}
 """Of addresses in documents and code: a new one is written here once somebody has looked at what it is."""
 ADDRESS = re.compile(r"https?://\w[^\s<>\"'`\\|)\]{}*]*")
 LOCAL = {"localhost", "127.0.0.1", "host"}
@@ -125,7 +132,9 @@ def pages_of(folder: Path) -> list[Path]:
     Raises:
         FileNotFoundError: there is no site.
     """
-    pages = sorted(path for path in folder.rglob("*.html") if path.relative_to(folder).parts[0] != TEMPLATES)
+    pages = sorted(
+        path for path in folder.rglob("*.html") if path.relative_to(folder).parts[0] != TEMPLATES
+    )
     if not pages:
         raise FileNotFoundError(f"{folder} holds no page; build the site first: make site")
     return pages
@@ -138,15 +147,21 @@ def broken_in_site(folder: Path) -> list[str]:
         FileNotFoundError: there is no site.
     """
     folder = folder.resolve()
-    return [line for page in pages_of(folder) for line in _problems(page, _page(page).targets, folder)]
+    return [
+        line for page in pages_of(folder) for line in _problems(page, _page(page).targets, folder)
+    ]
 
 
 def broken_in_documents(root: Path = ROOT) -> list[str]:
     """Page, target and what is wrong, of every link of the repository's Markdown that leads nowhere, as GitHub would show it."""
-    documents = [root / name for name in DOCUMENTS if (root / name).exists()] + sorted((root / "docs").rglob("*.md"))
+    documents = [root / name for name in DOCUMENTS if (root / name).exists()] + sorted(
+        (root / "docs").rglob("*.md")
+    )
     root = root.resolve()
     return [
-        line for path in documents for line in _problems(path.resolve(), LINK.findall(_prose(path.read_text())), root)
+        line
+        for path in documents
+        for line in _problems(path.resolve(), LINK.findall(_prose(path.read_text())), root)
     ]
 
 
@@ -166,7 +181,11 @@ def wrong_address(address: str, root: Path = ROOT) -> str | None:
         return f"has a host that no other address has; if {parts.netloc} is right, write it into HOSTS of scripts/pages/links.py"
     if parts.netloc in FORMS and not FORMS[parts.netloc].fullmatch(parts.path):
         return f"has no path of {parts.netloc}, such as /abs/2405.15712, /OWNER/NAME or /OWNER/NAME/issues/1"
-    if parts.netloc == "github.com" and (inside := CHECKOUT.fullmatch(parts.path)) and not (root / inside[1]).exists():
+    if (
+        parts.netloc == "github.com"
+        and (inside := CHECKOUT.fullmatch(parts.path))
+        and not (root / inside[1]).exists()
+    ):
         return "is no file of this repository"
     return None
 

@@ -20,7 +20,9 @@ PAGE = ROOT / "docs" / "papers.md"
 NUMBER = re.compile(r"(?<![\w./-])(\d\d)(0[1-9]|1[0-2])\.\d{5}(?![\d.]*\d)")
 """An arXiv number since 2015: year, month and five digits."""
 _YEAR = r"(?P<year>(?:19|20)\d\d)"
-BEFORE = re.compile(rf"(?P<words>[\w+()-][^;]*?)(?P<more> et al\.)?[ ,(]*{_YEAR}?[ ,(]*(?:arXiv )?$")
+BEFORE = re.compile(
+    rf"(?P<words>[\w+()-][^;]*?)(?P<more> et al\.)?[ ,(]*{_YEAR}?[ ,(]*(?:arXiv )?$"
+)
 """What stands before a number: words that may end in a name, and sometimes the year."""
 CITED = ("*.md", "*.py", "*.ipynb", "*.cff")
 SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
@@ -106,7 +108,11 @@ def address(number: str) -> str:
 def citing(root: Path = ROOT) -> dict[str, str]:
     """Path in the repository to text, of every file that may cite: not the page, which is made of them, this file and its test."""
     command = ["git", "ls-files", "-z", "--", *CITED]
-    listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode().split("\0")
+    listed = (
+        subprocess.run(command, cwd=root, capture_output=True, check=True)
+        .stdout.decode()
+        .split("\0")
+    )
     skipped = {"docs/papers.md", "scripts/pages/papers.py", "tests/scripts/pages/test_papers.py"}
     paths = (name for name in listed if name and name not in skipped and (root / name).is_file())
     return {name: (root / name).read_text() for name in paths}
@@ -121,15 +127,23 @@ def problems(texts: Mapping[str, str], papers: Mapping[str, Paper] = PAPERS) -> 
     """
     lines = [line for path, text in texts.items() for line in _wrong(path, text, papers)]
     cited = {hit[0] for text in texts.values() for hit in NUMBER.finditer(text)}
-    return lines + [f"{number} is cited nowhere; take it out of PAPERS" for number in papers if number not in cited]
+    return lines + [
+        f"{number} is cited nowhere; take it out of PAPERS"
+        for number in papers
+        if number not in cited
+    ]
 
 
 def _wrong(path: str, text: str, papers: Mapping[str, Paper]) -> Iterator[str]:
-    names = sorted({name for paper in papers.values() for name in paper.names}, key=len, reverse=True)
+    names = sorted(
+        {name for paper in papers.values() for name in paper.names}, key=len, reverse=True
+    )
     end = 0
     for hit in NUMBER.finditer(text):
         number, paper = hit[0], papers.get(hit[0])
-        before = BEFORE.search(re.sub(r"[\s#\"]+", " ", text[max(end, hit.start() - 80) : hit.start()]))
+        before = BEFORE.search(
+            re.sub(r"[\s#\"]+", " ", text[max(end, hit.start() - 80) : hit.start()])
+        )
         end = hit.end()
         if paper is None:
             yield f"{path}: {number} is no paper of scripts/pages/papers.py; write it there, or mend the number"
@@ -137,7 +151,9 @@ def _wrong(path: str, text: str, papers: Mapping[str, Paper]) -> Iterator[str]:
             if before["year"] not in (None, f"20{hit[1]}"):
                 yield f"{path}: {before['year']} beside {number}, which is of 20{hit[1]}"
             last = before["words"].split()[-1] if before["more"] or before["year"] else None
-            ending = (name for name in names if re.search(rf"(?<!\w){re.escape(name)}$", before["words"]))
+            ending = (
+                name for name in names if re.search(rf"(?<!\w){re.escape(name)}$", before["words"])
+            )
             name = next(ending, last)
             if name is not None and name not in paper.names:
                 by = paper.authors or paper.title or "authors not known here"
@@ -155,13 +171,19 @@ def page(texts: Mapping[str, str]) -> str:
         paths = [path for path, text in texts.items() if path.startswith(SHOWN) and number in text]
         title = f"{paper.authors} 20{number[:2]}" if paper.authors else ""
         about = ": ".join(text for text in (title, paper.title) if text)
-        rows.append([about, f"[{number}]({address(number)})", ", ".join(map(_where, sorted(paths)))])
+        rows.append(
+            [about, f"[{number}]({address(number)})", ", ".join(map(_where, sorted(paths)))]
+        )
     return f"{HEAD}{markdown.table(rows)}\n"
 
 
 def _where(path: str) -> str:
     inside = path.removeprefix("docs/")
-    return f"[{inside}]({inside})" if path.startswith("docs/") and path.endswith(".md") else f"`{path}`"
+    return (
+        f"[{inside}]({inside})"
+        if path.startswith("docs/") and path.endswith(".md")
+        else f"`{path}`"
+    )
 
 
 def main() -> int:

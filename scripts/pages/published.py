@@ -70,7 +70,12 @@ def section() -> list[str]:
     lines = [HEAD, *rows, ""]
     for preset in presets:
         lines += _card(preset)
-    lines += ["### Sources that were left out", "", "| source | looked at | reason |", "|---|---|---|"]
+    lines += [
+        "### Sources that were left out",
+        "",
+        "| source | looked at | reason |",
+        "|---|---|---|",
+    ]
     lines += [f"| {left.source} | {left.looked_at} | {left.reason} |" for left in LEFT_OUT]
     return [*lines, ""]
 
@@ -96,7 +101,9 @@ def _card(preset: find.Tuned) -> list[str]:
     repository = "/".join(source["repository"].split("/")[-2:])
     base = ", ".join(f"{axis} {size}" for axis, size in (preset.base or {}).items())
     lines = [f"### {preset.use}", ""]
-    lines += [f"- Source: [{repository}]({source['repository']}) at `{source['commit'][:12]}`, read {study['date']}."]
+    lines += [
+        f"- Source: [{repository}]({source['repository']}) at `{source['commit'][:12]}`, read {study['date']}."
+    ]
     lines += [f"  - {file}" for file in source["files"]]
     lines += [
         f"- Gives: {optimizer['name']} at {optimizer['peak_lr']:.4g}, {_decay(optimizer)}; base {base}.",
@@ -113,7 +120,9 @@ def _decay(optimizer: Mapping[str, Any]) -> str:
 
 def _run(study: Mapping[str, Any]) -> str:
     facts = [
-        f"{study[name]:,} {word}" for name, word in (("steps", "steps"), ("batch", "examples a batch")) if study[name]
+        f"{study[name]:,} {word}"
+        for name, word in (("steps", "steps"), ("batch", "examples a batch"))
+        if study[name]
     ]
     if study["seen"]:
         facts.append(f"{study['seen']:,} {study['unit']}s")

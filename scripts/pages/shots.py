@@ -91,7 +91,9 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 @contextmanager
 def served(site: Path) -> Iterator[str]:
     """The address of a folder that this machine serves itself: a site is read from a host, and a browser waits long on files."""
-    with http.server.ThreadingHTTPServer((LOCAL, 0), partial(_Quiet, directory=str(site))) as server:
+    with http.server.ThreadingHTTPServer(
+        (LOCAL, 0), partial(_Quiet, directory=str(site))
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -101,7 +103,9 @@ def served(site: Path) -> Iterator[str]:
             thread.join()
 
 
-def _pictured(page: browser.Page, url: str, width: int, stem: Path, *, dark: bool) -> dict[str, Any]:
+def _pictured(
+    page: browser.Page, url: str, width: int, stem: Path, *, dark: bool
+) -> dict[str, Any]:
     """The measures of a page, of which it writes pictures."""
     page.shape(width, WINDOW_HEIGHT, dark=dark)
     page.go(url)
@@ -146,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     folder.mkdir(parents=True, exist_ok=True)
                     for name in chosen:
                         stem = folder / name.replace("/", ".")
-                        measured = _pictured(page, f"{host}/{name}.html", width, stem, dark=scheme == "dark")
+                        measured = _pictured(
+                            page, f"{host}/{name}.html", width, stem, dark=scheme == "dark"
+                        )
                         for problem in problems(measured, width):
                             print(f"{name} at {width} pixels, {scheme}: {problem}")
                             wrong += 1

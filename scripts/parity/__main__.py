@@ -95,12 +95,16 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
         plain = fold.absorb_multipliers(params, fold.scales(built, factors))
         record = pretrained.plain.preset_record(preset_config, parameterization, built, factors)
         files.write_huggingface(
-            pretrained.WeightsSource(config, plain, {name: np.ones(()) for name in plain}, record, []),
+            pretrained.WeightsSource(
+                config, plain, {name: np.ones(()) for name in plain}, record, []
+            ),
             theirs_at,
             "float32",
         )
     inputs = inputs_of(config)
-    ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)))
+    ours = np.asarray(
+        jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
+    )
     theirs = transformers_logits(theirs_at, *inputs)
     return Row(model, way, preset, float(np.abs(theirs).max()), float(np.abs(ours - theirs).max()))
 
@@ -110,7 +114,9 @@ def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ..
     random = np.random.default_rng(1)
     if isinstance(config, ImageModel):
         return (
-            random.standard_normal((batch, config.image_size, config.image_size, config.channels)).astype(np.float32),
+            random.standard_normal(
+                (batch, config.image_size, config.image_size, config.channels)
+            ).astype(np.float32),
         )
     vocab, length = config.sizes()["vocab"], config.example()["inputs"].shape[0]
     tokens = random.integers(vocab, size=(batch, length), dtype=np.int32)
@@ -125,10 +131,15 @@ def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, n
     random = np.random.default_rng(0)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        std, normal = stds[name].reshape(-1, *[1] * (len(shape) - 1)), random.standard_normal(shape, np.float32)
+        std, normal = (
+            stds[name].reshape(-1, *[1] * (len(shape) - 1)),
+            random.standard_normal(shape, np.float32),
+        )
         return std + 0.2 * normal if built.specs[name].role in VECTORS else std * normal
 
-    return {name: draw(name, leaf.shape).astype(np.float32) for name, leaf in built.abstract.items()}
+    return {
+        name: draw(name, leaf.shape).astype(np.float32) for name, leaf in built.abstract.items()
+    }
 
 
 def random_transformers(config: TransformerConfig, folder: Path) -> None:
@@ -143,13 +154,19 @@ def random_transformers(config: TransformerConfig, folder: Path) -> None:
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=random)
             gain = name.endswith("weight") and value.ndim == 1
-            value.copy_(1 + 0.2 * noise if gain else noise * (0.2 if value.ndim == 1 else value.shape[-1] ** -0.5))
+            value.copy_(
+                1 + 0.2 * noise
+                if gain
+                else noise * (0.2 if value.ndim == 1 else value.shape[-1] ** -0.5)
+            )
         for stack in (
             (model.model.encoder, model.model.decoder)
             if isinstance(config, EncoderDecoderConfig) and config.embedding_norm
             else ()
         ):
-            stack.embed_tokens.weight.copy_(model.model.shared.weight)  # later versions tie all tables or none
+            stack.embed_tokens.weight.copy_(
+                model.model.shared.weight
+            )  # later versions tie all tables or none
     model.save_pretrained(folder)
 
 
@@ -165,7 +182,8 @@ def transformers_logits(folder: Path, inputs: np.ndarray, *extra_inputs: np.ndar
             return model(torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())).logits.numpy()
         names = ("input_ids", "attention_mask", "decoder_input_ids")
         tokens = {
-            name: torch.from_numpy(x.astype(np.int64)) for name, x in zip(names, (inputs, *extra_inputs), strict=False)
+            name: torch.from_numpy(x.astype(np.int64))
+            for name, x in zip(names, (inputs, *extra_inputs), strict=False)
         }
         return model(**tokens).logits.numpy()
 
@@ -188,7 +206,8 @@ def _auto(settings: Any) -> Any:
 def table(rows: list[Row]) -> str:
     """Markdown: one line per model and preset, both ways side by side."""
     versions = ", ".join(
-        f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in ("transformers", "torch", "jax")
+        f"{name} {importlib.metadata.version(name).split('+')[0]}"
+        for name in ("transformers", "torch", "jax")
     )
     lines = [
         "| model | preset | in: largest difference | out: largest difference | largest logit (in, out) |",
@@ -200,7 +219,9 @@ def table(rows: list[Row]) -> str:
         lines.append(
             f"| {model} | {preset} | {into.difference:.1e} | {out.difference:.1e} | {into.largest:.1f}, {out.largest:.1f} |"
         )
-    return "\n".join([f"By `python -m scripts.parity --write`, {versions}, CPU, float32.", "", *lines])
+    return "\n".join(
+        [f"By `python -m scripts.parity --write`, {versions}, CPU, float32.", "", *lines]
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,13 @@ LLAMA = DecoderConfig(
     positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
 NEOX = replace(
-    GPT2, positions="rotary", parallel=True, rotary_fraction=0.25, activation="gelu_exact", tied=False, bias=True
+    GPT2,
+    positions="rotary",
+    parallel=True,
+    rotary_fraction=0.25,
+    activation="gelu_exact",
+    tied=False,
+    bias=True,
 )
 GEMMA = replace(
     LLAMA, num_kv_heads=3, activation="geglu", tied=True, post_norm=True, window=5, full_every=2, attention_softcap=2.0,
@@ -25,7 +31,13 @@ VIT = ViTConfig(
     norm_eps=1e-12,
 )  # fmt: skip
 MBART = EncoderDecoderConfig(
-    width=48, depth=3, encoder_depth=2, num_heads=6, vocab_size=97, seq_len=23, activation="gelu_exact"
+    width=48,
+    depth=3,
+    encoder_depth=2,
+    num_heads=6,
+    vocab_size=97,
+    seq_len=23,
+    activation="gelu_exact",
 )
 T5 = EncoderDecoderConfig(
     width=48, depth=3, encoder_depth=2, num_heads=6, head_dim=10, vocab_size=97, seq_len=23, target_len=17, mlp_ratio=2.5,
@@ -34,21 +46,32 @@ T5 = EncoderDecoderConfig(
 )  # fmt: skip
 
 VARIANTS: dict[str, TransformerConfig] = {
-    "Llama 3.1": replace(LLAMA, num_kv_heads=2, rope_scaling="llama3", rope_theta=50.0, rope_original_len=16),
+    "Llama 3.1": replace(
+        LLAMA, num_kv_heads=2, rope_scaling="llama3", rope_theta=50.0, rope_original_len=16
+    ),
     "Llama, linear positions": replace(LLAMA, rope_scaling="linear", rope_factor=3.0),
     "Mistral": replace(LLAMA, num_kv_heads=3, window=5),
     "Qwen2": replace(LLAMA, num_kv_heads=2, head_dim=None, qkv_bias=True),
     "Qwen2, window": replace(LLAMA, qkv_bias=True, tied=True, window=7),
     "GPT-NeoX": NEOX,
-    "GPT-NeoX, one after the other": replace(NEOX, parallel=False, rotary_fraction=0.5, activation="relu"),
+    "GPT-NeoX, one after the other": replace(
+        NEOX, parallel=False, rotary_fraction=0.5, activation="relu"
+    ),
     "SigLIP": replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6),
     "DeiT": replace(VIT, registers=1),
     "DINOv2": replace(VIT, pool="cls-mean", layer_scale=1.0, norm_eps=1e-6),
-    "DINOv2, registers": replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
+    "DINOv2, registers": replace(
+        VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0
+    ),
     "Qwen3": replace(LLAMA, num_kv_heads=2, qk_norm=True),
     "Gemma 2": GEMMA,
     "Gemma 3": replace(
-        GEMMA, qk_norm=True, attention_softcap=None, logit_softcap=None, window_theta=50.0, rope_scaling="linear"
+        GEMMA,
+        qk_norm=True,
+        attention_softcap=None,
+        logit_softcap=None,
+        window_theta=50.0,
+        rope_scaling="linear",
     ),
     "Gemma 2, untied": replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
     "Mixtral": replace(
@@ -99,7 +122,9 @@ MODELS: dict[str, TransformerConfig] = {
 """Sizes at which no two axes are equal that could be mistaken for each other."""
 
 WRITTEN: dict[str, TransformerConfig] = {
-    "SigLIP, fixed positions": replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6, sincos=True),
+    "SigLIP, fixed positions": replace(
+        VIT, pool="mean", activation="gelu", norm_eps=1e-6, sincos=True
+    ),
     "ViT, fixed positions": replace(VIT, sincos=True),
     "Qwen3-MoE, a capacity that drops none": replace(
         VARIANTS["Qwen3-MoE"], routing=RoutingConfig(gate="softmax", capacity_factor=7.0)

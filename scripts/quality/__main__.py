@@ -82,7 +82,10 @@ def measure_rates(cell: Cell, stop: StopRequest) -> None:
     record = json.loads((cell.folder / "result.json").read_text())
     work = Measuring(cell, stop)
     arms = {arm.label: arm for arm in cell.arms}
-    curves = {label: rates.measure(work, arms[label], rates.settings_of(record, label)) for label in (MUP, RETUNED)}
+    curves = {
+        label: rates.measure(work, arms[label], rates.settings_of(record, label))
+        for label in (MUP, RETUNED)
+    }
     rates.write(cell.folder / "rates.json", cell, curves)
 
 
@@ -162,7 +165,9 @@ def _ahead(own: Sequence[Setting]) -> Setting:
     if len(own) == 1:
         return own[0]
     last, before = dict(own[-1]), dict(own[-2])
-    return setting({name: 2 * last.get(name, 0) - before.get(name, 0) for name in last.keys() | before.keys()})
+    return setting(
+        {name: 2 * last.get(name, 0) - before.get(name, 0) for name in last.keys() | before.keys()}
+    )
 
 
 def _write(study: Study) -> None:
@@ -186,7 +191,9 @@ def _write(study: Study) -> None:
                     "size": size,
                     "octaves": octaves(dict(own)),
                     "losses": [],
-                    "reference_minus_this": None if against is None else [float(f"{d:.4g}") for d in against],
+                    "reference_minus_this": None
+                    if against is None
+                    else [float(f"{d:.4g}") for d in against],
                 }
             )
         arms.append(
@@ -198,9 +205,13 @@ def _write(study: Study) -> None:
                 "sizes": sizes,
             }
         )
-    for arm, one in ((arm, one) for arm, row in zip(cell.arms, arms, strict=True) for one in row["sizes"]):
+    for arm, one in (
+        (arm, one) for arm, row in zip(cell.arms, arms, strict=True) for one in row["sizes"]
+    ):
         own = settings[arm.label][cell.sizes.index(one["size"])]
-        losses = work.trained(arm, one["size"], own)  # more of a reference than it had when its own row was made
+        losses = work.trained(
+            arm, one["size"], own
+        )  # more of a reference than it had when its own row was made
         one["losses"] = [float(f"{loss:.6g}") if np.isfinite(loss) else None for loss in losses]
     record = {
         "cell": cell.name,
@@ -210,7 +221,10 @@ def _write(study: Study) -> None:
         "tuning_seconds": round(study.tuning, 1),
         "train_seconds": round(work.seconds, 1),
         "arms": arms,
-        "probes": {label: [_probe_record(probe) for probe in probes] for label, probes in study.probes.items()},
+        "probes": {
+            label: [_probe_record(probe) for probe in probes]
+            for label, probes in study.probes.items()
+        },
     }
     (cell.folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -222,7 +236,12 @@ def _probe_record(probe: Probe) -> dict[str, Any]:
 
 
 def _paired(
-    work: Measuring, arm: Arm, size: int, own: Setting, settings: dict[str, list[Setting]], seeds: int
+    work: Measuring,
+    arm: Arm,
+    size: int,
+    own: Setting,
+    settings: dict[str, list[Setting]],
+    seeds: int,
 ) -> np.ndarray | None:
     """The reference's losses less an arm's, seed by seed; None where one diverged or the reference has no such size."""
     reference, at = reference_of(work.cell, arm), work.cell.sizes.index(size)

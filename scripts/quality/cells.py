@@ -116,10 +116,14 @@ class Cell:
         rate = config.optimizer.peak_lr * values.pop("lr", 1.0)
         for name, value in values.items():
             factors[name] = factors.get(name, 1.0) * value
-        overrides = {name: value for name, value in factors.items() if value != 1 or name not in values}
+        overrides = {
+            name: value for name, value in factors.items() if value != 1 or name not in values
+        }
         constants = tuple(f"{name}={value:.10g}" for name, value in sorted(overrides.items()))
         preset = PresetConfig(name=arm.preset, constants=constants)
-        planned = study.plan(config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label)
+        planned = study.plan(
+            config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label
+        )
         grown = planned.configs[0 if size == self.sizes[0] else -1]
         return replace(
             grown,
@@ -157,10 +161,30 @@ WIDTH_ARMS = (
     ANEW,
     TWICE,
     Arm(SP, "sp", ("lr", "rates.readout")),
-    Arm("embedding's rate as sp has it", "mup", ("lr",), _each(("token_embedding",), lambda m: 1 / m), ablation=True),
-    Arm("gains' rates as sp has them", "mup", ("lr",), _each(GAINS, lambda m: 1 / m), ablation=True),
-    Arm("readout's std as sp has it", "mup", ("lr",), lambda m: {"readout_width": -0.5}, ablation=True),
-    Arm("attention's logits as sp has them", "mup", ("lr",), lambda m: {"c_a": m**0.5}, ablation=True),
+    Arm(
+        "embedding's rate as sp has it",
+        "mup",
+        ("lr",),
+        _each(("token_embedding",), lambda m: 1 / m),
+        ablation=True,
+    ),
+    Arm(
+        "gains' rates as sp has them", "mup", ("lr",), _each(GAINS, lambda m: 1 / m), ablation=True
+    ),
+    Arm(
+        "readout's std as sp has it",
+        "mup",
+        ("lr",),
+        lambda m: {"readout_width": -0.5},
+        ablation=True,
+    ),
+    Arm(
+        "attention's logits as sp has them",
+        "mup",
+        ("lr",),
+        lambda m: {"c_a": m**0.5},
+        ablation=True,
+    ),
 )
 HEADS_ARMS = tuple(arm for arm in WIDTH_ARMS[:-1] if arm is not HALF)
 """As many heads more, logits scale alike under both."""
@@ -202,14 +226,37 @@ def _horizon(words: str, steps: int) -> str:
 
 def _cells() -> dict[str, Cell]:
     cells: list[Cell] = []
-    for axis, sizes, arms in (("head_dim", WIDE, WIDTH_ARMS), ("heads", MORE, HEADS_ARMS), ("depth", DEEP, DEPTH_ARMS)):
+    for axis, sizes, arms in (
+        ("head_dim", WIDE, WIDTH_ARMS),
+        ("heads", MORE, HEADS_ARMS),
+        ("depth", DEEP, DEPTH_ARMS),
+    ):
         cells.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
     short = (IMAGE_ARM, *WIDTH_ARMS[2:7])
-    cells.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, short))
-    long = (("head_dim", WIDE, LONG_ARMS, 8), ("heads", MORE, LONG_ARMS, 8), ("depth", DEEP, DEPTH_ARMS, 12))
+    cells.append(
+        Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, short)
+    )
+    long = (
+        ("head_dim", WIDE, LONG_ARMS, 8),
+        ("heads", MORE, LONG_ARMS, 8),
+        ("depth", DEEP, DEPTH_ARMS, 12),
+    )
     for axis, sizes, arms, most in long:  # in depth seeds differ by more
         run = _horizon(LM, 800)
-        cells.append(Cell(f"{axis}-800", "lm-tiny", run, axis, sizes, SEARCHED, arms, SHORT, finalists=2, most=most))
+        cells.append(
+            Cell(
+                f"{axis}-800",
+                "lm-tiny",
+                run,
+                axis,
+                sizes,
+                SEARCHED,
+                arms,
+                SHORT,
+                finalists=2,
+                most=most,
+            )
+        )
     images = _horizon(VIT, 800)
     cells.append(
         Cell(

@@ -31,7 +31,12 @@ def neighbours(centre: Setting, constants: Sequence[str]) -> list[Setting]:
 
 
 def descend(
-    losses: Losses, start: Setting, constants: Sequence[str], seeds: int, final: int, finalists: int | None = None
+    losses: Losses,
+    start: Setting,
+    constants: Sequence[str],
+    seeds: int,
+    final: int,
+    finalists: int | None = None,
 ) -> Setting:
     """The setting whose mean loss over seeds is the least of its neighbours'.
 
@@ -54,7 +59,9 @@ def descend(
         cross = neighbours(at, constants)
         means = np.mean(losses(cross, count), axis=1)
         best = cross[int(np.argmin(means))]
-        if best == at or best in visited:  # with more seeds it would go back and forth between equals
+        if (
+            best == at or best in visited
+        ):  # with more seeds it would go back and forth between equals
             if count >= final:
                 return best if means.min() < means[0] else at
             if finalists is not None:

@@ -28,10 +28,14 @@ class Measuring:
 
     def losses(self, arm: Arm, size: int, settings: Sequence[Setting], seeds: int) -> np.ndarray:
         """Final training losses [settings, seeds], inf where a point diverged."""
-        arm = self.cell.arms[0] if size == self.cell.sizes[0] else arm  # at the base all are one model
+        arm = (
+            self.cell.arms[0] if size == self.cell.sizes[0] else arm
+        )  # at the base all are one model
         keys = [(arm.label, size, one, seed) for one in settings for seed in range(seeds)]
         if todo := [key for key in dict.fromkeys(keys) if key not in self._losses]:
-            rows = self._sweep.run([self.cell.config(arm, size, dict(one), seed) for *_, one, seed in todo])
+            rows = self._sweep.run(
+                [self.cell.config(arm, size, dict(one), seed) for *_, one, seed in todo]
+            )
             for key, row in zip(todo, rows, strict=True):
                 self._losses[key] = row.loss
                 self.seconds += row.seconds

@@ -124,7 +124,9 @@ def _summary(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _most_tuned(arms: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the `sp` whose search at every size has the most constants."""
-    return max((arm for arm in arms if arm["label"].startswith("sp")), key=lambda arm: len(arm["tuned"]))
+    return max(
+        (arm for arm in arms if arm["label"].startswith("sp")), key=lambda arm: len(arm["tuned"])
+    )
 
 
 def _probes(cell: Mapping[str, Any]) -> list[str]:
@@ -134,7 +136,9 @@ def _probes(cell: Mapping[str, Any]) -> list[str]:
         size = CELLS[cell["cell"]].probe_size
         joined = sorted({probe["group"] for probe in probes if _mean(probe["gains"]) > JOINS})
         names = ", ".join(f"`{group}`" for group in joined)
-        verdict = f"joined the search: {names}" if joined else "none gains enough to join the search"
+        verdict = (
+            f"joined the search: {names}" if joined else "none gains enough to join the search"
+        )
         lines += [
             f"`{label}`, rates of other groups moved by two octaves at {cell['axis']} {size} (nats gained, mean of two seeds): {verdict}.",
             "",
@@ -142,7 +146,9 @@ def _probes(cell: Mapping[str, Any]) -> list[str]:
             "|---|---|---|",
         ]
         for group in dict.fromkeys(probe["group"] for probe in probes):
-            gains = {probe["octaves"]: probe["gains"] for probe in probes if probe["group"] == group}
+            gains = {
+                probe["octaves"]: probe["gains"] for probe in probes if probe["group"] == group
+            }
             lines.append(f"| {group} | {_gain(gains[-2])} | {_gain(gains[2])} |")
         lines.append("")
     return lines
@@ -178,14 +184,24 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
         "",
         f"| {cell['axis']} | {' | '.join(map(str, sizes))} |",
         f"|---|{'---|' * len(sizes)}",
-        _row(f"{first['label']}: loss", [_loss(one["losses"]) for one in first["sizes"]], len(sizes)),
+        _row(
+            f"{first['label']}: loss", [_loss(one["losses"]) for one in first["sizes"]], len(sizes)
+        ),
     ]
     for arm in remainder:
         label = arm["label"]
-        lines.append(_row(f"{label}: loss", [_loss(one["losses"]) for one in arm["sizes"]], len(sizes)))
-        lines.append(_row(f"{arm['reference']}, less this", [_apart(one) for one in arm["sizes"]], len(sizes)))
+        lines.append(
+            _row(f"{label}: loss", [_loss(one["losses"]) for one in arm["sizes"]], len(sizes))
+        )
+        lines.append(
+            _row(
+                f"{arm['reference']}, less this", [_apart(one) for one in arm["sizes"]], len(sizes)
+            )
+        )
         if arm["tuned"] and not arm["ablation"]:
-            lines.append(_row("its setting", [_setting(one["octaves"]) for one in arm["sizes"]], len(sizes)))
+            lines.append(
+                _row("its setting", [_setting(one["octaves"]) for one in arm["sizes"]], len(sizes))
+            )
     return [*lines, "", *_probes(cell), *_verdicts(cell["arms"]), ""]
 
 
@@ -197,7 +213,11 @@ def _verdicts(arms: Sequence[Mapping[str, Any]]) -> list[str]:
         for arm in (arm for arm in compared if not arm["label"].startswith("sp")):
             apart = _less(arm, sp)
             worse = [str(size) for size, mean, _, half in apart if mean + half > GOAL]
-            verdict = f"worse, or not known not to be, at {', '.join(worse)}" if worse else "not worse at any size"
+            verdict = (
+                f"worse, or not known not to be, at {', '.join(worse)}"
+                if worse
+                else "not worse at any size"
+            )
             figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
             lines.append(f"- `{arm['label']}` less `{sp['label']}`: {figures}; {verdict}.")
     return lines
@@ -205,7 +225,11 @@ def _verdicts(arms: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _pairs(losses: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
     """Differences of the seeds that both have; none where one diverged."""
-    apart = [one - other for one, other in zip(losses, baseline, strict=False) if one is not None and other is not None]
+    apart = [
+        one - other
+        for one, other in zip(losses, baseline, strict=False)
+        if one is not None and other is not None
+    ]
     return apart if len(apart) == min(len(losses), len(baseline)) else []
 
 

@@ -98,8 +98,15 @@ def write(path: Path, cell: Cell, arms: Mapping[str, Sequence[RateCurve]]) -> No
     Args:
         arms: label of an arm to its curves.
     """
-    rows = {label: [dataclasses.asdict(curve) for curve in curves] for label, curves in arms.items()}
-    record = {"cell": cell.name, "recipe": f"{cell.recipe} {cell.words}", "seeds": SEEDS, "arms": rows}
+    rows = {
+        label: [dataclasses.asdict(curve) for curve in curves] for label, curves in arms.items()
+    }
+    record = {
+        "cell": cell.name,
+        "recipe": f"{cell.recipe} {cell.words}",
+        "seeds": SEEDS,
+        "arms": rows,
+    }
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -129,9 +136,13 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
         _draw_panel(panel, curves)
         panel.set_title(title, fontsize=11, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=10)
-    panels[0].axvline(left[0].marked_rate, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    panels[0].axvline(
+        left[0].marked_rate, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0
+    )
     panels[0].set_ylabel("training loss after 800 steps (nats)", fontsize=10)
-    panels[0].set_ylim(least - 0.03, least + ABOVE + left[0].marked_loss - min(c.marked_loss for c in left))
+    panels[0].set_ylim(
+        least - 0.03, least + ABOVE + left[0].marked_loss - min(c.marked_loss for c in left)
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -145,7 +156,16 @@ def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
         losses = np.array([math.nan if loss is None else loss for loss in curve.losses])
         rates = np.array(curve.log2_rates)
         panel.plot(rates, losses, "o-", color=colour, lw=1.8, ms=3.5)
-        panel.plot(curve.marked_rate, curve.marked_loss, "o", ms=7, mfc=colour, mec=ORANGE, mew=1.8, zorder=5)
+        panel.plot(
+            curve.marked_rate,
+            curve.marked_loss,
+            "o",
+            ms=7,
+            mfc=colour,
+            mec=ORANGE,
+            mew=1.8,
+            zorder=5,
+        )
         panel.annotate(
             f"width {curve.width}: {curve.marked_loss:.3f}",
             (curve.marked_rate, curve.marked_loss),

@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the report; 2 where Typst is not installed."""
     args = harness.parse(Options, argv)
     if importlib.util.find_spec("typst") is None:
-        print("error: Typst is not installed; write `make report`, or `pip install typst`", file=sys.stderr)
+        print(
+            "error: Typst is not installed; write `make report`, or `pip install typst`",
+            file=sys.stderr,
+        )
         return 2
     compiled(args.out)
     print(f"wrote {args.out}")

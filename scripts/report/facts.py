@@ -38,7 +38,13 @@ def rules() -> list[list[str]]:
         except presets.PresetError:
             continue
         rows.append(
-            [name, *(", ".join(sorted({entry.verdict for _, entry in verdicts[k]})) or "right" for k in LIMITS)]
+            [
+                name,
+                *(
+                    ", ".join(sorted({entry.verdict for _, entry in verdicts[k]})) or "right"
+                    for k in LIMITS
+                ),
+            ]
         )
     return rows
 
@@ -52,19 +58,33 @@ def theory() -> dict[str, Any]:
         by_name = {(o["observable"], o["step"]): o for o in study["observables"]}
         cells = [by_name.get((name, 0 if name == "attention" else 1)) for name in OBSERVED]
         shown = ["" if o is None else f"{o['predicted']:+.2f} | {o['slope']:+.2f}" for o in cells]
-        groups.setdefault(f"{study['grow']} grows", []).append([study["preset"], *shown, study["verdict"]])
-    return {"counts": dict(counts), "slopes": counts.total(), "groups": _groups(groups), "observed": OBSERVED}
+        groups.setdefault(f"{study['grow']} grows", []).append(
+            [study["preset"], *shown, study["verdict"]]
+        )
+    return {
+        "counts": dict(counts),
+        "slopes": counts.total(),
+        "groups": _groups(groups),
+        "observed": OBSERVED,
+    }
 
 
 def figures() -> dict[str, Any]:
     """What the papers' figures came to: predictions, those that reproduce, controls, and every prediction that does not."""
     records = [json.loads(path.read_text()) for path in sorted((DOCS / "figures").glob("*.json"))]
-    rows = [(record["title"], row) for record in records for row in record["rows"] if row["predicted"] is not None]
+    rows = [
+        (record["title"], row)
+        for record in records
+        for row in record["rows"]
+        if row["predicted"] is not None
+    ]
     claims = [(title, row) for title, row in rows if not row["control"]]
     against = [(title, row) for title, row in claims if not row["verdict"].startswith("reproduces")]
     groups: dict[str, list[list[str]]] = {}
     for title, row in against:
-        groups.setdefault(title, []).append([row["what"], _interval(row, "measured", 3), row["verdict"]])
+        groups.setdefault(title, []).append(
+            [row["what"], _interval(row, "measured", 3), row["verdict"]]
+        )
     return {
         "figures": len(records),
         "claims": len(claims),
@@ -91,7 +111,9 @@ def _transferred(row: leaderboard.Row) -> list[str]:
 
 def quality() -> dict[str, Any]:
     """Cells with their losses of presets tuned once at the base beside `sp` tuned anew at every size, and the largest size's difference."""
-    records = [json.loads(path.read_text()) for path in sorted((DOCS / "quality").glob("*/result.json"))]
+    records = [
+        json.loads(path.read_text()) for path in sorted((DOCS / "quality").glob("*/result.json"))
+    ]
     cells = [
         {
             "axis": record["axis"],
@@ -100,11 +122,17 @@ def quality() -> dict[str, Any]:
         }
         for record in records
     ]
-    return {"cells": cells, "minutes": round(sum(record["train_seconds"] for record in records) / 60)}
+    return {
+        "cells": cells,
+        "minutes": round(sum(record["train_seconds"] for record in records) / 60),
+    }
 
 
 def _arm(arm: Mapping[str, Any]) -> list[str]:
-    losses = ["diverged" if None in one["losses"] else f"{statistics.fmean(one['losses']):.4f}" for one in arm["sizes"]]
+    losses = [
+        "diverged" if None in one["losses"] else f"{statistics.fmean(one['losses']):.4f}"
+        for one in arm["sizes"]
+    ]
     apart = arm["sizes"][-1]["reference_minus_this"]
     return [arm["label"], *losses, "" if apart is None else _t(apart)]
 

@@ -41,13 +41,21 @@ def collected(folder: Path) -> list[dict[str, Any]]:
     """
     board = []
     for place in sorted(path.parent for path in folder.glob("*/forecasts.json")):
-        came = points.load([place / "outcomes"]) if (place / "outcomes" / "points.jsonl").is_file() else []
+        came = (
+            points.load([place / "outcomes"])
+            if (place / "outcomes" / "points.jsonl").is_file()
+            else []
+        )
         for content in json.loads((place / "forecasts.json").read_text()):
             if record.digest(content) != content["digest"]:
-                raise record.ForecastError(f"{place.name}: the forecast of {content['what']} is not as it was written")
+                raise record.ForecastError(
+                    f"{place.name}: the forecast of {content['what']} is not as it was written"
+                )
             outcomes = score.of_points(content, came)
             outcome = score.score(content, outcomes[0]) if outcomes else None
-            board.append({"from": place.name, **{name: content[name] for name in SHORT}, "outcome": outcome})
+            board.append(
+                {"from": place.name, **{name: content[name] for name in SHORT}, "outcome": outcome}
+            )
     return board
 
 
@@ -61,16 +69,25 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
     for place in sorted(path.parent for path in folder.glob("*/transfer.json")):
         for study in points.load([place]):
             *smaller, largest = study.settings
-            row: dict[str, Any] = {"study": place.name, "preset": study.label, "parameters": largest.parameters}
+            row: dict[str, Any] = {
+                "study": place.name,
+                "preset": study.label,
+                "parameters": largest.parameters,
+            }
             best = fit(largest.curve, largest.curve.first)
             try:
-                prediction = predict(fitted(replace(study, settings=tuple(smaller))), largest.config)
+                prediction = predict(
+                    fitted(replace(study, settings=tuple(smaller))), largest.config
+                )
             except NoLaw as error:
                 rows.append({**row, "none": str(error).partition(": ")[2].partition(" (")[0]})
                 continue
             content = {"prediction": {"loss": prediction.loss.to_json()}}
             outcome = score.score(content, score.Outcome(best.loss, 0, None))
-            rate = prediction.log2_lr and {**prediction.log2_lr.to_json(2), "came": round(best.optimum, 2)}
+            rate = prediction.log2_lr and {
+                **prediction.log2_lr.to_json(2),
+                "came": round(best.optimum, 2),
+            }
             rows.append({**row, **content["prediction"], "log2_lr": rate, "outcome": outcome})
     return rows
 
@@ -110,7 +127,9 @@ def document(content: dict[str, Any]) -> str:
             errors = [f"{of_folder[key]:.2%}" for key in ("median_error", "largest_error")]
         else:
             shares = errors = ["", ""]
-        lines.append(f"| {name} | {of_folder['forecasts']} | {of_folder['came']} | {' | '.join([*shares, *errors])} |")
+        lines.append(
+            f"| {name} | {of_folder['forecasts']} | {of_folder['came']} | {' | '.join([*shares, *errors])} |"
+        )
     for name in content["summary"]:
         lines += _rows(name, [entry for entry in content["forecasts"] if entry["from"] == name])
     lines += [
@@ -131,7 +150,9 @@ def document(content: dict[str, Any]) -> str:
         loss, outcome, rate = row["loss"], row["outcome"], row["log2_lr"]
         where = "" if outcome["inside90"] else ", **outside**"
         cells = f"{loss['value']:.3f} | {loss['low90']:.3f} to {loss['high90']:.3f} | {outcome['loss']:.3f} | {outcome['error']:+.2%}{where}"
-        lines.append(f"{start} {cells} | 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f} | 2^{rate['came']:.2f} |")
+        lines.append(
+            f"{start} {cells} | 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f} | 2^{rate['came']:.2f} |"
+        )
     lines += ["", "Without a law, and so without a forecast:", ""]
     lacking: dict[str, list[str]] = {}
     for row in content["hindsight"]:
@@ -158,7 +179,11 @@ def _rows(name: str, forecasts: Sequence[dict[str, Any]]) -> list[str]:
         came = ["", "", ""]
         if outcome:
             diverged = outcome["loss"] is None
-            came = ["diverged", ""] if diverged else [f"{outcome['loss']:.4f}", f"{outcome['error']:+.2%}"]
+            came = (
+                ["diverged", ""]
+                if diverged
+                else [f"{outcome['loss']:.4f}", f"{outcome['error']:+.2%}"]
+            )
             came.append("inside" if outcome["inside90"] else "**outside**")
         scale, what = entry["scale"], entry["what"].partition(", at")[0]
         lines.append(
@@ -188,7 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness.parse(Options, argv)
     board = collected(DOCS / "forecasts")
     folders = dict.fromkeys(entry["from"] for entry in board)
-    summaries = {name: summary([entry for entry in board if entry["from"] == name]) for name in folders}
+    summaries = {
+        name: summary([entry for entry in board if entry["from"] == name]) for name in folders
+    }
     content = {"summary": summaries, "forecasts": board, "hindsight": hindsight(DOCS / "transfer")}
     disk.write_whole(DOCS / "forecasts.json", json.dumps(content, indent=1) + "\n")
     disk.write_whole(DOCS / "forecasts.md", page((DOCS / "forecasts.md").read_text(), content))

@@ -48,7 +48,15 @@ FIXED_BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
 BOTTOM = 0.012
 """Excess of the log loss up to which runs of one batch give its best rate."""
 SEED = 0
-ISOFLOPS = ((1e18, 3.522), (3e18, 3.339), (1e19, 3.154), (3e19, 3.000), (1e20, 2.848), (3e20, 2.725), (1e21, 2.599))
+ISOFLOPS = (
+    (1e18, 3.522),
+    (3e18, 3.339),
+    (1e19, 3.154),
+    (3e19, 3.000),
+    (1e20, 2.848),
+    (3e20, 2.725),
+    (1e21, 2.599),
+)
 """Training FLOPs and macro losses of published mixtures of experts, at the best size of each budget."""
 ISOFLOP_GOALS = ((1e19, 1e21, 2.599), (3e20, 1e21, 2.599), (1e21, 1e23, 2.234))
 """FLOPs up to which points are used, FLOPs that are forecast, and the loss that came."""
@@ -135,7 +143,9 @@ def forecast(table: RunTable) -> list[dict[str, Any]]:
 
 
 def left_out(
-    table: RunTable, change: Callable[[RunTable], RunTable] | None = None, form: Callable[[Form], Form] | None = None
+    table: RunTable,
+    change: Callable[[RunTable], RunTable] | None = None,
+    form: Callable[[Form], Form] | None = None,
 ) -> list[dict[str, Any]]:
     """Return what the law of the other settings says of each setting, beside what came.
 
@@ -174,7 +184,9 @@ def left_out(
                 "error": round(lowest.value / came - 1, 5),
                 "inside": bool(lowest.low <= came <= lowest.high),
                 "points_inside": round(float(np.mean(inside)), 3),
-                "half_width": round(float(np.median([interval.half_width for interval in intervals])), 5),
+                "half_width": round(
+                    float(np.median([interval.half_width for interval in intervals])), 5
+                ),
                 "peak_lr": round(best.peak_lr.value, 6),
                 "batch_sequences": round(best.batch_sequences.value),
                 "lost": round(lost, 5),
@@ -235,7 +247,9 @@ def rate_exponents(table: RunTable) -> list[dict[str, Any]]:
     for batch in FIXED_BATCHES:
         places: list[tuple[float, float, float]] = []
         for parameters in np.unique(table.values["parameters"]):
-            for tokens in np.unique(table.values["tokens"][table.values["parameters"] == parameters]):
+            for tokens in np.unique(
+                table.values["tokens"][table.values["parameters"] == parameters]
+            ):
                 chosen = (
                     (table.values["parameters"] == parameters)
                     & (table.values["tokens"] == tokens)
@@ -248,12 +262,16 @@ def rate_exponents(table: RunTable) -> list[dict[str, Any]]:
                 if best is not None:
                     places.append((float(parameters), math.log2(tokens), best))
         sizes = sorted({place[0] for place in places})
-        design = np.array([[place[1] - 34] + [float(place[0] == size) for size in sizes] for place in places])
+        design = np.array(
+            [[place[1] - 34] + [float(place[0] == size) for size in sizes] for place in places]
+        )
         best_rates = np.array([place[2] for place in places])
         solution, *_ = np.linalg.lstsq(design, best_rates, rcond=None)
         freedom = len(places) - design.shape[1]
         variance = (
-            float(((design @ solution - best_rates) ** 2).sum()) / freedom * np.linalg.inv(design.T @ design)[0, 0]
+            float(((design @ solution - best_rates) ** 2).sum())
+            / freedom
+            * np.linalg.inv(design.T @ design)[0, 0]
         )
         half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
         rows.append(
@@ -329,7 +347,9 @@ def joint_regrets(table: RunTable) -> dict[str, dict[str, float]]:
         for name, rule in JOINT.items():
             lost[name].append(regret(longer, rate * ratio**rule.rate, batch * ratio**rule.batch))
         forecaster = Forecaster.of_table(table.subset(setting != index))
-        recommended = forecaster.best({axis: float(longer.values[axis][0]) for axis in ("parameters", "tokens")})
+        recommended = forecaster.best(
+            {axis: float(longer.values[axis][0]) for axis in ("parameters", "tokens")}
+        )
         assert recommended.peak_lr is not None
         assert recommended.batch_sequences is not None
         lost["this law, without the longer run's setting"].append(
@@ -380,7 +400,12 @@ def isoflop() -> list[dict[str, Any]]:
         )
         loss = Forecaster.of_table(table).best({"flops": goal}).loss
         rows.append(
-            {"upto": upto, "goal": goal, "came": came, **{k: round(v, 4) for k, v in dataclasses.asdict(loss).items()}}
+            {
+                "upto": upto,
+                "goal": goal,
+                "came": came,
+                **{k: round(v, 4) for k, v in dataclasses.asdict(loss).items()},
+            }
         )
     return rows
 
@@ -413,7 +438,9 @@ class Options:
 
 def main() -> None:
     """Make a part."""
-    options = tyro.cli(Options, prog="python -m scripts.studies.published_runs", description=__doc__)
+    options = tyro.cli(
+        Options, prog="python -m scripts.studies.published_runs", description=__doc__
+    )
     table = tables.read(options.table)
     if options.part == "forecast":
         path, content = FORECAST, forecast(table)

@@ -170,14 +170,22 @@ def _rules(result: dict[str, Any]) -> list[str]:
     for name, (exponent, source) in CLAIMS.items():
         row = result["fixed_batch"][name]
         fixed.append(
-            (f"{exponent:+g} (`{name}`)", source, f"{row['median']:.2%}", f"{row['high']:.2%}", f"{row['worst']:.2%}")
+            (
+                f"{exponent:+g} (`{name}`)",
+                source,
+                f"{row['median']:.2%}",
+                f"{row['high']:.2%}",
+                f"{row['worst']:.2%}",
+            )
         )
     joint = [("rule", "rate", "batch", "median lost", "9 in 10 below", "worst")]
     for name, row in sorted(result["joint"].items(), key=lambda pair: pair[1]["worst"]):
         rule = JOINT.get(name)
         rate = f"T^{rule.rate:g}" if rule else ""
         batch = f"T^{rule.batch:g}" if rule else ""
-        joint.append((name, rate, batch, f"{row['median']:.2%}", f"{row['high']:.2%}", f"{row['worst']:.2%}"))
+        joint.append(
+            (name, rate, batch, f"{row['median']:.2%}", f"{row['high']:.2%}", f"{row['worst']:.2%}")
+        )
     return [
         "## Which rule to use for a longer run",
         "",
@@ -250,22 +258,33 @@ def _draw(result: dict[str, Any]) -> None:
     values = np.array([row["exponent"] for row in rows])
     ends = np.array([[row["low"], row["high"]] for row in rows]).T
     errors = np.abs(ends - values)
-    left.errorbar(batches, values, errors, fmt="o", color=COLORS[0], capsize=3, label="measured, 95 %")
+    left.errorbar(
+        batches, values, errors, fmt="o", color=COLORS[0], capsize=3, label="measured, 95 %"
+    )
     left.plot(batches, [row["law"] for row in rows], "--", color=COLORS[0], label="law")
     for (name, height), color, where in zip(
-        (("Step Law +0.307", 0.307), ("Bjorck et al. -0.32", -0.32)), COLORS[1:3], ("bottom", "top"), strict=True
+        (("Step Law +0.307", 0.307), ("Bjorck et al. -0.32", -0.32)),
+        COLORS[1:3],
+        ("bottom", "top"),
+        strict=True,
     ):
         left.axhline(height, color=color, linewidth=1)
         left.text(batches[-1], height, name, color=color, ha="right", va=where, fontsize=8)
     left.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     left.set_xscale("log", base=2)
     left.set_xticks(batches, [str(batch) for batch in batches])
-    left.set(xlabel="batch (sequences)", ylabel="exponent of the best rate in tokens", ylim=(-0.6, 0.45))
+    left.set(
+        xlabel="batch (sequences)", ylabel="exponent of the best rate in tokens", ylim=(-0.6, 0.45)
+    )
     left.legend(frameon=False, fontsize=8, loc="lower right")
     drawn = [row for row in rows if row["batch_sequences"] in (64, 256, 1024)]
     for row, color, marker in zip(drawn, COLORS, "os^", strict=False):
         for size, style in ((214_663_680, "-"), (268_304_384, ":")):
-            best = sorted((point["tokens"], point["log2_lr"]) for point in row["best"] if point["parameters"] == size)
+            best = sorted(
+                (point["tokens"], point["log2_lr"])
+                for point in row["best"]
+                if point["parameters"] == size
+            )
             label = f"batch {row['batch_sequences']}, {size / 1e6:.0f} M"
             right.plot(
                 [tokens / 1e9 for tokens, _ in best],

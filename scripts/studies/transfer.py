@@ -155,11 +155,27 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [
             "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds | training |"
         ]
-        parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in record["studies"]), ""]
-        parts += [*(f"- `{study['preset']}`: {study['conclusion']}" for study in record["studies"]), ""]
-        parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
+        parts += [
+            "|---|---|---|---|---|---|---|",
+            *(_row(study) for study in record["studies"]),
+            "",
+        ]
+        parts += [
+            *(f"- `{study['preset']}`: {study['conclusion']}" for study in record["studies"]),
+            "",
+        ]
+        parts += [
+            *(_compared(entry) for entry in record["comparison"]),
+            *[""] * bool(record["comparison"]),
+        ]
         parts += ["```sh", spellings.current(record["command"]), "```", ""]
-        parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
+        parts += [
+            *(
+                f"- `{study['preset']}` ended because {study['stopped']}."
+                for study in record["studies"]
+            ),
+            "",
+        ]
     # The page's last section is about finished measurements, and is kept as it stands.
     page = OUT.with_suffix(".md").read_text()
     return "\n".join([*parts, verdicts.document(), page[page.index(SEARCHES) :]])
@@ -208,7 +224,9 @@ def judge_again(folder: Path) -> None:
     record = json.loads((folder / "transfer.json").read_text())
     rows = Rows(folder, lambda line: None)
     _, *arguments = words_of(record["command"])
-    args, rest = command_line.parse_known(planned.Transfer, planned.PROG, cli.with_file_first(arguments))
+    args, rest = command_line.parse_known(
+        planned.Transfer, planned.PROG, cli.with_file_first(arguments)
+    )
     recipe, is_relative = planned.parsed(args, rest)
     base = recipe.config.preset.base if is_relative else None
     studies, control = planned.planned(args, recipe.config, base)
@@ -226,7 +244,11 @@ def judge_again(folder: Path) -> None:
             measured.stopped = "its next seed is not trained yet"
         if analysis := measured.analysis():
             judged.append((measured, analysis))
-    about = {name: value for name, value in record.items() if name not in ("format", "studies", "comparison")}
+    about = {
+        name: value
+        for name, value in record.items()
+        if name not in ("format", "studies", "comparison")
+    }
     report.write(folder, judged, control, about)
 
 

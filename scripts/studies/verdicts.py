@@ -89,7 +89,9 @@ class Cell:
 def cells() -> list[Cell]:
     """Return the cells of all committed studies, the least noisy first; of studies with the same points one."""
     selected: dict[str, Cell] = {}
-    paths = sorted(path for folder in FOLDERS for path in (ROOT / "docs" / folder).glob("*/transfer.json"))
+    paths = sorted(
+        path for folder in FOLDERS for path in (ROOT / "docs" / folder).glob("*/transfer.json")
+    )
     for path in paths:
         for study in json.loads(path.read_text())["studies"]:
             keys = sorted({point["key"] for size in study["sizes"] for point in size["points"]})
@@ -100,13 +102,19 @@ def cells() -> list[Cell]:
             if digest not in selected and fitted > 1 and analysis.seeds > 1:
                 selected[digest] = _cell(f"{path.parent.name}, {study['preset']}", analysis, curves)
     # Presets that give the same numbers, trained under two names, are one cell.
-    alike = {tuple(round(value, 3) for value in cell.scatter): cell for cell in reversed(selected.values())}
+    alike = {
+        tuple(round(value, 3) for value in cell.scatter): cell
+        for cell in reversed(selected.values())
+    }
     return sorted(alike.values(), key=lambda cell: cell.noise)
 
 
 def curve_of(size: Mapping[str, Any]) -> Curve:
     """Return the losses of one size as its transfer.json has them."""
-    losses = {(p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"] for p in size["points"]}
+    losses = {
+        (p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"]
+        for p in size["points"]
+    }
     first = size["rates_chosen_by_seeds"]
     seeds = sorted({seed for _, seed in losses})
     every = seeds[: min(first, _least_seeds(size))]
@@ -126,7 +134,9 @@ def _least_seeds(size: Mapping[str, Any]) -> int:
 def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
     """Return the noise of one study, its sizes without an optimum left out."""
     seeds = analysis.seeds
-    columns: dict[str, list[float]] = {field: [] for field in ("curvature", "single", "tilt", "level")}
+    columns: dict[str, list[float]] = {
+        field: [] for field in ("curvature", "single", "tilt", "level")
+    }
     skews = []
     optima = []
     fitted = [index for index, fit in enumerate(analysis.fits) if not fit.trouble]
@@ -192,7 +202,9 @@ class Losses:
 
     def __call__(self, configs: Sequence[Config]) -> list[Row]:
         points = cast("Sequence[transfer.Point]", configs)
-        return [Row("", "", self._loss(point), None, None, (), 1, 0.0, "in turn") for point in points]
+        return [
+            Row("", "", self._loss(point), None, None, (), 1, 0.0, "in turn") for point in points
+        ]
 
     def _loss(self, point: transfer.Point) -> float:
         index, rate, seed = point
@@ -203,7 +215,9 @@ class Losses:
         # Of curvature 1 at its minimum, and with a third derivative of 2 * SKEW.
         bowl = 2 / SKEW**2 * (math.exp(SKEW * octaves) - SKEW * octaves - 1)
         seeds_own = cell.level[index] * by_seed[0] + cell.tilt[index] * by_seed[1] * octaves
-        return 3 + cell.curvature[index] * bowl + float(seeds_own) + cell.single[index] * float(by_run)
+        return (
+            3 + cell.curvature[index] * bowl + float(seeds_own) + cell.single[index] * float(by_run)
+        )
 
 
 def studied(cell: Cell) -> transfer.Study:
@@ -214,7 +228,9 @@ def studied(cell: Cell) -> transfer.Study:
     return Simulated(label=study.label, axis=study.axis, sizes=grown, configs=study.configs)
 
 
-def outcomes(cell: Cell, drift: float | None, trials: int, seeds: int, max_seeds: int) -> dict[str, float]:
+def outcomes(
+    cell: Cell, drift: float | None, trials: int, seeds: int, max_seeds: int
+) -> dict[str, float]:
     """Simulate studies, and return how often each verdict fell and how often the intervals held the truth.
 
     Args:
@@ -223,11 +239,15 @@ def outcomes(cell: Cell, drift: float | None, trials: int, seeds: int, max_seeds
         max_seeds: near the minima.
     """
     study = studied(cell)
-    counts = dict.fromkeys(("transfers", "drifts", "undecided", "covered", "price_covered", "seeds", "fitted"), 0.0)
+    counts = dict.fromkeys(
+        ("transfers", "drifts", "undecided", "covered", "price_covered", "seeds", "fitted"), 0.0
+    )
     for trial in range(trials):
         own = np.random.default_rng([trial, 3]).uniform(-0.5, 0.5) if drift is None else drift
         losses = Losses(cell, float(own), trial)
-        (measured,) = transfer.measure([study], losses, seeds=seeds, max_seeds=max_seeds, minutes=math.inf)
+        (measured,) = transfer.measure(
+            [study], losses, seeds=seeds, max_seeds=max_seeds, minutes=math.inf
+        )
         analysis = measured.analysis()
         if analysis is None:
             counts["undecided"] += 1
@@ -238,7 +258,10 @@ def outcomes(cell: Cell, drift: float | None, trials: int, seeds: int, max_seeds
             counts["fitted"] += 1
             counts["covered"] += analysis.drift.low <= own <= analysis.drift.high
             counts["price_covered"] += _price_is_covered(cell, analysis, losses)
-    shares = {name: round(counts[name] / trials, 4) for name in ("transfers", "drifts", "undecided", "seeds", "fitted")}
+    shares = {
+        name: round(counts[name] / trials, 4)
+        for name in ("transfers", "drifts", "undecided", "seeds", "fitted")
+    }
     for name in ("covered", "price_covered"):
         shares[name] = round(counts[name] / max(1.0, counts["fitted"]), 4)
     return shares
@@ -291,7 +314,17 @@ def document() -> str:
     record = disk.read_json(OUT)
     selected = sorted(record["cells"], key=lambda cell: cell["noise"])
     median = selected[len(selected) // 2]
-    lines = [["cell", "noise", "0: transfers", "0.22: transfers", "0.22: drifts", "0.30: transfers", "0.5: drifts"]]
+    lines = [
+        [
+            "cell",
+            "noise",
+            "0: transfers",
+            "0.22: transfers",
+            "0.22: drifts",
+            "0.30: transfers",
+            "0.5: drifts",
+        ]
+    ]
     lines[0].append("seeds at 0")
     for cell in selected:
         by_drift = cell["verdicts"]
@@ -312,7 +345,9 @@ def document() -> str:
         )  # fmt: skip
     coverage = [["seeds", "all cells", "least", "most", "price, all cells"]]
     for seeds in SEEDS:
-        coverage.append([str(seeds), *_coverage([cell["coverage"][f"{seeds}"] for cell in selected])])
+        coverage.append(
+            [str(seeds), *_coverage([cell["coverage"][f"{seeds}"] for cell in selected])]
+        )
     for drift in DRIFTS:
         row = _coverage([cell["verdicts"][f"{drift:g}"] for cell in selected])
         coverage.append([f"added until decided, drift {drift:g}", *row])
@@ -380,7 +415,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.render:
         for count, record in enumerate(_records(args.studies, args.processes, args.cells)):
             disk.write_whole(OUT, json.dumps(record, indent=1) + "\n")
-            print(f"{count + 1}: {len(record['cells'])} cells in {OUT.relative_to(ROOT)}", flush=True)
+            print(
+                f"{count + 1}: {len(record['cells'])} cells in {OUT.relative_to(ROOT)}", flush=True
+            )
     print(document())
     return 0
 
@@ -391,8 +428,14 @@ def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[st
     mean, ratio = correlation(every)
     stored = disk.read_json(OUT)["cells"] if OUT.exists() else []
     names = [cell.name for cell in every]
-    done = {cell["name"]: cell for cell in stored if cell["trials"] == trials and cell["name"] in names}
-    yield {"committed": len(every), "correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
+    done = {
+        cell["name"]: cell for cell in stored if cell["trials"] == trials and cell["name"] in names
+    }
+    yield {
+        "committed": len(every),
+        "correlation": [round(mean, 4), round(ratio, 4)],
+        "cells": list(done.values()),
+    }
     missing = [cell for cell in spread(every)[:count] if cell.name not in done]
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         futures = [pool.submit(simulated, cell, trials) for cell in missing]

@@ -72,7 +72,11 @@ def emoji(folder: Path) -> Iterator[Picture]:
         if line.startswith("# group: "):
             group = line.removeprefix("# group: ")
         codes, semicolon, status = line.partition(";")
-        if not semicolon or not status.strip().startswith("fully-qualified") or group == "Component":
+        if (
+            not semicolon
+            or not status.strip().startswith("fully-qualified")
+            or group == "Component"
+        ):
             continue
         points = [int(code, 16) for code in codes.split()]
         if any(0x1F3FB <= point <= 0x1F3FF for point in points):
@@ -83,7 +87,9 @@ def emoji(folder: Path) -> Iterator[Picture]:
             continue
         shown.add(glyph)
         name = "-".join(f"{point:x}" for point in points)
-        yield Picture(group.lower().replace(" & ", "_").replace(" ", "_"), name, bitmaps[glyph].imageData)
+        yield Picture(
+            group.lower().replace(" & ", "_").replace(" ", "_"), name, bitmaps[glyph].imageData
+        )
 
 
 def _ligatures(font: object) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -17,7 +17,15 @@ pytestmark = pytest.mark.core
 
 WIDTH = {"heads": 1.0, "kv_heads": 1.0, "embed": 1.0, "mlp": 1.0}
 BASE = {"embed": 12, "heads": 3, "kv_heads": 3, "head_dim": 4, "mlp": 24, "layers": 2}
-SIZES = {"embed": 60, "heads": 15, "kv_heads": 15, "head_dim": 4, "mlp": 120, "layers": 2, "rank": 7}
+SIZES = {
+    "embed": 60,
+    "heads": 15,
+    "kv_heads": 15,
+    "head_dim": 4,
+    "mlp": 120,
+    "layers": 2,
+    "rank": 7,
+}
 
 
 def exponents(name: str, spec: ParamSpec) -> tuple[float, ...]:
@@ -31,11 +39,17 @@ def exponents(name: str, spec: ParamSpec) -> tuple[float, ...]:
     return of(row.init_std) + a, of(row.adam) + a, of(row.sgd) + 2 * a, of(row.eps) - a
 
 
-@pytest.mark.parametrize("matrix", ["block.attention.query", "block.attention.out", "block.mlp.up", "block.mlp.down"])
+@pytest.mark.parametrize(
+    "matrix", ["block.attention.query", "block.attention.out", "block.mlp.up", "block.mlp.down"]
+)
 @pytest.mark.parametrize(
     ("names", "of_a", "of_b"),
     [
-        (("mup", "mup-half", "depth-mup", "completep", "spectral", "maximal-update"), (-1, -1, -1, 0), (0, 0, 1, -1)),
+        (
+            ("mup", "mup-half", "depth-mup", "completep", "spectral", "maximal-update"),
+            (-1, -1, -1, 0),
+            (0, 0, 1, -1),
+        ),
         (("sp",), (-0.5, 0, 0, 0), (0, 0, 0, 0)),
         (("ntk",), (-0.5, -1.5, -1.5, 0), (0, -0.5, 0, -0.5)),
     ],
@@ -69,16 +83,22 @@ def test_numbers_are_those_of_the_base_there_and_know_no_rank() -> None:
     assert mup.scales(b, grown).init_std == 0
     for name in PRESETS:
         base = None if name == "u-mup" else BASE
-        one, other = (presets.get(name, base=base).scales(b, {**SIZES, "rank": rank}) for rank in (7, 70))
+        one, other = (
+            presets.get(name, base=base).scales(b, {**SIZES, "rank": rank}) for rank in (7, 70)
+        )
         assert one == other, name
     assert mup.scales(a, grown, "muon") == mup.scales(a, grown, "adam")
-    assert presets.get("mup", base=BASE, rates={"lora_b": 16}).scales(b, grown).lr == 16  # LoRA+'s ratio, as a constant
+    assert (
+        presets.get("mup", base=BASE, rates={"lora_b": 16}).scales(b, grown).lr == 16
+    )  # LoRA+'s ratio, as a constant
 
 
 def test_forms_move_no_training() -> None:
     for spec in pair(MATRICES["block.mlp.down"]):
         for form in ("plain", "mean-field", "table-9"):
-            one, other = (presets.get("mup", base=BASE, form=f).scales(spec, SIZES) for f in (None, form))
+            one, other = (
+                presets.get("mup", base=BASE, form=f).scales(spec, SIZES) for f in (None, form)
+            )
             assert one.multiplier * one.lr == pytest.approx(other.multiplier * other.lr)
             assert one.multiplier * one.init_std == pytest.approx(other.multiplier * other.init_std)
 

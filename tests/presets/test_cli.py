@@ -29,7 +29,17 @@ def test_the_list_has_a_line_for_every_preset(capsys: pytest.CaptureFixture[str]
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict]:
     assert main(["presets", *argv, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
-    columns = ["name", "role", "group", "shape", "multiplier", "init_std", "lr", "eps", "weight_decay"]
+    columns = [
+        "name",
+        "role",
+        "group",
+        "shape",
+        "multiplier",
+        "init_std",
+        "lr",
+        "eps",
+        "weight_decay",
+    ]
     assert all(list(row) == columns for row in table)
     return {row["name"]: row for row in table}
 
@@ -57,7 +67,12 @@ def test_options_reach_the_preset(capsys: pytest.CaptureFixture[str]):
     absolute = rows(capsys, "table", "mup", "--model", "vit-tiny")
     assert absolute["readout"]["multiplier"] == 1 / 64
     assert all(row["lr"] == 1 for row in rows(capsys, *TABLE[:4], "--base", "vit-tiny").values())
-    assert rows(capsys, "table", "mup", "--model", "gpt2", "--base", "gpt2-medium")["tied_readout"]["role"] == "readout"
+    assert (
+        rows(capsys, "table", "mup", "--model", "gpt2", "--base", "gpt2-medium")["tied_readout"][
+            "role"
+        ]
+        == "readout"
+    )
 
 
 def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture[str]):
@@ -73,21 +88,38 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["table", "muup", "--model", "vit-tiny"], "no preset is named 'muup'; did you mean 'mup'?"),
-        (["table", "mup", "--model", "vit-tini"], "no model is named 'vit-tini'; did you mean vit-tiny"),
+        (
+            ["table", "muup", "--model", "vit-tiny"],
+            "no preset is named 'muup'; did you mean 'mup'?",
+        ),
+        (
+            ["table", "mup", "--model", "vit-tini"],
+            "no model is named 'vit-tini'; did you mean vit-tiny",
+        ),
         (["table", "mup", "--model", "vit-tiny", "--base", "vit"], "no model is named 'vit'"),
-        (["table", "depth-mup", "--model", "vit-tiny", "--preset.alpha-l", "0.3"], "alpha_l=0.3 is outside [0.5, 1]"),
-        (["table", "sp", "--model", "vit-tiny", "--alpha-a", "1"], "sp takes embedding_width, not alpha_a"),
+        (
+            ["table", "depth-mup", "--model", "vit-tiny", "--preset.alpha-l", "0.3"],
+            "alpha_l=0.3 is outside [0.5, 1]",
+        ),
+        (
+            ["table", "sp", "--model", "vit-tiny", "--alpha-a", "1"],
+            "sp takes embedding_width, not alpha_a",
+        ),
         (
             ["table", "mup", "--model", "vit-tiny", "--optimizer", "adagrad"],
             "mup has no rule for the optimizer 'adagrad'",
         ),
-        (["table", "mup", "--model", "gpt2", "--form", "plain"], "a tied readout has no plain form"),
+        (
+            ["table", "mup", "--model", "gpt2", "--form", "plain"],
+            "a tied readout has no plain form",
+        ),
         (["table", "mup"], "this needs --model MODEL|RECIPE|FILE"),
         (["tabel"], "no command is named 'tabel'; did you mean table?"),
     ],
 )
-def test_wrong_input_exits_2_with_one_message(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_input_exits_2_with_one_message(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["presets", *argv]) == 2
     output = capsys.readouterr()
     assert text in output.err
@@ -98,7 +130,9 @@ def test_wrong_input_exits_2_with_one_message(argv: list[str], text: str, capsys
 
 def test_a_real_process():
     done = subprocess.run(
-        [sys.executable, "-m", "presets", "table", "nope", "--model", "x"], capture_output=True, text=True
+        [sys.executable, "-m", "presets", "table", "nope", "--model", "x"],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
 
@@ -116,7 +150,13 @@ def test_limits_prints_exponents_and_verdicts(capsys: pytest.CaptureFixture[str]
 
 def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
     assert main(["presets", "compare", "mup", "mup-half", "depth-mup"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["growing", "observable", "mup", "mup-half", "depth-mup"]
+    assert capsys.readouterr().out.splitlines()[0].split() == [
+        "growing",
+        "observable",
+        "mup",
+        "mup-half",
+        "depth-mup",
+    ]
     assert main(["presets", "compare", "mup", "mup-half", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["| growing | observable | mup | mup-half |", "|---|---|---|---|"]
@@ -133,27 +173,47 @@ def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
             ["limits", "ntk", "--optimizer", "muon"],
             "ntk has no rule for the optimizer 'muon' (the paper has SGD and AdamW)",
         ),
-        (["limits", "completep", "--constant", "eps_scope=all"], "write blocks, everywhere or completed"),
+        (
+            ["limits", "completep", "--constant", "eps_scope=all"],
+            "write blocks, everywhere or completed",
+        ),
         (["limits", "ntk", "--constant", "s"], "the constant 's': write NAME=VALUE, such as s=0.5"),
         (["compare", "mup", "sq"], "no preset is named 'sq'"),
         (["compare"], "compare needs presets, such as compare mup sp"),
     ],
 )
-def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_words_of_limits_and_compare(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["presets", *argv]) == 2
     assert text in capsys.readouterr().err
 
 
 def test_branches_are_told_by_stack(capsys: pytest.CaptureFixture[str]):
     """T5 base has twice the blocks of T5 small in both stacks; three branches of a decoder's block have one factor."""
-    words = ["table", "depth-mup", "--model", "flan-t5-base", "--base", "t5-small", "--preset.alpha-l", "1.0"]
+    words = [
+        "table",
+        "depth-mup",
+        "--model",
+        "flan-t5-base",
+        "--base",
+        "t5-small",
+        "--preset.alpha-l",
+        "1.0",
+    ]
     assert main(["presets", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "of the encoder every residual branch x 0.5; of the decoder every residual branch x 0.5" in shown
+    assert (
+        "of the encoder every residual branch x 0.5; of the decoder every residual branch x 0.5"
+        in shown
+    )
     base = "layers=6,encoder_layers=3,embed=512,heads=8,kv_heads=8,head_dim=64,mlp=2048"
     assert main(["presets", *words[:5], base, *words[6:]]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "of the encoder every residual branch x 0.25; of the decoder every residual branch x 0.5" in shown
+    assert (
+        "of the encoder every residual branch x 0.25; of the decoder every residual branch x 0.5"
+        in shown
+    )
 
 
 def test_the_table_of_the_document_is_the_printed_one(capsys: pytest.CaptureFixture[str]):

@@ -37,7 +37,9 @@ EXPECTED = {
 
 
 def relative(name: str, **changes: Any) -> presets.Preset:
-    return presets.get(name, base=None if presets.get(name).baseless else BASE.base_sizes(), **changes)
+    return presets.get(
+        name, base=None if presets.get(name).baseless else BASE.base_sizes(), **changes
+    )
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -46,9 +48,14 @@ def test_a_constant_is_a_factor_at_every_size_and_nothing_else_changes(name: str
     for optimizer in plain.optimizers:
         for sizes in SIZES:
             for spec in BASE.parameters().values():
-                one, other = (dataclasses.asdict(p.scales(spec, sizes, optimizer)) for p in (plain, tuned))
+                one, other = (
+                    dataclasses.asdict(p.scales(spec, sizes, optimizer)) for p in (plain, tuned)
+                )
                 expected = EXPECTED.get(spec.group, {})
-                assert other == {c: x if c not in expected else pytest.approx(x * expected[c]) for c, x in one.items()}
+                assert other == {
+                    c: x if c not in expected else pytest.approx(x * expected[c])
+                    for c, x in one.items()
+                }
         assert verdicts.verdicts(tuned, optimizer) == verdicts.verdicts(plain, optimizer)
     assert tuned.logit_scale(SIZES[1]) == plain.logit_scale(SIZES[1])
 
@@ -62,8 +69,16 @@ def test_unused_and_1_are_bitwise_nothing():
 
 def test_independent_decay_is_scaled_by_its_constant_alone():
     readout = BASE.parameters()["readout"]
-    for constants, expected in (({"rates": {"readout": 4}}, 1.0), ({"decays": {"readout": 4}}, 4.0)):
-        assert relative("mup", **constants).scales(readout, SIZES[1], "adamw", "independent").weight_decay == expected
+    for constants, expected in (
+        ({"rates": {"readout": 4}}, 1.0),
+        ({"decays": {"readout": 4}}, 4.0),
+    ):
+        assert (
+            relative("mup", **constants)
+            .scales(readout, SIZES[1], "adamw", "independent")
+            .weight_decay
+            == expected
+        )
 
 
 @pytest.mark.parametrize("form", ["plain", "mean-field", "table-9"])
@@ -72,11 +87,18 @@ def test_constants_are_the_same_factors_in_every_form(form: Any):
     for spec in BASE.parameters().values():
         one, other = (dataclasses.asdict(p.scales(spec, SIZES[1], "sgd")) for p in (plain, tuned))
         for column, value in one.items():
-            assert other[column] == pytest.approx(value * EXPECTED.get(spec.group, {}).get(column, 1.0)), spec.group
+            assert other[column] == pytest.approx(
+                value * EXPECTED.get(spec.group, {}).get(column, 1.0)
+            ), spec.group
 
 
 def test_an_exponent_is_1_at_the_base_and_a_power_of_the_axis_elsewhere():
-    constants = {"rates.readout^embed": -0.5, "stds.mlp_out^layers": -0.5, "eps.all^embed": 1.0, "eps.key": 3.0}
+    constants = {
+        "rates.readout^embed": -0.5,
+        "stds.mlp_out^layers": -0.5,
+        "eps.all^embed": 1.0,
+        "eps.key": 3.0,
+    }
     plain, tuned = relative("sp"), relative("sp", **constants)
     for spec in BASE.parameters().values():
         for sizes, wide, deep in ((SIZES[0], 1.0, 1.0), (SIZES[1], 4.0, 3.0)):
@@ -86,7 +108,9 @@ def test_an_exponent_is_1_at_the_base_and_a_power_of_the_axis_elsewhere():
                 factors |= {"lr": wide**-0.5, "weight_decay": wide**0.5}
             if spec.group == "block.mlp_out":
                 factors |= {"init_std": deep**-0.5}
-            assert other == pytest.approx({c: x * factors.get(c, 1.0) for c, x in one.items()}), spec.group
+            assert other == pytest.approx({c: x * factors.get(c, 1.0) for c, x in one.items()}), (
+                spec.group
+            )
 
 
 def test_a_deviation_may_be_0():
@@ -102,9 +126,18 @@ def test_every_group_of_every_model_is_a_name():
 @pytest.mark.parametrize(
     ("constants", "message"),
     [
-        ({"rates.reedout": 4}, r"rates\.reedout: no parameter group is named 'reedout'; did you mean 'readout'\?"),
-        ({"rate.readout": 4}, r"no constant is named 'rate\.readout'; did you mean 'rates\.readout'\?"),
-        ({"readout.rates": 4}, r"no constant is named 'readout\.rates'; did you mean 'rates\.readout'\?"),
+        (
+            {"rates.reedout": 4},
+            r"rates\.reedout: no parameter group is named 'reedout'; did you mean 'readout'\?",
+        ),
+        (
+            {"rate.readout": 4},
+            r"no constant is named 'rate\.readout'; did you mean 'rates\.readout'\?",
+        ),
+        (
+            {"readout.rates": 4},
+            r"no constant is named 'readout\.rates'; did you mean 'rates\.readout'\?",
+        ),
         ({"rates.readout": 0}, r"rates\.readout=0: write a number from 1e-30 to 1e30, such as"),
         ({"rates.readout^width": 1}, r"rates\.readout\^width: no logical axis is named 'width'"),
         ({"rates.readout^embed": "wide"}, r"rates\.readout\^embed=wide: write an exponent"),
@@ -113,7 +146,10 @@ def test_every_group_of_every_model_is_a_name():
         ({"rates.readout": "nan"}, r"rates\.readout=nan: write a number"),
         ({"stds.readout": "big"}, r"stds\.readout=big: write 0, or a number"),
         ({"rates": 4}, r"mup takes alpha_a, .*, not rates"),
-        ({"zero_readout": True, "stds": {"readout": 2}}, r"stds\.readout changes nothing: the readout starts at zero"),
+        (
+            {"zero_readout": True, "stds": {"readout": 2}},
+            r"stds\.readout changes nothing: the readout starts at zero",
+        ),
     ],
 )
 def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], message: str):
@@ -130,15 +166,31 @@ def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], mes
         ),
         ("stds.block.query.bias 2", "stds.block.query.bias: the model has no parameters"),
         ("stds.block.mlp_in.bias 2", "stds.block.mlp_in.bias changes nothing: biases start at 0"),
-        ("decays.norm_gain 2", "decays.norm_gain changes nothing: mup does not decay gains and biases"),
-        ("rates.query 2 --preset.rates.block.query 2", "rates.query and rates.block.query name one group; write one"),
-        ("rates.readout 2", "a tied readout has only a multiplier of its own; write rates.token_embedding"),
+        (
+            "decays.norm_gain 2",
+            "decays.norm_gain changes nothing: mup does not decay gains and biases",
+        ),
+        (
+            "rates.query 2 --preset.rates.block.query 2",
+            "rates.query and rates.block.query name one group; write one",
+        ),
+        (
+            "rates.readout 2",
+            "a tied readout has only a multiplier of its own; write rates.token_embedding",
+        ),
         ("rates.readout", "--preset.rates.readout needs a value after it"),
-        ("rates.readout 2 --preset.constants rates.readout=3", "rates.readout is given twice, as 3 and 2"),
+        (
+            "rates.readout 2 --preset.constants rates.readout=3",
+            "rates.readout is given twice, as 3 and 2",
+        ),
     ],
 )
-def test_a_group_that_the_model_does_not_have_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]):
-    biased = "stds.block.query.bias" not in words  # gpt2 has biases and ties its readout, lm-tiny neither
+def test_a_group_that_the_model_does_not_have_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    biased = (
+        "stds.block.query.bias" not in words
+    )  # gpt2 has biases and ties its readout, lm-tiny neither
     argv = f"table mup --model {'gpt2' if biased else 'lm-tiny'} --preset.{words}"
     assert main(["presets", *argv.split()]) == 2
     assert message in capsys.readouterr().err
@@ -155,9 +207,7 @@ def test_control_what_the_same_models_do_have(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_table_shows_them_by_group(capsys: pytest.CaptureFixture[str]):
-    table = (
-        "table mup --model lm-tiny --base lm-proxy --preset.rates.readout 4 --preset.stds.token-embedding=0.5 --json"
-    )
+    table = "table mup --model lm-tiny --base lm-proxy --preset.rates.readout 4 --preset.stds.token-embedding=0.5 --json"
     for extra in ("", " --constant c_a=0.5"):
         assert main(["presets", *(table + extra).split()]) == 0
         rows = {row["group"]: row for row in json.loads(capsys.readouterr().out)}
@@ -179,6 +229,10 @@ def test_the_table_shows_them_by_group(capsys: pytest.CaptureFixture[str]):
         )
         == 0
     )
-    rules = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    rules = {
+        line.split()[0]: line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip()
+    }
     assert rules["readout"][-3:] == ["4", "D^-1", "yes"]
     assert rules["block.query"][-1] == "no"

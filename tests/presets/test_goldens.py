@@ -20,7 +20,9 @@ def test_every_table_is_the_committed_one():
     assert texts.keys() == {path.name for path in goldens.FOLDER.glob("*.txt")}
     for name, text in texts.items():
         before, after = (goldens.FOLDER / name).read_text().splitlines(), text.splitlines()
-        changed = "\n".join(difflib.unified_diff(before, after, "committed", "computed", lineterm="", n=0))
+        changed = "\n".join(
+            difflib.unified_diff(before, after, "committed", "computed", lineterm="", n=0)
+        )
         assert not changed, f"{name}; if this is meant, run `python -m scripts.goldens`\n{changed}"
 
 
@@ -30,10 +32,18 @@ def test_every_preset_family_and_exponent_pair_is_there():
     for family in goldens.MODELS:
         pairs = (goldens.FOLDER / f"pairs-depth-mup-{family}-sgd.txt").read_text()
         assert pairs.count("depth-mup alpha_a=") == 9
-        assert all(f"alpha_a={a} alpha_l={b}" in pairs for a in ("0.5", "0.75", "1") for b in ("0.5", "0.75", "1"))
+        assert all(
+            f"alpha_a={a} alpha_l={b}" in pairs
+            for a in ("0.5", "0.75", "1")
+            for b in ("0.5", "0.75", "1")
+        )
     for name in ("tied-adam.txt", "tied-encoder-decoder-adam.txt"):
         tied = (goldens.FOLDER / name).read_text()
-        ends = [line.split()[0].rstrip(",:") for line in tied.splitlines() if line.endswith(("; adam", "untie it"))]
+        ends = [
+            line.split()[0].rstrip(",:")
+            for line in tied.splitlines()
+            if line.endswith(("; adam", "untie it"))
+        ]
         assert ends == list(PRESETS)
         assert tied.count("a tied readout would need two rates") == 2
 
@@ -45,7 +55,9 @@ def test_the_tables_of_an_encoder_decoder_have_its_stacks_and_what_reads_the_mem
         line.partition(" branch")[0] + " branch" for line in table
     }
     for name in ("query", "key", "value", "attention_out"):
-        own, cross, encoder = (rows[f"{part}{name}"] for part in ("block.", "block.cross.", "encoder.block."))
+        own, cross, encoder = (
+            rows[f"{part}{name}"] for part in ("block.", "block.cross.", "encoder.block.")
+        )
         columns = [text.split("; ") for text in (own, cross, encoder)]
         fan_in = "D_e" if name in ("key", "value") else columns[0][1].partition("^")[0]
         assert columns[1][1].startswith(fan_in)
@@ -71,6 +83,8 @@ def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.Monk
     monkeypatch.setitem(PRESETS, "mup", broken)
     text = dict(goldens.goldens())["mup-decoder-adam.txt"]
     committed = (goldens.FOLDER / "mup-decoder-adam.txt").read_text()
-    changed = [line for line in difflib.ndiff(committed.splitlines(), text.splitlines()) if line[0] in "+-"]
+    changed = [
+        line for line in difflib.ndiff(committed.splitlines(), text.splitlines()) if line[0] in "+-"
+    ]
     assert len(changed) == 2
     assert all("block.mlp_out:" in line for line in changed)

@@ -55,7 +55,9 @@ def at(batch: float, tokens: float = 1.0) -> dict[str, float]:
     return {"batch": batch, "tokens": tokens}
 
 
-def ours(name: str, ratios: dict[str, float], numbers: dict[str, Any] = BASE, **how: Any) -> dict[str, Any]:
+def ours(
+    name: str, ratios: dict[str, float], numbers: dict[str, Any] = BASE, **how: Any
+) -> dict[str, Any]:
     return scaled(name, ratios, "adamw", numbers, **how)
 
 
@@ -77,15 +79,21 @@ def test_a_rule_changes_nothing_at_the_base_composes_and_inverts(name: str):
     assert ours(name, at(1)) == BASE  # to the bit
     for decay in ("coupled", "independent"):
         there = ours(name, at(2, 4), decay=decay)
-        assert ours(name, at(2, 0.5), there, decay=decay) == pytest.approx(ours(name, at(4, 2), decay=decay), rel=1e-12)
+        assert ours(name, at(2, 0.5), there, decay=decay) == pytest.approx(
+            ours(name, at(4, 2), decay=decay), rel=1e-12
+        )
         assert ours(name, at(0.5, 0.25), there, decay=decay) == pytest.approx(BASE, rel=1e-12)
 
 
 @pytest.mark.parametrize("decay", ["coupled", "independent"])
-@pytest.mark.parametrize(("name", "tokens"), [("sde", 1.0), ("complete-d", 1.0), ("complete-d", 8.0)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("sde", 1.0), ("complete-d", 1.0), ("complete-d", 8.0)]
+)
 def test_the_decay_averages_over_the_same_share_of_the_run(name: str, tokens: float, decay: str):
     def share(batch: float, tokens: float, numbers: dict[str, Any]) -> float:
-        return timescale(numbers["peak_lr"], numbers["weight_decay"], round(4096 * tokens / batch), decay)
+        return timescale(
+            numbers["peak_lr"], numbers["weight_decay"], round(4096 * tokens / batch), decay
+        )
 
     for batch in (1 / 8, 4.0):
         there = share(batch, tokens, ours(name, at(batch, tokens), decay=decay))
@@ -105,8 +113,12 @@ def test_noise_and_drift_of_adam_are_kept():
     """The time of the SDE is lr^2 times steps, and the betas average over so much of it: both stay."""
     there = ours("sde", at(4))
     for number in ("b1", "b2"):
-        assert there["peak_lr"] ** 2 / (1 - there[number]) == pytest.approx(BASE["peak_lr"] ** 2 / (1 - BASE[number]))
-    assert there["peak_lr"] ** 2 / 4 == pytest.approx(BASE["peak_lr"] ** 2)  # a quarter of the steps, the same time
+        assert there["peak_lr"] ** 2 / (1 - there[number]) == pytest.approx(
+            BASE["peak_lr"] ** 2 / (1 - BASE[number])
+        )
+    assert there["peak_lr"] ** 2 / 4 == pytest.approx(
+        BASE["peak_lr"] ** 2
+    )  # a quarter of the steps, the same time
 
 
 def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **numbers: Any) -> str:
@@ -129,18 +141,27 @@ def test_refusals_name_the_rule_and_what_to_write():
     assert "below 10, or a base nearer" in refusal("sde", at(16))
     assert "b2 would be" in refusal("complete-d", at(1, 0.04), b1=0.99)
     for optimizer in ("sgd", "momentum", "muon", "lion"):
-        assert f"the joint rule sde is for adam and says nothing about {optimizer}" in refusal("sde", at(2), optimizer)
+        assert f"the joint rule sde is for adam and says nothing about {optimizer}" in refusal(
+            "sde", at(2), optimizer
+        )
     assert scaled("none", at(2), "muon", BASE) == BASE
     with pytest.raises(PresetError, match="sde3 does not exist; did you mean sde"):
         rule("sde3")
-    with pytest.raises(PresetError, match="step-law is only shown, beside rules that contradict it"):
+    with pytest.raises(
+        PresetError, match="step-law is only shown, beside rules that contradict it"
+    ):
         rule("step-law")
     scaled("sde", at(9.99), "adamw", BASE)  # the control: just inside
     scaled("sde", at(1), "adamw", {**BASE, "b1": 0.0})
 
 
 def test_cautions_are_said_outside_the_tested_range_only():
-    assert rule("sde").cautions(at(16)) == rule("sde").cautions(at(1 / 16)) == rule("none").cautions(at(1)) == []
+    assert (
+        rule("sde").cautions(at(16))
+        == rule("sde").cautions(at(1 / 16))
+        == rule("none").cautions(at(1))
+        == []
+    )
     (far,) = rule("sde").cautions(at(17))
     assert "17 times the base's batch, and it was tested from 0.0625 to 16 times" in far
     assert "says nothing about tokens" in rule("sde").cautions(at(1, 2))[0]
@@ -155,20 +176,30 @@ def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
         assert each.status in out
     assert "factors at B = 8, T = 8" in out
     assert re.search(r"(?m)^sde +2\.83 +2\.83 +0\.354 +8 +8 +1$", out)
-    assert "caution: the joint rule sde: 8 times the base's tokens, and it says nothing about tokens" in out
+    assert (
+        "caution: the joint rule sde: 8 times the base's tokens, and it says nothing about tokens"
+        in out
+    )
     assert main(["presets", "joint", "--batch", "8:128"]) == 0
     assert "b1 would be 1 - 16 x 0.1" in capsys.readouterr().out
     assert main(["presets", "joint", "--batch", "8:128", "--b1", "0.95", "--b2", "0.99"]) == 0
     assert "would be" not in capsys.readouterr().out
     assert main(["presets", "joint", "--json", "--batch", "1:4"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert (rows["sde"]["lr"], rows["sde"]["factors"]["eps"], rows["linear"]["eps"]) == ("B^0.5", 0.5, None)
+    assert (rows["sde"]["lr"], rows["sde"]["factors"]["eps"], rows["linear"]["eps"]) == (
+        "B^0.5",
+        0.5,
+        None,
+    )
 
 
 @pytest.mark.parametrize("text", ["8", "8:x", "0:4", "1:inf", "8:64:2", ""])
 def test_the_command_refuses_what_is_no_ratio(text: str, capsys: pytest.CaptureFixture[str]):
     assert main(["presets", "joint", "--batch", text]) == 2
-    assert f"--batch is {text}; write FROM:TO with two numbers above 0, as 8:64" in capsys.readouterr().err
+    assert (
+        f"--batch is {text}; write FROM:TO with two numbers above 0, as 8:64"
+        in capsys.readouterr().err
+    )
 
 
 def test_every_number_has_a_column_and_every_column_a_number():

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.core
 
 def test_moved_is_the_table_of_section_1():
     rule = Rule(
-        multiplier=axis("embed"), init_std=axis("mlp"), sgd=axis("heads"), adam=axis("layers"), eps=axis("patch")
+        multiplier=axis("embed"),
+        init_std=axis("mlp"),
+        sgd=axis("heads"),
+        adam=axis("layers"),
+        eps=axis("patch"),
     )
     rule = dataclasses.replace(rule, muon=axis("head_dim"))
     theta_ = Power(3.0, (("vocab", 1.0),))
@@ -28,13 +32,27 @@ def test_moved_is_the_table_of_section_1():
         change = getattr(moved, column) / getattr(rule, column)
         assert change.exponents == (("vocab", float(power)),), column
         assert change.coefficient == pytest.approx(3.0**power), column
-    ratios = {"vocab": 2.0, "embed": 5.0, "mlp": 7.0, "heads": 11.0, "layers": 13.0, "patch": 17.0, "head_dim": 19.0}
+    ratios = {
+        "vocab": 2.0,
+        "embed": 5.0,
+        "mlp": 7.0,
+        "heads": 11.0,
+        "layers": 13.0,
+        "patch": 17.0,
+        "head_dim": 19.0,
+    }
     for family in ("adam", "sgd", "muon", "lion"):
         one: Any
         other: Any
-        one, other = rule.factors(ratios, {}, family, "coupled"), moved.factors(ratios, {}, family, "coupled")
+        one, other = (
+            rule.factors(ratios, {}, family, "coupled"),
+            moved.factors(ratios, {}, family, "coupled"),
+        )
         assert one.lr * one.weight_decay == pytest.approx(other.lr * other.weight_decay)
-        one, other = rule.factors(ratios, {}, family, "independent"), moved.factors(ratios, {}, family, "independent")
+        one, other = (
+            rule.factors(ratios, {}, family, "independent"),
+            moved.factors(ratios, {}, family, "independent"),
+        )
         assert one.weight_decay == other.weight_decay == 1
 
 
@@ -45,19 +63,37 @@ def test_tables_3_8_and_9_of_tensor_programs_5():
     readout = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
     bias = ParamSpec(role=Role.BIAS, axes=("mlp",), of=Role.HIDDEN)
     tables: dict[presets.Form, dict[ParamSpec, tuple]] = {
-        "plain": {token: (0, 0, 1, 0), bias: (0, 0, 1, 0), readout: (0, -1, -1, -1), hidden: (0, -0.5, 0, -1)},
+        "plain": {
+            token: (0, 0, 1, 0),
+            bias: (0, 0, 1, 0),
+            readout: (0, -1, -1, -1),
+            hidden: (0, -0.5, 0, -1),
+        },
         "readout-multiplier": {
             token: (0, 0, 1, 0),
             bias: (0, 0, 1, 0),
             readout: (-1, 0, 1, 0),
             hidden: (0, -0.5, 0, -1),
         },
-        "table-9": {token: (0.5, -0.5, 0, -0.5), readout: (-0.5, -0.5, 0, -0.5), hidden: (0, -0.5, 0, -1)},
+        "table-9": {
+            token: (0.5, -0.5, 0, -0.5),
+            readout: (-0.5, -0.5, 0, -0.5),
+            hidden: (0, -0.5, 0, -1),
+        },
     }
     tables["table-9"][bias] = (0.5, -0.5, 0, -0.5)
     for (form, rows), width in itertools.product(tables.items(), (3, 7)):
-        preset = presets.get("mup", base={"embed": 1, "mlp": 1, "heads": 1, "kv_heads": 1, "head_dim": 1}, form=form)
-        sizes = {"embed": width, "mlp": width, "heads": 1, "kv_heads": 1, "head_dim": width, "vocab": 5}
+        preset = presets.get(
+            "mup", base={"embed": 1, "mlp": 1, "heads": 1, "kv_heads": 1, "head_dim": 1}, form=form
+        )
+        sizes = {
+            "embed": width,
+            "mlp": width,
+            "heads": 1,
+            "kv_heads": 1,
+            "head_dim": width,
+            "vocab": 5,
+        }
         for spec, exponents in rows.items():
             sgd, adam = (preset.factors(spec, sizes, name) for name in ("sgd", "adam"))
             factors = (sgd.multiplier, sgd.init_std, sgd.lr, adam.lr)
@@ -70,8 +106,16 @@ def test_mean_field_form_is_the_papers_model_block():
     n, h, depth, sizes, specs = 5, 3, 7, model.sizes(), model.parameters()
     for aa, al, gamma0 in itertools.product((0.5, 0.75, 1.0), (0.5, 1.0), (1.0, 0.25)):
         preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
-        adam = {name: preset.scales(spec, sizes, "adam") for name, spec in specs.items() if spec.role is not Role.BIAS}
-        sgd = {name: preset.scales(spec, sizes, "sgd") for name, spec in specs.items() if spec.role is not Role.BIAS}
+        adam = {
+            name: preset.scales(spec, sizes, "adam")
+            for name, spec in specs.items()
+            if spec.role is not Role.BIAS
+        }
+        sgd = {
+            name: preset.scales(spec, sizes, "sgd")
+            for name, spec in specs.items()
+            if spec.role is not Role.BIAS
+        }
         multipliers = {
             "value": (n * h) ** -0.5,
             "out": (n * h) ** -0.5,
@@ -86,4 +130,6 @@ def test_mean_field_form_is_the_papers_model_block():
         for name, spec in specs.items():
             if spec.in_block and spec.fan_in:
                 assert adam[name].lr == pytest.approx((n * h) ** -0.5 * depth ** (al - 1)), name
-                assert sgd[name].lr == pytest.approx(gamma0**2 * n * h * depth ** (2 * al - 1)), name
+                assert sgd[name].lr == pytest.approx(gamma0**2 * n * h * depth ** (2 * al - 1)), (
+                    name
+                )

@@ -15,7 +15,16 @@ from tests.fixtures.calls import calls, calls_of_process
 
 pytestmark = pytest.mark.core
 
-BASE = ViTConfig(width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, num_classes=5, qk_norm=True)
+BASE = ViTConfig(
+    width=6,
+    num_heads=3,
+    depth=2,
+    image_size=4,
+    patch_size=2,
+    channels=1,
+    num_classes=5,
+    qk_norm=True,
+)
 GROWN = dataclasses.replace(BASE, width=20, num_heads=5, depth=7)
 TOKENS = DecoderConfig(width=6, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=False)
 
@@ -30,24 +39,42 @@ class Relative(Preset):
         return super().base_values(spec, sizes).times(self.at_base.get(spec.group, Scales()))
 
 
-def relative_to(absolute: Preset, base: Mapping[str, int], specs: Iterable[ParamSpec], optimizer: str) -> Preset:
+def relative_to(
+    absolute: Preset, base: Mapping[str, int], specs: Iterable[ParamSpec], optimizer: str
+) -> Preset:
     """An absolute preset as a relative one, its constants the absolute factors at the base."""
-    ratios, fields = absolute.ratios(base), {f.name: getattr(absolute, f.name) for f in dataclasses.fields(absolute)}
+    ratios, fields = (
+        absolute.ratios(base),
+        {f.name: getattr(absolute, f.name) for f in dataclasses.fields(absolute)},
+    )
     logits, branch = absolute.logits(ratios) * base["head_dim"] ** 0.5, absolute.branch(ratios)
     fields |= {"base": base, "logits": dataclasses.replace(absolute.logits, coefficient=logits)}
-    relative = Relative(**{**fields, "branch": dataclasses.replace(absolute.branch, coefficient=branch)})
+    relative = Relative(
+        **{**fields, "branch": dataclasses.replace(absolute.branch, coefficient=branch)}
+    )
     constants: dict[str, Scales] = {}
     for spec in specs:
-        one, other = (dataclasses.asdict(p.scales(spec, base, optimizer)) for p in (absolute, relative))
+        one, other = (
+            dataclasses.asdict(p.scales(spec, base, optimizer)) for p in (absolute, relative)
+        )
         # Where both are 0 (a bias' std, a decay that is off) the ratio is 1.
-        values = Scales(**{name: 1.0 if one[name] == other[name] == 0 else one[name] / other[name] for name in one})
+        values = Scales(
+            **{
+                name: 1.0 if one[name] == other[name] == 0 else one[name] / other[name]
+                for name in one
+            }
+        )
         of_group = dataclasses.asdict(constants.setdefault(spec.group, values))
-        assert dataclasses.asdict(values) == pytest.approx(of_group, rel=1e-9), f"parameters of {spec.group} differ"
+        assert dataclasses.asdict(values) == pytest.approx(of_group, rel=1e-9), (
+            f"parameters of {spec.group} differ"
+        )
     return dataclasses.replace(relative, at_base=constants)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
-@pytest.mark.parametrize("constants", [{}, {"alpha_a": 0.5, "alpha_l": 0.75, "gamma0": 0.25, "beta0": 4.0}])
+@pytest.mark.parametrize(
+    "constants", [{}, {"alpha_a": 0.5, "alpha_l": 0.75, "gamma0": 0.25, "beta0": 4.0}]
+)
 def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str):
     absolute = presets.get("depth-mup", **constants)
     specs, base = BASE.parameters(), BASE.sizes()
@@ -56,9 +83,9 @@ def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str)
         sizes = model.sizes()
         for name, spec in specs.items():
             expected = dataclasses.asdict(absolute.scales(spec, sizes, optimizer))
-            assert dataclasses.asdict(relative.scales(spec, sizes, optimizer)) == pytest.approx(expected, rel=1e-12), (
-                name
-            )
+            assert dataclasses.asdict(relative.scales(spec, sizes, optimizer)) == pytest.approx(
+                expected, rel=1e-12
+            ), name
         assert relative.logit_scale(sizes) == pytest.approx(absolute.logit_scale(sizes), rel=1e-12)
         assert relative.residual_scale(sizes, 0, "mlp") == pytest.approx(
             absolute.residual_scale(sizes, 0, "mlp"), rel=1e-12
@@ -79,13 +106,16 @@ def test_tied_readouts():
     sizes = {**GROWN.sizes(), "vocab": 11}
     for name, exponent in (("mup", -1), ("sp", -0.5)):
         preset = presets.get(name, base=BASE.base_sizes())
-        assert preset.scales(tied, sizes).multiplier == pytest.approx(6**-0.5 * (20 / 6) ** exponent)
+        assert preset.scales(tied, sizes).multiplier == pytest.approx(
+            6**-0.5 * (20 / 6) ** exponent
+        )
     mup = presets.get("mup", base=BASE.base_sizes())
     for optimizer in ("adam", "sgd"):
         one, other = mup.factors(tied, sizes, optimizer), mup.factors(embedding, sizes, optimizer)
         assert (one.lr, one.eps) == (other.lr, other.eps)
     with pytest.raises(
-        PresetError, match=r"mup: a tied readout has no plain form, its table is the token embedding's; write form"
+        PresetError,
+        match=r"mup: a tied readout has no plain form, its table is the token embedding's; write form",
     ):
         mup.with_form("plain").scales(tied, sizes)
     # The readout acts on the table as it acts in the embedding, multiplier included.
@@ -110,28 +140,44 @@ def test_a_base_is_a_mapping_a_text_or_a_config():
 
 def test_errors_say_what_to_write_instead():
     cases = {
-        r"no preset is named 'muup'; did you mean 'mup'\? the presets are sp, mup": lambda: presets.get("muup"),
+        r"no preset is named 'muup'; did you mean 'mup'\? the presets are sp, mup": lambda: (
+            presets.get("muup")
+        ),
         r"depth-mup: alpha_l=0.3 is outside \[0.5, 1\], where the limit exists; write a value from 0.5 to 1": (
             lambda: presets.get("depth-mup", alpha_l=0.3)
         ),
         r"mup: alpha_a=1.5 is outside \[0.5, 1\]": lambda: presets.get("mup", alpha_a=1.5),
-        r"mup: gamma0=0 must be positive; write a number above 0": lambda: presets.get("mup", gamma0=0.0),
+        r"mup: gamma0=0 must be positive; write a number above 0": lambda: presets.get(
+            "mup", gamma0=0.0
+        ),
         r"mup takes alpha_a, .*, not width": lambda: presets.get("mup", width=3),
-        r"sp takes embedding_width, not alpha_a; alpha_a is a constant of mup": lambda: presets.get("sp", alpha_a=1.0),
-        r"base width=8: write a logical axis \(layers, embed": lambda: presets.get("mup", base={"width": 8}),
+        r"sp takes embedding_width, not alpha_a; alpha_a is a constant of mup": lambda: presets.get(
+            "sp", alpha_a=1.0
+        ),
+        r"base width=8: write a logical axis \(layers, embed": lambda: presets.get(
+            "mup", base={"width": 8}
+        ),
         r"base embed=0: .* and a size of at least 1": lambda: presets.get("mup", base={"embed": 0}),
-        r"base embd=8: .* and a size of at least 1; did you mean 'embed'\?": lambda: presets.get("mup", base="embd=8"),
-        r"base embed=8: .* and a size of at least 1": lambda: presets.get("mup", base={"embed": "8"}),  # pyright: ignore
+        r"base embd=8: .* and a size of at least 1; did you mean 'embed'\?": lambda: presets.get(
+            "mup", base="embd=8"
+        ),
+        r"base embed=8: .* and a size of at least 1": lambda: presets.get(
+            "mup", base={"embed": "8"}
+        ),  # pyright: ignore
         r"base 'gpt2' is no sizes, .*; write base='embed=64,layers=2', or base=mupax.zoo.get\('gpt2'\)": (
             lambda: presets.get("mup", base="gpt2")
         ),
-        r"base is a int; write its sizes, such as base=\{'embed': 64": lambda: presets.get("mup", base=64),  # pyright: ignore
+        r"base is a int; write its sizes, such as base=\{'embed': 64": lambda: presets.get(
+            "mup", base=64
+        ),  # pyright: ignore
         r"a preset is named by a text, not 3; the presets are sp, mup": lambda: presets.get(3),  # pyright: ignore
         r"role 'quary' is no Role; write Role.QUERY": lambda: ParamSpec(role="quary", axes=()),  # pyright: ignore
         r"norm_gain: axes is the text 'embed'; write axes=\('embed',\)": (
             lambda: ParamSpec(role=Role.NORM_GAIN, axes="embed")  # pyright: ignore
         ),
-        r"'query' is no declaration; write ParamSpec\(": lambda: presets.get("mup").scales("query", {}),  # pyright: ignore
+        r"'query' is no declaration; write ParamSpec\(": lambda: presets.get("mup").scales(
+            "query", {}
+        ),  # pyright: ignore
         r"no form is named 'flat'; write 'plain', 'readout-multiplier', 'mean-field', 'table-9'": (
             lambda: presets.get("mup", form="flat")  # pyright: ignore[reportArgumentType]
         ),
@@ -140,7 +186,8 @@ def test_errors_say_what_to_write_instead():
         ),
         r"axis 'embed' has no size|needs the size of axis 'embed'": (
             lambda: presets.get("mup").scales(
-                ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)), {"vocab": 3}
+                ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
+                {"vocab": 3},
             )
         ),
         r"query: no logical axis is named 'embeds'; did you mean 'embed'": (
@@ -149,7 +196,9 @@ def test_errors_say_what_to_write_instead():
         r"query: fan_in 'mlp' is not one of the axes": lambda: ParamSpec(
             role=Role.QUERY, axes=("embed",), fan_in=("mlp",)
         ),
-        r"hidden: a matrix needs fan_in": lambda: ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp")),
+        r"hidden: a matrix needs fan_in": lambda: ParamSpec(
+            role=Role.HIDDEN, axes=("embed", "mlp")
+        ),
     }
     for text, wrong in cases.items():
         with pytest.raises(PresetError, match=text):
@@ -178,7 +227,13 @@ def test_presets_import_quickly_and_without_jax_numpy_or_tyro():
 def test_a_7b_decoder_resolves_in_some_hundred_calls_a_parameter():
     """Every parameter of 32 blocks as its own spec, as a model that stacks nothing has them."""
     model = dataclasses.replace(
-        CONFIGS["gpt2"], width=4096, num_heads=32, depth=32, mlp_ratio=2.6875, activation="swiglu", tied=False
+        CONFIGS["gpt2"],
+        width=4096,
+        num_heads=32,
+        depth=32,
+        mlp_ratio=2.6875,
+        activation="swiglu",
+        tied=False,
     )
     one_stack, sizes = list(model.parameters().values()), model.sizes()
     specs = [spec for spec in one_stack for _ in range(32 if spec.in_block else 1)]

@@ -57,7 +57,11 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def commandless(name: str, text: str) -> list[str]:
     """Return the commands of a text that are neither in scripts/ nor of a commit."""
-    return [f"{name}: {module}" for module, commit in COMMAND.findall(text) if not commit and not is_there(module)]
+    return [
+        f"{name}: {module}"
+        for module, commit in COMMAND.findall(text)
+        if not commit and not is_there(module)
+    ]
 
 
 def records_of_a_commit() -> dict[str, tuple[str, str]]:
@@ -98,7 +102,9 @@ def test_commits_have_the_commands() -> None:
         pytest.skip("the history is not here")
     places = {f"{commit}:{path_of(module)}" for module, commit in records_of_a_commit().values()}
     for _, text in texts():
-        places |= {f"{commit}:{path_of(module)}" for module, commit in COMMAND.findall(text) if commit}
+        places |= {
+            f"{commit}:{path_of(module)}" for module, commit in COMMAND.findall(text) if commit
+        }
     objects = subprocess.run(
         ["git", "cat-file", "--batch-check"],
         cwd=ROOT,
@@ -169,7 +175,9 @@ def test_the_page_says_of_images_what_their_record_says_and_no_optimizer_wins() 
 # Vision
 
 
-def by_arm(rows: Sequence[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+def by_arm(
+    rows: Sequence[dict[str, Any]], *keys: str
+) -> dict[tuple[str, ...], list[dict[str, Any]]]:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -200,7 +208,8 @@ def test_the_page_of_vision_has_the_best_rate_of_every_arm() -> None:
         of_rate = by_arm(rows, "rate")
         shared = set.intersection(*({row["seed"] for row in group} for group in of_rate.values()))
         means = {
-            rate: average([row for row in group if row["seed"] in shared], "loss") for (rate,), group in of_rate.items()
+            rate: average([row for row in group if row["seed"] in shared], "loss")
+            for (rate,), group in of_rate.items()
         }
         rate = min(means, key=lambda rate: means[rate])
         best = of_rate[(rate,)]
@@ -237,7 +246,9 @@ def test_the_page_of_experts_has_the_best_rate_of_both_models() -> None:
 
 def test_the_page_of_fine_tuning_has_the_means_of_its_rows() -> None:
     names = {"full": "everything", "adapters": "adapters of rank 4"}
-    for (preset, width, arm), rows in by_arm(record("finetuning.json")["rows"], "preset", "width", "arm").items():
+    for (preset, width, arm), rows in by_arm(
+        record("finetuning.json")["rows"], "preset", "width", "arm"
+    ).items():
         of_rate = by_arm([row for row in rows if row["octaves"] is not None], "octaves")
         means = [average(of_rate[octaves], "loss") for octaves in sorted(of_rate)]
         cells = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
@@ -258,7 +269,10 @@ def test_both_searches_find_what_the_grids_find_for_less() -> None:
     frugal = searches["frugal"]
     apart = max(abs(row["frugal"] - row["grid"]) for row in frugal["rates"])
     cells = f"{frugal['ratio']:.2f} | at most {apart:.2f} octaves"
-    assert f"| `transfer --search frugal`, three widths | {cells}" in (DOCS / "transfer.md").read_text()
+    assert (
+        f"| `transfer --search frugal`, three widths | {cells}"
+        in (DOCS / "transfer.md").read_text()
+    )
     assert all(abs(row["frugal"] - row["grid"]) <= 0.25 for row in searches["frugal"]["rates"])
     assert searches["frugal"]["ratio"] <= 0.4
     tuned = searches["tune"]

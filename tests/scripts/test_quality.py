@@ -25,7 +25,12 @@ def bowl(lr: float, readout: float, noise: float = 0.0):
 
     def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
         points.update((one, seed) for one in settings for seed in range(seeds))
-        at = np.array([[dict(one).get("lr", 0) - lr, dict(one).get("readout", 0) - readout] for one in settings])
+        at = np.array(
+            [
+                [dict(one).get("lr", 0) - lr, dict(one).get("readout", 0) - readout]
+                for one in settings
+            ]
+        )
         return ((at**2).sum(1) + 0.5 * at[:, 0] * at[:, 1])[:, None] + noise * rng.standard_normal(
             (len(settings), seeds)
         )
@@ -39,14 +44,24 @@ def test_the_search_ends_at_the_least_of_its_neighbours(where: tuple[int, int]):
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4)
     assert best == setting({"lr": where[0], "readout": where[1]})
     everywhere = {one for one, _ in points}
-    assert {one for one, seed in points if seed == 3} <= everywhere  # only the last comparison took all seeds
-    assert len([one for one, seed in points if seed == 3]) <= 5 < len(everywhere) + (where == (0, 0))
+    assert {
+        one for one, seed in points if seed == 3
+    } <= everywhere  # only the last comparison took all seeds
+    assert (
+        len([one for one, seed in points if seed == 3]) <= 5 < len(everywhere) + (where == (0, 0))
+    )
 
 
 def test_a_loss_that_falls_forever_is_said():
     with pytest.raises(ValueError, match="no minimum within"):
         descend(
-            lambda settings, seeds: np.array([[-dict(one).get("lr", 0)] * seeds for one in settings]), (), ("lr",), 1, 1
+            lambda settings, seeds: np.array(
+                [[-dict(one).get("lr", 0)] * seeds for one in settings]
+            ),
+            (),
+            ("lr",),
+            1,
+            1,
         )
 
 
@@ -71,11 +86,14 @@ def test_neighbours_move_one_constant_each():
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_as_their_base(name: str):
+def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_as_their_base(
+    name: str,
+):
     cell, runs = CELLS[name], []
     for arm in cell.arms:
         first, last = (
-            cell.config(arm, size, {"lr": 1, "rates.readout": 2}, seed=3) for size in (cell.sizes[0], cell.sizes[-1])
+            cell.config(arm, size, {"lr": 1, "rates.readout": 2}, seed=3)
+            for size in (cell.sizes[0], cell.sizes[-1])
         )
         assert first.preset.base == last.preset.base
         assert "rates.readout=4" in last.preset.constants
@@ -102,8 +120,16 @@ def test_a_difference_has_its_interval():
 
 def record(apart: list[float]) -> dict:
     """`mup` and `sp` at two sizes; at the second `mup`'s losses less `sp`'s are these."""
-    base = {"size": 16, "octaves": {"lr": 0.5}, "losses": [2.0, 2.0, 2.0], "reference_minus_this": None}
-    theirs, ours = [2.5, 1.9, 2.2], [loss + d for loss, d in zip([2.5, 1.9, 2.2], apart, strict=True)]
+    base = {
+        "size": 16,
+        "octaves": {"lr": 0.5},
+        "losses": [2.0, 2.0, 2.0],
+        "reference_minus_this": None,
+    }
+    theirs, ours = (
+        [2.5, 1.9, 2.2],
+        [loss + d for loss, d in zip([2.5, 1.9, 2.2], apart, strict=True)],
+    )
     arms = [
         {
             "label": label,
@@ -120,7 +146,9 @@ def record(apart: list[float]) -> dict:
 
 
 def test_the_page_says_not_worse_only_where_the_interval_ends_below_the_goal():
-    assert "-0.0110 ± 0.0025; not worse at any size" in page.markdown([record([-0.010, -0.011, -0.012])])
+    assert "-0.0110 ± 0.0025; not worse at any size" in page.markdown(
+        [record([-0.010, -0.011, -0.012])]
+    )
     text = page.markdown([record([0.010, 0.011, 0.012])])
     assert "`mup` less `sp`: +0.0110 ± 0.0025; worse, or not known not to be, at 32." in text
     assert "not worse at" not in text

@@ -55,7 +55,9 @@ def test_facts_are_what_the_pages_say() -> None:
     )
 
 
-def test_it_is_set_where_typst_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_set_where_typst_is_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "a" / "report.pdf"
     if importlib.util.find_spec("typst") is None:
         assert command.main(["--out", str(out)]) == 2

@@ -48,7 +48,10 @@ ROW = re.compile(r"^\| `(.+)` \| (\d) \| (.*) \|$", re.MULTILINE)
 
 def lines(key: str = "text", **last: Any) -> str:
     """Records, a line each; the last one as given."""
-    return "".join(json.dumps(row) + "\n" for row in [*({key: text} for text in TEXTS), *([last] if last else [])])
+    return "".join(
+        json.dumps(row) + "\n"
+        for row in [*({key: text} for text in TEXTS), *([last] if last else [])]
+    )
 
 
 def texts_and_records() -> dict[str, str | bytes]:
@@ -96,7 +99,14 @@ def texts_and_records() -> dict[str, str | bytes]:
 
 def weights() -> dict[str, str | bytes]:
     """Folders of Hugging Face in which something is wrong."""
-    gpt2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+        "vocab_size": 300,
+    }
     llama = {
         "model_type": "llama",
         "hidden_size": 8,
@@ -113,7 +123,11 @@ def weights() -> dict[str, str | bytes]:
         "cut-weights": gpt2,
         "other-weights": gpt2,
         "quantized": {**gpt2, "quantization_config": {"quant_method": "gptq"}},
-        "yarn": {**llama, "intermediate_size": 16, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "yarn": {
+            **llama,
+            "intermediate_size": 16,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        },
     }
     return {
         **{f"{name}/config.json": json.dumps(fields) for name, fields in configs.items()},
@@ -135,11 +149,19 @@ def make() -> None:
     ids = np.fromfile("ids.bin", "<u2")
     for name, array in {"ids": ids, "two-rows": ids.reshape(2, -1), "float": ids / 2}.items():
         np.save(f"{name}.npy", array)
-    words = Tokenizer(models.WordLevel({"[END]": 0, "[UNK]": 1, "word": 2, "says": 3}, unk_token="[UNK]"))
+    words = Tokenizer(
+        models.WordLevel({"[END]": 0, "[UNK]": 1, "word": 2, "says": 3}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(["[END]"])
     words.save("words.json")
-    folders = {"pictures": "ab", "one-class": "a", "other-classes": "cd", "three-classes": "abc", "capitals": "AB"}
+    folders = {
+        "pictures": "ab",
+        "one-class": "a",
+        "other-classes": "cd",
+        "three-classes": "abc",
+        "capitals": "AB",
+    }
     for name, classes in folders.items():
         for label in classes:
             Path(name, label).mkdir(parents=True)
@@ -155,7 +177,9 @@ def make() -> None:
     random, images = np.random.default_rng(0), ImageInput(("a", "b"), PixelsConfig(fit="squash"))
     for name, model, image_input in (("gpt", decoder, None), ("vit", vit, images)):
         shapes = {path: leaf.shape for path, leaf in definition(model).abstract.items()}
-        params = {path: random.normal(0, 0.1, shape).astype(np.float32) for path, shape in shapes.items()}
+        params = {
+            path: random.normal(0, 0.1, shape).astype(np.float32) for path, shape in shapes.items()
+        }
         model_source = source.WeightsSource(
             model, params, dict.fromkeys(params, np.ones(())), {}, [], images=image_input
         )
@@ -165,7 +189,11 @@ def make() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     path = tmp_path_factory.mktemp("inputs")
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path), model_hub(path / "home") as hub:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(path),
+        model_hub(path / "home") as hub,
+    ):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         make()
         for name in ("vit", "gpt"):
@@ -218,7 +246,11 @@ def takes(hint: Any) -> str:
 
 def fields_table() -> list[str]:
     """The table of flags, by what their fields declare."""
-    lines = ["## The flags of a run", "", "| flag | takes | a resume with another value | names a point of a sweep |"]
+    lines = [
+        "## The flags of a run",
+        "",
+        "| flag | takes | a resume with another value | names a point of a sweep |",
+    ]
     lines.append("|---|---|---|---|")
     for flag, hint in flags_of_runs().items():
         affects = affects_of(hint)
@@ -230,7 +262,12 @@ def fields_table() -> list[str]:
 
 def typed_table() -> list[str]:
     """Lines that are typed, with what they say: values of another type, and misspelt commands."""
-    lines = ["## Values of another kind, and misspelt commands", "", "| typed | code | it says |", "|---|---|---|"]
+    lines = [
+        "## Values of another kind, and misspelt commands",
+        "",
+        "| typed | code | it says |",
+        "|---|---|---|",
+    ]
     kinds: set[str] = set()
     for flag, hint in flags_of_runs().items():
         kind = takes(hint)
@@ -248,9 +285,7 @@ def typed_table() -> list[str]:
         for row in command.subcommands:
             wrong = f"no command is named {row.name[:-1]!r}; did you mean {row.name}? …"
             if command.run is not None:
-                wrong = (
-                    f"mupax {command.name} has no {row.name[:-1]!r}; did you mean `mupax {command.name} {row.name}`?"
-                )
+                wrong = f"mupax {command.name} has no {row.name[:-1]!r}; did you mean `mupax {command.name} {row.name}`?"
             lines.append(f"| `{command.name} {row.name[:-1]}` | 2 | {wrong} |")
     return lines
 

@@ -19,9 +19,18 @@ from mupax.zoo.layers.stack import runs_as_scan
 FORWARD, GRADIENT = 2e-5, 1e-4
 
 DECODER = DecoderConfig(
-    width=11, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=13 / 11, vocab_size=17, seq_len=7
+    width=11,
+    depth=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_ratio=13 / 11,
+    vocab_size=17,
+    seq_len=7,
 )
-MODERN = dataclasses.replace(DECODER, positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True)
+MODERN = dataclasses.replace(
+    DECODER, positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True
+)
 GEMMA = dataclasses.replace(
     MODERN,
     depth=3,
@@ -35,8 +44,19 @@ GEMMA = dataclasses.replace(
 )
 TIED = dataclasses.replace(DECODER, tied=True, qk_norm=True)
 BARE = dataclasses.replace(DECODER, bias=False, norm_gain=False, activation="relu")
-VIT = ViTConfig(width=10, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
-CLS = dataclasses.replace(VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk_norm=True, pre_logits=True)
+VIT = ViTConfig(
+    width=10,
+    depth=2,
+    num_heads=5,
+    mlp_ratio=1.3,
+    image_size=9,
+    patch_size=3,
+    channels=2,
+    num_classes=7,
+)
+CLS = dataclasses.replace(
+    VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk_norm=True, pre_logits=True
+)
 VARIANTS: dict[str, ModelConfig] = {
     "decoder": DECODER,
     "modern": MODERN,
@@ -70,7 +90,8 @@ def numbers(model_definition: Definition, seed: int = 0) -> tuple[Arrays, Arrays
         return jnp.asarray(start + size * 0.7 * random.standard_normal(shape), jnp.float32)
 
     factors = {
-        n: jnp.asarray(random.uniform(0.3, 0.9, f["shape"]), jnp.float32) for n, f in model_definition.factors.items()
+        n: jnp.asarray(random.uniform(0.3, 0.9, f["shape"]), jnp.float32)
+        for n, f in model_definition.factors.items()
     }
     return {name: draw(name) for name in model_definition.specs}, factors
 
@@ -78,17 +99,28 @@ def numbers(model_definition: Definition, seed: int = 0) -> tuple[Arrays, Arrays
 def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
     random = np.random.default_rng(1)
     if isinstance(model, DecoderConfig):
-        return jnp.asarray(random.integers(model.vocab_size, size=(batch, model.seq_len)), jnp.int32)
-    return jnp.asarray(random.standard_normal((batch, model.image_size, model.image_size, model.channels)), jnp.float32)
+        return jnp.asarray(
+            random.integers(model.vocab_size, size=(batch, model.seq_len)), jnp.int32
+        )
+    return jnp.asarray(
+        random.standard_normal((batch, model.image_size, model.image_size, model.channels)),
+        jnp.float32,
+    )
 
 
-def logits_of(model_definition: Definition, params: Arrays, factors: Arrays, x: jax.Array) -> jax.Array:
-    return jax.jit(lambda params, factors, x: model_definition.bind(params, factors)(x))(params, factors, x)  # pyright: ignore[reportCallIssue]
+def logits_of(
+    model_definition: Definition, params: Arrays, factors: Arrays, x: jax.Array
+) -> jax.Array:
+    return jax.jit(lambda params, factors, x: model_definition.bind(params, factors)(x))(
+        params, factors, x
+    )  # pyright: ignore[reportCallIssue]
 
 
 def logits_and_gradients(model: ModelConfig) -> Any:
     """Logits, and the gradient of a random linear function of them, of a model with the `numbers` of its definition."""
-    return _logits_and_gradients(with_compute(model, layers="scan" if runs_as_scan(model.compute, 2) else "unrolled"))
+    return _logits_and_gradients(
+        with_compute(model, layers="scan" if runs_as_scan(model.compute, 2) else "unrolled")
+    )
 
 
 @functools.cache
@@ -110,4 +142,6 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     """Every leaf within tolerance of the largest entry of its counterpart."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6)
+        )

@@ -73,7 +73,9 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
         (["describe", "gpt2", "--deep"], "no flag is named --deep"),
     ],
 )
-def test_a_wrong_word_is_answered(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_word_is_answered(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["models", *argv]) == 2
     out, err = capsys.readouterr()
     assert message in err
@@ -87,10 +89,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_list_imports_no_jax() -> None:
-    code = (
-        "import sys; from mupax.zoo.__main__ import main; main([]); print({'jax', 'flax', 'numpy'} & set(sys.modules))"
+    code = "import sys; from mupax.zoo.__main__ import main; main([]); print({'jax', 'flax', 'numpy'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
 
 

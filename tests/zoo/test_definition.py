@@ -26,10 +26,25 @@ from mupax.zoo.definition import Definition, Factor, define, definition, initial
 pytestmark = pytest.mark.core
 
 DECODER = DecoderConfig(
-    width=22, depth=3, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7
+    width=22,
+    depth=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_ratio=1.5,
+    vocab_size=17,
+    seq_len=7,
 )
 VIT = ViTConfig(
-    width=20, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7, pool="cls"
+    width=20,
+    depth=2,
+    num_heads=5,
+    mlp_ratio=1.3,
+    image_size=9,
+    patch_size=3,
+    channels=2,
+    num_classes=7,
+    pool="cls",
 )
 BASE = {"embed": 11, "heads": 3, "kv_heads": 1, "head_dim": 2, "mlp": 11, "layers": 2}
 
@@ -44,7 +59,10 @@ class Classifier(nnx.Module):
     def __init__(self) -> None:
         self.read_in = weight(Role.PATCH_EMBEDDING, ("input", "embed"), (3, 11), fan_in=("input",))
         self.layers = nnx.List(
-            [weight(Role.HIDDEN, ("embed", "mlp"), (11, 11), fan_in=("embed",), in_block=True) for _ in range(2)]
+            [
+                weight(Role.HIDDEN, ("embed", "mlp"), (11, 11), fan_in=("embed",), in_block=True)
+                for _ in range(2)
+            ]
         )
         self.readout = weight(Role.READOUT, ("embed", "classes"), (11, 5), fan_in=("embed",))
 
@@ -78,7 +96,9 @@ def test_a_users_own_model_comes_apart_and_together() -> None:
         h = h + jnp.tanh(h @ (3 * params[f"layers.{layer}"]))
     multipliers = {name: jnp.float32(3.0 if name.startswith("layers") else 1.0) for name in params}
     np.testing.assert_allclose(
-        model_definition.apply(params, multipliers, {}, jnp.asarray(x)), h @ params["readout"], rtol=1e-5
+        model_definition.apply(params, multipliers, {}, jnp.asarray(x)),
+        h @ params["readout"],
+        rtol=1e-5,
     )
 
 
@@ -98,7 +118,9 @@ def test_a_users_own_model_trains() -> None:
         "weights": np.ones(32, np.float32),
     }
     train = trace_train_step(model_definition, tx, abstract, layout, run, batch).lower().compile()
-    now = state.Initializer(model_definition, tx, abstract).state(0, init_stds(preset, model_definition))
+    now = state.Initializer(model_definition, tx, abstract).state(
+        0, init_stds(preset, model_definition)
+    )
     losses = []
     for _ in range(30):
         now, metrics = train(now, run, batch)
@@ -115,10 +137,14 @@ def test_a_zoo_model_round_trips() -> None:
     model = dataclasses.replace(DECODER, tied=True, qk_norm=True, depth=1)
     built = model.module(nnx.Rngs(3))
     model_definition = definition(model)
-    arrays = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(built))}
+    arrays = {
+        ".".join(map(str, path)): variable.get_value()
+        for path, variable in nnx.to_flat_state(nnx.state(built))
+    }
     assert arrays.keys() == model_definition.specs.keys() | model_definition.factors.keys()
     again = model_definition.bind(
-        {n: arrays[n] for n in model_definition.specs}, {n: arrays[n] for n in model_definition.factors}
+        {n: arrays[n] for n in model_definition.specs},
+        {n: arrays[n] for n in model_definition.factors},
     )
     tokens = jnp.arange(7)[None]
     first, second = (jax.jit(lambda x, m=m: m(x))(tokens) for m in (built, again))  # pyright: ignore[reportCallIssue]
@@ -158,7 +184,9 @@ def test_what_does_not_fit_is_refused(make: Callable[[], nnx.Module], message: s
 def test_a_stack_without_its_layer_axis_is_refused() -> None:
     # What nnx.vmap makes of a module whose specs do not name the axis it adds.
     def make() -> nnx.Module:
-        return nnx.vmap(lambda rngs: Owner(w=nnx.Param(jnp.ones(3), spec=GAIN)))(nnx.Rngs(0).split(2))
+        return nnx.vmap(lambda rngs: Owner(w=nnx.Param(jnp.ones(3), spec=GAIN)))(
+            nnx.Rngs(0).split(2)
+        )
 
     with pytest.raises(PresetError, match=r"shape \(2, 3\) but axes \('embed',\)"):
         define(make)
@@ -166,7 +194,10 @@ def test_a_stack_without_its_layer_axis_is_refused() -> None:
 
 def test_a_factor_of_an_unknown_kind_is_refused() -> None:
     model_definition = define(lambda: Owner(scale=Factor(jnp.ones(()), kind="tempreature")))
-    with pytest.raises(ValueError, match="no factor is of kind 'tempreature'; write logits, skip, branch or readout"):
+    with pytest.raises(
+        ValueError,
+        match="no factor is of kind 'tempreature'; write logits, skip, branch or readout",
+    ):
         resolve(presets.get("sp"), model_definition)
 
 
@@ -185,11 +216,15 @@ def started(model: ModelConfig, preset: Preset, seed: int = 0) -> dict[str, np.n
     return jax.device_get(initialize(np.uint32(seed), init_stds(preset, model_definition)))
 
 
-WIDE = dataclasses.replace(DECODER, width=352, head_dim=16, num_heads=22, num_kv_heads=11, vocab_size=53, seq_len=29)
+WIDE = dataclasses.replace(
+    DECODER, width=352, head_dim=16, num_heads=22, num_kv_heads=11, vocab_size=53, seq_len=29
+)
 
 
 @pytest.mark.parametrize("name", ["sp", "mup", "mup-half", "depth-mup"])
-@pytest.mark.parametrize("model", [WIDE, dataclasses.replace(VIT, width=320, image_size=24)], ids=["decoder", "vit"])
+@pytest.mark.parametrize(
+    "model", [WIDE, dataclasses.replace(VIT, width=320, image_size=24)], ids=["decoder", "vit"]
+)
 def test_the_spread_of_every_parameter_is_the_declared_one(model: Any, name: str) -> None:
     model_definition = definition(model)
     preset = presets.get(name, base=BASE)
@@ -201,9 +236,15 @@ def test_the_spread_of_every_parameter_is_the_declared_one(model: Any, name: str
             continue
         # The readout's multiplier form keeps the base's spread at every width.
         sizes = (
-            {**model_definition.sizes, **BASE} if spec.role is Role.READOUT and name != "sp" else model_definition.sizes
+            {**model_definition.sizes, **BASE}
+            if spec.role is Role.READOUT and name != "sp"
+            else model_definition.sizes
         )
-        expected = 1.0 if spec.role is Role.PATCH_EMBEDDING else np.prod([sizes[axis] for axis in spec.fan_in]) ** -0.5
+        expected = (
+            1.0
+            if spec.role is Role.PATCH_EMBEDDING
+            else np.prod([sizes[axis] for axis in spec.fan_in]) ** -0.5
+        )
         np.testing.assert_allclose(declared[parameter], expected, rtol=1e-6)
         # A std measured from n numbers is off by 1/sqrt(2n), a mean by 1/sqrt(n); 4.5 of those once in 1e5 draws.
         rows = value.reshape(len(value), -1) if spec.axes[0] == "layers" else value.reshape(1, -1)
@@ -219,16 +260,22 @@ def test_control_a_wrong_spread_of_ten_percent_is_seen() -> None:
 
 def test_stacked_parameters_start_as_separate_layers_would() -> None:
     key, std = jax.random.key(5), jnp.array([0.5, 2.0, 3.0])
-    stacked = ParamSpec(role=Role.QUERY, axes=("layers", "embed", "heads"), fan_in=("embed",), in_block=True)
+    stacked = ParamSpec(
+        role=Role.QUERY, axes=("layers", "embed", "heads"), fan_in=("embed",), in_block=True
+    )
     single = ParamSpec(role=Role.QUERY, axes=("embed", "heads"), fan_in=("embed",), in_block=True)
     together = jax.jit(lambda key: initial_value(key, stacked, (3, 5, 7), std, jnp.float32))(key)
     for layer in range(3):
-        alone = jax.jit(lambda key, s=std[layer]: initial_value(key, single, (5, 7), s, jnp.float32))
+        alone = jax.jit(
+            lambda key, s=std[layer]: initial_value(key, single, (5, 7), s, jnp.float32)
+        )
         np.testing.assert_array_equal(together[layer], alone(jax.random.fold_in(key, layer)))
 
 
 def test_numbers_drawn_in_one_loop_are_those_drawn_by_themselves() -> None:
-    stacked = ParamSpec(role=Role.QUERY, axes=("layers", "embed", "heads"), fan_in=("embed",), in_block=True)
+    stacked = ParamSpec(
+        role=Role.QUERY, axes=("layers", "embed", "heads"), fan_in=("embed",), in_block=True
+    )
     single = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
     deeper = dataclasses.replace(stacked, part="encoder", axes=("encoder_layers", "embed", "heads"))
     specs = {
@@ -242,7 +289,10 @@ def test_numbers_drawn_in_one_loop_are_those_drawn_by_themselves() -> None:
 
     def start(drawn: dict[str, jax.Array]) -> dict[str, jax.Array]:
         std = np.float32(0.37)
-        return {n: initial_value(keys[n], s, shapes[n], std, jnp.float32, drawn.get(n)) for n, s in specs.items()}
+        return {
+            n: initial_value(keys[n], s, shapes[n], std, jnp.float32, drawn.get(n))
+            for n, s in specs.items()
+        }
 
     one, each = jax.jit(lambda: start(normals(keys, specs, shapes)))(), jax.jit(lambda: start({}))()
     for name in specs:
@@ -256,7 +306,9 @@ def test_a_deeper_model_starts_with_the_layers_of_a_shallower_one() -> None:
     preset = presets.get("mup", base=BASE)
     shallow, deep = (started(dataclasses.replace(DECODER, depth=depth), preset) for depth in (2, 3))
     for name, value in shallow.items():
-        np.testing.assert_array_equal(value, deep[name][:2] if name.startswith("block.") else deep[name])
+        np.testing.assert_array_equal(
+            value, deep[name][:2] if name.startswith("block.") else deep[name]
+        )
     assert not (deep["block.mlp.up"][0] == deep["block.mlp.up"][1]).any()
 
 
@@ -264,7 +316,11 @@ def test_seeds_and_names_draw_apart() -> None:
     preset = presets.get("sp", base=BASE)
     model_definition = definition(DECODER)
     first, again, other = (started(DECODER, preset, seed) for seed in (0, 0, 1))
-    drawn = [name for name, spec in model_definition.specs.items() if spec.role not in (Role.BIAS, Role.NORM_GAIN)]
+    drawn = [
+        name
+        for name, spec in model_definition.specs.items()
+        if spec.role not in (Role.BIAS, Role.NORM_GAIN)
+    ]
     for name in drawn:
         np.testing.assert_array_equal(first[name], again[name])
         assert not (first[name] == other[name]).any()
@@ -302,7 +358,9 @@ def test_forward_factors_are_the_presets() -> None:
     preset = presets.get("depth-mup", base=BASE, alpha_a=0.75, alpha_l=0.6, gamma0=0.5, beta0=3.0)
     forward = resolve(preset, definition(tied)).forward
     # Base: head_dim 2, layers 2, embed 11; here 4, 3, 22.
-    np.testing.assert_allclose(forward["block.attention.logit_scale"], 2**-0.5 * 2**-0.75, rtol=1e-6)
+    np.testing.assert_allclose(
+        forward["block.attention.logit_scale"], 2**-0.5 * 2**-0.75, rtol=1e-6
+    )
     np.testing.assert_allclose(forward["block.branch"], 3.0 * 1.5**-0.6, rtol=1e-6)
     np.testing.assert_allclose(forward["tied_readout"], 11**-0.5 / 2 / 0.5, rtol=1e-6)
 
@@ -316,7 +374,9 @@ def test_a_skip_is_a_factor_only_where_a_preset_moves_it() -> None:
         def residual_scale(self, sizes: Any, layer: int, branch: Any) -> tuple[float, float]:
             return 1 - 0.1 * layer, {"attention": 2.0, "mlp": 3.0}[branch]
 
-    damped = Damped(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
+    damped = Damped(
+        **{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)}
+    )
     forward = resolve(damped, model_definition).forward
     np.testing.assert_allclose(forward["block.skip"], [[1, 1], [0.9, 0.9], [0.8, 0.8]], rtol=1e-6)
     np.testing.assert_allclose(forward["block.branch"], [[2, 3]] * 3)
@@ -333,18 +393,25 @@ def test_numbers_are_of_the_declared_distribution(drawn_together: bool) -> None:
         "normal": initializers.variance_scaling(1.0, "fan_in", "normal")(key, (n, n)),
     }
     specs = {
-        name: ParamSpec(role=Role.HIDDEN, axes=("input", "output"), fan_in=("input",), distribution=name)  # pyright: ignore
+        name: ParamSpec(
+            role=Role.HIDDEN, axes=("input", "output"), fan_in=("input",), distribution=name
+        )  # pyright: ignore
         for name in theirs
     }
     keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(specs)}
     draws = normals(keys, specs, dict.fromkeys(specs, (n, n))) if drawn_together else {}
     quantiles = np.linspace(0.01, 0.99, 99)
     for name, spec in specs.items():
-        ours = initial_value(keys[name], spec, (n, n), n**-0.5, jnp.dtype("float32"), draws.get(name))
+        ours = initial_value(
+            keys[name], spec, (n, n), n**-0.5, jnp.dtype("float32"), draws.get(name)
+        )
         # The standard error of a quantile of 90,000 numbers is below 1.2 % of their deviation in the outermost percent.
         apart = np.quantile(ours, quantiles) - np.quantile(theirs[name], quantiles)
         assert np.abs(apart).max() < 0.06 * n**-0.5, name
-        bound = {"uniform": (6 / (n + n)) ** 0.5, "truncated": 2 * n**-0.5 / 0.87962566103423978}.get(name, np.inf)
+        bound = {
+            "uniform": (6 / (n + n)) ** 0.5,
+            "truncated": 2 * n**-0.5 / 0.87962566103423978,
+        }.get(name, np.inf)
         assert np.abs(ours).max() <= bound * (1 + 1e-6), name
         assert name == "normal" or np.abs(ours).max() > 0.99 * bound
         assert float(jnp.std(ours)) == pytest.approx(n**-0.5, rel=0.01)

@@ -37,7 +37,9 @@ def test_factors_multiply_skip_and_branch_of_each_block(layers: str) -> None:
 
     @jax.jit
     def stack(skip: jax.Array, branch: jax.Array) -> jax.Array:
-        bound: Any = model_definition.bind(params, {**factors, "block.skip": skip, "block.branch": branch})
+        bound: Any = model_definition.bind(
+            params, {**factors, "block.skip": skip, "block.branch": branch}
+        )
         return residual_stack(bound.block, h, model.depth, model.compute)
 
     def through(skip: np.ndarray, branch: np.ndarray) -> np.ndarray:
@@ -68,7 +70,8 @@ def test_a_skip_that_is_not_given_is_one(layers: str) -> None:
     )
     assert (
         np.abs(
-            logits_of(model_definition, params, factors, tokens) - logits_of(model_definition, params, ones, tokens)
+            logits_of(model_definition, params, factors, tokens)
+            - logits_of(model_definition, params, ones, tokens)
         ).max()
         > 1e-2
     )
@@ -81,7 +84,9 @@ def test_a_logit_factor_of_zero_is_uniform_attention() -> None:
 
     @jax.jit
     def first_layer(scale: jax.Array) -> jax.Array:
-        bound: Any = model_definition.bind(params, {**factors, "block.attention.logit_scale": scale})
+        bound: Any = model_definition.bind(
+            params, {**factors, "block.attention.logit_scale": scale}
+        )
         graph, state = nnx.split(bound.block.attention)
         layer: Any = nnx.merge(graph, jax.tree.map(lambda array: array[0], state))
         return layer(x)

@@ -37,7 +37,16 @@ from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
 from mupax.zoo.definition import definition
 
-MIXER = MixerConfig(width=16, depth=3, mixing=10, mlp_ratio=2, image_size=8, patch_size=2, channels=1, num_classes=10)
+MIXER = MixerConfig(
+    width=16,
+    depth=3,
+    mixing=10,
+    mlp_ratio=2,
+    image_size=8,
+    patch_size=2,
+    channels=1,
+    num_classes=10,
+)
 BASE = PresetConfig(name="mup", base="embed=8,mlp=16,layers=3")
 
 
@@ -75,18 +84,28 @@ def test_a_module_of_other_parameters_is_refused() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Gated(MixerConfig):
         def parameters(self) -> dict[str, ParamSpec]:
-            gate = ParamSpec(role=Role.MLP_IN, axes=("layers", "embed", "mlp"), fan_in=("embed",), in_block=True)
+            gate = ParamSpec(
+                role=Role.MLP_IN, axes=("layers", "embed", "mlp"), fan_in=("embed",), in_block=True
+            )
             return {**super().parameters(), "block.gate": gate}
 
-    with pytest.raises(PresetError, match=r"block\.gate: .* its module makes none; make it with init\.param\('gate'\)"):
-        definition(Gated(**{field.name: getattr(MIXER, field.name) for field in dataclasses.fields(MIXER)}))
+    with pytest.raises(
+        PresetError,
+        match=r"block\.gate: .* its module makes none; make it with init\.param\('gate'\)",
+    ):
+        definition(
+            Gated(**{field.name: getattr(MIXER, field.name) for field in dataclasses.fields(MIXER)})
+        )
 
 
 def test_its_table() -> None:
     preset = presets.get("mup", base={"embed": 8, "mlp": 16, "layers": 3})
     rows = {row["name"]: row for row in table.rows(preset, MIXER.parameters(), MIXER.sizes())}
     assert rows["block.up"]["shape"] == [3, 16, 32]
-    assert (rows["block.up"]["lr"], rows["block.mix"]["lr"]) == (1 / 2, 1)  # what mixes positions stays finite
+    assert (rows["block.up"]["lr"], rows["block.mix"]["lr"]) == (
+        1 / 2,
+        1,
+    )  # what mixes positions stays finite
     assert rows["readout"]["role"] == "readout"
     assert rows["readout"]["multiplier"] * rows["readout"]["init_std"] < 1
 
@@ -120,7 +139,9 @@ def test_it_passes_the_coordinate_check_under_mup_alone(name: str, passes: bool)
     models = [dataclasses.replace(MIXER, width=width, depth=2) for width in (32, 64, 128)]
     preset = presets.get(name, base=None if presets.get(name).baseless else models[0].base_sizes())
     adam = OptimizerConfig(name="adam", peak_lr=4e-3, schedule="constant", eps=1e-12)
-    findings = check.study([definition(model) for model in models], preset, adam, check.batch(models[0]), seeds=2)
+    findings = check.study(
+        [definition(model) for model in models], preset, adam, check.batch(models[0]), seeds=2
+    )
     assert any(finding.observable.startswith("movement/block.mlp") for finding in findings)
     assert check.passes(findings) == passes
 
@@ -133,12 +154,18 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
     states = []
     for folder in (whole, part):
         run = saved_run.find(folder)
-        states.append(runs.whole_state(folder / "checkpoints" / "5", runs.on_one_device(run.config)))
+        states.append(
+            runs.whole_state(folder / "checkpoints" / "5", runs.on_one_device(run.config))
+        )
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     for one, other in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     losses = [
-        [row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+        [
+            row["loss"]
+            for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            if "loss" in row
+        ]
         for folder in (whole, part)
     ]
     assert losses[0] == losses[1]
@@ -150,18 +177,21 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "examples.mlp_mixer:Mixer", "examples.nothing:Config", "os:path", "a b:C", ""]
+    "name",
+    ["nothing", "examples.mlp_mixer:Mixer", "examples.nothing:Config", "os:path", "a b:C", ""],
 )
 def test_a_family_that_is_none(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.family.*(encoder-decoder, or module:Class|--plugin examples.nothing)"
+        ConfigError,
+        match=r"model\.family.*(encoder-decoder, or module:Class|--plugin examples.nothing)",
     ):
         family_class(name)
 
 
 def test_what_needs_a_transformer_says_so() -> None:
     with pytest.raises(
-        ConfigError, match=r"growing one size knows the zoo's transformers only, and the model is a examples\."
+        ConfigError,
+        match=r"growing one size knows the zoo's transformers only, and the model is a examples\.",
     ):
         check.smallest(MIXER)
 

@@ -11,14 +11,37 @@ import pytest
 from flax import nnx
 
 from mupax.zoo import families
-from mupax.zoo.configs import CONFIGS, ComputeConfig, DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.configs import (
+    CONFIGS,
+    ComputeConfig,
+    DecoderConfig,
+    EncoderDecoderConfig,
+    ModelConfig,
+    ViTConfig,
+)
 from mupax.zoo.definition import definition
 
 # Small distinct sizes; every option that adds or removes a parameter or a product appears on and off.
 DECODER = DecoderConfig(width=30, depth=3, num_heads=5, vocab_size=37, seq_len=11, mlp_ratio=1.7)
-VIT = ViTConfig(width=42, depth=2, num_heads=7, image_size=15, patch_size=5, channels=3, num_classes=13, mlp_ratio=0.5)
+VIT = ViTConfig(
+    width=42,
+    depth=2,
+    num_heads=7,
+    image_size=15,
+    patch_size=5,
+    channels=3,
+    num_classes=13,
+    mlp_ratio=0.5,
+)
 BART = EncoderDecoderConfig(
-    width=30, depth=3, encoder_depth=2, num_heads=5, vocab_size=37, seq_len=12, target_len=8, mlp_ratio=1.7
+    width=30,
+    depth=3,
+    encoder_depth=2,
+    num_heads=5,
+    vocab_size=37,
+    seq_len=12,
+    target_len=8,
+    mlp_ratio=1.7,
 )
 VARIANTS: dict[str, ModelConfig] = {
     "decoder": DECODER,
@@ -35,7 +58,13 @@ VARIANTS: dict[str, ModelConfig] = {
     "vit-bare": dataclasses.replace(VIT, bias=False, norm_gain=False, head_dim=3),
     "bart": BART,
     "t5": dataclasses.replace(
-        BART, positions="relative", activation="geglu", tied=False, shared=False, embedding_norm=False, norm="rmsnorm"
+        BART,
+        positions="relative",
+        activation="geglu",
+        tied=False,
+        shared=False,
+        embedding_norm=False,
+        norm="rmsnorm",
     ),
 }
 
@@ -48,7 +77,9 @@ def test_params_equal_the_built_tree(name: str) -> None:
 
 def test_params_of_published_models() -> None:
     # Table I of 2304.02034, a sum of rounded terms, and what transformers counts of google/t5 and google/flan-t5.
-    assert families.params(CONFIGS["bart-large"]) / 1e6 == pytest.approx(51.5 + 1.1 + 151.0 + 201.3, abs=0.1)
+    assert families.params(CONFIGS["bart-large"]) / 1e6 == pytest.approx(
+        51.5 + 1.1 + 151.0 + 201.3, abs=0.1
+    )
     assert families.params(CONFIGS["r2c2"]) / 1e9 == pytest.approx(2.7, abs=0.05)
     published = {
         "t5-small": 60_506_624,
@@ -117,7 +148,13 @@ def test_flops_equal_the_traced_products(name: str) -> None:
     "model",
     [
         DecoderConfig(
-            width=192, depth=2, num_heads=3, vocab_size=257, seq_len=32, positions="rotary", activation="swiglu"
+            width=192,
+            depth=2,
+            num_heads=3,
+            vocab_size=257,
+            seq_len=32,
+            positions="rotary",
+            activation="swiglu",
         ),
         ViTConfig(width=192, depth=2, num_heads=3, image_size=24, patch_size=4, num_classes=11),
     ],

@@ -31,7 +31,11 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 
 MODEL = DecoderConfig(width=16, depth=3, num_heads=2, vocab_size=24, seq_len=8, positions="rotary")
 TOKENS = np.random.default_rng(0).integers(0, 24, (8, 8), np.int32)
-MESHES = {"batch": {"data": 8}, "positions": {"data": 2, "sequence": 4}, "heads": {"data": 4, "tensor": 2}}
+MESHES = {
+    "batch": {"data": 8},
+    "positions": {"data": 2, "sequence": 4},
+    "heads": {"data": 4, "tensor": 2},
+}
 
 
 def numbers(model: Definition) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -54,12 +58,17 @@ def program_text(network: Any) -> str:
 def test_models_of_two_layouts_do_not_see_each_others() -> None:
     model = definition(MODEL)
     layouts = {name: layout_of(sizes) for name, sizes in MESHES.items()}
-    alone = {name: program_text(model.model(*numbers(model), layout=layout)) for name, layout in layouts.items()}
+    alone = {
+        name: program_text(model.model(*numbers(model), layout=layout))
+        for name, layout in layouts.items()
+    }
     alone["one device"] = program_text(model.model(*numbers(model)))
     assert len(set(alone.values())) == 4  # the control: each layout makes another program
 
     # All are made first, and called in another order than they were made in.
-    networks = {name: model.model(*numbers(model), layout=layout) for name, layout in layouts.items()}
+    networks = {
+        name: model.model(*numbers(model), layout=layout) for name, layout in layouts.items()
+    }
     networks["one device"] = model.model(*numbers(model))
     for name in reversed([*networks]):
         assert program_text(networks[name]) == alone[name], name
@@ -95,7 +104,9 @@ def test_a_layout_is_a_static_field_that_definitions_do_not_keep() -> None:
     # Neither in the definition nor in a model of one device, such as a user builds and saves.
     assert (model.graph, hash(model.graph)) == (definition_graph, before)
     assert unplaced == nnx.graphdef(model.model(*numbers(model)))
-    assert nnx.graphdef(zoo.get("lm-tiny").module(nnx.Rngs(0))) == definition(zoo.get("lm-tiny")).graph
+    assert (
+        nnx.graphdef(zoo.get("lm-tiny").module(nnx.Rngs(0))) == definition(zoo.get("lm-tiny")).graph
+    )
     assert ONE_DEVICE not in vars(model.model(*numbers(model))).values()
 
 
@@ -106,7 +117,9 @@ class Gathered(Mixer):
 
     def readout_inputs(self, images_BHWC: jax.Array) -> ReadoutInputs:
         h_BPD = self.embed(images_BHWC)
-        h_BPD = residual_stack(self.block, h_BPD, self.config.depth, self.config.compute, layout=self.layout)
+        h_BPD = residual_stack(
+            self.block, h_BPD, self.config.depth, self.config.compute, layout=self.layout
+        )
         return ReadoutInputs(jnp.mean(self.norm(h_BPD), axis=1), self.readout[...])
 
 
@@ -150,13 +163,19 @@ def primitives(jaxpr: Any) -> set[str]:
 def test_a_users_module_has_its_parameters_gathered_by_hand_if_it_reads_them_so() -> None:
     random = np.random.default_rng(1)
     images, targets = random.standard_normal((8, 4, 4, 1)), random.integers(0, 8, 8)
-    batch = {"inputs": images.astype(np.float32), "targets": targets.astype(np.int32), "weights": np.ones(8, "f4")}
+    batch = {
+        "inputs": images.astype(np.float32),
+        "targets": targets.astype(np.int32),
+        "weights": np.ones(8, "f4"),
+    }
     losses, by_hand = [], []
     for config in (MixerConfig, GatheredConfig):
         program = step_of(config)
         step, state = program.compile_train(), program.initial_state()
         for _ in range(2):
-            state, metrics = step(state, program.step_inputs(), program.train_feed().shard_batch(batch))
+            state, metrics = step(
+                state, program.step_inputs(), program.train_feed().shard_batch(batch)
+            )
             losses.append(float(metrics["loss"]))
         by_hand.append("shard_map" in primitives(program.trace_train().jaxpr.jaxpr))
     assert by_hand == [False, True]
@@ -189,9 +208,14 @@ def test_what_users_may_have_written_warns() -> None:
         def module(self, rngs: nnx.Rngs) -> Old:
             return Old(self, rngs)
 
-    layout, sizes = layout_of({"data": 1, "fsdp": 8}), {"width": 16, "depth": 2, "image_size": 4, "patch_size": 2}
+    layout, sizes = (
+        layout_of({"data": 1, "fsdp": 8}),
+        {"width": 16, "depth": 2, "image_size": 4, "patch_size": 2},
+    )
     with pytest.warns(DeprecationWarning, match="Old.gathers is deprecated"):
-        assert manual.inside(layout, definition(OldConfig(**sizes, channels=1, num_classes=8))) is None
+        assert (
+            manual.inside(layout, definition(OldConfig(**sizes, channels=1, num_classes=8))) is None
+        )
     with pytest.warns(DeprecationWarning, match="read self.layout"):
         assert partition.current() is ONE_DEVICE
 

@@ -35,7 +35,10 @@ def test_a_row_of_devices_is_cut_into_the_dimensions_of_its_torus() -> None:
         return list(np.ndindex(*sizes))
 
     assert collectives.torus(row(*grid(4, 2, 3))) == (4, 2, 3)
-    assert collectives.torus(row(*[(0, y, x) for x, y in grid(4, 2)])) == (4, 2)  # the last coordinate is the slowest
+    assert collectives.torus(row(*[(0, y, x) for x, y in grid(4, 2)])) == (
+        4,
+        2,
+    )  # the last coordinate is the slowest
     assert collectives.torus(row(*[(5, 1, z) for z in range(4)])) == (4,)
     ring = [(0, 0), (0, 1), (1, 1), (1, 0)]
     assert collectives.torus(row(*ring)) == (4,)
@@ -48,7 +51,9 @@ def test_inside_of_a_device_nothing_but_experts_is_split() -> None:
     inside = ManualFsdpLayout(outside, {"embed": 16, "experts": 2})
     split = {axis for axis in ("batch", "embed", "experts") if inside.num_shards(axis) > 1}
     assert split == {"experts"}
-    assert all(outside.num_shards(axis) > 1 for axis in ("batch", "embed", "experts"))  # the control
+    assert all(
+        outside.num_shards(axis) > 1 for axis in ("batch", "embed", "experts")
+    )  # the control
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
@@ -97,20 +102,26 @@ def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> Non
 
 @pytest.mark.parametrize("names", [("fsdp",), ("data", "fsdp"), ("fsdp", "data")], ids=",".join)
 def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...]) -> None:
-    layout = ManualFsdpLayout(MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)), gradient_dtype="bfloat16"), {})
+    layout = ManualFsdpLayout(
+        MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)), gradient_dtype="bfloat16"), {}
+    )
     values = np.random.default_rng(2).uniform(1, 2, (8, 3, 16)).astype(np.float32)  # of each device
     split = P(None, names)
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mine = collectives.reduce_scatter(x[0], names, 1, layout=layout)
-        summed = jax.lax.psum_scatter(x[0].astype(jnp.bfloat16), names, scatter_dimension=1, tiled=True)
+        summed = jax.lax.psum_scatter(
+            x[0].astype(jnp.bfloat16), names, scatter_dimension=1, tiled=True
+        )
         return (jax.lax.psum(mine, "data"), summed) if names == ("fsdp",) else (mine, summed)
 
     sent, summed = jax.jit(layout.shard_mapped(part, P(("data", "fsdp")), (split, split)))(values)
     assert sent.dtype == jnp.float32
     rounded = values.astype(jnp.bfloat16).astype(np.float32)  # exact sums of eight
     np.testing.assert_array_equal(sent, rounded.sum(axis=0))
-    assert np.abs(np.asarray(summed, np.float32) - np.asarray(sent)).max() > 1e-3  # the control: a sum in bfloat16
+    assert (
+        np.abs(np.asarray(summed, np.float32) - np.asarray(sent)).max() > 1e-3
+    )  # the control: a sum in bfloat16
 
 
 def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Array:
@@ -118,10 +129,16 @@ def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Arr
     split, splits = layout.spec(("embed", "classes")), layout.partition(("embed", "classes"))
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        w = layout.gather(w, ("embed", "classes")) if summed is None else manual._gather(layout, splits, summed, w)
+        w = (
+            layout.gather(w, ("embed", "classes"))
+            if summed is None
+            else manual._gather(layout, splits, summed, w)
+        )
         return jnp.sum(jnp.square(x @ w))
 
-    return jax.jit(layout.shard_mapped(jax.grad(loss), (split, P(layout.batch)), split))(WEIGHTS, INPUTS)
+    return jax.jit(layout.shard_mapped(jax.grad(loss), (split, P(layout.batch)), split))(
+        WEIGHTS, INPUTS
+    )
 
 
 def test_the_gradient_of_a_gathered_parameter_is_summed_over_all_that_split_the_batch() -> None:
@@ -134,7 +151,13 @@ def test_the_gradient_of_a_gathered_parameter_is_summed_over_all_that_split_the_
 
 def test_no_layer_keeps_its_gathered_matrices_for_the_backward_pass() -> None:
     model = DecoderConfig(
-        width=16, depth=3, num_heads=2, mlp_ratio=1.5, vocab_size=17, seq_len=8, compute=ComputeConfig(layers="scan")
+        width=16,
+        depth=3,
+        num_heads=2,
+        mlp_ratio=1.5,
+        vocab_size=17,
+        seq_len=8,
+        compute=ComputeConfig(layers="scan"),
     )
     config = Config(
         recipe="r", model=model, data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1, fsdp=8),

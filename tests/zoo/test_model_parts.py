@@ -56,14 +56,18 @@ def test_patches_are_a_strided_convolution(model: ViTConfig) -> None:
     params, factors = numbers(model_definition)
     images = inputs_of(model)
     bound: Any = model_definition.bind(params, factors)
-    kernel = params["patch"].reshape(model.patch_size, model.patch_size, model.channels, model.width)
+    kernel = params["patch"].reshape(
+        model.patch_size, model.patch_size, model.channels, model.width
+    )
     patches = jax.lax.conv_general_dilated(
         images, kernel, (model.patch_size,) * 2, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     rows = patches.reshape(len(images), model.num_patches, model.width) + params["patch_bias"]
     if model.pool != "mean":
         leading_RD = jnp.concatenate([params["cls"][None], jnp.zeros((2, model.width))])
-        rows = jnp.concatenate([jnp.broadcast_to(leading_RD, (len(images), *leading_RD.shape)), rows], axis=1)
+        rows = jnp.concatenate(
+            [jnp.broadcast_to(leading_RD, (len(images), *leading_RD.shape)), rows], axis=1
+        )
     assert_close(bound.embed(images), rows + params["position"], FORWARD)
 
 
@@ -79,10 +83,18 @@ def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig
         .swapaxes(2, 3)
         .reshape(-1, grid**2, size, size, model.channels)
     )
-    shuffled = cells[:, order].reshape(-1, grid, grid, size, size, model.channels).swapaxes(2, 3).reshape(images.shape)
+    shuffled = (
+        cells[:, order]
+        .reshape(-1, grid, grid, size, size, model.channels)
+        .swapaxes(2, 3)
+        .reshape(images.shape)
+    )
     moved = params["position"].at[first:].set(params["position"][first:][order])
     run = functools.partial(logits_of, model_definition)
-    same, other = run({**params, "position": moved}, factors, shuffled), run(params, factors, shuffled)
+    same, other = (
+        run({**params, "position": moved}, factors, shuffled),
+        run(params, factors, shuffled),
+    )
     assert_close(same, run(params, factors, images), FORWARD)
     assert np.abs(other - run(params, factors, images)).max() > 1e-2
 
@@ -90,7 +102,9 @@ def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig
 def test_a_vit_sees_every_patch_from_everywhere() -> None:
     model_definition = definition(CLS)
     params, factors = numbers(model_definition)
-    pixels = jax.jit(jax.grad(lambda x: jnp.sum(model_definition.bind(params, factors)(x)[:, 0])))(inputs_of(CLS))  # pyright: ignore
+    pixels = jax.jit(jax.grad(lambda x: jnp.sum(model_definition.bind(params, factors)(x)[:, 0])))(
+        inputs_of(CLS)
+    )  # pyright: ignore
     assert (np.abs(pixels) > 0).all()
 
 
@@ -106,12 +120,19 @@ def test_grouped_queries_are_repeated_keys_and_values() -> None:
 
     def repeated(name: str) -> jax.Array:
         axes = model_definition.specs[name].axes
-        return jnp.repeat(params[name], repeats, axis=axes.index("kv_heads")) if "kv_heads" in axes else params[name]
+        return (
+            jnp.repeat(params[name], repeats, axis=axes.index("kv_heads"))
+            if "kv_heads" in axes
+            else params[name]
+        )
 
     tokens = inputs_of(grouped)
     few = logits_of(model_definition, params, factors, tokens)
     many = logits_of(wide, {name: repeated(name) for name in params}, factors, tokens)
-    assert model_definition.abstract["block.attention.key"].shape != wide.abstract["block.attention.key"].shape
+    assert (
+        model_definition.abstract["block.attention.key"].shape
+        != wide.abstract["block.attention.key"].shape
+    )
     assert_close(few, many, FORWARD)
 
 
@@ -120,7 +141,10 @@ def test_a_key_bias_exists_only_where_it_has_a_gradient() -> None:
     assert "block.attention.key_bias" not in definition(VIT).specs
     for model in (MODERN, TIED, CLS):
         _, gradients = logits_and_gradients(model)
-        sizes = {name: np.abs(gradients[f"block.attention.{name}"]).max() for name in ("key_bias", "query_bias")}
+        sizes = {
+            name: np.abs(gradients[f"block.attention.{name}"]).max()
+            for name in ("key_bias", "query_bias")
+        }
         assert sizes["key_bias"] > 0.1 * sizes["query_bias"] > 0
 
 
@@ -144,8 +168,13 @@ def test_qk_norm_forgets_the_length_of_queries_and_keys(normed: bool) -> None:
     model = dataclasses.replace(BARE, qk_norm=normed, norm_gain=True)
     model_definition = definition(model)
     params, factors = numbers(model_definition)
-    grown = {name: value * (3.0 if name.endswith(("query", "key")) else 1.0) for name, value in params.items()}
-    before, after = (logits_of(model_definition, p, factors, inputs_of(model)) for p in (params, grown))
+    grown = {
+        name: value * (3.0 if name.endswith(("query", "key")) else 1.0)
+        for name, value in params.items()
+    }
+    before, after = (
+        logits_of(model_definition, p, factors, inputs_of(model)) for p in (params, grown)
+    )
     change = np.abs(after - before).max() / np.abs(before).max()
     # The norm's epsilon of 1e-5, beside squares of about 0.5, is what is left.
     assert change < 1e-4 if normed else change > 1e-2

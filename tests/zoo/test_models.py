@@ -58,8 +58,12 @@ def influence(model: ModelConfig, *, causal: bool = True) -> np.ndarray:
     assert table == "position" or not model.tied
 
     def projected(rows: jax.Array) -> jax.Array:
-        logits: Any = model_definition.bind({**params, table: rows}, factors)(jnp.arange(length)[None])  # pyright: ignore[reportCallIssue]
-        return logits[0] @ jnp.asarray(np.random.default_rng(3).standard_normal(model.vocab_size), jnp.float32)
+        logits: Any = model_definition.bind({**params, table: rows}, factors)(
+            jnp.arange(length)[None]
+        )  # pyright: ignore[reportCallIssue]
+        return logits[0] @ jnp.asarray(
+            np.random.default_rng(3).standard_normal(model.vocab_size), jnp.float32
+        )
 
     jacobian = jax.jit(jax.jacrev(projected))(params[table])
     return np.abs(np.asarray(jacobian)).max(axis=-1)[:, :length]
@@ -76,7 +80,9 @@ def influence(model: ModelConfig, *, causal: bool = True) -> np.ndarray:
         (TIED, "scan", "auto"),
     ],
 )
-def test_no_position_depends_on_a_later_one(model: ModelConfig, layers: str, attention: str) -> None:
+def test_no_position_depends_on_a_later_one(
+    model: ModelConfig, layers: str, attention: str
+) -> None:
     magnitudes = influence(with_compute(model, layers=layers, attention=attention))
     past = np.tri(*magnitudes.shape, dtype=bool)
     assert (magnitudes[~past] == 0).all()
@@ -94,7 +100,9 @@ def test_a_shorter_text_is_a_prefix_of_a_longer_one() -> None:
         model_definition = definition(model)
         params, factors = numbers(model_definition)
         tokens = inputs_of(model)
-        whole, part = (logits_of(model_definition, params, factors, t) for t in (tokens, tokens[:, :5]))
+        whole, part = (
+            logits_of(model_definition, params, factors, t) for t in (tokens, tokens[:, :5])
+        )
         assert_close(part, whole[:, :5], FORWARD)
 
 
@@ -103,7 +111,9 @@ def test_a_shorter_text_is_a_prefix_of_a_longer_one() -> None:
 
 @every_model
 def test_scan_equals_unrolled(model: ModelConfig) -> None:
-    scanned, unrolled = (logits_and_gradients(with_compute(model, layers=layers)) for layers in ("scan", "unrolled"))
+    scanned, unrolled = (
+        logits_and_gradients(with_compute(model, layers=layers)) for layers in ("scan", "unrolled")
+    )
     assert_close(unrolled, scanned, GRADIENT)
 
 
@@ -112,18 +122,34 @@ def test_scan_equals_unrolled(model: ModelConfig) -> None:
 @pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
 def test_recomputation_changes_nothing(remat: str, layers: str) -> None:
     plain = logits_and_gradients(with_compute(MODERN, layers=layers))
-    assert_close(logits_and_gradients(with_compute(MODERN, layers=layers, remat=remat)), plain, GRADIENT)
+    assert_close(
+        logits_and_gradients(with_compute(MODERN, layers=layers, remat=remat)), plain, GRADIENT
+    )
 
 
 def test_layers_that_see_differently_are_one_loop_over_groups() -> None:
     rest = with_compute(GEMMA, layers="scan", remat="block")  # a group of two, and a third layer
-    assert_close(logits_and_gradients(rest), logits_and_gradients(with_compute(GEMMA, layers="scan")), GRADIENT)
+    assert_close(
+        logits_and_gradients(rest),
+        logits_and_gradients(with_compute(GEMMA, layers="scan")),
+        GRADIENT,
+    )
     counts = primitives(with_compute(GEMMA, layers="scan"))
     assert counts["scan"] == primitives(with_compute(MODERN, layers="scan"))["scan"]
     model_definition = definition(GEMMA)
-    own, params = logits_of(model_definition, *numbers(model_definition), inputs_of(GEMMA)), numbers(model_definition)
-    for change in ({"full_every": None}, {"window_theta": None}, {"attention_softcap": None}, {"logit_softcap": None}):
-        other = logits_of(definition(dataclasses.replace(GEMMA, **change)), *params, inputs_of(GEMMA))
+    own, params = (
+        logits_of(model_definition, *numbers(model_definition), inputs_of(GEMMA)),
+        numbers(model_definition),
+    )
+    for change in (
+        {"full_every": None},
+        {"window_theta": None},
+        {"attention_softcap": None},
+        {"logit_softcap": None},
+    ):
+        other = logits_of(
+            definition(dataclasses.replace(GEMMA, **change)), *params, inputs_of(GEMMA)
+        )
         assert np.abs(other - own).max() > 1e-3, change
 
 
@@ -165,7 +191,9 @@ def test_jit_equals_no_jit() -> None:
 
 @pytest.mark.parametrize("model", [MODERN, VIT], ids=model_id)
 def test_attention_implementations_agree_inside_a_model(model: ModelConfig) -> None:
-    merged, xla = (logits_and_gradients(with_compute(model, attention=name)) for name in ("auto", "xla"))
+    merged, xla = (
+        logits_and_gradients(with_compute(model, attention=name)) for name in ("auto", "xla")
+    )
     assert_close(xla, merged, GRADIENT)
 
 
@@ -183,7 +211,9 @@ def primitives(model: ModelConfig) -> dict[str, int]:
         for equation in jaxpr.eqns:
             name = equation.primitive.name
             if name == "dot_general":
-                name = "batched product" if equation.params["dimension_numbers"][1][0] else "product"
+                name = (
+                    "batched product" if equation.params["dimension_numbers"][1][0] else "product"
+                )
             counts[name] = counts.get(name, 0) + 1
             for inner in jaxprs_in_params(equation.params):
                 count(inner)
@@ -195,7 +225,8 @@ def primitives(model: ModelConfig) -> dict[str, int]:
 def test_scan_and_recomputation_are_what_runs() -> None:
     # The equalities above would also hold if the options did nothing.
     plain, dots, block = (
-        primitives(with_compute(DECODER, layers="scan", remat=remat)) for remat in ("none", "dots", "block")
+        primitives(with_compute(DECODER, layers="scan", remat=remat))
+        for remat in ("none", "dots", "block")
     )
     unrolled = primitives(with_compute(DECODER, layers="unrolled"))
     assert "scan" in plain
@@ -210,7 +241,9 @@ def test_scan_and_recomputation_are_what_runs() -> None:
 
 
 def test_bfloat16_products_stay_near_float32() -> None:
-    half, whole = (logits_and_gradients(with_compute(MODERN, dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    half, whole = (
+        logits_and_gradients(with_compute(MODERN, dtype=dtype)) for dtype in ("bfloat16", "float32")
+    )
     # bfloat16 keeps 8 bits: 2^-8 = 0.4 % a rounding, and errors of three blocks add up.
     assert_close(half[0], whole[0], 0.05)
     assert np.abs(half[0] - whole[0]).max() > 1e-4, "nothing ran in bfloat16"
@@ -218,6 +251,10 @@ def test_bfloat16_products_stay_near_float32() -> None:
 
 
 def test_parameters_are_stored_as_asked() -> None:
-    model_definition = definition(dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16")))
+    model_definition = definition(
+        dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16"))
+    )
     assert {leaf.dtype for leaf in model_definition.abstract.values()} == {jnp.dtype(jnp.bfloat16)}
-    assert {leaf.dtype for leaf in definition(DECODER).abstract.values()} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in definition(DECODER).abstract.values()} == {
+        jnp.dtype(jnp.float32)
+    }

@@ -19,10 +19,19 @@ from mupax.zoo.vit.sines import sines
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_factor": 3.0}, "model.rope_factor 3.0 is of scaled frequencies; write rope_scaling llama3 or linear"),
+        (
+            {"rope_factor": 3.0},
+            "model.rope_factor 3.0 is of scaled frequencies; write rope_scaling llama3 or linear",
+        ),
         ({"rope_scaling": "llama3"}, "rope_scaling llama3 is of rotary positions"),
-        ({"positions": "rotary", "rope_scaling": "linear", "rope_factor": 0.5}, "rope_factor is 0.5"),
-        ({"positions": "rotary", "rope_scaling": "llama3", "rope_low_freq_factor": 5.0}, "rope_low_freq_factor 5.0"),
+        (
+            {"positions": "rotary", "rope_scaling": "linear", "rope_factor": 0.5},
+            "rope_factor is 0.5",
+        ),
+        (
+            {"positions": "rotary", "rope_scaling": "llama3", "rope_low_freq_factor": 5.0},
+            "rope_low_freq_factor 5.0",
+        ),
         ({"rotary_fraction": 0.5}, "rotary_fraction is of rotary positions"),
         ({"positions": "rotary", "rotary_fraction": 0.01}, "makes an even number"),
         ({"window": 0}, "window is 0"),
@@ -35,7 +44,15 @@ def test_fields_of_positions_that_do_not_fit_are_refused(fields: dict[str, Any],
 
 def test_fixed_positions_of_images_are_sines_of_column_and_row() -> None:
     config = ViTConfig(
-        width=16, depth=1, num_heads=2, image_size=12, patch_size=4, channels=1, num_classes=3, pool="cls", sincos=True
+        width=16,
+        depth=1,
+        num_heads=2,
+        image_size=12,
+        patch_size=4,
+        channels=1,
+        num_classes=3,
+        pool="cls",
+        sincos=True,
     )
     model = config.module(nnx.Rngs(0))
     table = sines(config)
@@ -46,7 +63,12 @@ def test_fixed_positions_of_images_are_sines_of_column_and_row() -> None:
         row, column = divmod(patch, 3)
         for i in range(4):
             wave = 10_000 ** -(i / 3)
-            want = [math.sin(column * wave), math.cos(column * wave), math.sin(row * wave), math.cos(row * wave)]
+            want = [
+                math.sin(column * wave),
+                math.cos(column * wave),
+                math.sin(row * wave),
+                math.cos(row * wave),
+            ]
             np.testing.assert_allclose(table[1 + patch, [i, 4 + i, 8 + i, 12 + i]], want, atol=1e-6)
     image = np.random.default_rng(0).normal(size=(1, 12, 12, 1)).astype(np.float32)
     assert np.abs(model.embed(image)[0] - model.embed(np.zeros_like(image))[0])[1:].min() > 0

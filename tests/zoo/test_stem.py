@@ -34,7 +34,9 @@ def test_a_convolution_is_that_of_scipy_with_a_border_of_zeros() -> None:
     expected = np.zeros((6, 6, 4))
     for output in range(4):
         for channel in range(2):
-            expected[..., output] += correlate2d(image[0, ..., channel], kernel[..., channel, output], mode="same")
+            expected[..., output] += correlate2d(
+                image[0, ..., channel], kernel[..., channel, output], mode="same"
+            )
     plain = convolve(image, weight, Convolution("second", 1, "embed", 6))
     np.testing.assert_allclose(plain[0], expected, rtol=1e-4, atol=1e-5)
     # With a stride of 2 the border of an even side is at its end: every second pixel, from the second.
@@ -44,16 +46,26 @@ def test_a_convolution_is_that_of_scipy_with_a_border_of_zeros() -> None:
 
 @pytest.mark.parametrize(
     ("patch_size", "stem", "strides", "kernel"),
-    [(8, 3, (2, 2, 2), 3), (4, 3, (1, 2, 2), 3), (2, 2, (1, 2), 3), (16, 3, (4, 2, 2), 7), (1, 2, (1, 1), 3)],
+    [
+        (8, 3, (2, 2, 2), 3),
+        (4, 3, (1, 2, 2), 3),
+        (2, 2, (1, 2), 3),
+        (16, 3, (4, 2, 2), 7),
+        (1, 2, (1, 1), 3),
+    ],
 )
-def test_strides_multiply_to_the_patch(patch_size: int, stem: int, strides: tuple[int, ...], kernel: int) -> None:
+def test_strides_multiply_to_the_patch(
+    patch_size: int, stem: int, strides: tuple[int, ...], kernel: int
+) -> None:
     model = dataclasses.replace(MODEL, patch_size=patch_size, stem=stem)
     assert tuple(convolution.stride for convolution in model.convolutions) == strides
     assert model.convolutions[0].kernel == kernel
     assert model.convolutions[-1].side == model.position_grid
     structure = definition(model)
     logits = jax.eval_shape(
-        lambda params: structure.bind(params, _factors(structure))(np.zeros((2, 16, 16, 3), np.float32)),
+        lambda params: structure.bind(params, _factors(structure))(
+            np.zeros((2, 16, 16, 3), np.float32)
+        ),
         structure.abstract,
     )
     assert logits.shape == (2, 5)
@@ -66,7 +78,8 @@ def test_products_are_counted_once_per_pixel_that_they_write() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"), [({"stem": 4}, "write 2 or 3"), ({"width": 34, "stem": 3}, "multiple of 4")]
+    ("fields", "message"),
+    [({"stem": 4}, "write 2 or 3"), ({"width": 34, "stem": 3}, "multiple of 4")],
 )
 def test_a_stem_that_cannot_be_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -74,7 +87,10 @@ def test_a_stem_that_cannot_be_is_refused(fields: dict[str, int], message: str) 
 
 
 def _factors(structure: Definition) -> dict[str, np.ndarray]:
-    return {name: np.full(factor["shape"], 0.25, np.float32) for name, factor in structure.factors.items()}
+    return {
+        name: np.full(factor["shape"], 0.25, np.float32)
+        for name, factor in structure.factors.items()
+    }
 
 
 def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = frozenset()) -> float:
@@ -86,11 +102,16 @@ def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = fro
         wrong: parameters whose rate does not fall with what they read.
     """
     structure = definition(model)
-    specs = {name: _without_growth(spec) if name in wrong else spec for name, spec in structure.specs.items()}
+    specs = {
+        name: _without_growth(spec) if name in wrong else spec
+        for name, spec in structure.specs.items()
+    }
     resolved = resolve(preset, dataclasses.replace(structure, specs=specs), "adam", "coupled")
     params = structure.initialize(np.uint32(0), init_stds(preset, structure))
     tx = optimizer.build(OptimizerConfig(name="adam", peak_lr=1e-2), structure.specs)
-    hyper = hyperparams(OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant"), 2).at(np.int32(0))
+    hyper = hyperparams(OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant"), 2).at(
+        np.int32(0)
+    )
     images = np.random.default_rng(0).standard_normal((8, 16, 16, 3)).astype(np.float32)
 
     def stem(params: dict[str, jax.Array]) -> jax.Array:
@@ -102,7 +123,9 @@ def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = fro
 
     def change(params: dict[str, jax.Array]) -> jax.Array:
         grads = jax.grad(loss)(params)
-        moved, _ = optimizer.apply_gradients(tx, grads, tx.init(params), params, factors=resolved, hyper=hyper)
+        moved, _ = optimizer.apply_gradients(
+            tx, grads, tx.init(params), params, factors=resolved, hyper=hyper
+        )
         return jax.numpy.sqrt(jax.numpy.mean((stem(moved) - stem(params)) ** 2))
 
     return float(jax.jit(change, compiler_options={"xla_backend_optimization_level": 0})(params))
@@ -122,4 +145,6 @@ def test_a_step_moves_what_the_stem_writes_alike_at_every_width_and_a_wrong_rule
         return math.log2(_moved(wide, preset, wrong) / _moved(MODEL, preset, wrong)) / math.log2(8)
 
     assert abs(growth()) < 0.15
-    assert growth(frozenset({"stem.third"})) > 0.3  # a kernel's rate that does not fall with the channels it reads
+    assert (
+        growth(frozenset({"stem.third"})) > 0.3
+    )  # a kernel's rate that does not fall with the channels it reads

@@ -124,7 +124,9 @@ class Assets:
         Raises:
             AssetsError: one is missing or damaged.
         """
-        return {_name(path): _content(self.workdir, path, entry) for path, entry in self.entries.items()}
+        return {
+            _name(path): _content(self.workdir, path, entry) for path, entry in self.entries.items()
+        }
 
     def in_place_of(self, recorded: DataConfig, current: DataConfig | None = None) -> DataConfig:
         """Return settings that name the run's own tokenizer and chat template instead of what they were made from.
@@ -174,7 +176,9 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
     entries = _named(workdir, step)
     if not entries:
         names = disk.names(workdir / FOLDER)
-        entries = {f"{FOLDER}/{name}": [] for name in (TOKENIZER, CHAT_TEMPLATE, RECORD) if name in names}
+        entries = {
+            f"{FOLDER}/{name}": [] for name in (TOKENIZER, CHAT_TEMPLATE, RECORD) if name in names
+        }
     return Assets(workdir, entries) if entries else None
 
 
@@ -209,9 +213,15 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
     entries = _named(workdir, None)
     if not entries or not _agrees(workdir, entries, files):
         folder = f"{FOLDER}/from-step-{step}" if entries else FOLDER
-        last = sorted(files, key=lambda name: name == RECORD)  # assets.json says that all others are there
+        last = sorted(
+            files, key=lambda name: name == RECORD
+        )  # assets.json says that all others are there
         entries = {f"{folder}/{name}": _entry(files[name]) for name in last}
-        for name in {RECORD, TOKENIZER, CHAT_TEMPLATE} - files.keys():  # left by a run that never saved
+        for name in {
+            RECORD,
+            TOKENIZER,
+            CHAT_TEMPLATE,
+        } - files.keys():  # left by a run that never saved
             (workdir / folder / name).unlink(missing_ok=True)
     for path, entry in entries.items():
         content = files[_name(path)]
@@ -228,7 +238,10 @@ def copy(workdir: Path, target: Path) -> None:
     Raises:
         DiskError: a file cannot be read or written.
     """
-    folders = ["", *(name for name in disk.names(workdir / FOLDER) if name.startswith("from-step-"))]
+    folders = [
+        "",
+        *(name for name in disk.names(workdir / FOLDER) if name.startswith("from-step-")),
+    ]
     for folder in folders:
         for name in (TOKENIZER, CHAT_TEMPLATE, RECORD):
             source = workdir / FOLDER / folder / name

@@ -63,7 +63,11 @@ class RankedFolder(CheckpointFolder):
     """
 
     def __init__(
-        self, workdir: Path, config: CheckpointConfig, note: Callable[[str], None], renames: bool = True
+        self,
+        workdir: Path,
+        config: CheckpointConfig,
+        note: Callable[[str], None],
+        renames: bool = True,
     ) -> None:
         super().__init__(workdir, config, note, renames)
         self._lock = threading.Lock()
@@ -77,10 +81,15 @@ class RankedFolder(CheckpointFolder):
         with self._lock:
             self._measured.update(measured)
             try:
-                for saved in [saved for saved in self._measured if counts(self.folder / str(saved))]:
+                for saved in [
+                    saved for saved in self._measured if counts(self.folder / str(saved))
+                ]:
                     self._keep_measured(self.folder / str(saved), saved)
                 self.prune()
-            except (OSError, disk.DiskError) as error:  # the run goes on, and the next evaluation tries again
+            except (
+                OSError,
+                disk.DiskError,
+            ) as error:  # the run goes on, and the next evaluation tries again
                 self._note(f"the best checkpoints are as they were: {error}")
 
     def forget(self, step: int) -> None:
@@ -124,7 +133,10 @@ def write(checkpoint: Path, step: int, metrics: Metrics) -> None:
     Raises:
         DiskError: the disk does not take it.
     """
-    finite = {name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()}
+    finite = {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in metrics.items()
+    }
     content = {"step": step, "metrics": finite}
     disk.write_whole(checkpoint / FILE, json.dumps({**content, "digest": _digest(content)}) + "\n")
 
@@ -212,7 +224,10 @@ def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) 
     Raises:
         DiskError, OSError: it cannot be moved.
     """
-    workdir, later = checkpoints.folder.parent, [saved for saved in steps(checkpoints.folder) if saved > step]
+    workdir, later = (
+        checkpoints.folder.parent,
+        [saved for saved in steps(checkpoints.folder) if saved > step],
+    )
     if not later:
         return ""
     name, branches = str(later[-1]), disk.names(workdir / BRANCHES)
@@ -353,7 +368,9 @@ class Checkpoints(RankedFolder):
         self.record = self._broadcast(lambda: recorded(workdir))
         self._broadcast(self.tidy)
 
-    def save(self, step: int, state: TrainState, facts: dict[str, Any], *, last: bool = False) -> None:
+    def save(
+        self, step: int, state: TrainState, facts: dict[str, Any], *, last: bool = False
+    ) -> None:
         """Start saving; the arrays are on the host before this returns, so that the next step may reuse their memory.
 
         Where it fails, now or later, the run is told and goes on; `wait` says so at the end.
@@ -368,8 +385,12 @@ class Checkpoints(RankedFolder):
             return
         if not last and self._thread is not None:
             self._thread.join(_PATIENCE_S)
-        if not last and self._broadcast(lambda: self._thread is not None and self._thread.is_alive()):
-            self._note(f"checkpoint {step} is left out: the disk has not yet taken the one of step {self._saved}")
+        if not last and self._broadcast(
+            lambda: self._thread is not None and self._thread.is_alive()
+        ):
+            self._note(
+                f"checkpoint {step} is left out: the disk has not yet taken the one of step {self._saved}"
+            )
             return
         self.wait()
         self._saved, self._failure = step, None
@@ -388,13 +409,17 @@ class Checkpoints(RankedFolder):
                 response = NamedSave(ocp.save_async(plain_name, arrays), naming)
         except (OSError, ValueError, RuntimeError) as error:
             shards, response = [], error
-            self._processes.end_all(folder.reason(error, self.folder))  # others may wait for this one inside orbax
+            self._processes.end_all(
+                folder.reason(error, self.folder)
+            )  # others may wait for this one inside orbax
         except BaseException:
             _ORBAX.release()
             raise
         self._exchanges += 1
         work = (step, checkpoint, response, named, shards, facts, f"saved/{self._exchanges}")
-        self._thread = threading.Thread(target=self._finish, args=work, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._finish, args=work, name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> str | None:
@@ -408,7 +433,9 @@ class Checkpoints(RankedFolder):
         """Step of the newest checkpoint as process 0 sees it, on every process."""
         return self._broadcast(lambda: self.latest)
 
-    def restore(self, abstract: TrainState, facts: dict[str, Any] | None, at: int | None = None) -> TrainState:
+    def restore(
+        self, abstract: TrainState, facts: dict[str, Any] | None, at: int | None = None
+    ) -> TrainState:
         """The newest state that is bitwise what was saved, each array restored straight into its sharding.
 
         Whatever else is found on the way to it is set aside, and the run is told.
@@ -431,7 +458,9 @@ class Checkpoints(RankedFolder):
                 self._check_fits(content, abstract, facts)
                 for _ in range(2):  # damage is what two reads agree on
                     with _ORBAX:
-                        loaded = patience(lambda c=checkpoint: folder.loaded(c, abstract.arrays()), checkpoint)
+                        loaded = patience(
+                            lambda c=checkpoint: folder.loaded(c, abstract.arrays()), checkpoint
+                        )
                     wrong = layout.check_loaded(layout.by_name(loaded), content.arrays)
                     problem = folder.first_of(
                         self._agreed([f"the array {name} is not what was saved" for name in wrong])
@@ -440,7 +469,10 @@ class Checkpoints(RankedFolder):
                         self._saved = step
                         return TrainState(**loaded)
             if at is not None:
-                alternatives = ", ".join(str(other) for other in folder.steps(self.folder) if other != at) or "none"
+                alternatives = (
+                    ", ".join(str(other) for other in folder.steps(self.folder) if other != at)
+                    or "none"
+                )
                 raise WorkdirError(
                     f"checkpoint {at} is damaged: {problem}; nothing was changed. There are also: {alternatives}"
                 )
@@ -452,13 +484,19 @@ class Checkpoints(RankedFolder):
         content: Manifest | None = None
         try:
             content = layout.read(checkpoint, self.record.get("run"))
-            problems = folder.file_problems(checkpoint, content, (self._processes.index, self._processes.count))
+            problems = folder.file_problems(
+                checkpoint, content, (self._processes.index, self._processes.count)
+            )
         except DamagedError as error:
             problems = [str(error)]
         if not (problems := self._agreed(problems)):
             return content, ""
         return content, self._broadcast(
-            lambda: folder.damage(checkpoint, content, problems) if content else folder.first_of(problems)
+            lambda: (
+                folder.damage(checkpoint, content, problems)
+                if content
+                else folder.first_of(problems)
+            )
         )
 
     def _agreed(self, problems: list[str]) -> list[str]:
@@ -467,7 +505,9 @@ class Checkpoints(RankedFolder):
         gathered = self._processes.gather(f"problems/{self._exchanges}", problems)
         return self._broadcast(lambda: [line for part in gathered or () for line in part])
 
-    def _check_fits(self, content: Manifest, abstract: TrainState, facts: dict[str, Any] | None) -> None:
+    def _check_fits(
+        self, content: Manifest, abstract: TrainState, facts: dict[str, Any] | None
+    ) -> None:
         before = content.data
         if facts is not None and before.get("digest") != facts.get("digest"):
             raise WorkdirError(
@@ -477,8 +517,12 @@ class Checkpoints(RankedFolder):
             )
         leaves = layout.by_name(abstract.arrays()).items()
         target = {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves}
-        stored = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in content.arrays.items()}
-        if differing := sorted(n for n in target.keys() | stored.keys() if target.get(n) != stored.get(n)):
+        stored = {
+            name: f"{entry['dtype']} {entry['shape']}" for name, entry in content.arrays.items()
+        }
+        if differing := sorted(
+            n for n in target.keys() | stored.keys() if target.get(n) != stored.get(n)
+        ):
             name = differing[0]
             raise WorkdirError(
                 f"checkpoint {content.step} has another state than this run: {name} is {stored.get(name, 'missing')} there and "
@@ -507,7 +551,9 @@ class Checkpoints(RankedFolder):
             wait(response, processes, key)
             files = folder.file_digests(checkpoint, processes.index, processes.count)
             if wrong := folder.damaged_arrays(checkpoint, arrays):
-                raise OSError(f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}")
+                raise OSError(
+                    f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}"
+                )
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
             part = {"error": tell(error, self.folder, processes, key)}
@@ -521,7 +567,9 @@ class Checkpoints(RankedFolder):
                 self._failure = part.get("error")
                 return
             complete = whole(parts)
-            content = Manifest(step=step, data=facts, record=self.record, assets=self.assets, **complete)
+            content = Manifest(
+                step=step, data=facts, record=self.record, assets=self.assets, **complete
+            )
             self._before()
             self.publish(content)
             self._failed_in_a_row = 0
@@ -550,5 +598,7 @@ class Checkpoints(RankedFolder):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, Exception):  # whoever stops the process at once does not wait
+        if error is None or isinstance(
+            error, Exception
+        ):  # whoever stops the process at once does not wait
             self.wait()

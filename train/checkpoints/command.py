@@ -24,7 +24,9 @@ from mupax.command_line import Switch
 from mupax.plugins import PluginError
 from mupax.train.config.sections import METRIC
 
-TEMPLATE_FLAG: Any = conf.arg(name="data.chat-template", aliases=("--chat-template",), metavar="FILE")
+TEMPLATE_FLAG: Any = conf.arg(
+    name="data.chat-template", aliases=("--chat-template",), metavar="FILE"
+)
 """Flag of every command that chats with a model."""
 
 
@@ -43,7 +45,9 @@ class CheckpointFlags:
 
     def __post_init__(self) -> None:
         if self.ema and self.no_ema:
-            raise command_line.UsageError("--ema and --no-ema exclude each other; write one of them")
+            raise command_line.UsageError(
+                "--ema and --no-ema exclude each other; write one of them"
+            )
 
     @property
     def average(self) -> bool | None:
@@ -93,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.config import record as config_record
 
     record = workdir.read_record(args.workdir)
-    with contextlib.suppress(PluginError):  # the list needs them only to mark the best by a metric of theirs
+    with contextlib.suppress(
+        PluginError
+    ):  # the list needs them only to mark the best by a metric of theirs
         config_record.restore(record)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
@@ -105,14 +111,24 @@ def main(argv: Sequence[str]) -> int:
     if not rows:
         terminal.say(f"{args.workdir} has no checkpoint yet")
         return 0
-    columns = [name for name in dict.fromkeys(["loss", METRIC, metric]) if any(name in row["metrics"] for row in rows)]
+    columns = [
+        name
+        for name in dict.fromkeys(["loss", METRIC, metric])
+        if any(name in row["metrics"] for row in rows)
+    ]
     mark = [""] if columns else []
     head = ["step", *columns, *mark, "size", "arrays", "age", "stays as", "health"]
-    terminal.say(terminal.table([head, *(_cells(row, columns) for row in rows)], left=["health", "stays as", ""]))
+    terminal.say(
+        terminal.table(
+            [head, *(_cells(row, columns) for row in rows)], left=["health", "stays as", ""]
+        )
+    )
     for row in rows:
         if row["best"]:
             value = row["metrics"][metric]
-            terminal.say(f"best by {metric}: step {row['step']}, {value:.4f}; use it with --step {row['step']}")
+            terminal.say(
+                f"best by {metric}: step {row['step']}, {value:.4f}; use it with --step {row['step']}"
+            )
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 
@@ -122,12 +138,18 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
     from mupax.train.checkpoints.layout import aside
 
     folder = workdir / CHECKPOINTS
-    paths = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
+    paths = sorted(
+        (path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name)
+    )
     rejects = aside(folder)
     paths = [path for path in paths if path not in rejects] + rejects
     entries = [_entry(path, verify, workdir, run) for path in paths]
     # One that the run has deleted since it was listed is not damaged.
-    return [entry for path, entry in zip(paths, entries, strict=True) if not entry["damaged"] or path.exists()]
+    return [
+        entry
+        for path, entry in zip(paths, entries, strict=True)
+        if not entry["damaged"] or path.exists()
+    ]
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
@@ -155,7 +177,9 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
         "path": str(checkpoint.relative_to(workdir)),
         "bytes": sum(file.st_size for file in files),
         "arrays": arrays,
-        "age_seconds": round(time.time() - max(file.st_mtime for file in files), 1) if files else None,
+        "age_seconds": round(time.time() - max(file.st_mtime for file in files), 1)
+        if files
+        else None,
         "set_aside": is_aside(checkpoint),
         "verified": verify,
         "being_saved": being_saved,
@@ -163,7 +187,9 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
     }
 
 
-def _health(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> tuple[int | None, list[str]]:
+def _health(
+    checkpoint: Path, verify: bool, workdir: Path, run: str | None
+) -> tuple[int | None, list[str]]:
     """Return the number of arrays of a checkpoint, where its manifest says it, and what is wrong with it."""
     from mupax.train.checkpoints import assets, folder, layout
 
@@ -206,9 +232,14 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         row["metrics"] = evaluation | by_step.get(row["step"], {})
         row["best"] = False
     if metric_name(metric) not in METRICS:
-        terminal.note(f"{metric} is of a module that is not imported, so that no checkpoint is marked as the best")
+        terminal.note(
+            f"{metric} is of a module that is not imported, so that no checkpoint is marked as the best"
+        )
         return
-    costs = [(cost(metric, row["metrics"].get(metric)), row["step"], index) for index, row in enumerate(rows)]
+    costs = [
+        (cost(metric, row["metrics"].get(metric)), row["step"], index)
+        for index, row in enumerate(rows)
+    ]
     finite = [entry for entry in costs if math.isfinite(entry[0]) and _counts(rows[entry[2]])]
     if finite:
         rows[min(finite)[2]]["best"] = True
@@ -251,7 +282,11 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             continue
         names = [name for name in row if name == "loss" or name.startswith(("eval_", "eval/"))]
-        values = {name: row[name] for name in names if row[name] is None or type(row[name]) in (int, float)}
+        values = {
+            name: row[name]
+            for name in names
+            if row[name] is None or type(row[name]) in (int, float)
+        }
         by_step.setdefault(row["step"], {}).update(values)
     return by_step
 
@@ -276,4 +311,13 @@ def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
         mark = ["best" if row["best"] else ""]
     size = terminal.gib(row["bytes"])
     reason = row["stays_as"] or "-"
-    return [str(row["step"]), *losses, *mark, size, str(row["arrays"] or ""), age, reason, aside + health]
+    return [
+        str(row["step"]),
+        *losses,
+        *mark,
+        size,
+        str(row["arrays"] or ""),
+        age,
+        reason,
+        aside + health,
+    ]

@@ -44,7 +44,9 @@ _STATE = "state"  # folder of the arrays inside a checkpoint
 
 CHECKPOINTS = "checkpoints"
 _AGAIN_S = 0.2  # until a file that looks damaged is read again
-_BLOCK = 2**20  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
+_BLOCK = (
+    2**20
+)  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
 
 
 def quiet() -> None:
@@ -57,7 +59,9 @@ def quiet() -> None:
 
 
 def _unraisable(before: Callable[[Any], Any], what: Any) -> None:
-    if not str(what.exc_value).startswith(("Event loop is closed", "Encountered error while reading array")):
+    if not str(what.exc_value).startswith(
+        ("Event loop is closed", "Encountered error while reading array")
+    ):
         before(what)
 
 
@@ -70,7 +74,9 @@ def end_threads() -> None:
     from orbax.checkpoint._src.futures import future
 
     # No public interface reaches the threads of a `save_async` that has raised.
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
+    threads = [
+        thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)
+    ]
     for thread in threads:
         thread.cancel()
         future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
@@ -96,7 +102,9 @@ def loaded(checkpoint: Path, abstract: Any) -> Any:
         with plainly_named(checkpoint) as name:
             return ocp.load(name, abstract)
     except Exception as error:
-        if not isinstance(error, ValueError | OSError) and type(error) is not Exception:  # which is what orbax raises
+        if (
+            not isinstance(error, ValueError | OSError) and type(error) is not Exception
+        ):  # which is what orbax raises
             raise
         text = without_stand_ins(str(error)).splitlines()[0][:200]
         raise disk.system_error(error) or OSError(errno.EIO, text) from error
@@ -149,7 +157,8 @@ def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]
         try:
             stored = ts.open(spec, open=True, context=context).result()
             return list(stored.shape) == entry["shape"] and all(
-                layout.array_digest(stored[tuple(slice(*axis) for axis in index)].read().result()) == digest
+                layout.array_digest(stored[tuple(slice(*axis) for axis in index)].read().result())
+                == digest
                 for index, digest in entry["shards"]
             )
         except Exception as error:  # whatever the library makes of damage
@@ -160,7 +169,9 @@ def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]
     wrong = list(arrays)
     for context in (ts.Context(), ts.Context()):  # each with a cache of its own
         look = partial(same, context=context)
-        good = layout.in_threads(lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong)
+        good = layout.in_threads(
+            lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong
+        )
         wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
     return wrong
 
@@ -186,7 +197,9 @@ def check_storage(folder: Path, name: str) -> None:
             kvstore = {"driver": "ocdbt", "base": storage_url(f"{named}/"), "path": "array/"}
             spec = {"driver": "zarr3", "kvstore": kvstore}
             content = np.arange(8, dtype=np.uint8)
-            array = ts.open({**spec, "metadata": {"shape": [8], "data_type": "uint8"}}, create=True).result()
+            array = ts.open(
+                {**spec, "metadata": {"shape": [8], "data_type": "uint8"}}, create=True
+            ).result()
             array.write(content).result()
             again = ts.open(spec, open=True, context=ts.Context()).result().read().result()
         if not np.array_equal(again, content) or "manifest.ocdbt" not in disk.names(probe):
@@ -210,7 +223,11 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self, workdir: Path, config: CheckpointConfig, note: Callable[[str], None], renames: bool = True
+        self,
+        workdir: Path,
+        config: CheckpointConfig,
+        note: Callable[[str], None],
+        renames: bool = True,
     ) -> None:
         self.folder = workdir / CHECKPOINTS
         self._config = config
@@ -295,7 +312,9 @@ class CheckpointFolder:
             raise WorkdirError(
                 f"checkpoint {step} is damaged ({problem}) and cannot be moved: {error.strerror}"
             ) from error
-        then = "no other is left" if self.latest is None else f"going back to checkpoint {self.latest}"
+        then = (
+            "no other is left" if self.latest is None else f"going back to checkpoint {self.latest}"
+        )
         self._note(f"checkpoint {step} is damaged: {problem}; set aside as {mark}, {then}")
 
     def tidy(self) -> None:
@@ -337,7 +356,9 @@ class CheckpointFolder:
                 continue
             if whole:
                 self.layout.take_back(path, int(step))
-                self._taken_back.add(path)  # once: what is whole and cannot be loaded comes here again
+                self._taken_back.add(
+                    path
+                )  # once: what is whole and cannot be loaded comes here again
                 self._note(f"checkpoint {step}, set aside as {shown}, is whole: taken back")
         return self.latest
 
@@ -353,7 +374,9 @@ class CheckpointFolder:
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, oldest first: those that have a manifest and were not set aside."""
     candidates = [
-        int(name) for name in disk.names(folder) if name.isascii() and name.isdigit() and str(int(name)) == name
+        int(name)
+        for name in disk.names(folder)
+        if name.isascii() and name.isdigit() and str(int(name)) == name
     ]
     return sorted(step for step in candidates if counts(folder / str(step)))
 
@@ -378,16 +401,30 @@ def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[A
         count: of processes.
     """
     writers = {f"ocdbt.process_{i}": i for i in range(count)}
-    paths = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    mine = [str(p) for p in paths if next((writers[part] for part in p.parts if part in writers), 0) == process]
-    return dict(zip(mine, layout.in_threads(_file_digest, [checkpoint / path for path in mine]), strict=True))
+    paths = [
+        path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()
+    ]
+    mine = [
+        str(p)
+        for p in paths
+        if next((writers[part] for part in p.parts if part in writers), 0) == process
+    ]
+    return dict(
+        zip(
+            mine, layout.in_threads(_file_digest, [checkpoint / path for path in mine]), strict=True
+        )
+    )
 
 
 def _file_digest(path: Path) -> list[Any]:
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        with contextlib.suppress(AttributeError, OSError):  # no such call, or no file of this machine
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
+        with contextlib.suppress(
+            AttributeError, OSError
+        ):  # no such call, or no file of this machine
+            os.posix_fadvise(
+                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+            )  # from the disk, not from memory
         while block := file.read(_BLOCK):
             hasher.update(block)
             size += len(block)
@@ -430,7 +467,9 @@ def file_problems(
         time.sleep(_AGAIN_S)
         return patience(lambda: look(name), checkpoint / name)
 
-    return [line for line in layout.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line]
+    return [
+        line for line in layout.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line
+    ]
 
 
 def verified(checkpoint: Path, run: str | None = None) -> Manifest:
@@ -467,4 +506,6 @@ def first_of(problems: list[str], between: str = ", ") -> str:
         problems: or names, a line each.
         between: what joins them.
     """
-    return between.join(problems[:3]) + (f"{between}and {len(problems) - 3} more" if len(problems) > 3 else "")
+    return between.join(problems[:3]) + (
+        f"{between}and {len(problems) - 3} more" if len(problems) > 3 else ""
+    )

@@ -106,7 +106,10 @@ def write(folder: Path, manifest: Manifest) -> None:
         manifest: what later reads are compared with.
     """
     body = dataclasses.asdict(manifest)
-    disk.write_whole(folder / MANIFEST, json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}))
+    disk.write_whole(
+        folder / MANIFEST,
+        json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}),
+    )
 
 
 def read(folder: Path, run: str | None = None) -> Manifest:
@@ -139,7 +142,9 @@ def _read(folder: Path) -> Manifest:
     try:
         content = read_json(folder / MANIFEST)
     except JsonError as error:
-        raise DamagedError(f"{MANIFEST}: {str(error).removeprefix(f'{folder / MANIFEST}: ')}") from error
+        raise DamagedError(
+            f"{MANIFEST}: {str(error).removeprefix(f'{folder / MANIFEST}: ')}"
+        ) from error
     body, name = content.get("manifest"), str(content.get("format"))
     if name not in _FIELDS:
         if re.fullmatch(r"mupax-checkpoint-\d{1,9}", name):
@@ -147,7 +152,9 @@ def _read(folder: Path) -> Manifest:
                 f"checkpoint {folder} has the format {name}, and this version reads {', '.join(_FIELDS)}; nothing was "
                 "changed: go on with the version that wrote it, or a newer one"
             )
-        raise DamagedError(f"{MANIFEST} has format {disk.shown(name)}; this version reads {', '.join(_FIELDS)}")
+        raise DamagedError(
+            f"{MANIFEST} has format {disk.shown(name)}; this version reads {', '.join(_FIELDS)}"
+        )
     if not isinstance(body, dict) or content.get("digest") != _digest_of(body):
         raise DamagedError(f"{MANIFEST} does not have the digest it names")
     try:
@@ -156,7 +163,9 @@ def _read(folder: Path) -> Manifest:
         manifest = Manifest(**body)
         _check_form(manifest)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise DamagedError(f"{MANIFEST} has another form than this version's: {error!s:.200}") from error
+        raise DamagedError(
+            f"{MANIFEST} has another form than this version's: {error!s:.200}"
+        ) from error
     if folder.name.isdigit() and manifest.step != int(folder.name):
         raise DamagedError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -173,7 +182,12 @@ def _check_form(manifest: Manifest) -> None:
         raise ValueError("step, data, record or files")
     for path, (size, digest) in [*manifest.files.items(), *manifest.assets.items()]:
         parts = PurePosixPath(path)
-        if parts.is_absolute() or ".." in parts.parts or type(size) is not int or not isinstance(digest, str):
+        if (
+            parts.is_absolute()
+            or ".." in parts.parts
+            or type(size) is not int
+            or not isinstance(digest, str)
+        ):
             raise ValueError(f"the file {path[:60]!a}")
     folder = f"{ASSETS}/"
     if not all(path.startswith(folder) for path in manifest.assets):
@@ -181,7 +195,11 @@ def _check_form(manifest: Manifest) -> None:
     if manifest.assets and not any(path.endswith(f"/{ASSETS_RECORD}") for path in manifest.assets):
         raise ValueError(f"assets without {ASSETS_RECORD}")
     for name, entry in manifest.arrays.items():
-        axes = [(size, axis) for index, _ in entry["shards"] for size, axis in zip(entry["shape"], index, strict=True)]
+        axes = [
+            (size, axis)
+            for index, _ in entry["shards"]
+            for size, axis in zip(entry["shape"], index, strict=True)
+        ]
         if not all(0 <= start <= stop <= size for size, (start, stop) in axes):
             raise ValueError(f"the array {name[:60]!a}")
 
@@ -208,21 +226,36 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 def host_shards(arrays: Mapping[str, Any]) -> list[Shard]:
     """The shards that this process saves, copied to the host; each part of an array on one process only."""
-    first = [(name, a.shape, s) for name, a in arrays.items() for s in a.addressable_shards if s.replica_id == 0]
+    first = [
+        (name, a.shape, s)
+        for name, a in arrays.items()
+        for s in a.addressable_shards
+        if s.replica_id == 0
+    ]
     for _, _, shard in first:
         shard.data.copy_to_host_async()  # all at once; what is saved next finds them on the host
-    return [Shard(name, _index(shard.index, shape), np.asarray(shard.data)) for name, shape, shard in first]
+    return [
+        Shard(name, _index(shard.index, shape), np.asarray(shard.data))
+        for name, shape, shard in first
+    ]
 
 
-def describe_arrays(arrays: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, dict[str, Any]]:
+def describe_arrays(
+    arrays: Mapping[str, Any], shards: Sequence[Shard]
+) -> dict[str, dict[str, Any]]:
     """The manifest's list of arrays, with the shards of this process.
 
     Args:
         arrays: all of the state by their names on disk (`by_name`).
         shards: those that this process saves (`host_shards`).
     """
-    entries = {name: {"shape": list(a.shape), "dtype": str(a.dtype), "shards": []} for name, a in arrays.items()}
-    for shard, digest in zip(shards, in_threads(array_digest, [shard.data for shard in shards]), strict=True):
+    entries = {
+        name: {"shape": list(a.shape), "dtype": str(a.dtype), "shards": []}
+        for name, a in arrays.items()
+    }
+    for shard, digest in zip(
+        shards, in_threads(array_digest, [shard.data for shard in shards]), strict=True
+    ):
         entries[shard.name]["shards"].append([[list(axis) for axis in shard.index], digest])
     return entries
 
@@ -242,9 +275,15 @@ def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]])
         saved: the manifest's `arrays`, which has all of these names.
     """
     shards = [(name, *shard) for name in arrays for shard in saved[name]["shards"]]
-    local = [(name, part, digest) for name, i, digest in shards if (part := _part(arrays[name], i)) is not None]
+    local = [
+        (name, part, digest)
+        for name, i, digest in shards
+        if (part := _part(arrays[name], i)) is not None
+    ]
     loaded = in_threads(array_digest, [part for _, part, _ in local])
-    return sorted({name for (name, _, saved), digest in zip(local, loaded, strict=True) if digest != saved})
+    return sorted(
+        {name for (name, _, saved), digest in zip(local, loaded, strict=True) if digest != saved}
+    )
 
 
 def _part(array: Any, index: Sequence[Sequence[int]]) -> np.ndarray | None:
@@ -254,7 +293,9 @@ def _part(array: Any, index: Sequence[Sequence[int]]) -> np.ndarray | None:
     for shard in array.addressable_shards:
         axes = list(zip(index, _index(shard.index, array.shape), strict=True))
         if all(low <= start and stop <= high for (start, stop), (low, high) in axes):
-            return np.asarray(shard.data)[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in axes)]
+            return np.asarray(shard.data)[
+                tuple(slice(start - low, stop - low) for (start, stop), (low, _) in axes)
+            ]
     return None
 
 
@@ -286,7 +327,11 @@ class RenameCommit:
 
         options = ocp.options
         saving = options.ArrayOptions.Saving(use_compression=False, use_replica_parallel=False)
-        mode = options.AtomicityMode.ATOMIC_RENAME if self.renames else options.AtomicityMode.COMMIT_FILE
+        mode = (
+            options.AtomicityMode.ATOMIC_RENAME
+            if self.renames
+            else options.AtomicityMode.COMMIT_FILE
+        )
         arrays, ending = options.ArrayOptions(saving=saving), options.AtomicityOptions(mode=mode)
         return ocp.Context(array_options=arrays, atomicity_options=ending)
 
@@ -456,7 +501,9 @@ def is_being_saved(checkpoint: Path) -> bool:
 
 def aside(folder: Path) -> list[Path]:
     """The checkpoints of a folder that were set aside."""
-    marked = [path for name in disk.names(folder) if name.isdigit() and is_aside(path := folder / name)]
+    marked = [
+        path for name in disk.names(folder) if name.isdigit() and is_aside(path := folder / name)
+    ]
     return [*map((folder / SET_ASIDE).joinpath, disk.names(folder / SET_ASIDE)), *marked]
 
 
@@ -509,6 +556,8 @@ def lacks(path: Path, file: Path) -> list[str]:
         return []
     texts = {
         "renaming folders (a checkpoint is written where it stays)": renames_folders(path),
-        "file locks (an owner file keeps other runs out, unless they start in the same second)": locks_files(file),
+        "file locks (an owner file keeps other runs out, unless they start in the same second)": locks_files(
+            file
+        ),
     }
     return [text for text, can in texts.items() if not can]

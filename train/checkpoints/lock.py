@@ -48,7 +48,11 @@ class Owned:
     """
 
     def __init__(
-        self, folder: Path, name: str, lost: Callable[[str], None], note: Callable[[str], None] = _say
+        self,
+        folder: Path,
+        name: str,
+        lost: Callable[[str], None],
+        note: Callable[[str], None] = _say,
     ) -> None:
         self._folder, self._name, self._lost, self._note = folder, name, lost, note
         self._naming = contextlib.ExitStack()
@@ -89,7 +93,11 @@ class Owned:
 
     def _write(self, generation: bytes) -> bytes:
         """Its new generation; empty where it is no longer of the one that it was read at."""
-        machine = {"machine": _machine(), "pid": os.getpid(), "who": f"process {os.getpid()} on {socket.gethostname()}"}
+        machine = {
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "who": f"process {os.getpid()} on {socket.gethostname()}",
+        }
         content = json.dumps({"token": self._token, "at": time.time(), **machine})
         return self._store.write(self._name, content, if_equal=generation).result().generation
 
@@ -119,7 +127,9 @@ class Owned:
         with contextlib.suppress(Exception):
             entry = self._store.read(self._name).result(timeout=BEAT_S)
             if entry.state == "value" and _owner(entry.value)["token"] == self._token:
-                self._store.write(self._name, None, if_equal=entry.stamp.generation).result(timeout=BEAT_S)
+                self._store.write(self._name, None, if_equal=entry.stamp.generation).result(
+                    timeout=BEAT_S
+                )
         self._naming.close()
 
 
@@ -130,7 +140,9 @@ def end_at_once(text: str) -> None:
 
 
 @contextlib.contextmanager
-def workdir_lock(folder: Path, name: str, lost: Callable[[str], None] = end_at_once) -> Iterator[None]:
+def workdir_lock(
+    folder: Path, name: str, lost: Callable[[str], None] = end_at_once
+) -> Iterator[None]:
     """Keep a folder for this process alone while entered.
 
     Args:
@@ -147,7 +159,9 @@ def workdir_lock(folder: Path, name: str, lost: Callable[[str], None] = end_at_o
         raise
     except Exception as error:  # whatever tensorstore makes of the network
         reason = str(error).splitlines()[0][:200]
-        raise WorkdirError(f"cannot lock the workdir {folder}: {reason}; give --workdir another folder") from error
+        raise WorkdirError(
+            f"cannot lock the workdir {folder}: {reason}; give --workdir another folder"
+        ) from error
     with owned:
         yield
 

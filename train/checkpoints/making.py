@@ -65,10 +65,14 @@ def is_made(out: Path, command: Sequence[str]) -> bool:
             remove_tree(out / PART)
             (out / LOCK).unlink(missing_ok=True)
         if mark["command"] == shlex.join(command):
-            terminal.note(f"{out} is complete: the command that made it was ended when all was written")
+            terminal.note(
+                f"{out} is complete: the command that made it was ended when all was written"
+            )
             return True
     if mark is not None and mark["complete"] and mark["command"] == shlex.join(command):
-        raise OutError(f"--out {out} is complete: this command has made it; give another folder to make it again")
+        raise OutError(
+            f"--out {out} is complete: this command has made it; give another folder to make it again"
+        )
     if mark is not None and mark["complete"]:
         raise OutError(f"--out {out} is not an empty folder; give another one")
     _check_own(out, () if mark is None else mark["names"])
@@ -210,7 +214,9 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
             try:
                 stack.enter_context(lock.workdir_lock(folder, LOCK))
             except lock.WorkdirError as error:
-                raise HalfMadeError(in_use if "is in use" in str(error) else f"--out {out}: {error}") from error
+                raise HalfMadeError(
+                    in_use if "is in use" in str(error) else f"--out {out}: {error}"
+                ) from error
         else:
             file = stack.enter_context((folder / LOCK).open("a"))
             try:
@@ -230,8 +236,12 @@ def _delete_temporary(staging: Path, out: Path) -> None:
     """
     names = [name for name in disk.names(staging) if name != LOCK]
     marks = [folder / MARK for folder in (staging, out)]
-    if all(disk.status(mark) is None for mark in marks) and any(name != _HALF_MARK for name in names):
-        raise OutError(f"{staging} is where --out {out} is to be made, and holds {names[0]}; move it away")
+    if all(disk.status(mark) is None for mark in marks) and any(
+        name != _HALF_MARK for name in names
+    ):
+        raise OutError(
+            f"{staging} is where --out {out} is to be made, and holds {names[0]}; move it away"
+        )
     for name in names:
         if name != MARK:
             remove_tree(staging / name)
@@ -324,7 +334,9 @@ def scratch() -> Iterator[Path]:
     folder = holder / "files"
     try:
         with (holder / LOCK).open("a") as file:
-            with contextlib.suppress(OSError):  # no locks there: then nobody deletes what a kill leaves
+            with contextlib.suppress(
+                OSError
+            ):  # no locks there: then nobody deletes what a kill leaves
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder.mkdir()
             yield folder

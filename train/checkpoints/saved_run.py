@@ -74,18 +74,26 @@ class LoadedRun(NamedTuple):
         from mupax.train.core.costs import fit
 
         target = getattr(abstract, self.weights)
-        fit.check_arrays(target, f"the parameters of {self.workdir}", "Take a machine with more memory")
+        fit.check_arrays(
+            target, f"the parameters of {self.workdir}", "Take a machine with more memory"
+        )
         checkpoint = self.verified()
         patience = disk.Patience()
         stored: Any = patience(lambda: checkpoints_folder.metadata(checkpoint), checkpoint)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
         if shapes != {name: leaf.shape for name, leaf in target.items()}:
-            raise WorkdirError(f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says")
+            raise WorkdirError(
+                f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says"
+            )
         request = {
             part: target if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
             for part, tree in stored.items()
         }
-        return dict(patience(lambda: checkpoints_folder.loaded(checkpoint, request), checkpoint)[self.weights])
+        return dict(
+            patience(lambda: checkpoints_folder.loaded(checkpoint, request), checkpoint)[
+                self.weights
+            ]
+        )
 
 
 def find(path: Path, step: Step | None = None, ema: bool | None = None) -> LoadedRun:
@@ -108,12 +116,23 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
     fields = read_record(folder)
     config = run_config(fields)
     facts = fields.get("data")
-    meant = step_of(path if named is None else folder, step if named is None else named, config.checkpoint.best_metric)
+    meant = step_of(
+        path if named is None else folder,
+        step if named is None else named,
+        config.checkpoint.best_metric,
+    )
     if ema and config.ema.decay is None:
-        raise WorkdirError(f"the run in {path} kept no moving average (ema.decay is None); leave --ema out")
+        raise WorkdirError(
+            f"the run in {path} kept no moving average (ema.decay is None); leave --ema out"
+        )
     averaged = config.ema.decay is not None if ema is None else ema
     config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
     weights = "ema" if averaged else "params"
     return LoadedRun(
-        folder.absolute(), config, facts if isinstance(facts, dict) else {}, meant, weights, fields.get("run")
+        folder.absolute(),
+        config,
+        facts if isinstance(facts, dict) else {},
+        meant,
+        weights,
+        fields.get("run"),
     )

@@ -40,7 +40,13 @@ from mupax.train.parallel.processes import Processes
 MARK = ".mupax-made.json"
 
 RECORD = "config.json"
-_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = ".shared", ".lock", ".owner", ".writable", f".{RECORD}.partial"
+_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = (
+    ".shared",
+    ".lock",
+    ".owner",
+    ".writable",
+    f".{RECORD}.partial",
+)
 _STORAGE = ".storage"
 _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _STORAGE, _PARTIAL, *PROBES, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
@@ -53,7 +59,9 @@ class HalfMadeError(MupaxError):
     """A folder that no command has finished. The text names the command to write again."""
 
 
-def write_mark(folder: Path, command: Sequence[str], names: Sequence[str] = (), *, complete: bool) -> None:
+def write_mark(
+    folder: Path, command: Sequence[str], names: Sequence[str] = (), *, complete: bool
+) -> None:
     """Write the mark of a folder, whole or not at all.
 
     Args:
@@ -65,7 +73,12 @@ def write_mark(folder: Path, command: Sequence[str], names: Sequence[str] = (), 
     Raises:
         DiskError: the disk does not take it.
     """
-    content = {"complete": complete, "command": shlex.join(command), "names": sorted(names), "version": __version__}
+    content = {
+        "complete": complete,
+        "command": shlex.join(command),
+        "names": sorted(names),
+        "version": __version__,
+    }
     disk.write_whole(folder / MARK, json.dumps(content, indent=2) + "\n")
 
 
@@ -81,8 +94,14 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
     content = disk.read_json(folder / MARK)
     names = content.get("names")
     has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not has_names or not isinstance(content.get("complete"), bool) or not isinstance(content.get("command"), str):
-        raise disk.JsonError(f"{folder / MARK}: not the mark of a folder; delete it if the folder is as it should be")
+    if (
+        not has_names
+        or not isinstance(content.get("complete"), bool)
+        or not isinstance(content.get("command"), str)
+    ):
+        raise disk.JsonError(
+            f"{folder / MARK}: not the mark of a folder; delete it if the folder is as it should be"
+        )
     # One that an earlier version began is finished by the same command, however it is spelled now.
     return {**content, "command": spellings.current(content["command"])}
 
@@ -118,7 +137,9 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
         return path, resumed
     if processes.leader:
         (path / _SHARED).touch()
-    for _ in range(20):  # a network file system may remember for some seconds that a file was missing
+    for _ in range(
+        20
+    ):  # a network file system may remember for some seconds that a file was missing
         if (path / _SHARED).exists():
             break
         time.sleep(0.5)
@@ -134,7 +155,9 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
 
 
 def _claim(config: Config) -> tuple[str, bool]:
-    path = path_of(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
+    path = path_of(
+        config.workdir if config.workdir is not None else f"runs/{config.recipe}"
+    ).absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
     check_complete(path)
@@ -186,7 +209,9 @@ def _unstarted(path: Path) -> bool:
     written_early = (*_FIRST, *_BEFORE_STEPS)
     if not all(any(map(Path(name).match, written_early)) for name in disk.names(path)):
         return False
-    saves = [name for name in disk.names(path / CHECKPOINTS) if not any(map(Path(name).match, PROBES))]
+    saves = [
+        name for name in disk.names(path / CHECKPOINTS) if not any(map(Path(name).match, PROBES))
+    ]
     metrics = disk.status(path / "metrics.jsonl")
     has_rows = metrics is not None and metrics.st_size > 0
     return not saves and not has_rows and disk.status(path / RECORD) is not None
@@ -251,7 +276,11 @@ def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
     for field, *values in differences(completed(before["config"], now), now):
         affects = effects.get(field)
         # A model of a plugin declares nothing of its fields; every one may change what arrays mean.
-        refused = field.startswith("model.") if affects is None else affects.consequence.on_resume == "refused"
+        refused = (
+            field.startswith("model.")
+            if affects is None
+            else affects.consequence.on_resume == "refused"
+        )
         if refused:
             flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
             how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
@@ -280,7 +309,9 @@ def with_tokenizer_of_source(now: dict[str, Any], before: Mapping[str, Any]) -> 
     return {**now, "data": {**now["data"], **tokenizer}}
 
 
-def surroundings(flags: Mapping[str, Any], environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def surroundings(
+    flags: Mapping[str, Any], environment: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return what config.json says of the machine, the packages and the compiler.
 
     Args:
@@ -340,7 +371,9 @@ def record(
     return content
 
 
-def with_earlier_parts(content: Mapping[str, Any], before: Mapping[str, Any], step: int) -> dict[str, Any]:
+def with_earlier_parts(
+    content: Mapping[str, Any], before: Mapping[str, Any], step: int
+) -> dict[str, Any]:
     """Return the record of a new part of a run with the parts before it under `segments`.
 
     Args:
@@ -379,7 +412,11 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def recorded(path: Path) -> dict[str, Any]:
     """Return the record of a run, also while its folder is being made; empty if no config.json and no checkpoint has one."""
-    return _read_record(path) if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS) else {}
+    return (
+        _read_record(path)
+        if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS)
+        else {}
+    )
 
 
 def _recorded(path: Path) -> tuple[dict[str, Any], str]:
@@ -401,15 +438,32 @@ def _recorded(path: Path) -> tuple[dict[str, Any], str]:
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the flags that only say how this part of the run was started."""
     session = {name for name, affects in declared(Config).items() if affects.effect == "session"}
-    return {**record, "config": {name: value for name, value in record["config"].items() if name not in session}}
+    return {
+        **record,
+        "config": {name: value for name, value in record["config"].items() if name not in session},
+    }
 
 
 def _git_commit() -> str | None:
     """Commit of the project's checkout, with -dirty where files differ from it; None outside a checkout."""
     here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(here),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+        return (
+            subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
+            or None
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 

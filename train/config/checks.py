@@ -129,14 +129,20 @@ def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -
     for pattern in patterns:
         hit = {n for n, s in specs.items() if pattern in _words(s) or fnmatchcase(n, pattern)}
         if not hit:
-            roles = [role.value for role in Role if any(role.value in _words(s) for s in specs.values())]
+            roles = [
+                role.value for role in Role if any(role.value in _words(s) for s in specs.values())
+            ]
             near = difflib.get_close_matches(pattern, [*roles, *specs], n=3) or roles
-            raise ConfigError(f"{flag} {pattern}: no parameter has this role or name; did you mean {', '.join(near)}?")
+            raise ConfigError(
+                f"{flag} {pattern}: no parameter has this role or name; did you mean {', '.join(near)}?"
+            )
         names |= hit
     return names
 
 
-def trained(train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+def trained(
+    train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str, ParamSpec]
+) -> dict[str, ParamSpec]:
     """The parameters that a run trains: those of `train_only` (all where it is empty) without those of `freeze`.
 
     Args:
@@ -150,7 +156,9 @@ def trained(train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str
     left = chosen(train_only, specs, "--train-only") if train_only else set(specs)
     left -= chosen(freeze, specs, "--freeze")
     if not left:
-        raise ConfigError("--freeze and --train-only leave no parameter to train; write fewer patterns")
+        raise ConfigError(
+            "--freeze and --train-only leave no parameter to train; write fewer patterns"
+        )
     return {name: spec for name, spec in specs.items() if name in left}
 
 

@@ -93,9 +93,13 @@ class Command:
     compilation_cache: Annotated[str | None, conf.arg(metavar="DIR|none")] = None
     """Where compiled programs are kept for the next start (or MUPAX_COMPILATION_CACHE); the user cache folder unless given."""
 
-    warmup_tokens: Annotated[str | None, conf.arg(aliases=("--optimizer.warmup-tokens",), metavar="N[k|m|b|t]")] = None
+    warmup_tokens: Annotated[
+        str | None, conf.arg(aliases=("--optimizer.warmup-tokens",), metavar="N[k|m|b|t]")
+    ] = None
     """optimizer.warmup_steps in tokens (of images: images), such as 500k; under --joint of the base's run."""
-    decay_timescale: Annotated[float | None, conf.arg(aliases=("--optimizer.decay-timescale",), metavar="TAU")] = None
+    decay_timescale: Annotated[
+        float | None, conf.arg(aliases=("--optimizer.decay-timescale",), metavar="TAU")
+    ] = None
     """optimizer.weight_decay as the share of the run that decayed weights average over; under --joint of the base's run."""
 
     published: conf.Suppress[conf.Fixed[str | None]] = None
@@ -145,24 +149,34 @@ def parse(
     listing = None
     if {"-h", "--help"} & set(argv):
         listing = flag_help(argv, list(command_line.flag_fields(start)), prog)
-    command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe), listing)
+    command, rest = command_line.parse_known(
+        Command, prog, argv, start, inspect.getdoc(recipe), listing
+    )
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog, "--help all")
     if preset:
         from mupax.train.config import tuned
 
         published = preset.use if preset.is_published else None
-        command = dataclasses.replace(command, config=tuned.fitted(command.config, preset), published=published)
+        command = dataclasses.replace(
+            command, config=tuned.fitted(command.config, preset), published=published
+        )
     if command.config.preset.joint != "none":
         from mupax.train.config import tuned
 
-        command = dataclasses.replace(command, config=tuned.with_run_base(command.config, recipe(), preset))
+        command = dataclasses.replace(
+            command, config=tuned.with_run_base(command.config, recipe(), preset)
+        )
     _check_read(command.config, argv)
     if command.warmup_tokens is not None or command.decay_timescale is not None:
         from mupax.train.config import joint
 
         flags = {word.partition("=")[0].replace("_", "-") for word in argv}
-        optimizer = joint.with_durations(command.config, command.warmup_tokens, command.decay_timescale, flags)
-        command = dataclasses.replace(command, config=dataclasses.replace(command.config, optimizer=optimizer))
+        optimizer = joint.with_durations(
+            command.config, command.warmup_tokens, command.decay_timescale, flags
+        )
+        command = dataclasses.replace(
+            command, config=dataclasses.replace(command.config, optimizer=optimizer)
+        )
     preset_of(command.config)
     if command.compilation_cache is not None:
         # Of the process and its children, not of a run: no config records it.
@@ -209,14 +223,18 @@ def _check_config_file(path: str) -> None:
         return
     if path and not path.startswith("-"):
         _refuse_folder(path)
-    raise command_line.UsageError(f"--config {path or 'PATH'}: write a file that ends in {', '.join(FILES)}")
+    raise command_line.UsageError(
+        f"--config {path or 'PATH'}: write a file that ends in {', '.join(FILES)}"
+    )
 
 
 def _refuse_folder(path: str) -> None:
     """Raise UsageError where a path is a run's folder, whose config.json is meant."""
     record = path_of(path) / "config.json"
     if record.is_file():
-        raise command_line.UsageError(f"{path} is a folder; write --config {shlex.quote(str(record))}")
+        raise command_line.UsageError(
+            f"{path} is a folder; write --config {shlex.quote(str(record))}"
+        )
 
 
 def recipe(name: str) -> Callable[[], Config]:
@@ -259,7 +277,9 @@ def recipe_of_points(name: str) -> Callable[[], Config]:
         names = [field for field, value in alone.items() if value]
         if not names:
             return config
-        terminal.note(f"note: {name}: {' and '.join(names)} left out: points train all their steps, on their own data")
+        terminal.note(
+            f"note: {name}: {' and '.join(names)} left out: points train all their steps, on their own data"
+        )
         data = dataclasses.replace(config.data, evaluate=())
         checkpoint = dataclasses.replace(config.checkpoint, keep_best=None, best_metric=METRIC)
         return dataclasses.replace(config, data=data, checkpoint=checkpoint, stop=StopConfig())
@@ -326,8 +346,14 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
     """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
     flags = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     opt, data = config.optimizer, config.data
-    readers = {field: name for name, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads}
-    instead = {field: f"name {name}" for field, name in readers.items() if field not in OPTIMIZERS[opt.name].reads}
+    readers = {
+        field: name for name, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads
+    }
+    instead = {
+        field: f"name {name}"
+        for field, name in readers.items()
+        if field not in OPTIMIZERS[opt.name].reads
+    }
     if opt.schedule != "wsd":
         instead["decay_steps"] = "schedule wsd"
     if opt.schedule == "constant":
@@ -341,7 +367,9 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         if flag in flags:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
             by = "a run without warm-up" if choice.startswith("warmup") else by
-            raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
+            raise ConfigError(
+                f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}"
+            )
     places = [data.name, *data.evaluation_sets.values()]
     unread = fields_of_kinds().difference(*(source(place).reads for place in places))
     for flag in sorted(flags):

@@ -136,7 +136,9 @@ _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", 
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 _RECORD_FILES = frozenset({"field", "on_broken", "limits"})
-_OWN_TEXT = DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"})
+_OWN_TEXT = DataKind(
+    Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"}
+)
 SOURCES: dict[str, DataKind] = {
     "python_corpus": DataKind(
         Lazy(lambda: _import_text().python_corpus),
@@ -152,7 +154,10 @@ SOURCES: dict[str, DataKind] = {
         prepare=Lazy(lambda: _import_builders().prepare_digits),
     ),
     "shapes": DataKind(
-        Lazy(_import_striped_shapes), "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
+        Lazy(_import_striped_shapes),
+        "images",
+        frozenset({"transforms"}),
+        ImageSizes(10, 3, 32, scaled=False),
     ),
     "cifar5m": DataKind(
         Lazy(lambda: _import_cifar5m().cifar5m),
@@ -162,12 +167,20 @@ SOURCES: dict[str, DataKind] = {
         prepare=Lazy(lambda: _import_cifar5m().prepared_parts),
     ),
     "fashion": DataKind(
-        Lazy(lambda: _import_idx().fashion), "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)
+        Lazy(lambda: _import_idx().fashion),
+        "images",
+        _IMAGES | {"limits"},
+        ImageSizes(10, 1, 28, scaled=False),
     ),
     "idx:PATH": DataKind(
-        Lazy(lambda: _import_idx().own_files), "images", _IMAGES | {"limits"}, Lazy(lambda: _import_idx().sizes)
+        Lazy(lambda: _import_idx().own_files),
+        "images",
+        _IMAGES | {"limits"},
+        Lazy(lambda: _import_idx().sizes),
     ),
-    "mix": DataKind(Lazy(_import_mixture), "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
+    "mix": DataKind(
+        Lazy(_import_mixture), "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}
+    ),
     "text:PATH": _OWN_TEXT,
     "records:PATH": _OWN_TEXT,
     "hf:NAME": DataKind(Lazy(_import_data_set), "tokens", _TEXT | _RECORD_FILES),
@@ -203,7 +216,12 @@ def source(name: str) -> DataKind:
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
-    return DataKind(Lazy(lambda: _import_published().tfds_data), task, reads, Lazy(lambda: _import_published().sizes))
+    return DataKind(
+        Lazy(lambda: _import_published().tfds_data),
+        task,
+        reads,
+        Lazy(lambda: _import_published().sizes),
+    )
 
 
 def fields_of_kinds() -> frozenset[str]:
@@ -256,11 +274,17 @@ class PixelsConfig:
     resize: Annotated[int | None, Affects("data", test="train/data/sources/test_folders.py")] = None
     """Pixels that the shorter edge (edge) or both sides (squash) are scaled to before the centre is cut out. Unless given, edge takes
     8/7 of the model's size, rounded, and squash the model's size."""
-    interpolation: Annotated[Interpolation, Affects("data", test="train/data/sources/test_folders.py")] = "bilinear"
+    interpolation: Annotated[
+        Interpolation, Affects("data", test="train/data/sources/test_folders.py")
+    ] = "bilinear"
     """How the image is scaled: by one of PIL's ways, or as TensorFlow's area, with sides of whole numbers nearest and levels rounded down."""
-    mean: Annotated[tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")] = (0.5,)
+    mean: Annotated[
+        tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")
+    ] = (0.5,)
     """Subtracted from values in [0, 1]; one number, or one per channel."""
-    std: Annotated[tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")] = (0.5,)
+    std: Annotated[
+        tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")
+    ] = (0.5,)
     """What is left is divided by it; one number, or one per channel."""
     background: Annotated[str, Affects("data", test="train/data/sources/test_folders.py")] = "white"
     """Colour behind transparent pixels, by its name or as #rrggbb. none reads the colours that transparent pixels hide, as
@@ -273,11 +297,15 @@ class PixelsConfig:
                 f"data.pixels.background is {self.background!r:.60}; write the name of a colour such as white, #rrggbb, or none"
             )
         if self.fit == "centre" and self.resize is not None:
-            raise ConfigError("data.pixels.resize is of the fits squash and edge; add --data.pixels.fit edge")
+            raise ConfigError(
+                "data.pixels.resize is of the fits squash and edge; add --data.pixels.fit edge"
+            )
         for name in ("mean", "std"):
             values = getattr(self, name)
             if not values or not all(math.isfinite(value) for value in values):
-                raise ConfigError(f"data.pixels.{name} is {values}; write one number, or one per channel")
+                raise ConfigError(
+                    f"data.pixels.{name} is {values}; write one number, or one per channel"
+                )
         if not all(value > 0 for value in self.std):
             raise ConfigError(f"data.pixels.std is {self.std}; write numbers above 0")
 
@@ -321,24 +349,30 @@ class PixelsConfig:
 class TransformsConfig:
     """What training images and their labels go through beside `augment`; nothing unless asked for, and evaluation never."""
 
-    crop: Annotated[Literal["torchvision", "inception"], Affects("batches", test="train/data/test_crops.py")] = (
-        "torchvision"
-    )
+    crop: Annotated[
+        Literal["torchvision", "inception"], Affects("batches", test="train/data/test_crops.py")
+    ] = "torchvision"
     """How images larger than the model's are cropped at random: torchvision's way, or TensorFlow's as big_vision has it."""
-    jitter: Annotated[float | None, Affects("batches", test="train/data/sources/test_folders.py")] = None
+    jitter: Annotated[
+        float | None, Affects("batches", test="train/data/sources/test_folders.py")
+    ] = None
     """In place of a crop: the image as evaluation has it, turned by up to 20 degrees, scaled and stretched by up to a fifth and moved by
     up to an eighth, each times this number; a random crop unless given."""
     mirror: Annotated[bool, Affects("batches", test="train/data/sources/test_folders.py")] = True
     """Mirror images half of the time; a mirrored digit or letter is no digit or letter."""
     randaug_layers: Annotated[int | None, Affects("batches", 1)] = None
     """RandAugment (Cubuk et al. 2020): operations that every image goes through, each drawn from 16; none unless given."""
-    randaug_magnitude: Annotated[float, Affects("batches", 5.0, given={"data.transforms.randaug_layers": 2})] = 10.0
+    randaug_magnitude: Annotated[
+        float, Affects("batches", 5.0, given={"data.transforms.randaug_layers": 2})
+    ] = 10.0
     """RandAugment: how strong each operation is, from 0 to 10."""
     mixup: Annotated[float, Affects("batches", 0.2)] = 0.0
     """alpha of Beta(alpha, alpha), a batch's share of each image beside the one before it (Zhang et al. 2018); 0 mixes none."""
     cutmix: Annotated[float, Affects("batches", 1.0)] = 0.0
     """alpha of the same share as the area of a box of another image (Yun et al. 2019); with mixup, a batch has one of the two."""
-    mix_group: Annotated[int | None, Affects("batches", 4, given={"data.transforms.mixup": 0.2})] = None
+    mix_group: Annotated[
+        int | None, Affects("batches", 4, given={"data.transforms.mixup": 0.2})
+    ] = None
     """Images of a batch that are mixed with one another, so many in a row, as big_vision mixes those of a device; all unless given."""
     label_smoothing: Annotated[float, Affects("batches", 0.1)] = 0.0
     """Share of each label that all classes have alike (Szegedy et al. 2016)."""
@@ -366,7 +400,9 @@ class TransformsConfig:
                 f"data.transforms.randaug_magnitude is {self.randaug_magnitude}; write a number from 0 to 10"
             )
         if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"data.transforms.label_smoothing is {self.label_smoothing}; write a share in [0, 1)")
+            raise ConfigError(
+                f"data.transforms.label_smoothing is {self.label_smoothing}; write a share in [0, 1)"
+            )
 
     @property
     def soft(self) -> bool:
@@ -424,12 +460,16 @@ class DataConfig:
     """batch_size unless given."""
     eval_examples: Annotated[int | None, Listed("batches", 20)] = None
     """Use the first so many evaluation examples; all unless given."""
-    data_dir: Annotated[str | None, Affects("batches", test="train/data/sources/test_published.py")] = None
+    data_dir: Annotated[
+        str | None, Affects("batches", test="train/data/sources/test_published.py")
+    ] = None
     """Where prepared datasets lie; the user cache folder unless given."""
     tokenizer: Annotated[str, Listed("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
     """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
     made elsewhere."""
-    separator: Annotated[str | None, Listed("data", test="train/data/sources/test_records.py")] = None
+    separator: Annotated[str | None, Listed("data", test="train/data/sources/test_records.py")] = (
+        None
+    )
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     special_tokens: Annotated[
         Literal["parse", "text"], Affects("batches", test="train/data/text/test_special_tokens.py")
@@ -439,34 +479,49 @@ class DataConfig:
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
     stream: Annotated[bool, Affects("batches", test="train/data/streams/test_streams.py")] = False
     """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
-    chat_template: Annotated[str | None, Listed("batches", test="train/data/chats/test_chats.py")] = None
+    chat_template: Annotated[
+        str | None, Listed("batches", test="train/data/chats/test_chats.py")
+    ] = None
     """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
-    loss_on: Annotated[Literal["answers", "all"], Affects("batches", test="train/data/chats/test_chats.py")] = "answers"
+    loss_on: Annotated[
+        Literal["answers", "all"], Affects("batches", test="train/data/chats/test_chats.py")
+    ] = "answers"
     """Conversations only: whether what assistants say is trained on, or every token."""
     document_mask: Annotated[bool, Listed("batches", True)] = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
-    reset_positions: Annotated[bool, Affects("batches", True, given={"data.document_mask": True})] = False
+    reset_positions: Annotated[
+        bool, Affects("batches", True, given={"data.document_mask": True})
+    ] = False
     """Learned positions begin at 0 in every document of a window."""
     augment: Annotated[bool, Listed("batches", False)] = True
     """Light augmentation of training images."""
     transforms: TransformsConfig = TransformsConfig()
-    on_broken: Annotated[Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")] = "stop"
+    on_broken: Annotated[
+        Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")
+    ] = "stop"
     """Whether a broken image, text, record or file ends the run before it starts, or is left out and counted. For images:, text:,
     records:, chat: and hf:, and mixtures of them."""
     limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
-    train_percent: Annotated[int, Affects("batches", test="train/data/sources/test_published.py")] = 100
+    train_percent: Annotated[
+        int, Affects("batches", test="train/data/sources/test_published.py")
+    ] = 100
     """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""
     split: Annotated[Literal["random", "writer"], Affects("data", "writer")] = "random"
     """digits only: a stratified random split, or test writers never seen in training."""
     noise: Annotated[
-        Literal["infilling", "sentinels"] | None, Affects("batches", test="train/data/text/test_denoising.py")
+        Literal["infilling", "sentinels"] | None,
+        Affects("batches", test="train/data/text/test_denoising.py"),
     ] = None
     """What text an encoder-decoder reads: BART's text infilling, of which it writes the whole text, or T5's sentinels, of which it
     writes what they stand for."""
-    noise_rate: Annotated[float | None, Affects("batches", test="train/data/text/test_denoising.py")] = None
+    noise_rate: Annotated[
+        float | None, Affects("batches", test="train/data/text/test_denoising.py")
+    ] = None
     """Share of tokens that noise cuts; 0.3 (infilling) or 0.15 (sentinels) unless given."""
-    noise_span: Annotated[float | None, Affects("batches", test="train/config/test_cli_errors.py")] = None
+    noise_span: Annotated[
+        float | None, Affects("batches", test="train/config/test_cli_errors.py")
+    ] = None
     """Mean tokens of a span that noise cuts; 3 unless given."""
 
     def __post_init__(self) -> None:
@@ -476,7 +531,9 @@ class DataConfig:
                 f"data.noise_rate is {self.noise_rate}; write a share of the tokens in (0, 1), such as 0.3"
             )
         if self.noise is None and (self.noise_rate or self.noise_span) is not None:
-            raise ConfigError("data.noise_rate and data.noise_span are of noise; add data.noise infilling or sentinels")
+            raise ConfigError(
+                "data.noise_rate and data.noise_span are of noise; add data.noise infilling or sentinels"
+            )
         at_least("data.", self, 0, "seed")
         if self.reset_positions and not self.document_mask:
             raise ConfigError(
@@ -504,9 +561,13 @@ class DataConfig:
                 f"data.batch_size {self.batch_size} is not divisible by data.transforms.mix_group {group}; write mix_group {near}"
             )
         if not 1 <= self.train_percent <= 100:
-            raise ConfigError(f"data.train_percent is {self.train_percent}; write a whole number from 1 to 100")
+            raise ConfigError(
+                f"data.train_percent is {self.train_percent}; write a whole number from 1 to 100"
+            )
         if self.mix and self.name != "mix":
-            raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")
+            raise ConfigError(
+                f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix"
+            )
         for name in ("name", "data_dir", "tokenizer", "chat_template"):
             check_place(f"data.{name}", getattr(self, name))
         for name, place in self.evaluation_sets.items():
@@ -528,11 +589,17 @@ class DataConfig:
         for word in self.evaluate:
             name, _, place = word.partition("=")
             if not place or not re.fullmatch(r"[\w.-]+", name):
-                raise ConfigError(f"data.evaluate {word} is not NAME=SOURCE; write it as code=text:src")
+                raise ConfigError(
+                    f"data.evaluate {word} is not NAME=SOURCE; write it as code=text:src"
+                )
             if name in sets:
-                raise ConfigError(f"data.evaluate has two sets named {name}; name one of them otherwise")
+                raise ConfigError(
+                    f"data.evaluate has two sets named {name}; name one of them otherwise"
+                )
             if place.partition(":")[0] == "mix":
-                raise ConfigError(f"data.evaluate {word} is a mixture; write its texts, each with a name")
+                raise ConfigError(
+                    f"data.evaluate {word} is a mixture; write its texts, each with a name"
+                )
             sets[name] = place
         return sets
 

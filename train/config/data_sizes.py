@@ -78,13 +78,19 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     if may_choose:
         from mupax.train.config import small_folders  # runs on other data do without it
 
-        may_choose = config.recipe in small_folders.RECIPES and small_folders.designs(flags.names) is None
+        may_choose = (
+            config.recipe in small_folders.RECIPES and small_folders.designs(flags.names) is None
+        )
     if flags.has("resume") and (record := _recorded(config, flags)):
         return _as_recorded(config, record, data_name, may_choose)
     named = flags.has("model") or in_file == NAMED
     if not in_file and not named and not flags.has("data.name"):
         return config  # a recipe fits its own data
-    free = [field for field in SIZES_OF_IMAGES if not flags.has(f"model.{field}") and field not in in_file]
+    free = [
+        field
+        for field in SIZES_OF_IMAGES
+        if not flags.has(f"model.{field}") and field not in in_file
+    ]
     if flags.has("init-from"):  # whose weights say how images are read
         free = [field for field in free if field == "num_classes"]
     if not {"num_classes", "channels", "image_size"} & {*free}:
@@ -105,7 +111,9 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     return dataclasses.replace(config, model=model)
 
 
-def _with_sizes(model: ImageModel, sizes: ImageSizes, free: Sequence[str], flags: _Flags, named: bool) -> ImageModel:
+def _with_sizes(
+    model: ImageModel, sizes: ImageSizes, free: Sequence[str], flags: _Flags, named: bool
+) -> ImageModel:
     """Return the model with the sizes of its data.
 
     Args:
@@ -125,7 +133,9 @@ def _with_sizes(model: ImageModel, sizes: ImageSizes, free: Sequence[str], flags
     return dataclasses.replace(model, **fields)
 
 
-def _square(model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _Flags) -> dict[str, int]:
+def _square(
+    model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _Flags
+) -> dict[str, int]:
     """Return image size and patch size for images of a side."""
     assert sizes.side is not None
     patch = model.patch_size
@@ -162,7 +172,9 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
     side = typed("image-size", sizes.side)
     from mupax.train.config import small_folders
 
-    facts = small_folders.FolderFacts(sizes.train_images, sizes.num_classes, typed("channels", sizes.channels), side)
+    facts = small_folders.FolderFacts(
+        sizes.train_images, sizes.num_classes, typed("channels", sizes.channels), side
+    )
     recipe = small_folders.choose(facts)
     if recipe is None:
         return None
@@ -180,7 +192,9 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
 
 
 def _line(name: str, model: ImageModel) -> str:
-    channels = {1: "1 channel (grey)", 3: "3 channels (colour)"}.get(model.channels, f"{model.channels} channels")
+    channels = {1: "1 channel (grey)", 3: "3 channels (colour)"}.get(
+        model.channels, f"{model.channels} channels"
+    )
     size = model.image_size
     patch = model.patch_size
     return (
@@ -199,7 +213,9 @@ def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
     return recorded if isinstance(recorded, dict) else {}
 
 
-def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str, was_chosen: bool) -> Config:
+def _as_recorded(
+    config: Config, recorded: Mapping[str, Any], data_name: str, was_chosen: bool
+) -> Config:
     """Return the config with the sizes of a recorded run, and with its pixels where an older version recorded them.
 
     Args:
@@ -212,16 +228,24 @@ def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str, wa
     if was_chosen and isinstance(before, Mapping) and before.get("stem") is not None:
         from mupax.train.config.record import from_json
 
-        return from_json({name: value for name, value in recorded.items() if name not in _OF_ONE_START})
+        return from_json(
+            {name: value for name, value in recorded.items() if name not in _OF_ONE_START}
+        )
     if isinstance(before, Mapping):
-        sizes = {field: before[field] for field in SIZES_OF_IMAGES if type(before.get(field)) is int}
+        sizes = {
+            field: before[field] for field in SIZES_OF_IMAGES if type(before.get(field)) is int
+        }
         try:
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
         except ConfigError:  # another model, which the run itself will refuse
             return config
     data = recorded.get("data")
     pixels = data.get("pixels", {}) if isinstance(data, Mapping) else None
-    if isinstance(pixels, Mapping) and "background" not in pixels and "pixels" in source(data_name).reads:
+    if (
+        isinstance(pixels, Mapping)
+        and "background" not in pixels
+        and "pixels" in source(data_name).reads
+    ):
         assert isinstance(config.model, ImageModel)
         older = pixels_from_json(pixels, config.model.image_size)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, pixels=older))

@@ -82,7 +82,9 @@ def scaled(run: Run) -> OptimizerConfig:
             "--joint none and tune the rate at this batch"
         )
     numbers = {name: getattr(opt, name) for name in joint.NUMBERS}
-    return dataclasses.replace(opt, **joint.scaled(preset.joint, ratio, opt.name, numbers, opt.decay))
+    return dataclasses.replace(
+        opt, **joint.scaled(preset.joint, ratio, opt.name, numbers, opt.decay)
+    )
 
 
 def described(run: Run) -> str:
@@ -121,7 +123,9 @@ def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
     return f"{share:.3g} of the run, {share * steps:,.0f} steps (tau = batch / ({pull} tokens) at the peak)"
 
 
-def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Collection[str]) -> OptimizerConfig:
+def with_durations(
+    run: Run, tokens: str | None, tau: float | None, flags: Collection[str]
+) -> OptimizerConfig:
     """The optimizer with warm-up in steps and weight decay as a number; under a joint rule both are of the base's run.
 
     Args:
@@ -136,7 +140,9 @@ def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Colle
     for flag, value in zip(DURATIONS, (tokens, tau), strict=True):
         other = f"--optimizer.{DURATIONS[flag]}"
         if value is not None and other in flags:
-            raise ConfigError(f"--optimizer.{flag} and {other} are one number in two forms; write one of them")
+            raise ConfigError(
+                f"--optimizer.{flag} and {other} are one number in two forms; write one of them"
+            )
     opt, each, steps = run.optimizer, run.data.batch_size * run.model.units, float(run.steps)
     if run.preset.joint != "none":
         base = base_of(run)
@@ -152,7 +158,9 @@ def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Colle
         opt = dataclasses.replace(opt, warmup_steps=max(1, round(warmup / each)))
     if tau is not None:
         if not 0 < tau < math.inf:
-            raise ConfigError(f"--optimizer.decay-timescale is {tau:g}; write a share of the run above 0, such as 0.25")
+            raise ConfigError(
+                f"--optimizer.decay-timescale is {tau:g}; write a share of the run above 0, such as 0.25"
+            )
         if "weight_decay" not in OPTIMIZERS[opt.name].reads:
             raise ConfigError(
                 f"--optimizer.decay-timescale is not read by {opt.name}; leave it out, or write --optimizer.name adamw"
@@ -162,7 +170,9 @@ def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Colle
                 "--optimizer.decay-timescale is of a run that moves, and optimizer.peak_lr is 0; write a rate above 0"
             )
         pull = 1 / (tau * steps)
-        opt = dataclasses.replace(opt, weight_decay=pull / opt.peak_lr if opt.decay == "coupled" else pull)
+        opt = dataclasses.replace(
+            opt, weight_decay=pull / opt.peak_lr if opt.decay == "coupled" else pull
+        )
     return opt
 
 

@@ -49,7 +49,9 @@ class TokenStatistics(NamedTuple):
             MetricError: It was not counted.
         """
         if self.counted_rank is None:
-            raise MetricError("a metric reads statistics.rank, which is not counted; declare it with needs_rank=True")
+            raise MetricError(
+                "a metric reads statistics.rank, which is not counted; declare it with needs_rank=True"
+            )
         return self.counted_rank
 
 
@@ -138,10 +140,21 @@ def _accuracy(statistics: TokenStatistics, weights: jax.Array) -> jax.Array:
 METRICS: dict[str, Metric] = {
     "loss": Metric(label="loss", unit="nats", better="lower", from_loss=_loss, in_training=True),
     "accuracy": Metric(
-        label="accuracy", unit="%", better="higher", total=_accuracy, in_training=True, pictures=("images",)
+        label="accuracy",
+        unit="%",
+        better="higher",
+        total=_accuracy,
+        in_training=True,
+        pictures=("images",),
     ),
     "perplexity": Metric(
-        label="perplexity", unit="", better="lower", from_loss=_perplexity, shown="eval", pictures=(), form=".4g"
+        label="perplexity",
+        unit="",
+        better="lower",
+        from_loss=_perplexity,
+        shown="eval",
+        pictures=(),
+        form=".4g",
     ),
     "loss_per_byte": Metric(
         label="loss per byte",
@@ -153,7 +166,12 @@ METRICS: dict[str, Metric] = {
         pictures=(),
     ),
     "bits_per_byte": Metric(
-        label="bits per byte", unit="", better="lower", from_loss=_bits_per_byte, shown="eval", pictures=()
+        label="bits per byte",
+        unit="",
+        better="lower",
+        from_loss=_bits_per_byte,
+        shown="eval",
+        pictures=(),
     ),
 }
 """Name to the metric, in the order of the rows. Plug-ins add lines."""
@@ -161,8 +179,28 @@ NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 """Default of functions that sum metrics besides the loss."""
 _RESERVED = frozenset(
     [
-        *("step", "lr", "grad_norm", "weight", "weights", "verdict", "squares", "seconds", "tokens", "images"),
-        *("batch", "spike", "skipped", "nonfinite", "stopped", "balance_loss", "z_loss", "dropped_tokens"),
+        *(
+            "step",
+            "lr",
+            "grad_norm",
+            "weight",
+            "weights",
+            "verdict",
+            "squares",
+            "seconds",
+            "tokens",
+            "images",
+        ),
+        *(
+            "batch",
+            "spike",
+            "skipped",
+            "nonfinite",
+            "stopped",
+            "balance_loss",
+            "z_loss",
+            "dropped_tokens",
+        ),
         *("logit_z_loss", "targets", "examples", "sets"),
     ]
 )
@@ -177,7 +215,9 @@ def check_table() -> None:
     """
     for name, metric in METRICS.items():
         if not isinstance(metric, Metric):
-            raise MetricError(f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)")
+            raise MetricError(
+                f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)"
+            )
         valid = re.fullmatch("[a-z][a-z0-9_]*", name) is not None
         if not valid or name in _RESERVED or name.startswith(("eval_", "perf_")):
             raise MetricError(
@@ -196,7 +236,11 @@ def on_devices(*, training: bool) -> dict[str, Metric]:
 
 
 def metric_values(
-    loss: float, means: Mapping[str, float], bytes_per_target: float | None, *, training: bool = False
+    loss: float,
+    means: Mapping[str, float],
+    bytes_per_target: float | None,
+    *,
+    training: bool = False,
 ) -> dict[str, float]:
     """Return every metric that applies, by name.
 
@@ -233,7 +277,11 @@ def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> 
         scores: metrics by name.
         data_set: as in `row_name`.
     """
-    return {row_name(name, data_set): value for name, value in scores.items() if METRICS[name].shown != "eval"}
+    return {
+        row_name(name, data_set): value
+        for name, value in scores.items()
+        if METRICS[name].shown != "eval"
+    }
 
 
 def shown_everywhere() -> dict[str, Metric]:
@@ -256,5 +304,7 @@ def metric_of(row_name: str) -> Metric:
     """
     name = metric_name(row_name)
     if name not in METRICS:
-        raise MetricError(f"no metric here is named {name!r}; add --plugin MODULE with the module that has it")
+        raise MetricError(
+            f"no metric here is named {name!r}; add --plugin MODULE with the module that has it"
+        )
     return METRICS[name]

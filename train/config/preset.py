@@ -39,7 +39,8 @@ class PresetConfig:
     """What factors are relative to: a model (with the run's experts, where it has none), or sizes such as embed=64,head_dim=16,layers=2;
     None is the absolute form (base 1)."""
     form: Annotated[
-        Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None, Affects("model", "mean-field")
+        Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None,
+        Affects("model", "mean-field"),
     ] = None
     """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
     alpha_a: Annotated[float | None, Affects("model", 0.75)] = None
@@ -50,7 +51,9 @@ class PresetConfig:
     """Amount of feature learning: the readout is divided by it."""
     beta0: Annotated[float | None, Affects("model", 0.5)] = None
     """Constant on every residual branch."""
-    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ..."), Listed("model", ("beta0=0.25",))] = ()
+    constants: Annotated[
+        tuple[str, ...], conf.arg(metavar="NAME=VALUE ..."), Listed("model", ("beta0=0.25",))
+    ] = ()
     """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup); and factors on what one
     parameter group has at the base, written --preset.rates.GROUP X, --preset.stds., --preset.multipliers. or --preset.decays."""
     zero_readout: Annotated[bool, Affects("model", True)] = False
@@ -62,14 +65,18 @@ class PresetConfig:
     ] = "none"
     """Scale rate, betas, eps, decay, warm-up from the recipe's batch and tokens, or base MODEL,batch=N,tokens=N: `presets joint`."""
     noise_scale: Annotated[
-        float | None, conf.arg(aliases=("--noise-scale",)), Affects("guards", test="train/config/test_joint.py")
+        float | None,
+        conf.arg(aliases=("--noise-scale",)),
+        Affects("guards", test="train/config/test_joint.py"),
     ] = None
     """Gradient noise scale in examples, from `mupax noise`; a joint rule is refused at a larger batch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
         if self.noise_scale is not None and not self.noise_scale > 0:
-            raise ConfigError(f"preset.noise_scale is {self.noise_scale}; write a number of examples above 0, or None")
+            raise ConfigError(
+                f"preset.noise_scale is {self.noise_scale}; write a number of examples above 0, or None"
+            )
 
 
 def preset_of(config: Parameterized) -> presets.Preset:
@@ -91,7 +98,12 @@ def rules_of(config: Parameterized) -> tuple[Any, ...]:
         PresetError, ConfigError: as `preset_of`.
     """
     choices = preset_of(config).choices
-    return config.preset.name, config.preset.joint, config.preset.zero_readout, tuple(sorted(choices.items()))
+    return (
+        config.preset.name,
+        config.preset.joint,
+        config.preset.zero_readout,
+        tuple(sorted(choices.items())),
+    )
 
 
 def same_preset(config: Parameterized, other: Parameterized) -> bool:
@@ -115,7 +127,9 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
         model: whose family the base must be of; constants of parameter groups must mean one of its own.
     """
     name, sizes = base_parts(config.base)
-    base: dict[str, int] | None = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
+    base: dict[str, int] | None = {
+        axis: size for axis, size in sizes.items() if axis not in RUN_AXES
+    }
     if name == "None":
         base = base or None
     elif name:
@@ -164,7 +178,9 @@ def _without_idle_constants(
     if not find.find(config.name).is_published:
         return preset
     named = {text.partition("=")[0] for text in config.constants}
-    constants = {n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)}
+    constants = {
+        n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)
+    }
     return dataclasses.replace(preset, constants=constants)
 
 
@@ -175,7 +191,9 @@ def _with_experts_of(model: ModelConfig, named: ModelConfig) -> ModelConfig:
     if model.experts is None or named.experts is not None:
         return named
     size = max(1, round(model.expert_size * named.width / model.width))
-    counts = {name: getattr(model, name) for name in ("experts", "active_experts", "shared_experts")}
+    counts = {
+        name: getattr(model, name) for name in ("experts", "active_experts", "shared_experts")
+    }
     return dataclasses.replace(named, **counts, expert_dim=size)
 
 
@@ -216,20 +234,25 @@ class ConstantFlags:
     beta0: Annotated[float | None, conf.arg(aliases=("--preset.beta0",), metavar="X")] = None
     """Constant on every residual branch."""
     constants: Annotated[
-        tuple[str, ...], conf.arg(aliases=("--preset.constants", "--constant"), metavar="NAME=VALUE ...")
+        tuple[str, ...],
+        conf.arg(aliases=("--preset.constants", "--constant"), metavar="NAME=VALUE ..."),
     ] = ()
     """Any other constants, such as s=0.5 or eps_scope=everywhere."""
 
     def values(self) -> dict[str, Any]:
         """Constant to its value; raises PresetError for one that is no NAME=VALUE or comes twice."""
-        return read_constants(self.constants, {name: getattr(self, name) for name in CONSTANT_FLAGS})
+        return read_constants(
+            self.constants, {name: getattr(self, name) for name in CONSTANT_FLAGS}
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PresetFlags(ConstantFlags):
     """A preset's base, form and constants, for a command that names the preset."""
 
-    base: Annotated[str | None, conf.arg(aliases=("--preset.base",), metavar="MODEL|AXIS=N,...")] = None
+    base: Annotated[
+        str | None, conf.arg(aliases=("--preset.base",), metavar="MODEL|AXIS=N,...")
+    ] = None
     """What factors are relative to, a model or sizes; without it the absolute form, base 1."""
     form: Annotated[presets.Form | None, conf.arg(aliases=("--preset.form",))] = None
     """Where multipliers sit; the preset's own form unless given."""
@@ -267,5 +290,14 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
             rest.append(word)
     if not groups:
         return list(argv)
-    texts = [text for text in default if text.partition("=")[0] not in groups] if named is None else named
-    return [*rest, "--preset.constants", *texts, *(f"{name}={value}" for name, value in groups.items())]
+    texts = (
+        [text for text in default if text.partition("=")[0] not in groups]
+        if named is None
+        else named
+    )
+    return [
+        *rest,
+        "--preset.constants",
+        *texts,
+        *(f"{name}={value}" for name, value in groups.items()),
+    ]

@@ -76,7 +76,9 @@ def load(modules: Sequence[str]) -> None:
         _import(name)
     for name in modules:
         if not _import(name) and not _provides(name):
-            terminal.note(f"caution: {FLAG} {name} adds no line to a table of mupax (docs/extend.md)")
+            terminal.note(
+                f"caution: {FLAG} {name} adds no line to a table of mupax (docs/extend.md)"
+            )
 
 
 @functools.cache
@@ -87,7 +89,9 @@ def _entry_points() -> tuple[str, ...]:
 
 def extensions(config: Config) -> list[Extension]:
     """Return the extensions that a config uses, each once."""
-    names = {("optimizer", config.optimizer.name): module_of(OPTIMIZERS[config.optimizer.name].direction)}
+    names = {
+        ("optimizer", config.optimizer.name): module_of(OPTIMIZERS[config.optimizer.name].direction)
+    }
     preset = config.preset.name
     if preset in PRESETS:
         names["preset", preset] = module_of(PRESETS[preset])
@@ -165,7 +169,11 @@ def restore(run_record: Mapping[str, Any]) -> None:
             continue
         provides = [str(item) for item in entry.get("provides", [])]
         missing = [item for item in provides if not _is_known(item)]
-        if missing and not _needed(missing, run_record) and name not in trusted(run_record.get("run")):
+        if (
+            missing
+            and not _needed(missing, run_record)
+            and name not in trusted(run_record.get("run"))
+        ):
             terminal.note(
                 f"caution: {', '.join(missing)} of the module {name!r:.80} is not measured; add {FLAG} {name:.80} if you trust it"
             )
@@ -269,7 +277,9 @@ def _sources(config: Config) -> list[str]:
 
 def to_json(config: Config) -> dict[str, Any]:
     """The config as JSON reads it: dictionaries, lists and plain values; the model also says its `family`."""
-    return json.loads(json.dumps({**dataclasses.asdict(config), "model": model_to_json(config.model)}))
+    return json.loads(
+        json.dumps({**dataclasses.asdict(config), "model": model_to_json(config.model)})
+    )
 
 
 def model_to_json(model: ModelConfig) -> dict[str, Any]:
@@ -321,7 +331,11 @@ def pixels_from_json(fields: Mapping[str, Any], image_size: int) -> PixelsConfig
         image_size: of the model, in pixels.
     """
     fields = _object("data.pixels", fields)
-    return _make(PixelsConfig, "data.pixels.", fields if "background" in fields else _older_pixels(fields, image_size))
+    return _make(
+        PixelsConfig,
+        "data.pixels.",
+        fields if "background" in fields else _older_pixels(fields, image_size),
+    )
 
 
 def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> dict[str, Any]:
@@ -389,7 +403,9 @@ def _filled(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def differences(first: dict[str, Any], second: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    first: dict[str, Any], second: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Name and both values of every field in which two configs differ.
 
     Args:
@@ -427,7 +443,9 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
         if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
             values[name] = _make(hints[name], f"{prefix}{name}.", value)
         elif not _fits(value, hints[name]):
-            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {_type_name(hints[name])}")
+            raise ConfigError(
+                f"{prefix}{name} is {value!r:.60}; it must be {_type_name(hints[name])}"
+            )
         elif isinstance(value, list):
             values[name] = tuple(value)
     try:
@@ -450,7 +468,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if origin is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+        return isinstance(value, list | tuple) and all(
+            _fits(item, get_args(hint)[0]) for item in value
+        )
     if hint is float:
         return type(value) in (int, float) and -_FAR < value < _FAR
     if hint is int:
@@ -485,15 +505,26 @@ def words(config: Config) -> list[str] | None:
     base = RECIPES[config.recipe]()
     flags: list[str] = []
     bare = dataclasses.replace(config.model, compute=base.model.compute)
-    named = [name for name, model in CONFIGS.items() if dataclasses.replace(model, compute=base.model.compute) == bare]
+    named = [
+        name
+        for name, model in CONFIGS.items()
+        if dataclasses.replace(model, compute=base.model.compute) == bare
+    ]
     if named and bare != base.model:
         flags += ["--model", named[0]]
         data = dataclasses.replace(base.data, name=config.data.name)
         base = dataclasses.replace(base, model=bare, data=data)
-        flags += ["--data.name", shlex.quote(config.data.name)] if data != RECIPES[config.recipe]().data else []
+        flags += (
+            ["--data.name", shlex.quote(config.data.name)]
+            if data != RECIPES[config.recipe]().data
+            else []
+        )
     if base.model.family != config.model.family:
         return None
-    changed = {name: value for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved()))}
+    changed = {
+        name: value
+        for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved()))
+    }
     if config.model.task == "images" and config.data.name != RECIPES[config.recipe]().data.name:
         # Written out even where they are the recipe's: a command without them takes them from the data.
         changed |= {f"model.{name}": getattr(config.model, name) for name in SIZES_OF_IMAGES}
@@ -510,7 +541,9 @@ def words(config: Config) -> list[str] | None:
             return None
         flags.append(f"--{owner}{dot}{'no-' if value is False else ''}{field}")
         if not isinstance(value, bool):
-            flags += [shlex.quote(str(word)) for word in (value if isinstance(value, list) else [value])]
+            flags += [
+                shlex.quote(str(word)) for word in (value if isinstance(value, list) else [value])
+            ]
     return [*flags, *_plugin_flags(config)]
 
 

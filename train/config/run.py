@@ -65,7 +65,11 @@ MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
 """Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
 
 _TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
-_LOGICAL = ("batch", "sequence", *(axis for axis in PARAMETER_AXES if axis not in ("layers", "encoder_layers")))
+_LOGICAL = (
+    "batch",
+    "sequence",
+    *(axis for axis in PARAMETER_AXES if axis not in ("layers", "encoder_layers")),
+)
 
 ResumeChange = Literal["schedule", "data"]
 
@@ -83,15 +87,21 @@ def parse_rules(words: Sequence[str]) -> Rules:
     for word in words:
         logical, equals, right = word.partition("=")
         if not equals:
-            raise ConfigError(f"mesh.rules has {word!r}; write LOGICAL=MESH, such as mlp=tensor or vocab=none")
+            raise ConfigError(
+                f"mesh.rules has {word!r}; write LOGICAL=MESH, such as mlp=tensor or vocab=none"
+            )
         _check_name(logical, _LOGICAL, "logical axis", f"mesh.rules has {word!r}")
         if logical in rules:
-            raise ConfigError(f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp")
+            raise ConfigError(
+                f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp"
+            )
         rules[logical] = () if right == "none" else tuple(right.split(","))
         for name in rules[logical]:
             _check_name(name, _TARGETS, "mesh axis", f"mesh.rules has {word!r}")
         if len(set(rules[logical])) != len(rules[logical]):
-            raise ConfigError(f"mesh.rules has {word!r}, which names a mesh axis twice; write it once")
+            raise ConfigError(
+                f"mesh.rules has {word!r}, which names a mesh axis twice; write it once"
+            )
     return {**DEFAULT, **rules}
 
 
@@ -105,7 +115,9 @@ def parse_slices(words: Sequence[str]) -> dict[str, int]:
     for word in words:
         axis, _, number = word.partition("=")
         if not (number.isdecimal() and int(number)):
-            raise ConfigError(f"mesh.slices has {word!r}; write AXIS=N with a number of slices, such as data=2")
+            raise ConfigError(
+                f"mesh.slices has {word!r}; write AXIS=N with a number of slices, such as data=2"
+            )
         _check_name(axis, _TARGETS, "mesh axis", f"mesh.slices has {word!r}")
         if axis in slices:
             raise ConfigError(f"mesh.slices names {axis} twice; write it once")
@@ -143,11 +155,14 @@ class MeshConfig:
     ] = ()
     """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
     slices: Annotated[
-        tuple[str, ...], conf.arg(metavar="AXIS=N ..."), Affects("layout", test="train/parallel/test_mesh_islands.py")
+        tuple[str, ...],
+        conf.arg(metavar="AXIS=N ..."),
+        Affects("layout", test="train/parallel/test_mesh_islands.py"),
     ] = ()
     """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
     gradient_dtype: Annotated[
-        Literal["bfloat16"] | None, Affects("rounding", "bfloat16", given={"mesh.data": 1, "mesh.fsdp": -1})
+        Literal["bfloat16"] | None,
+        Affects("rounding", "bfloat16", given={"mesh.data": 1, "mesh.fsdp": -1}),
     ] = None
     """What fsdp's sums of gradients are sent in, and then added in float32; unless given both are of the products' type."""
 
@@ -160,7 +175,9 @@ class MeshConfig:
 class DistributedConfig:
     """How the processes of a run find each other. By hand; a TPU pod, SLURM and MPI say it in the environment."""
 
-    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT"), Affects("processes", "localhost:2")] = None
+    coordinator: Annotated[
+        str | None, conf.arg(metavar="HOST:PORT"), Affects("processes", "localhost:2")
+    ] = None
     """Where process 0 answers the others (or JAX_COORDINATOR_ADDRESS)."""
     processes: Annotated[int | None, Affects("processes", 3)] = None
     """How many there are (or JAX_NUM_PROCESSES); 1 joins nobody, whatever the environment says."""
@@ -198,9 +215,13 @@ class Config:
     """Optimizer steps."""
     seed: Annotated[int, Listed("start", 1)] = 0
     """Seeds initialization, and data order and augmentation where data.seed does not."""
-    freeze: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))] = ()
+    freeze: Annotated[
+        tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))
+    ] = ()
     """Parameters that stay as they are, by role (bias, token_embedding) or name (block.query, 'block.mlp.*')."""
-    train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Listed("model", ("bias",))] = ()
+    train_only: Annotated[
+        tuple[str, ...], conf.arg(metavar="PATTERN ..."), Listed("model", ("bias",))
+    ] = ()
     """Parameters that are trained, all others being frozen."""
     accumulation_steps: Annotated[int, Listed("rounding", 2, given={"data.batch_size": 16})] = 1
     """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
@@ -208,7 +229,9 @@ class Config:
     """Weight of the mean squared log-partition, logsumexp(logits)^2, which training adds to the loss; 1e-4 in PaLM."""
     workdir: Annotated[str | None, Listed("session", "there")] = None
     """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
-    resume: Annotated[bool, Listed("session", test="train/checkpoints/test_checkpointer.py")] = False
+    resume: Annotated[bool, Listed("session", test="train/checkpoints/test_checkpointer.py")] = (
+        False
+    )
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
     resume_change: Annotated[
         tuple[ResumeChange, ...],
@@ -225,20 +248,29 @@ class Config:
     resume_exact: Annotated[bool, Affects("session", test="train/run/saves/test_resume.py")] = False
     """With resume, refuse to go on where the environment has changed so that bits can differ: options, versions, devices, mesh."""
     xla_flags: Annotated[
-        Literal["auto", "none", "scatter"], Affects("compiler", test="train/parallel/test_hardware_flags.py")
+        Literal["auto", "none", "scatter"],
+        Affects("compiler", test="train/parallel/test_hardware_flags.py"),
     ] = "auto"
     """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
     scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
-    vmem_kib: Annotated[int | None, Affects("compiler", test="train/parallel/test_hardware_flags.py")] = None
+    vmem_kib: Annotated[
+        int | None, Affects("compiler", test="train/parallel/test_hardware_flags.py")
+    ] = None
     """On TPU: most KiB of a core's own memory that one operation may take; 32768 on v5e and v5p and 98304 on v6e, else the compiler's."""
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:
-            raise ConfigError(f"--resume-change {wrong[0]}: write {' or '.join(get_args(ResumeChange))}")
+            raise ConfigError(
+                f"--resume-change {wrong[0]}: write {' or '.join(get_args(ResumeChange))}"
+            )
         if self.resume_change and not self.resume:
-            raise ConfigError(f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume")
+            raise ConfigError(
+                f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume"
+            )
         if self.resume_from is not None and not self.resume:
-            raise ConfigError(f"--resume-from {self.resume_from} is for a run that goes on; add --resume")
+            raise ConfigError(
+                f"--resume-from {self.resume_from} is for a run that goes on; add --resume"
+            )
         if self.resume_exact and not self.resume:
             raise ConfigError("--resume-exact is for a run that goes on; add --resume")
         if self.resume_from != "best":
@@ -288,10 +320,18 @@ class Config:
                     f"log.images shows images, and the model, a {self.model.family}, reads {self.model.task}; leave it out: log.samples "
                     "writes a sample of its text, to TensorBoard too"
                 )
-            if self.log.images > min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size):
+            if self.log.images > min(
+                self.eval_batch_size, self.data.eval_examples or self.eval_batch_size
+            ):
                 most = min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size)
-                raise ConfigError(f"log.images is {self.log.images}, of one evaluation batch; write at most {most}")
-        if isinstance(self.model, TransformerConfig) and self.model.lora.rank and not (self.train_only or self.freeze):
+                raise ConfigError(
+                    f"log.images is {self.log.images}, of one evaluation batch; write at most {most}"
+                )
+        if (
+            isinstance(self.model, TransformerConfig)
+            and self.model.lora.rank
+            and not (self.train_only or self.freeze)
+        ):
             raise ConfigError(
                 f"model.lora.rank {self.model.lora.rank} adds adapters to matrices that stay as they are, and nothing is frozen; add "
                 "--train-only lora_a lora_b, or write `mupax finetune ... --lora.rank`, which does"

@@ -55,13 +55,17 @@ class OptimizerConfig:
     """Learning rates fall by this factor a block from the readout's down to what reads the input (for fine-tuning); 1: none does."""
     clip_norm: Annotated[float | None, Listed("step", 1.0)] = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
-    schedule: Annotated[Literal["constant", "cosine", "linear", "wsd"], Listed("step", "linear")] = "cosine"
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear", "wsd"], Listed("step", "linear")
+    ] = "cosine"
     """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
     warmup_steps: Annotated[int, Listed("step", 2)] = 0
     """Steps of linear warm-up; a run of fewer steps warms up over all of them."""
     warmup_from_zero: Annotated[bool, Affects("step", True)] = False
     """Warm-up has a rate of 0 at its first step and the peak at the one after its last (optax, big_vision); or a step's more at each."""
-    decay_steps: Annotated[int | None, Affects("step", 3, given={"optimizer.schedule": "wsd"})] = None
+    decay_steps: Annotated[int | None, Affects("step", 3, given={"optimizer.schedule": "wsd"})] = (
+        None
+    )
     """wsd only: steps of the final linear decay; a fifth of the run unless given."""
     final_lr_fraction: Annotated[float, Affects("step", 0.1)] = 0.0
     """Learning rate at the last step as a fraction of the peak (cosine, linear, wsd)."""
@@ -81,15 +85,30 @@ class OptimizerConfig:
                 f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its moments in float32; "
                 "leave it out"
             )
-        at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
+        at_least(
+            "optimizer.",
+            self,
+            0,
+            "peak_lr",
+            "weight_decay",
+            "eps",
+            "warmup_steps",
+            "final_lr_fraction",
+        )
         at_least("optimizer.", self, 1, "decay_steps")
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)")
+                raise ConfigError(
+                    f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)"
+                )
         if not 0 < self.layer_decay <= 1:
-            raise ConfigError(f"optimizer.layer_decay is {self.layer_decay}; write a number in (0, 1], such as 0.75")
+            raise ConfigError(
+                f"optimizer.layer_decay is {self.layer_decay}; write a number in (0, 1], such as 0.75"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip")
+            raise ConfigError(
+                f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +120,9 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         if self.decay is not None and not 0 < self.decay < 1:
-            raise ConfigError(f"ema.decay is {self.decay}; write a number in (0, 1), or None to keep no average")
+            raise ConfigError(
+                f"ema.decay is {self.decay}; write a number in (0, 1), or None to keep no average"
+            )
 
 
 _INIT = "train/reuse/start/test_init_from_run.py"
@@ -136,16 +157,24 @@ class InitConfig:
     ] = ()
     """Parameters of the source to leave out."""
     init_change: Annotated[
-        tuple[str, ...], conf.arg(metavar="FIELD ..."), Affects("origin", test="train/reuse/start/test_init_from.py")
+        tuple[str, ...],
+        conf.arg(metavar="FIELD ..."),
+        Affects("origin", test="train/reuse/start/test_init_from.py"),
     ] = ()
     """Fields of the model that may differ and make another function of the same weights: activation, rope_theta."""
 
     def __post_init__(self) -> None:
         lists = ("init_new", "init_resize", "init_drop", "init_change")
         check_place("--init-from", self.init_from)
-        flags = [name.replace("_", "-") for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
+        flags = [
+            name.replace("_", "-")
+            for name in ("init_optimizer", "init_ema", *lists)
+            if getattr(self, name)
+        ]
         if flags and self.init_from is None:
-            raise ConfigError(f"--{flags[0]} says how to start from a checkpoint; add --init-from PATH")
+            raise ConfigError(
+                f"--{flags[0]} says how to start from a checkpoint; add --init-from PATH"
+            )
 
 
 Step = int | Literal["best"]
@@ -183,13 +212,17 @@ class StopConfig:
     """When a run ends before its last step, because its evaluations have stopped improving."""
 
     patience: Annotated[
-        int | None, conf.arg(metavar="N"), Listed("course", test="train/run/report/test_early_stop.py")
+        int | None,
+        conf.arg(metavar="N"),
+        Listed("course", test="train/run/report/test_early_stop.py"),
     ] = None
     """Evaluations one after another that are no better than the best before them, at which the run ends; None never ends it."""
     min_delta: Annotated[float, Affects("course", test="train/run/report/test_early_stop.py")] = 0.0
     """By more than so much an evaluation must be better to count as an improvement."""
     metric: Annotated[
-        str, conf.arg(metavar="METRIC"), Affects("course", test="train/run/report/test_early_stop.py")
+        str,
+        conf.arg(metavar="METRIC"),
+        Affects("course", test="train/run/report/test_early_stop.py"),
     ] = METRIC
     """By which number of an evaluation, as checkpoint.best_metric."""
 
@@ -209,7 +242,9 @@ class FaultsConfig:
     """What becomes of steps whose loss or gradient is not finite, of loss spikes, and of a run that hangs."""
 
     bad_numbers: Annotated[
-        BadNumbers, conf.arg(aliases=("--bad-numbers",)), Affects("guards", test="train/core/test_nonfinite.py")
+        BadNumbers,
+        conf.arg(aliases=("--bad-numbers",)),
+        Affects("guards", test="train/core/test_nonfinite.py"),
     ] = "raise"
     """raise: stop; skip: leave the step out; rollback: go back to the newest checkpoint and past the batches since."""
     most_in_a_row: Annotated[int, Affects("guards", test="train/core/test_nonfinite.py")] = 20
@@ -218,9 +253,13 @@ class FaultsConfig:
     """A loss is a spike from so many running standard deviations above the running mean on; None counts none."""
     skip_spikes: Annotated[bool, Affects("step", True)] = False
     """Leave the steps of loss spikes out."""
-    watchdog_seconds: Annotated[float | None, Affects("guards", test="train/run/test_config_fields.py")] = 600.0
+    watchdog_seconds: Annotated[
+        float | None, Affects("guards", test="train/run/test_config_fields.py")
+    ] = 600.0
     """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
-    collective_seconds: Annotated[float | None, Affects("guards", test="train/parallel/test_distributed.py")] = 45.0
+    collective_seconds: Annotated[
+        float | None, Affects("guards", test="train/parallel/test_distributed.py")
+    ] = 45.0
     """With several processes, end all of them when a step waits so much longer than the longest one before.
     Before the first step that is 0: a first step of more seconds needs a larger value. None never ends them."""
     memory_check: Annotated[bool, Affects("guards", test="train/run/test_memory.py")] = True
@@ -228,10 +267,22 @@ class FaultsConfig:
 
     def __post_init__(self) -> None:
         if self.bad_numbers not in get_args(BadNumbers):
-            raise ConfigError(f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}")
-        at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds", "collective_seconds")
+            raise ConfigError(
+                f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}"
+            )
+        at_least(
+            "faults.",
+            self,
+            1,
+            "most_in_a_row",
+            "spike_deviations",
+            "watchdog_seconds",
+            "collective_seconds",
+        )
         if self.skip_spikes and self.spike_deviations is None:
-            raise ConfigError("faults.skip_spikes needs faults.spike_deviations; write a number such as 6")
+            raise ConfigError(
+                "faults.skip_spikes needs faults.spike_deviations; write a number such as 6"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,22 +293,32 @@ class LogConfig:
     """Evaluate every so many steps and at the end; only at the end when None."""
     tensorboard: Annotated[bool, Listed("reports", False)] = True
     """Write TensorBoard events beside metrics.jsonl."""
-    wandb: Annotated[str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")] = None
+    wandb: Annotated[
+        str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")
+    ] = None
     """Weights & Biases project to log to (extra `wandb`)."""
-    trackio: Annotated[str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")] = None
+    trackio: Annotated[
+        str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")
+    ] = None
     """trackio project to log to, on this machine unless its variables say otherwise (extra `trackio`)."""
     images: Annotated[
-        int | None, conf.arg(metavar="N"), Affects("reports", test="train/run/report/mirrors/test_media.py")
+        int | None,
+        conf.arg(metavar="N"),
+        Affects("reports", test="train/run/report/mirrors/test_media.py"),
     ] = None
     """At every evaluation, the first N evaluation images with label and prediction, in TensorBoard."""
-    histograms: Annotated[bool, Affects("reports", test="train/run/report/mirrors/test_media.py")] = False
+    histograms: Annotated[
+        bool, Affects("reports", test="train/run/report/mirrors/test_media.py")
+    ] = False
     """At every evaluation, histograms in TensorBoard of each parameter and its change since the evaluation before; a copy of all is kept."""
     progress: Annotated[bool, Listed("reports", False)] = True
     """The live progress bar; plain lines when the terminal cannot draw one."""
     samples: Annotated[bool, Listed("reports", False, given={"log.samples": True})] = True
     """Generated text (language models) or a picture of predictions (ViT) at the end."""
     profile: Annotated[
-        str | None, conf.arg(aliases=("--profile",), metavar="START:STOP"), Affects("reports", "3:5")
+        str | None,
+        conf.arg(aliases=("--profile",), metavar="START:STOP"),
+        Affects("reports", "3:5"),
     ] = None
     """Write an XProf trace of steps START to STOP - 1, counted from 1, into workdir/profile."""
 
@@ -265,7 +326,9 @@ class LogConfig:
         at_least("log.", self, 1, "eval_every_steps", "images")
         if (self.images or self.histograms) and not self.tensorboard:
             name = "images" if self.images else "histograms"
-            raise ConfigError(f"log.{name} is written to TensorBoard; leave --log.no-tensorboard out")
+            raise ConfigError(
+                f"log.{name} is written to TensorBoard; leave --log.no-tensorboard out"
+            )
         if self.profile is not None and not self.profile_steps:
             raise ConfigError(
                 f"log.profile is {self.profile!r}; write START:STOP with 1 <= START < STOP, "
@@ -275,7 +338,11 @@ class LogConfig:
     @property
     def trackers(self) -> dict[str, str]:
         """Project of every tracker that is asked for, by its name."""
-        return {name: each for name, each in (("wandb", self.wandb), ("trackio", self.trackio)) if each is not None}
+        return {
+            name: each
+            for name, each in (("wandb", self.wandb), ("trackio", self.trackio))
+            if each is not None
+        }
 
     @property
     def profile_steps(self) -> range | None:
@@ -283,7 +350,8 @@ class LogConfig:
         if self.profile is None:
             return None
         start, stop = (
-            int(part) if part.isascii() and part.isdigit() else 0 for part in self.profile.partition(":")[::2]
+            int(part) if part.isascii() and part.isdigit() else 0
+            for part in self.profile.partition(":")[::2]
         )
         return range(start, stop) if start else range(0)
 
@@ -400,7 +468,9 @@ class CheckpointConfig:
     keep_every: Annotated[int | None, conf.arg(metavar="N"), Affects("course", 1)] = None
     """Also keep the checkpoints at multiples of N steps, for good. Saves at each of them. Off by default."""
     best_metric: Annotated[
-        str, conf.arg(metavar="METRIC"), Affects("course", test="train/run/saves/test_best_checkpoint.py")
+        str,
+        conf.arg(metavar="METRIC"),
+        Affects("course", test="train/run/saves/test_best_checkpoint.py"),
     ] = METRIC
     """Metric of an evaluation, as metrics.jsonl names it: eval_loss, eval_accuracy, or eval/NAME/loss of data.evaluate."""
 

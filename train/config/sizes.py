@@ -14,7 +14,17 @@ from mupax.zoo.transformer import TransformerConfig, transformer
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
-AXES = ("head_dim", "heads", "width", "depth", "encoder_depth", "mlp", "experts", "expert_dim", "kv_heads")
+AXES = (
+    "head_dim",
+    "heads",
+    "width",
+    "depth",
+    "encoder_depth",
+    "mlp",
+    "experts",
+    "expert_dim",
+    "kv_heads",
+)
 """What can grow alone. Width follows head_dim and heads, the MLP and experts' hidden follow width, active experts the experts, key
 heads follow heads unless they grow alone, and an encoder's depth its decoder's unless it is written."""
 
@@ -36,8 +46,12 @@ def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
             f"sizes {text!r}: no size is named {axis!r}; write one of {', '.join(axes)}, as width=64,128,256"
         )
     words = [word.strip() for word in sizes.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) for word in words) or len(set(words)) < len(words):
-        raise ConfigError(f"sizes {text!r}: write different whole numbers of at least 1, as {axis}=64,128,256")
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words) or len(
+        set(words)
+    ) < len(words):
+        raise ConfigError(
+            f"sizes {text!r}: write different whole numbers of at least 1, as {axis}=64,128,256"
+        )
     return axis, tuple(sorted(map(int, words)))
 
 
@@ -68,7 +82,9 @@ def grown_run(config: Config, axis: str, size: int) -> Config:
     lengths = {name: getattr(opt, name) for name in ("warmup_steps", "decay_steps")}
     scaled = {name: max(1, round(n * steps / config.steps)) for name, n in lengths.items() if n}
     data = dataclasses.replace(config.data, batch_size=batch)
-    return dataclasses.replace(config, data=data, steps=steps, optimizer=dataclasses.replace(opt, **scaled))
+    return dataclasses.replace(
+        config, data=data, steps=steps, optimizer=dataclasses.replace(opt, **scaled)
+    )
 
 
 def of(model: ModelConfig, axis: str) -> int:
@@ -83,8 +99,12 @@ def of(model: ModelConfig, axis: str) -> int:
     """
     _refuse_encoder(model, axis)
     if axis in ("experts", "expert_dim") and axis not in model.sizes():
-        raise ConfigError(f"the model has no experts, so no {axis}; write model.experts too, or another size")
-    return model.sizes()[{"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}.get(axis, axis)]
+        raise ConfigError(
+            f"the model has no experts, so no {axis}; write model.experts too, or another size"
+        )
+    return model.sizes()[
+        {"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}.get(axis, axis)
+    ]
 
 
 def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
@@ -111,7 +131,9 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         return dataclasses.replace(model, num_kv_heads=size)
     if axis == "width" and size % model.heads_dim:
         near = max(1, size // model.heads_dim) * model.heads_dim
-        raise ConfigError(f"width {size} is no multiple of the head dimension {model.heads_dim}; write width {near}")
+        raise ConfigError(
+            f"width {size} is no multiple of the head dimension {model.heads_dim}; write width {near}"
+        )
     head_dim = size if axis == "head_dim" else model.heads_dim
     heads = {"head_dim": model.num_heads, "heads": size, "width": size // head_dim}[axis]
     if heads * model.kv_heads % model.num_heads:
@@ -124,16 +146,22 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         model,
         width=width,
         num_heads=heads,
-        expert_dim=None if model.expert_dim is None else round(model.expert_dim * width / model.width),
+        expert_dim=None
+        if model.expert_dim is None
+        else round(model.expert_dim * width / model.width),
         head_dim=None if model.head_dim is None else head_dim,
-        num_kv_heads=None if model.num_kv_heads is None else heads * model.kv_heads // model.num_heads,
+        num_kv_heads=None
+        if model.num_kv_heads is None
+        else heads * model.kv_heads // model.num_heads,
     )
 
 
 def _with_experts(model: TransformerConfig, axis: str, size: int) -> TransformerConfig:
     """The model with so many experts, a token going to the same share of them, or with experts of another hidden size."""
     if model.experts is None:
-        raise ConfigError(f"the model has no experts, so no {axis}; write model.experts too, or another size")
+        raise ConfigError(
+            f"the model has no experts, so no {axis}; write model.experts too, or another size"
+        )
     if axis == "expert_dim":
         return dataclasses.replace(model, expert_dim=size)
     active, rest = divmod(size * model.active, model.experts)
@@ -142,9 +170,13 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
             f"experts={size}: a token goes to {model.active} of {model.experts}, and no whole number of {size} is that share; "
             f"write a multiple of {model.experts // math.gcd(model.active, model.experts)}"
         )
-    return dataclasses.replace(model, experts=size, active_experts=active, expert_dim=model.expert_size)
+    return dataclasses.replace(
+        model, experts=size, active_experts=active, expert_dim=model.expert_size
+    )
 
 
 def _refuse_encoder(model: ModelConfig, axis: str) -> None:
     if axis == "encoder_depth" and "encoder_layers" not in model.sizes():
-        raise ConfigError(f"a {model.family} has no encoder, so no encoder_depth; write depth, or an encoder-decoder")
+        raise ConfigError(
+            f"a {model.family} has no encoder, so no encoder_depth; write depth, or an encoder-decoder"
+        )

@@ -119,7 +119,9 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
         num_classes=facts.classes,
     )
     data = DataConfig(name=data_name, batch_size=_BATCH, eval_batch_size=200)
-    transforms = dataclasses.replace(data.transforms, jitter=recipe.jitter, mirror=recipe.mirror, label_smoothing=0.1)
+    transforms = dataclasses.replace(
+        data.transforms, jitter=recipe.jitter, mirror=recipe.mirror, label_smoothing=0.1
+    )
     # The whole image: at 32 pixels what lies at the border of a picture counts.
     pixels = dataclasses.replace(data.pixels, fit="squash")
     return Config(
@@ -127,7 +129,9 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
         model=model,
         data=dataclasses.replace(data, transforms=transforms, pixels=pixels),
         preset=PresetConfig(name="mup", base=BASE),
-        optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=recipe.steps // 10, weight_decay=0.05, clip_norm=1.0),
+        optimizer=OptimizerConfig(
+            peak_lr=3e-3, warmup_steps=recipe.steps // 10, weight_decay=0.05, clip_norm=1.0
+        ),
         log=LogConfig(eval_every_steps=None),
         checkpoint=CheckpointConfig(every_steps=500),
         steps=recipe.steps,
@@ -149,7 +153,11 @@ def designs(flags: Collection[str]) -> str | None:
         name = flag.removeprefix("--")
         if name in OWN_FLAGS or name.startswith("preset."):
             return flag
-        if name.startswith("model.") and name not in _SIZES and not name.startswith("model.compute."):
+        if (
+            name.startswith("model.")
+            and name not in _SIZES
+            and not name.startswith("model.compute.")
+        ):
             return flag
     return None
 

@@ -34,13 +34,19 @@ _MOVED: dict[str, dict[str, Any]] = {
         "name": "mup",
         "base": "embed=64,head_dim=16,heads=4,kv_heads=4,mlp=256,layers=4",
         "alpha_a": 1.0,
-        "constants": ["rates.patch_embedding=11.8146", "rates.readout=64.0", "stds.readout=1.09051"],
+        "constants": [
+            "rates.patch_embedding=11.8146",
+            "rates.readout=64.0",
+            "stds.readout=1.09051",
+        ],
     },
 }
 """Fields of `preset` that tuned presets of `find.MOVED` stand for, in records that name one there."""
 
 
-def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Config, list[str], Tuned | None]:
+def applied(
+    config: Config, argv: Sequence[str], steps: str | None
+) -> tuple[Config, list[str], Tuned | None]:
     """The config with a tuned preset's numbers, and the words with the preset's plain name; both as they were without one.
 
     Args:
@@ -59,7 +65,9 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
         if flag in FLAGS:
             where = at if equals else at + 1
             value = value if equals else (words[where] if where < len(words) else "")
-            study = tuned.find(value) if ":" in value and value.partition(":")[0] in PRESETS else None
+            study = (
+                tuned.find(value) if ":" in value and value.partition(":")[0] in PRESETS else None
+            )
             if study:
                 words[where] = f"{flag}={study.preset}" if equals else study.preset
     if study is None:
@@ -70,7 +78,9 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
         name=study.preset,
         base=None if study.base is None else base_text(study.base),
         form=study.form,
-        constants=tuple(f"{name}={value}" for name, value in {**own, **groups}.items() if name not in flags),
+        constants=tuple(
+            f"{name}={value}" for name, value in {**own, **groups}.items() if name not in flags
+        ),
         **flags,
     )
     total = int(steps) if steps and steps.isascii() and steps.isdigit() else config.steps
@@ -91,7 +101,9 @@ def fitted(config: Config, study: Tuned) -> Config:
         return config
     idle = _idle_constants(config, study)
     constants = [text for text in config.preset.constants if text not in idle]
-    return dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=tuple(constants)))
+    return dataclasses.replace(
+        config, preset=dataclasses.replace(config.preset, constants=tuple(constants))
+    )
 
 
 def _idle_constants(config: Config, study: Tuned) -> list[str]:
@@ -115,7 +127,13 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
     recorded = [text for text in written.get("constants", []) if isinstance(text, str)]
     names = {text.partition("=")[0] for text in recorded}
     constants = [text for text in moved["constants"] if text.partition("=")[0] not in names]
-    return {**preset, **moved, **written, "name": moved["name"], "constants": [*constants, *recorded]}
+    return {
+        **preset,
+        **moved,
+        **written,
+        "name": moved["name"],
+        "constants": [*constants, *recorded],
+    }
 
 
 def named_moved(argv: Sequence[str]) -> str | None:
@@ -167,7 +185,9 @@ def check(study: Tuned, config: Config) -> None:
 
     if study.is_published:
         idle = _idle_constants(config, study)
-        left_out = f" Left out, as this model has no such parameters: {', '.join(idle)}." if idle else ""
+        left_out = (
+            f" Left out, as this model has no such parameters: {', '.join(idle)}." if idle else ""
+        )
         terminal.note(published.rests_on(study) + left_out)
     distance = study.distance(config.model.base_sizes())
     far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
@@ -197,7 +217,11 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
             return config  # which `preset_of` refuses
         if name not in CONFIGS:
             name, sizes = "", {**start.model.base_sizes(), **sizes}
-    batch, steps, tokens = start.data.batch_size, start.steps, start.steps * start.data.batch_size * start.model.units
+    batch, steps, tokens = (
+        start.data.batch_size,
+        start.steps,
+        start.steps * start.data.batch_size * start.model.units,
+    )
     if study:
         batch, steps, tokens = (study.provenance[field] for field in ("batch", "steps", "seen"))
         if None in (batch, steps, tokens):
@@ -211,7 +235,11 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
             f"--joint {config.preset.joint}: the base's batch of {batch} is no whole number of examples of this model's length; "
             "write it yourself, as --preset.base MODEL,batch=N,tokens=N"
         )
-    text = ",".join(filter(None, [name, base_text({**sizes, "batch": of_this_length, "tokens": tokens, **sizes})]))
+    text = ",".join(
+        filter(
+            None, [name, base_text({**sizes, "batch": of_this_length, "tokens": tokens, **sizes})]
+        )
+    )
     config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=text))
     _ = config.scaled_optimizer  # refused here, if at all
     return config

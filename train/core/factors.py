@@ -47,10 +47,14 @@ class Factors(NamedTuple):
     def moving(self, trained: Collection[str]) -> Factors:
         """These factors for a run that trains only some parameters: the others have multipliers, and no rate."""
         rates = {field: getattr(self, field) for field in ("lr", "eps", "weight_decay")}
-        return self._replace(**{field: {n: x for n, x in of.items() if n in trained} for field, of in rates.items()})
+        return self._replace(
+            **{field: {n: x for n, x in of.items() if n in trained} for field, of in rates.items()}
+        )
 
 
-def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled") -> Factors:
+def resolve(
+    preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled"
+) -> Factors:
     """What a preset gives a model: every number the step needs, on the host.
 
     Args:
@@ -66,7 +70,11 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
     if preset.constants:
         from mupax.presets.constants import check
 
-        tied = (declared["spec"] for declared in definition.factors.values() if declared["kind"] == "readout")
+        tied = (
+            declared["spec"]
+            for declared in definition.factors.values()
+            if declared["kind"] == "readout"
+        )
         check(preset.constants, [*definition.specs.values(), *tied], preset.name)
 
     def one(name: str, spec: ParamSpec) -> Scales:
@@ -76,13 +84,21 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
             raise PresetError(f"{name}: {error}") from error
 
     scales = {name: one(name, spec) for name, spec in definition.specs.items()}
-    forward = {name: _forward(preset, definition, declared) for name, declared in definition.factors.items()}
+    forward = {
+        name: _forward(preset, definition, declared)
+        for name, declared in definition.factors.items()
+    }
 
     def column(field: str) -> ParamValues:
-        return {name: _number(getattr(s, field), definition.specs[name], definition) for name, s in scales.items()}
+        return {
+            name: _number(getattr(s, field), definition.specs[name], definition)
+            for name, s in scales.items()
+        }
 
     columns = {field: column(field) for field in ("multiplier", "lr", "eps", "weight_decay")}
-    needless = {n for n, v in forward.items() if definition.factors[n]["kind"] == "skip" and (v == 1).all()}
+    needless = {
+        n for n, v in forward.items() if definition.factors[n]["kind"] == "skip" and (v == 1).all()
+    }
     return Factors(**columns, forward={n: v for n, v in forward.items() if n not in needless})
 
 
@@ -106,7 +122,9 @@ def layer_decayed(factors: Factors, definition: Definition, decay: float) -> Fac
             return blocks
         return np.asarray(decay ** (depth + 1) if {spec.role, spec.of} & EMBEDDINGS else 1.0)
 
-    return factors._replace(lr={name: np.asarray(lr * one(name), np.float32) for name, lr in factors.lr.items()})
+    return factors._replace(
+        lr={name: np.asarray(lr * one(name), np.float32) for name, lr in factors.lr.items()}
+    )
 
 
 def init_stds(preset: Preset, definition: Definition) -> ParamValues:
@@ -121,7 +139,9 @@ def init_stds(preset: Preset, definition: Definition) -> ParamValues:
     """
     # The same whatever the optimizer; a measured table knows only its own.
     first, sizes = preset.optimizers[0], definition.sizes
-    stds = {name: preset.scales(spec, sizes, first).init_std for name, spec in definition.specs.items()}
+    stds = {
+        name: preset.scales(spec, sizes, first).init_std for name, spec in definition.specs.items()
+    }
     numbers = {name: _number(std, definition.specs[name], definition) for name, std in stds.items()}
     return {**numbers, **(_alike(preset, definition) if preset.key_as_query else {})}
 
@@ -136,7 +156,9 @@ def _alike(preset: Preset, definition: Definition) -> ParamValues:
     draws = {}
     for name, spec in definition.specs.items():
         if spec.role is Role.KEY:
-            query = next((of for of in queries if of.rpartition(".")[0] == name.rpartition(".")[0]), None)
+            query = next(
+                (of for of in queries if of.rpartition(".")[0] == name.rpartition(".")[0]), None
+            )
             if query is None or definition.abstract[query].shape != definition.abstract[name].shape:
                 raise PresetError(
                     f"{name}: {preset.label} starts keys as queries, and they are not as many; write num_kv_heads as num_heads"
@@ -145,7 +167,9 @@ def _alike(preset: Preset, definition: Definition) -> ParamValues:
     return draws
 
 
-def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:
+def check_run(
+    preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig
+) -> None:
     """Refuse a model that has grown from the base in a way that the preset's rules do not cover.
 
     Args:
@@ -183,7 +207,9 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
 def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
     shape = (definition.sizes[spec.blocks],) if spec.stacked else ()
     if np.shape(value) not in ((), shape):
-        raise PresetError(f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers")
+        raise PresetError(
+            f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers"
+        )
     return np.broadcast_to(np.asarray(value, np.float32), shape).copy()
 
 
@@ -198,11 +224,16 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
             which, stack = ("skip", "branch").index(kind), declared["stack"] or OWN
             where = () if stack == OWN else (stack,)
             value = [
-                [preset.residual_scale(sizes, i, branch, *where)[which] for branch in stack.branches]
+                [
+                    preset.residual_scale(sizes, i, branch, *where)[which]
+                    for branch in stack.branches
+                ]
                 for i in range(shape[0])
             ]
         case kind:
-            raise ValueError(f"no factor is of kind {kind!r}; write logits, skip, branch or readout")
+            raise ValueError(
+                f"no factor is of kind {kind!r}; write logits, skip, branch or readout"
+            )
     return np.broadcast_to(np.asarray(value, np.float32), shape)
 
 
@@ -217,7 +248,9 @@ def hyperparams(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
     return OptimizerHyperparams(
         peak_lr=np.float32(config.peak_lr),
         schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
-        weight_decay=np.float32(config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0),
+        weight_decay=np.float32(
+            config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0
+        ),
         eps=np.float32(config.eps),
     )
 
@@ -250,5 +283,7 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
             tail = config.decay_steps if config.decay_steps is not None else max(rest // 5, 1)
             shape = optax.linear_schedule(1.0, final, tail, transition_begin=max(rest - tail, 0))
     ramp = (np.arange(warmup) + (not config.warmup_from_zero)) / max(warmup, 1)
-    body = np.asarray(jax.vmap(shape)(jnp.arange(length(steps))))  # optax's operations one by one: programs by length
+    body = np.asarray(
+        jax.vmap(shape)(jnp.arange(length(steps)))
+    )  # optax's operations one by one: programs by length
     return np.concatenate([ramp, body[: steps - warmup]]).astype(np.float32)

@@ -34,7 +34,10 @@ Update = Callable[[Arrays, Arrays], Arrays]
 
 
 def check_chain(
-    tx: optax.GradientTransformation, definition: Definition, preset: Preset, optimizer: str = "adam"
+    tx: optax.GradientTransformation,
+    definition: Definition,
+    preset: Preset,
+    optimizer: str = "adam",
 ) -> None:
     """Refuse a chain whose steps are not the preset's.
 
@@ -63,11 +66,18 @@ def check_chain(
     # Muon leaves the rest to Adam, and how fast the two go is the user's to choose.
     matrices = dimension_numbers(definition.specs) if preset.family(optimizer) == "muon" else {}
     if preset.family(optimizer) in ("adam", "muon"):
-        _check_eps(update, grads, params, {n: x for n, x in factors.eps.items() if n not in matrices})
+        _check_eps(
+            update, grads, params, {n: x for n, x in factors.eps.items() if n not in matrices}
+        )
     ours = reference(definition, preset, optimizer)
     sizes, targets = _sizes(update(grads, params)), _sizes(ours(grads, params))
     groups = [
-        group for group in ([n for n in targets if n in matrices], [n for n in targets if n not in matrices]) if group
+        group
+        for group in (
+            [n for n in targets if n in matrices],
+            [n for n in targets if n not in matrices],
+        )
+        if group
     ]
     for group in groups:
         _check_rates({n: sizes[n] / targets[n] for n in group}, rates, preset)
@@ -108,7 +118,10 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
 
 
 def _sizes(updates: Arrays) -> dict[str, float]:
-    return {name: float(np.sqrt(np.mean(np.square(np.asarray(u, np.float64))))) for name, u in updates.items()}
+    return {
+        name: float(np.sqrt(np.mean(np.square(np.asarray(u, np.float64)))))
+        for name, u in updates.items()
+    }
 
 
 def _norm(*arrays: np.ndarray) -> float:
@@ -125,7 +138,9 @@ def _check_rates(ratios: dict[str, float], rates: dict[str, float], preset: Pres
     name, worst = max(ratios.items(), key=lambda item: abs(np.log(item[1] / typical)))
     if abs(worst / typical - 1) <= TOLERANCE:
         return
-    twice, never = ({n: ratio * rates[n] ** power for n, ratio in ratios.items()} for power in (-1, 1))
+    twice, never = (
+        {n: ratio * rates[n] ** power for n, ratio in ratios.items()} for power in (-1, 1)
+    )
     if _equal(twice):
         why = "its rates are applied twice; apply them once"
     elif _equal(never):
@@ -148,7 +163,9 @@ def _check_later(
 
     @jax.jit
     def update(count: jax.Array, grads: Arrays, params: Arrays) -> Arrays:
-        _, state = chains.first_step(tx, optimizer, grads, params)  # moments in proportion to the gradients
+        _, state = chains.first_step(
+            tx, optimizer, grads, params
+        )  # moments in proportion to the gradients
 
         def forward(path: tuple, leaf: jax.Array) -> jax.Array:
             counts = bool(path) and getattr(path[-1], "name", None) == "count"
@@ -171,11 +188,15 @@ def _check_later(
 
 def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) -> None:
     """One parameter's step, where another has all the rest of a gradient of one norm: which other must not matter."""
-    least = min(_sizes(update(grads, params)).items(), key=lambda item: item[1] * grads[item[0]].size ** 0.5)[0]
+    least = min(
+        _sizes(update(grads, params)).items(), key=lambda item: item[1] * grads[item[0]].size ** 0.5
+    )[0]
     moved: dict[str, float] = {}
     for other in (n for n in grads if n != least):
         alone = {n: g if n == least else np.zeros_like(g) for n, g in grads.items()}
-        alone[other] = grads[other] * np.asarray(100 * _norm(grads[least]) / _norm(grads[other]), grads[other].dtype)
+        alone[other] = grads[other] * np.asarray(
+            100 * _norm(grads[least]) / _norm(grads[other]), grads[other].dtype
+        )
         moved[other] = _sizes(update(alone, params))[least]
     low, high = min(moved, key=moved.__getitem__), max(moved, key=moved.__getitem__)
     if moved[high] > (1 + TOLERANCE) * moved[low]:
@@ -185,11 +206,15 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
         )
 
 
-def _check_eps(update: Update, grads: Arrays, params: Arrays, eps: Mapping[str, np.ndarray]) -> None:
+def _check_eps(
+    update: Update, grads: Arrays, params: Arrays, eps: Mapping[str, np.ndarray]
+) -> None:
     """Gradients of global norm 1, as large relative to each other as the preset's eps says, and a sixteenth of them: equal steps."""
     shaped = {n: g * float(eps[n].flat[0]) if n in eps else g for n, g in grads.items()}
     norm = _norm(*shaped.values())
-    parts = ({n: (g / (norm * part)).astype(g.dtype) for n, g in shaped.items()} for part in (1, 16))
+    parts = (
+        {n: (g / (norm * part)).astype(g.dtype) for n, g in shaped.items()} for part in (1, 16)
+    )
     whole, less = (_sizes(update(part, params)) for part in parts)
     name = min((n for n in eps if whole[n]), key=lambda n: less[n] / whole[n], default=None)
     if name is not None and less[name] < whole[name] / 2:

@@ -72,8 +72,13 @@ class ReadoutShape(NamedTuple):
     @property
     def parts(self) -> list[slice]:
         """The columns of each part of the vocabulary, as even as whole registers allow."""
-        size = math.ceil(self.columns / math.ceil(self.rows * self.columns / PART_LOGITS) / LANES) * LANES
-        return [slice(start, min(start + size, self.columns)) for start in range(0, self.columns, size)]
+        size = (
+            math.ceil(self.columns / math.ceil(self.rows * self.columns / PART_LOGITS) / LANES)
+            * LANES
+        )
+        return [
+            slice(start, min(start + size, self.columns)) for start in range(0, self.columns, size)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +117,11 @@ def way(work: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossImp
         kind: of loss.
         exp_parts: parts of the vocabulary whose exponentials are kept; as many as there is room for unless given.
     """
-    logits, matrix, features = work.rows * work.columns, work.width * work.columns, work.rows * work.width
+    logits, matrix, features = (
+        work.rows * work.columns,
+        work.width * work.columns,
+        work.rows * work.width,
+    )
     if kind == "vocab":
         return _by_parts(work, exp_parts)
     chunks = math.ceil(work.rows / work.chunk) if kind == "chunked" else 1
@@ -122,7 +131,9 @@ def way(work: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossImp
         "readout, whole": matrix * work.itemsize,
         "readout's gradient, whole": matrix * 4,
     }
-    return LossImplementation(kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks)
+    return LossImplementation(
+        kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks
+    )
 
 
 def _by_parts(work: ReadoutShape, exp_parts: int | None) -> LossImplementation:
@@ -139,9 +150,13 @@ def _by_parts(work: ReadoutShape, exp_parts: int | None) -> LossImplementation:
         exp_parts = max(0, min(free // each, len(cuts)))
     memory["exponentials"] = exp_parts * each
     logits = work.rows * work.columns
-    traffic = 26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
+    traffic = (
+        26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
+    )
     again = 2.0 * (len(cuts) - exp_parts) * work.rows * part * work.width
-    return LossImplementation("vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts)
+    return LossImplementation(
+        "vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts
+    )
 
 
 def above(work: ReadoutShape, one: LossImplementation) -> int:
@@ -213,7 +228,9 @@ def cross_entropy(
         exp_parts=option.exp_parts if readout_inputs.cap is None else 0,
         metrics=metrics,
     )
-    return _in_parts(plan, LossInputs(readout_inputs, reference, targets, jax.lax.stop_gradient(weights), z_loss))
+    return _in_parts(
+        plan, LossInputs(readout_inputs, reference, targets, jax.lax.stop_gradient(weights), z_loss)
+    )
 
 
 def cross_entropy_from_logits(
@@ -237,7 +254,11 @@ def cross_entropy_from_logits(
 
 
 def token_statistics(
-    logits: jax.Array, targets: jax.Array, labels: jax.Array | None = None, *, with_rank: bool = True
+    logits: jax.Array,
+    targets: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    with_rank: bool = True,
 ) -> TokenStatistics:
     """Return the statistics of targets, of logits that exist already.
 
@@ -301,7 +322,9 @@ class _Plan:
         return self.work.rows
 
 
-def _plan(readout_inputs: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout) -> _Plan:
+def _plan(
+    readout_inputs: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout
+) -> _Plan:
     width, vocab = readout_inputs.features.shape[-1], readout_inputs.weight.shape[1]
     # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
     tokens = tuple(
@@ -311,13 +334,21 @@ def _plan(readout_inputs: ReadoutInputs, targets: jax.Array, axes: tuple[str, st
     summed = tuple(name for axis in tokens for name in layout.mesh_axes(axis))
     rows = targets.size // math.prod(layout.num_shards(axis) for axis in tokens)
     scattered, shared = layout.readout(axes, width, summed)
-    column = None if vocab % layout.num_shards(axes[1]) or set(layout.mesh_axes(axes[1])) & set(summed) else axes[1]
+    column = (
+        None
+        if vocab % layout.num_shards(axes[1]) or set(layout.mesh_axes(axes[1])) & set(summed)
+        else axes[1]
+    )
     columns, itemsize = vocab // layout.num_shards(column), readout_inputs.features.dtype.itemsize
-    work = ReadoutShape(rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room)
+    work = ReadoutShape(
+        rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room
+    )
     return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.mesh_axes(column))
 
 
-def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[LossSums, ReadoutInputs | None]:
+def _on_devices(
+    plan: _Plan, inputs: LossInputs, with_grads: bool
+) -> tuple[LossSums, ReadoutInputs | None]:
     """Return the sums and the gradients of the loss, of all devices. Every array is given and returned whole."""
     if plan.by_vocab:
         from mupax.train.core.cross_entropy.vocabulary import on_one
@@ -345,7 +376,9 @@ def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[Loss
 
 
 def _in_product_type(readout_inputs: ReadoutInputs) -> ReadoutInputs:
-    return readout_inputs._replace(weight=readout_inputs.weight.astype(readout_inputs.features.dtype))
+    return readout_inputs._replace(
+        weight=readout_inputs.weight.astype(readout_inputs.features.dtype)
+    )
 
 
 def _axes_of(plan: _Plan, readout_inputs: ReadoutInputs) -> Any:
@@ -357,7 +390,9 @@ def _axes_of(plan: _Plan, readout_inputs: ReadoutInputs) -> Any:
         "bias": (plan.vocab,),
         "cap": (),
     }
-    present = {name: axes[name] for name, array in readout_inputs._asdict().items() if array is not None}
+    present = {
+        name: axes[name] for name, array in readout_inputs._asdict().items() if array is not None
+    }
     absent = dict.fromkeys(ReadoutInputs._fields)
     return ReadoutInputs(**{**absent, **present})
 
@@ -372,8 +407,12 @@ def _forward(plan: _Plan, inputs: LossInputs) -> tuple[LossSums, ReadoutInputs]:
     sums, grads = _on_devices(plan, inputs, with_grads=True)
     assert grads is not None
     # Of the types of the arrays that they are the gradients of: the weight was cast to the products' type before.
-    cast = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, inputs.readout_inputs._replace(cap=None))
-    no_slope = None if inputs.readout_inputs.cap is None else jnp.zeros_like(inputs.readout_inputs.cap)
+    cast = jax.tree.map(
+        lambda grad, x: grad.astype(x.dtype), grads, inputs.readout_inputs._replace(cap=None)
+    )
+    no_slope = (
+        None if inputs.readout_inputs.cap is None else jnp.zeros_like(inputs.readout_inputs.cap)
+    )
     return sums, cast._replace(cap=no_slope)
 
 

@@ -106,7 +106,9 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         specs: name to declaration of the parameters that are trained: their roles say which are hidden matrices.
     """
     orthogonalized = dimension_numbers(specs)
-    matrices = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=orthogonalized)
+    matrices = optax.contrib.scale_by_muon(
+        beta=config.momentum, weight_dimension_numbers=orthogonalized
+    )
     blank: Any = matrices.init({})
     on_adam = adam(config, specs)
 
@@ -126,9 +128,17 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         before: Any = MuonState(state.count, part(state.mu, True), blank.ns_coeffs)
         turned, of_matrices = cast("Any", matrices.update)(part(updates, True), before)
         before = optax.ScaleByAdamState(state.count, part(state.mu, False), part(state.nu, False))
-        scaled, of_others = cast("Any", on_adam.update)(part(updates, False), before, factors=factors, hyper=hyper)
-        steps, mu, nu = {**turned, **scaled}, {**of_matrices.mu, **of_others.mu}, {**state.nu, **of_others.nu}
-        return {n: steps[n] for n in updates}, ScaleByMuonState(of_others.count, {n: mu[n] for n in updates}, nu)
+        scaled, of_others = cast("Any", on_adam.update)(
+            part(updates, False), before, factors=factors, hyper=hyper
+        )
+        steps, mu, nu = (
+            {**turned, **scaled},
+            {**of_matrices.mu, **of_others.mu},
+            {**state.nu, **of_others.nu},
+        )
+        return {n: steps[n] for n in updates}, ScaleByMuonState(
+            of_others.count, {n: mu[n] for n in updates}, nu
+        )
 
     return optax.GradientTransformationExtraArgs(cast("Any", init), cast("Any", update))
 
@@ -136,13 +146,17 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
 def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
     """How Muon orthogonalizes each hidden matrix: its fan-in axes against its fan-out axes, "layers" a batch."""
     return {
-        name: MuonDimensionNumbers(*(tuple(map(spec.axes.index, axes)) for axes in (spec.fan_in, spec.fan_out)))
+        name: MuonDimensionNumbers(
+            *(tuple(map(spec.axes.index, axes)) for axes in (spec.fan_in, spec.fan_out))
+        )
         for name, spec in specs.items()
         if spec.role not in VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
     }
 
 
-def stored(direction: optax.GradientTransformation, moment: str, dtype: str) -> optax.GradientTransformationExtraArgs:
+def stored(
+    direction: optax.GradientTransformation, moment: str, dtype: str
+) -> optax.GradientTransformationExtraArgs:
     """Keep one moment of a direction in another dtype between updates. It is still updated in the dtype of the gradients.
 
     Args:
@@ -216,7 +230,9 @@ def narrowed(tree: Any, like: Any, rounding: Rounding) -> Any:
         like: tree of the same structure, in the types that are stored.
         rounding: source of the random bits.
     """
-    key = _mixed(_mixed(_uint(rounding.seed) ^ _uint(_STREAM)) + _uint(rounding.step) * _uint(_GOLDEN))
+    key = _mixed(
+        _mixed(_uint(rounding.seed) ^ _uint(_STREAM)) + _uint(rounding.step) * _uint(_GOLDEN)
+    )
     leaves, structure = jax.tree.flatten(tree)
     stored = []
     for number, (leaf, before) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True)):
@@ -272,10 +288,14 @@ class OptimizerHyperparams(NamedTuple):
 
     def at(self, step: jax.Array) -> OptimizerHyperparams:
         """The numbers of one step; steps past the end of the schedule keep its last value."""
-        return self._replace(schedule=jnp.asarray(self.schedule)[jnp.minimum(step, len(self.schedule) - 1)])
+        return self._replace(
+            schedule=jnp.asarray(self.schedule)[jnp.minimum(step, len(self.schedule) - 1)]
+        )
 
 
-def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformationExtraArgs:
+def build(
+    config: OptimizerConfig, specs: Mapping[str, ParamSpec]
+) -> optax.GradientTransformationExtraArgs:
     """The chain of a config. Clipping is global over raw gradients of the loss; everything after it is per parameter.
 
     Args:
@@ -351,19 +371,26 @@ def apply_gradients(
         return optax.apply_updates(params, updates), opt_state
 
     wide_grads, wide_state, wide_params = widened((grads, opt_state, params))
-    updates, new_state = tx.update(wide_grads, wide_state, wide_params, factors=factors, hyper=hyper)
+    updates, new_state = tx.update(
+        wide_grads, wide_state, wide_params, factors=factors, hyper=hyper
+    )
     new_params = optax.apply_updates(wide_params, updates)
     return narrowed((new_params, new_state), (params, opt_state), Rounding(rounding_seed, step))
 
 
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:
     """Clipping of the loss's gradient; how far loads are from even ones is neither counted in it nor clipped."""
-    clip, loads = optax.clip_by_global_norm(norm), {name for name, spec in specs.items() if spec.moved_by_loads}
+    clip, loads = (
+        optax.clip_by_global_norm(norm),
+        {name for name, spec in specs.items() if spec.moved_by_loads},
+    )
     if not loads:
         return clip
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        clipped, state = clip.update({name: g for name, g in updates.items() if name not in loads}, state, params)
+        clipped, state = clip.update(
+            {name: g for name, g in updates.items() if name not in loads}, state, params
+        )
         return {name: updates[name] if name in loads else clipped[name] for name in updates}, state  # pyright: ignore
 
     return optax.GradientTransformation(clip.init, update)
@@ -373,18 +400,27 @@ def _stateless(rule) -> optax.GradientTransformationExtraArgs:
     """A transformation of (update, parameter, its factors, hyper) without state."""
 
     def update(updates, state, params=None, *, factors, hyper=None, **_):
-        columns = {name: {field: getattr(factors, field)[name] for field in ("lr", "weight_decay")} for name in updates}
+        columns = {
+            name: {field: getattr(factors, field)[name] for field in ("lr", "weight_decay")}
+            for name in updates
+        }
         like = updates if params is None else params
-        return {name: rule(u, like[name], columns[name], hyper) for name, u in updates.items()}, state
+        return {
+            name: rule(u, like[name], columns[name], hyper) for name, u in updates.items()
+        }, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
 
 
-add_coupled_decay = _stateless(lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w)
+add_coupled_decay = _stateless(
+    lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w
+)
 """u + wd * factors.weight_decay * w, to be scaled by the learning rate."""
 scale_by_preset = _stateless(lambda u, w, f, h: u * rows(f["lr"], w))
 """u * factors.lr: each parameter's own rate relative to the one peak rate."""
 scale_by_schedule = _stateless(lambda u, w, f, h: (-(h.peak_lr * h.schedule) * u).astype(u.dtype))
 """-peak_lr * schedule * u."""
-add_independent_decay = _stateless(lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w)
+add_independent_decay = _stateless(
+    lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w
+)
 """u - wd * schedule * factors.weight_decay * w: decay that follows the schedule but not the rates."""

@@ -43,13 +43,26 @@ from mupax.train.config import checks
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config, FaultsConfig, parse_rules
 from mupax.train.core import optimizer
-from mupax.train.core.factors import ParamValues, check_run, hyperparams, init_stds, layer_decayed, resolve
+from mupax.train.core.factors import (
+    ParamValues,
+    check_run,
+    hyperparams,
+    init_stds,
+    layer_decayed,
+    resolve,
+)
 from mupax.train.core.state import Initializer, Limits, StepInputs, TrainState, abstract_state
 from mupax.train.core.step import compile_eval_step, compile_logits, trace_train_step
 from mupax.train.data import cache
 from mupax.train.parallel import hardware
 from mupax.train.parallel.processes import Processes
-from mupax.train.parallel.sharding import BatchSharding, MeshError, MeshLayout, abstract_batch, make_mesh
+from mupax.train.parallel.sharding import (
+    BatchSharding,
+    MeshError,
+    MeshLayout,
+    abstract_batch,
+    make_mesh,
+)
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.partition import LANES
@@ -65,7 +78,8 @@ _options: Any = jax.config
 _DIGEST_BYTES = 16
 _CPU = Path("/proc/cpuinfo")
 _FEATURES = re.compile(
-    r"^(?:vendor_id|cpu family|model|model name|flags|Features|CPU \w+|cpu|isa|features)\s*:.*$", re.MULTILINE
+    r"^(?:vendor_id|cpu family|model|model name|flags|Features|CPU \w+|cpu|isa|features)\s*:.*$",
+    re.MULTILINE,
 )
 """Lines about what a CPU is and can do: x86, Arm, POWER, RISC-V, IBM Z. Its frequency is not among them."""
 
@@ -135,7 +149,11 @@ class Store:
         self._bytes += size
 
 
-def use(root: Callable[[], Path], processes: Processes | None = None, devices: Sequence[Any] | None = None) -> None:
+def use(
+    root: Callable[[], Path],
+    processes: Processes | None = None,
+    devices: Sequence[Any] | None = None,
+) -> None:
     """Have JAX keep compiled programs from here on, unless the user has chosen otherwise; called again it changes nothing.
 
     JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false hold where neither `--compilation-cache` nor its variable is
@@ -160,7 +178,9 @@ def use(root: Callable[[], Path], processes: Processes | None = None, devices: S
     _jax_cache.reset_cache()
     _jax_cache.get_file_cache = lambda path: (Store(Path(path), LIMIT if most < 0 else most), path)
     _options.update("jax_compilation_cache_dir", str(folder))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # 1 s: most of a start is in smaller ones
+    if (
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ
+    ):  # 1 s: most of a start is in smaller ones
         _options.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
@@ -169,7 +189,9 @@ def _folder(root: Callable[[], Path]) -> Path | None:
     choice = os.environ.get(VARIABLE)
     if choice == "none":
         _options.update("jax_enable_compilation_cache", False)
-    if not _options.jax_enable_compilation_cache or (_options.jax_compilation_cache_dir and not choice):
+    if not _options.jax_enable_compilation_cache or (
+        _options.jax_compilation_cache_dir and not choice
+    ):
         return None
     folder = None
     try:
@@ -200,8 +222,12 @@ def _shared(folder: Path | None, processes: Processes) -> bool:
         with contextlib.suppress(OSError):
             mark.touch()
     name = processes.broadcast("compilation cache", lambda: mark and mark.name)
-    visible = bool(folder and name) and any(_exists(folder / name, wait) for wait in (0, 0.2, 1))  # a network's file
-    absent = [i for i, sees in enumerate(processes.gather("compilation cache", visible) or []) if not sees]
+    visible = bool(folder and name) and any(
+        _exists(folder / name, wait) for wait in (0, 0.2, 1)
+    )  # a network's file
+    absent = [
+        i for i, sees in enumerate(processes.gather("compilation cache", visible) or []) if not sees
+    ]
     verdict = processes.broadcast("compilation cache shared", lambda: not absent)
     if processes.leader and mark is not None:
         with contextlib.suppress(OSError):
@@ -230,7 +256,9 @@ def _cpu() -> str:
         return "\n".join(sorted(set(_FEATURES.findall(_CPU.read_text(errors="replace")))))
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # macOS
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     return platform.processor()
 
 
@@ -265,7 +293,10 @@ class Program:
             PresetError: as `assemble`.
         """
         preset = preset_of(config)
-        stds, inputs = init_stds(preset, self.definition), _inputs(config, preset, self.definition, self.trained)
+        stds, inputs = (
+            init_stds(preset, self.definition),
+            _inputs(config, preset, self.definition, self.trained),
+        )
         return dataclasses.replace(self, config=config, preset=preset, stds=stds, inputs=inputs)
 
     @property
@@ -273,7 +304,10 @@ class Program:
         """Bytes of the training state on one device, and of the frozen reference of a centred output."""
         reference = self.abstract.params if self.config.model.centered else {}
         leaves = jax.tree.leaves((self.abstract, reference))
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in leaves
+        )
 
     @property
     def trained(self) -> frozenset[str]:
@@ -283,7 +317,9 @@ class Program:
     @property
     def frozen(self) -> int:
         """How many numbers the frozen parameters have."""
-        return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained)
+        return sum(
+            leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained
+        )
 
     def step_inputs(self) -> StepInputs:
         """`inputs` on the mesh, with the initial parameters where the model's output is centred."""
@@ -293,7 +329,11 @@ class Program:
         return inputs._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
     def abstract_inputs(self) -> StepInputs:
-        return self.inputs._replace(reference=self.abstract.params) if self.config.model.centered else self.inputs
+        return (
+            self.inputs._replace(reference=self.abstract.params)
+            if self.config.model.centered
+            else self.inputs
+        )
 
     def trace_train(self) -> jax.stages.Traced:
         """The training step, (state, inputs, batch) -> (state, metrics), not compiled yet."""
@@ -301,7 +341,14 @@ class Program:
         batch = self.abstract_train_batch()
         accumulation = config.accumulation_steps
         return trace_train_step(
-            self.definition, self.tx, self.abstract, self.layout, inputs, batch, accumulation, free=self.free
+            self.definition,
+            self.tx,
+            self.abstract,
+            self.layout,
+            inputs,
+            batch,
+            accumulation,
+            free=self.free,
         )
 
     def compile_train(self) -> jax.stages.Compiled:
@@ -312,12 +359,16 @@ class Program:
         """The evaluation step: (params, inputs, batch) -> `LossSums`, for parameters that lie as the training step has them."""
         formats = _formats(train) if train is not None and self.free else None
         batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
-        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats)
+        return compile_eval_step(
+            self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats
+        )
 
     def compile_logits(self) -> jax.stages.Compiled:
         """(params, inputs, batch) -> logits of an evaluation batch, for parameters in their default layouts."""
         batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
-        return compile_logits(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch)
+        return compile_logits(
+            self.definition, self.abstract, self.layout, self.abstract_inputs(), batch
+        )
 
     def compiler_options(self) -> dict[str, Any]:
         """Flags that the training step is compiled with."""
@@ -342,7 +393,9 @@ class Program:
             parts = zip(leaf.sharding.shard_shape(leaf.shape), leaf.shape, strict=True)
             return any(size != whole and size % LANES for size, whole in parts)
 
-        return self.mesh.devices.flat[0].platform == "tpu" and not any(map(short, jax.tree.leaves(self.abstract)))
+        return self.mesh.devices.flat[0].platform == "tpu" and not any(
+            map(short, jax.tree.leaves(self.abstract))
+        )
 
     def placed(self, state: TrainState, step: jax.stages.Compiled) -> TrainState:
         """The state in the layouts that the compiled training step takes.
@@ -369,7 +422,8 @@ class Program:
     def eval_feed(self) -> BatchSharding:
         """This process' way of evaluation batches to the mesh."""
         return BatchSharding(
-            abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data), self.layout
+            abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data),
+            self.layout,
         )
 
 
@@ -378,7 +432,9 @@ def _formats(step: jax.stages.Compiled) -> Any:
     return step.input_formats[0][0]
 
 
-def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False) -> Program:
+def assemble(
+    config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False
+) -> Program:
     """The program of a config on the devices there are; every error of input comes from here, before anything is allocated.
 
     Args:
@@ -412,9 +468,13 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     trained = checks.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.scaled_optimizer, trained)
     inputs = _inputs(config, preset, model, trained)
-    abstract = abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
+    abstract = abstract_state(
+        model, tx, layout, averaged=config.ema.decay is not None, trained=trained
+    )
     initializer = Initializer(model, tx, abstract, trained)
-    return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), inputs)
+    return Program(
+        config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), inputs
+    )
 
 
 def _drop(config: Config) -> Drop | None:
@@ -431,7 +491,9 @@ def _stores_bfloat16(model: Definition) -> bool:
     return any(leaf.dtype == jnp.bfloat16 for leaf in model.abstract.values())
 
 
-def _inputs(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
+def _inputs(
+    config: Config, preset: Preset, model: Definition, trained: Collection[str]
+) -> StepInputs:
     scaled = config.scaled_optimizer
     inputs = StepInputs(
         resolve(preset, model, scaled.name, scaled.decay).moving(trained),

@@ -98,12 +98,20 @@ def check_step(
         left_out=health.left_out,
         seen=health.seen + finite,
         mean=jnp.where(finite, health.mean + rate * away, health.mean),
-        variance=jnp.where(finite, (1 - rate) * (health.variance + rate * away**2), health.variance),
+        variance=jnp.where(
+            finite, (1 - rate) * (health.variance + rate * away**2), health.variance
+        ),
     )
-    return keep, spike, Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True)))
+    return (
+        keep,
+        spike,
+        Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True))),
+    )
 
 
-def apply_if(keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str) -> tuple:
+def apply_if(
+    keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str
+) -> tuple:
     """Return `update(*before)` if a step is kept, else `before`; the same bits either way it is done.
 
     On CPU by a branch, which writes every array where it lay. Chosen there element by element, what an update reads of the
@@ -131,16 +139,22 @@ def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
         specs: declarations, in the order that the sums have; those without a gradient are passed over.
     """
     sums = []
-    for name in [name for name in specs if name in grads]:  # `grads` has another order inside a jitted function
+    for name in [
+        name for name in specs if name in grads
+    ]:  # `grads` has another order inside a jitted function
         axes = tuple(range(int(specs[name].stacked), grads[name].ndim))
         of_layers = jnp.ravel(jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes))
-        sums.append(0 * of_layers if specs[name].moved_by_loads else of_layers)  # not finite where it is not
+        sums.append(
+            0 * of_layers if specs[name].moved_by_loads else of_layers
+        )  # not finite where it is not
     # Summed in sight of the compiler, they would be summed anew from every g * g, which would then have two readers and be
     # written to memory whole: a third of AdamW's time on a CPU.
     return jax.lax.optimization_barrier(jnp.concatenate(sums))
 
 
-def culprit(squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping[str, Any]) -> str | None:
+def culprit(
+    squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping[str, Any]
+) -> str | None:
     """The first parameter whose gradient is not finite, in words; None where every one is.
 
     Args:
@@ -157,7 +171,9 @@ def culprit(squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping
     if not bad:
         return None
     name, layer = bad[0]
-    where = f"{name} (role {specs[name].role.value}" + (")" if layer is None else f", layer {layer})")
+    where = f"{name} (role {specs[name].role.value}" + (
+        ")" if layer is None else f", layer {layer})"
+    )
     count = len({name for name, _ in bad})
     return where if count == 1 else f"{where}, the first of {count} parameters of {len(specs)}"
 
@@ -165,10 +181,14 @@ def culprit(squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping
 class RejectedStep(Exception):
     """A step that ends the run, or sends it back, under its policy."""
 
-    def __init__(self, step: int, loss: float, grad_norm: float, culprit: str | None, in_a_row: int) -> None:
+    def __init__(
+        self, step: int, loss: float, grad_norm: float, culprit: str | None, in_a_row: int
+    ) -> None:
         self.step, self.in_a_row = step, in_a_row
         what = "the loss" if culprit is None else f"the gradient of {culprit}"
-        says = "is not finite" if not (np.isfinite(loss) and np.isfinite(grad_norm)) else "is a spike"
+        says = (
+            "is not finite" if not (np.isfinite(loss) and np.isfinite(grad_norm)) else "is a spike"
+        )
         self.what = f"{what} {says} at step {step} (loss {loss:g}, gradient norm {grad_norm:g})"
         super().__init__(self.what)
 
@@ -179,15 +199,25 @@ class RejectedStep(Exception):
             checkpoint: the newest good one.
             faults: the policy of the run.
         """
-        note = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is step {checkpoint}"
+        note = (
+            "there is no checkpoint yet"
+            if checkpoint is None
+            else f"the last good checkpoint is step {checkpoint}"
+        )
         lines = [f"{self.what}. Its update was not applied; {note}."]
         if self.in_a_row >= faults.most_in_a_row:
             lines[0] = f"{self.in_a_row} steps in a row were left out. {lines[0]}"
         elif faults.bad_numbers == "rollback":
-            lines[0] = f"{faults.most_in_a_row} rollbacks to one checkpoint did not help. {lines[0]}"
+            lines[0] = (
+                f"{faults.most_in_a_row} rollbacks to one checkpoint did not help. {lines[0]}"
+            )
         else:
-            lines.append("To pass over single bad batches, add --resume --bad-numbers skip, or rollback.")
-        lines.append("Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1.")
+            lines.append(
+                "To pass over single bad batches, add --resume --bad-numbers skip, or rollback."
+            )
+        lines.append(
+            "Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1."
+        )
         return "\n".join(lines)
 
 
@@ -245,7 +275,9 @@ def reads_ranks(metrics: Mapping[str, Metric]) -> bool:
     return any(metric.needs_rank for metric in metrics.values())
 
 
-def count_ranks(logits_NV: jax.Array, label_N: jax.Array, column_NV: jax.Array, targets_N: jax.Array) -> jax.Array:
+def count_ranks(
+    logits_NV: jax.Array, label_N: jax.Array, column_NV: jax.Array, targets_N: jax.Array
+) -> jax.Array:
     """Count the classes that come before each target, int32 [N], in the order that argmax goes by.
 
     N may be several dimensions. The classes may be a part of all: counts of the parts add up.
@@ -354,7 +386,10 @@ def abstract_state(
         transform_non_params=lambda leaf: placed(leaf, replicated),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    average = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for n, p in params.items()}
+    average = {
+        n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding)
+        for n, p in params.items()
+    }
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     health = Health(*(placed(number, replicated) for number in Health()))
     return TrainState(step, params, opt_state, average if averaged else None, health)
@@ -389,12 +424,16 @@ class Initializer:
         device = mesh.devices.flat[0]
         self._split = device.platform == "cpu"
         born = NamedSharding(mesh, PartitionSpec()) if self._split else shardings.params
-        self._params = jax.jit(functools.partial(definition.initialize, draw=_draw(device)), out_shardings=born)
+        self._params = jax.jit(
+            functools.partial(definition.initialize, draw=_draw(device)), out_shardings=born
+        )
         self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
 
         def state_of(params: Arrays) -> TrainState:
             average = None if abstract.ema is None else average_of(params)
-            return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
+            return TrainState(
+                jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average
+            )
 
         self.state_of = state_of
         """Parameters to the state at step 0, as a plain function to be transformed."""
@@ -432,12 +471,17 @@ def fresh_params(
     """
     only = dataclasses.replace(
         definition,
-        **{field: {n: getattr(definition, field)[n] for n in sorted(names)} for field in ("specs", "abstract")},
+        **{
+            field: {n: getattr(definition, field)[n] for n in sorted(names)}
+            for field in ("specs", "abstract")
+        },
     )
     device = jax.local_devices()[0]
     with jax.default_device(device):
         make = jax.jit(functools.partial(only.initialize, draw=_draw(device)))
-        theirs = {name: number for name, number in stds.items() if name.removeprefix(SHARED_INIT) in names}
+        theirs = {
+            name: number for name, number in stds.items() if name.removeprefix(SHARED_INIT) in names
+        }
         return jax.device_get(make(np.uint32(seed), theirs))
 
 

@@ -90,11 +90,17 @@ def compile_eval_step(
     params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)
 
     def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> LossSums:
-        return batch_sums(definition, params, run, batch, metrics=on_devices(training=False), layout=layout)
+        return batch_sums(
+            definition, params, run, batch, metrics=on_devices(training=False), layout=layout
+        )
 
     jitted = jax.jit(
         evaluate,
-        in_shardings=(placed.evaluated, _shardings_of_inputs(run, abstract, layout), layout.batch(batch)),
+        in_shardings=(
+            placed.evaluated,
+            _shardings_of_inputs(run, abstract, layout),
+            layout.batch(batch),
+        ),
         out_shardings=layout.replicated,
     )
     return jitted.lower(params, run, batch).compile()
@@ -126,7 +132,11 @@ def compile_logits(
 
 def _shardings_of_inputs(run: StepInputs, abstract: TrainState, layout: MeshLayout) -> StepInputs:
     shardings: Any = jax.tree.map(lambda _: layout.replicated, run._replace(reference=None))
-    return shardings if run.reference is None else shardings._replace(reference=shardings_of(abstract).params)
+    return (
+        shardings
+        if run.reference is None
+        else shardings._replace(reference=shardings_of(abstract).params)
+    )
 
 
 def _unplaced(abstract: Any) -> Any:
@@ -175,8 +185,17 @@ def batch_sums(
         z_loss, metrics: as `cross_entropy` takes them; an evaluation has no z-loss.
         layout: how arrays lie on devices.
     """
-    inputs, targets, weights, labels = batch["inputs"], batch["targets"], batch["weights"], batch.get("labels")
-    context = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
+    inputs, targets, weights, labels = (
+        batch["inputs"],
+        batch["targets"],
+        batch["weights"],
+        batch.get("labels"),
+    )
+    context = {
+        name: x
+        for name, x in batch.items()
+        if name not in ("inputs", "targets", "weights", "labels")
+    }
     chex.assert_equal_shape([targets, weights])
     model = definition.model(params, run.factors.multiplier, run.factors.forward, layout=layout)
     read = readout_method(model)
@@ -187,7 +206,9 @@ def batch_sums(
     reference = None
     if run.reference is not None:
         whole = {name: x for name, x in context.items() if name != "scales"}
-        initial = definition.model(run.reference, run.factors.multiplier, run.factors.forward, layout=layout)
+        initial = definition.model(
+            run.reference, run.factors.multiplier, run.factors.forward, layout=layout
+        )
         read_initial = readout_method(initial)
         assert read_initial is not None  # it is of the same class
         reference = read_initial(inputs, **whole)._replace(routing=None)
@@ -237,10 +258,18 @@ def gradients(
             params: Arrays, factors: Factors, reference: Arrays | None, z_loss: Any, batch: Batch
         ) -> tuple[Arrays, LossSums]:
             own = run._replace(factors=factors, reference=reference, z_loss=z_loss)
-            grads, sums = _summed_gradients(definition, params, own, batch, accumulation_steps, manual)
+            grads, sums = _summed_gradients(
+                definition, params, own, batch, accumulation_steps, manual
+            )
             return grads, jax.lax.psum(sums, manual.batch)
 
-        inputs = (specs, whole, specs if run.reference else whole, whole, PartitionSpec(manual.batch))
+        inputs = (
+            specs,
+            whole,
+            specs if run.reference else whole,
+            whole,
+            PartitionSpec(manual.batch),
+        )
         outputs = ({name: spec for name, spec in specs.items() if name in run.factors.lr}, whole)
         mapped = manual.shard_mapped(local, inputs, outputs)
         grads, sums = mapped(params, run.factors, run.reference, run.z_loss, batch)
@@ -249,7 +278,9 @@ def gradients(
 
 def _manual_layout(definition: Definition, layout: Layout) -> ManualFsdpLayout | None:
     """Return the layout inside of which gradients are summed by hand, or None if no parameter is split by the batch's devices."""
-    if not {name for axis in definition.sizes for name in layout.mesh_axes(axis)} & set(layout.mesh_axes("batch")):
+    if not {name for axis in definition.sizes for name in layout.mesh_axes(axis)} & set(
+        layout.mesh_axes("batch")
+    ):
         return None
     from mupax.zoo import manual
 
@@ -273,16 +304,22 @@ def _summed_gradients(
 
     def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, LossSums]:
         merged = {**params, **trained}
-        sums = batch_sums(definition, merged, run, micro, z_loss=run.z_loss, metrics=metrics, layout=layout)
+        sums = batch_sums(
+            definition, merged, run, micro, z_loss=run.z_loss, metrics=metrics, layout=layout
+        )
         total = sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
-        return total, sums if sums.z is None else sums._replace(loss=sums.loss - run.z_loss * sums.z)
+        return total, sums if sums.z is None else sums._replace(
+            loss=sums.loss - run.z_loss * sums.z
+        )
 
     grad = jax.grad(summed, has_aux=True)
     if accumulation_steps == 1:
         grads, sums = grad(trained, batch)
     else:
         # Microbatch i takes every accumulation_steps-th row, so that each device splits the rows it already holds.
-        micros = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
+        micros = jax.tree.map(
+            lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch
+        )
         shapes = jax.eval_shape(grad, trained, jax.tree.map(lambda x: x[0], micros))
         zeros = jax.tree.map(_zeros, shapes)
 
@@ -317,19 +354,25 @@ def make_train_step(
         layout: how arrays lie on devices.
     """
 
-    def step(state: TrainState, run: StepInputs, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        state: TrainState, run: StepInputs, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         if run.drop is not None:
             from mupax.zoo.layers import drop_path
 
             scales = drop_path.scales(run.drop, state.step, len(batch["targets"]))
             batch = {**batch, "scales": layout.constrain(scales, ("batch", None, None))}
-        grads, sums = gradients(definition, state.params, run, batch, accumulation_steps, layout=layout)
+        grads, sums = gradients(
+            definition, state.params, run, batch, accumulation_steps, layout=layout
+        )
         squares = core_state.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
         keep, spike, health = core_state.check_step(state.health, run.limits, loss, grad_norm)
         hyper = run.hyper.at(state.step)
 
-        def update(trained: Arrays, opt_state: Any, average: Arrays | None) -> tuple[Arrays, Any, Arrays | None]:
+        def update(
+            trained: Arrays, opt_state: Any, average: Arrays | None
+        ) -> tuple[Arrays, Any, Arrays | None]:
             moved, opt_state = apply_gradients(
                 tx,
                 grads,
@@ -345,14 +388,20 @@ def make_train_step(
             return moved, opt_state, average
 
         before = {name: state.params[name] for name in grads}, state.opt_state, state.ema
-        trained, opt_state, average = core_state.apply_if(keep, update, before, platform=layout.platform)
+        trained, opt_state, average = core_state.apply_if(
+            keep, update, before, platform=layout.platform
+        )
         params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "grad_norm": grad_norm, "weight": sums.weight}
         metrics |= {name: total / sums.weight for name, total in sums.metrics.items()}
         metrics |= {} if sums.routing is None else sums.routing.metrics(sums.weight)
         metrics |= {} if sums.z is None else {"logit_z_loss": sums.z / sums.weight}
-        metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}
+        metrics |= {
+            "lr": hyper.peak_lr * hyper.schedule,
+            "verdict": jnp.stack(flags),
+            "squares": squares,
+        }
         return TrainState(state.step + 1, params, opt_state, average, health), metrics
 
     return step

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["Data", "DataError", "ReadError", "Reference", "load", "reading"]
 
 
-def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print) -> Data:
+def load(
+    config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print
+) -> Data:
     """The data a config names, prepared if it is not, and checked against the model.
 
     One process prepares while others wait for it, and help it tokenize what takes long. Call it before building the model:

@@ -116,7 +116,9 @@ def _tokenizer_content(tokenizer: Any) -> bytes | None:
     except disk.ABSENT:
         content = b""
     if not tokenizer.is_of(content):
-        raise DataError(f"the tokenizer {path} has changed while the run started; write the same command again")
+        raise DataError(
+            f"the tokenizer {path} has changed while the run started; write the same command again"
+        )
     return content
 
 

@@ -53,7 +53,9 @@ def fetched(folder: Path, note: Note) -> Path:
     """
     if not is_remote(folder):
         return folder
-    files = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in folder.rglob("*"))
+    files = sorted(
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in folder.rglob("*")
+    )
     target = root() / "fetched" / digest(*map(str, files)) / folder.name
     if not target.is_dir():
         with lock(target.parent, "fetched", note):
@@ -115,7 +117,9 @@ def folder(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def lock(base: Path, name: str, note: Note, meanwhile: Callable[[], None] | None = None) -> Iterator[None]:
+def lock(
+    base: Path, name: str, note: Note, meanwhile: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Holds the lock NAME.lock of a folder; a second process waits for the first one, and a killed one frees it.
 
     This is how one process prepares while others wait, whether they belong to one run or to several. Hosts that share
@@ -197,7 +201,9 @@ def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, 
     numbers = read_json(path)
     if numbers is None or not all(isinstance(value, float) for value in numbers.values()):
         numbers = compute()
-        with contextlib.suppress(DataError, disk.DiskError):  # one that others prepared and we may only read
+        with contextlib.suppress(
+            DataError, disk.DiskError
+        ):  # one that others prepared and we may only read
             write_json(folder(path.parent) / path.name, numbers)
     return numbers
 

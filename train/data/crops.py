@@ -38,7 +38,9 @@ class RandomCrop:
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
         """Return the crops, float32 [B, size, size, C]; the arguments are those of a `View`."""
-        return np.stack([self._crop(image, *row) for image, row in zip(images, uniforms, strict=True)])
+        return np.stack(
+            [self._crop(image, *row) for image, row in zip(images, uniforms, strict=True)]
+        )
 
     def least_side(self, uniforms: np.ndarray) -> int:
         """Return how many pixels the shorter side of an image needs for its crop to be scaled down and not up.
@@ -51,14 +53,18 @@ class RandomCrop:
         share = math.sqrt(area * min(ratio, 1 / ratio))
         return math.ceil(self._size / share)
 
-    def _crop(self, image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
+    def _crop(
+        self, image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float
+    ) -> np.ndarray:
         H, W, _ = image.shape
         share, ratio = _area_and_ratio(a, r)
         area = H * W * share
         h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
         h, w = max(1, h), max(1, w)
         top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
-        crop = _resized(image, (left, top, left + w, top + h), (self._size, self._size), self._interpolation)
+        crop = _resized(
+            image, (left, top, left + w, top + h), (self._size, self._size), self._interpolation
+        )
         return crop[:, ::-1] if mirror < 0.5 else crop
 
 
@@ -102,9 +108,14 @@ class Jitter:
             return number.astype(np.float32)[:, None, None]
 
         y_BHW = along(tall * np.cos(angle)) * y_N[:, None] - along(wide * np.sin(angle)) * y_N
-        x_BHW = along(flip * tall * np.sin(angle)) * y_N[:, None] + along(flip * wide * np.cos(angle)) * y_N
+        x_BHW = (
+            along(flip * tall * np.sin(angle)) * y_N[:, None]
+            + along(flip * wide * np.cos(angle)) * y_N
+        )
         shift = _MAX_SHIFT * side
-        return _at_points(x_BHWC, y_BHW + along(centre + shift * down), x_BHW + along(centre + shift * right))
+        return _at_points(
+            x_BHWC, y_BHW + along(centre + shift * down), x_BHW + along(centre + shift * right)
+        )
 
 
 def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.ndarray:
@@ -159,7 +170,9 @@ def _random_crop(config: DataConfig, size: int) -> View:
         size: pixels on a side of what comes out.
     """
     return (
-        inception_crop(size) if config.transforms.crop == "inception" else RandomCrop(size, config.pixels.interpolation)
+        inception_crop(size)
+        if config.transforms.crop == "inception"
+        else RandomCrop(size, config.pixels.interpolation)
     )
 
 
@@ -213,7 +226,9 @@ def _pointwise(image: np.ndarray, size: int) -> np.ndarray:
     top, bottom, down = places(image.shape[0])
     left, right, along = places(image.shape[1])
     rows = image[top] * (1 - down)[:, None, None] + image[bottom] * down[:, None, None]
-    return np.floor(rows[:, left] * (1 - along)[:, None] + rows[:, right] * along[:, None]).astype(np.float32)
+    return np.floor(rows[:, left] * (1 - along)[:, None] + rows[:, right] * along[:, None]).astype(
+        np.float32
+    )
 
 
 def fitted(pixels: PixelsConfig, size: int) -> View:
@@ -230,7 +245,9 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
         H, W, _ = image.shape
         side = max(1, round(_EVAL_CROP * min(H, W)))
         top, left = (H - side) // 2, (W - side) // 2
-        return _resized(image, (left, top, left + side, top + side), (size, size), pixels.interpolation)
+        return _resized(
+            image, (left, top, left + side, top + side), (size, size), pixels.interpolation
+        )
 
     def scaled(image: np.ndarray) -> np.ndarray:
         H, W, _ = image.shape
@@ -238,11 +255,20 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
         if pixels.fit == "edge":
             # Rounded down, as torchvision and transformers have it; big_vision rounds to the nearest.
             whole_number = round if pixels.interpolation == "area" else int
-            height, width = (height, whole_number(width * W / H)) if H <= W else (whole_number(height * H / W), width)
+            height, width = (
+                (height, whole_number(width * W / H))
+                if H <= W
+                else (whole_number(height * H / W), width)
+            )
         top, left = (height - size) // 2, (width - size) // 2
         if max(height, width) > _LONGEST * size:
             # Scaled as a whole, a line of a million pixels would fill the memory.
-            box = (left * W / width, top * H / height, (left + size) * W / width, (top + size) * H / height)
+            box = (
+                left * W / width,
+                top * H / height,
+                (left + size) * W / width,
+                (top + size) * H / height,
+            )
             return _resized(image, box, (size, size), pixels.interpolation)
         resized = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
         return resized[top : top + size, left : left + size]
@@ -252,7 +278,10 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
 
 
 def _resized(
-    image: np.ndarray, box: tuple[float, float, float, float], size: tuple[int, int], interpolation: Interpolation
+    image: np.ndarray,
+    box: tuple[float, float, float, float],
+    size: tuple[int, int],
+    interpolation: Interpolation,
 ) -> np.ndarray:
     """The box (left, top, right, bottom) of image [H, W, C] as float32 [*size, C]."""
     if interpolation == "area":
@@ -278,7 +307,9 @@ def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         covered = np.minimum(pixel + 1, start + length / count) - np.maximum(pixel, start)
         return (np.maximum(covered, 0) * (count / length)).astype(np.float32)
 
-    down, along = (shares(length, count) for length, count in zip(image.shape[:2], size, strict=True))
+    down, along = (
+        shares(length, count) for length, count in zip(image.shape[:2], size, strict=True)
+    )
     rows = np.tensordot(down, image.astype(np.float32), axes=(1, 0))
     # What a sum of float32 leaves below a whole number is that number.
     return np.floor(np.einsum("xw,hwc->hxc", along, rows, optimize=True) + np.float32(1e-3))

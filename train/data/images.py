@@ -57,7 +57,9 @@ _MAX_SHIFT = 0.05  # of the image's size
 _PAD = 0.125  # of the image's size
 
 
-def randaugmented(images: np.ndarray, uniforms: np.ndarray, magnitude: float, white: float = 255.0) -> np.ndarray:
+def randaugmented(
+    images: np.ndarray, uniforms: np.ndarray, magnitude: float, white: float = 255.0
+) -> np.ndarray:
     """Images after RandAugment, float32 [B, H, W, C] in their own range.
 
     Args:
@@ -83,7 +85,9 @@ def blended(degenerate: np.ndarray | float, image: np.ndarray, strength: float) 
         strength: 0 to 1, a factor of 0.1 to 1.9.
     """
     factor = 1.8 * strength + 0.1
-    return np.clip(degenerate + factor * (image.astype(np.float32) - degenerate), 0, 255).astype(np.uint8)
+    return np.clip(degenerate + factor * (image.astype(np.float32) - degenerate), 0, 255).astype(
+        np.uint8
+    )
 
 
 def moved(image: np.ndarray, matrix: tuple[float, ...]) -> np.ndarray:
@@ -96,7 +100,10 @@ def moved(image: np.ndarray, matrix: tuple[float, ...]) -> np.ndarray:
     H, W, _ = image.shape
     y, x = np.mgrid[:H, :W]
     a, b, c, d, e, f = matrix
-    columns, rows = (np.trunc(at + np.copysign(0.5, at)).astype(int) for at in (a * x + b * y + c, d * x + e * y + f))
+    columns, rows = (
+        np.trunc(at + np.copysign(0.5, at)).astype(int)
+        for at in (a * x + b * y + c, d * x + e * y + f)
+    )
     inside = (rows >= 0) & (rows < H) & (columns >= 0) & (columns < W)
     pixels = image[np.clip(rows, 0, H - 1), np.clip(columns, 0, W - 1)]
     return np.where(inside[..., None], pixels, np.uint8(GREY))
@@ -128,7 +135,12 @@ def _equalized(channel: np.ndarray) -> np.ndarray:
 
 def _rotate(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     angle = _signed(_ROTATION * strength, u)
-    cos, sin, x, y = math.cos(angle), math.sin(angle), (image.shape[1] - 1) / 2, (image.shape[0] - 1) / 2
+    cos, sin, x, y = (
+        math.cos(angle),
+        math.sin(angle),
+        (image.shape[1] - 1) / 2,
+        (image.shape[0] - 1) / 2,
+    )
     return moved(image, (cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y))
 
 
@@ -180,8 +192,12 @@ OPERATIONS: dict[str, Callable[[np.ndarray, float, list[float]], np.ndarray]] = 
     "contrast": lambda image, strength, u: blended(_CONTRAST, image, strength),
     "brightness": lambda image, strength, u: blended(0, image, strength),
     "sharpness": _sharpness,
-    "shear_x": lambda image, strength, u: moved(image, (1, _signed(_SHEAR * strength, u), 0, 0, 1, 0)),
-    "shear_y": lambda image, strength, u: moved(image, (1, 0, 0, _signed(_SHEAR * strength, u), 1, 0)),
+    "shear_x": lambda image, strength, u: moved(
+        image, (1, _signed(_SHEAR * strength, u), 0, 0, 1, 0)
+    ),
+    "shear_y": lambda image, strength, u: moved(
+        image, (1, 0, 0, _signed(_SHEAR * strength, u), 1, 0)
+    ),
     "translate_x": lambda image, strength, u: moved(
         image, (1, 0, _signed(_SHIFT * strength * image.shape[1], u), 0, 1, 0)
     ),
@@ -272,7 +288,9 @@ class LabelledData(Data):
     """What becomes of values."""
 
     @abc.abstractmethod
-    def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shown(
+        self, k: int, rows: np.ndarray, examples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Raw images float32 [b, H, W, C] from 0 to white, and classes int32 [b].
 
         Args:
@@ -285,7 +303,11 @@ class LabelledData(Data):
         transforms, own = self.config.transforms, np.arange(self.batch_size)[rows]
         if not transforms.soft:
             inputs, targets = self._transformed(k, own)
-            return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
+            return {
+                "inputs": inputs,
+                "targets": targets,
+                "weights": np.ones(len(targets), np.float32),
+            }
         group = transforms.mix_group or self.batch_size
         before = own - own % group + (own - 1) % group
         positions, places = np.unique(np.concatenate([own, before]), return_inverse=True)
@@ -294,11 +316,21 @@ class LabelledData(Data):
         first, second = places[: len(own)], places[len(own) :]
         targets = targets[first]
         if transforms.mixup or transforms.cutmix:
-            mix = drawn(transforms, interface.rng(self.seed, interface.MIXING, k), *inputs.shape[1:3])
-            inputs, labels = mix.image(inputs[first], inputs[second]), mix.label(labels[first], labels[second])
+            mix = drawn(
+                transforms, interface.rng(self.seed, interface.MIXING, k), *inputs.shape[1:3]
+            )
+            inputs, labels = (
+                mix.image(inputs[first], inputs[second]),
+                mix.label(labels[first], labels[second]),
+            )
         else:
             inputs, labels = inputs[first], labels[first]
-        return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32), "labels": labels}
+        return {
+            "inputs": inputs,
+            "targets": targets,
+            "weights": np.ones(len(targets), np.float32),
+            "labels": labels,
+        }
 
     def _transformed(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """float32 [b, H, W, C] as a model reads them, and int32 [b]."""
@@ -400,18 +432,28 @@ class ImageData(LabelledData):
         self._shuffle = interface.Shuffle(len(train), seed)
         self._eval_shuffle = interface.Shuffle(len(eval_), 0, interface.EVALUATION)
 
-    def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shown(
+        self, k: int, rows: np.ndarray, examples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         _, positions = self._shuffle(examples)
-        uniforms = interface.rng(self.seed, interface.AUGMENTATION, k).random((self.batch_size, NUMBERS))
+        uniforms = interface.rng(self.seed, interface.AUGMENTATION, k).random(
+            (self.batch_size, NUMBERS)
+        )
         return self._batch(self.train, positions, self._train_view, uniforms[rows])
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
         # A row past the end shows the first image again, at weight 0.
         positions = self.eval_positions(np.where(indices < self.eval_size, indices, 0))
-        raw, targets = self._batch(self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS)))
+        raw, targets = self._batch(
+            self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS))
+        )
         inputs = normalized(raw, self.pixels, self.white)
-        return {"inputs": inputs, "targets": targets, "weights": (indices < self.eval_size).astype(np.float32)}
+        return {
+            "inputs": inputs,
+            "targets": targets,
+            "weights": (indices < self.eval_size).astype(np.float32),
+        }
 
     def eval_positions(self, indices: np.ndarray | range) -> np.ndarray:
         """Which evaluation images the examples `indices` are, int64: the fixed shuffled order."""
@@ -447,7 +489,9 @@ def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> I
         DataError: it does not.
     """
     if not isinstance(model, ImageModel):
-        raise DataError(f"data {name!r} is images, and the model reads text; write a vision model such as vit-tiny")
+        raise DataError(
+            f"data {name!r} is images, and the model reads text; write a vision model such as vit-tiny"
+        )
     if model.num_classes != len(class_names):
         raise DataError(
             f"data {name!r} has {len(class_names)} classes and the model {model.num_classes}; "
@@ -498,7 +542,9 @@ def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     y, x = np.arange(H) - (H - 1) / 2, np.arange(W) - (W - 1) / 2
     cos, sin = (np.cos(angle) / scale)[:, None, None], (np.sin(angle) / scale)[:, None, None]
     y_BHW, x_BHW = y[None, :, None] - down[:, None, None], x[None, None, :] - right[:, None, None]
-    return _bilinear(x_BHWC, cos * y_BHW - sin * x_BHW + (H - 1) / 2, sin * y_BHW + cos * x_BHW + (W - 1) / 2)
+    return _bilinear(
+        x_BHWC, cos * y_BHW - sin * x_BHW + (H - 1) / 2, sin * y_BHW + cos * x_BHW + (W - 1) / 2
+    )
 
 
 def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -553,7 +599,9 @@ def read_digits() -> DigitImages:
         return DigitImages(arrays["pixels"], arrays["labels"], arrays["held_out"])
 
 
-def fit_logistic(x: np.ndarray, y: np.ndarray, *, inverse_penalty: float, iterations: int) -> np.ndarray:
+def fit_logistic(
+    x: np.ndarray, y: np.ndarray, *, inverse_penalty: float, iterations: int
+) -> np.ndarray:
     """Fit logistic regression by L-BFGS and return its weights, float [features + 1, classes]; the last row is the biases.
 
     Args:

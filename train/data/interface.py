@@ -219,9 +219,15 @@ class Data(abc.ABC):
 
         def joined(k: int) -> Batch:
             parts = [batch(k, part) for part in rows or (ALL_ROWS,)]
-            return parts[0] if len(parts) == 1 else {x: np.concatenate([part[x] for part in parts]) for x in parts[0]}
+            return (
+                parts[0]
+                if len(parts) == 1
+                else {x: np.concatenate([part[x] for part in parts]) for x in parts[0]}
+            )
 
-        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=max(self.threads, _BATCHES_AHEAD))
+        options = grain.ReadOptions(
+            num_threads=self.threads, prefetch_buffer_size=max(self.threads, _BATCHES_AHEAD)
+        )
         with contextlib.closing(
             iter(grain.MapDataset.range(start, stop).map(joined).to_iter_dataset(options))
         ) as batches:
@@ -240,7 +246,9 @@ class Prefetch(Generic[S, T]):
         depth: batches that may wait there, at least 1. The thread has one more in its hands.
     """
 
-    def __init__(self, source: Generator[S, None, None], put: Callable[[S], T], depth: int = DEPTH) -> None:
+    def __init__(
+        self, source: Generator[S, None, None], put: Callable[[S], T], depth: int = DEPTH
+    ) -> None:
         self._source, self._put = source, put
         self._queue: queue.Queue[tuple[T] | Exception] = queue.Queue(depth)
         self._stop = threading.Event()

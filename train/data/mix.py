@@ -42,9 +42,13 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
         source, colon, number = rest.rpartition(":")
         weight = _number(number)
         if not (equals and colon and source and re.fullmatch(r"[\w.-]+", name)) or weight is None:
-            raise DataError(f"{flag} {word} is not NAME=SOURCE:WEIGHT; write it as code=text:src:0.3")
+            raise DataError(
+                f"{flag} {word} is not NAME=SOURCE:WEIGHT; write it as code=text:src:0.3"
+            )
         if not 0 < weight < math.inf:
-            raise DataError(f"{flag} {word} has weight {number}; write a number above 0, or leave it out")
+            raise DataError(
+                f"{flag} {word} has weight {number}; write a number above 0, or leave it out"
+            )
         if name in sources:
             raise DataError(f"{flag} has two texts named {name}; name one of them otherwise")
         if source.partition(":")[0] == NAME:
@@ -58,7 +62,9 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
         counts[name] += 1
     for name, count in counts.items():
         if count == 0:
-            raise DataError(f"{flag} {name} would be less than one example in {BLOCK:,}; leave it out")
+            raise DataError(
+                f"{flag} {name} would be less than one example in {BLOCK:,}; leave it out"
+            )
     return {name: Part(source, counts[name]) for name, source in sources.items()}
 
 

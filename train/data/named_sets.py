@@ -30,7 +30,9 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     part = dataclasses.replace(run_data, name=place, evaluate=(), mix=(), stream=False)
     if (path := getattr(data.tokenizer, "path", None)) is not None:
         # The file that the run's data was opened with: bpe:SIZE would make another one of this text.
-        part = dataclasses.replace(part, tokenizer=str(path), chat_template=data.config.chat_template)
+        part = dataclasses.replace(
+            part, tokenizer=str(path), chat_template=data.config.chat_template
+        )
     if place.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
         part = dataclasses.replace(part, field=type(run_data).field)  # plain text has none
     if place.startswith("chat:") and not run_data.name.startswith("chat:"):
@@ -76,7 +78,12 @@ def _check_classes(classes: list[str] | None, here: list[str] | None, some: bool
         if set(map(nfc, here)) <= set(map(nfc, classes)):
             return
     if classes is not None and here != classes:
-        shown = (", ".join(names[:8]) + (" …" if len(names) > 8 else "") for names in (here or ["unknown"], classes))
+        shown = (
+            ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
+            for names in (here or ["unknown"], classes)
+        )
         raise DataError(
-            "its classes are {}, and those of the run {}; give it the same classes, or leave it out".format(*shown)
+            "its classes are {}, and those of the run {}; give it the same classes, or leave it out".format(
+                *shown
+            )
         )

@@ -53,7 +53,9 @@ class Show:
 
         at_least("--", self, 1, "examples")
         fields = {"rate": self.rate, "mean_span": self.mean_span}
-        noise = NOISES[self.noise](**{name: value for name, value in fields.items() if value is not None})
+        noise = NOISES[self.noise](
+            **{name: value for name, value in fields.items() if value is not None}
+        )
         config = DataConfig(
             name=self.name,
             batch_size=max(self.examples, 64),
@@ -63,7 +65,9 @@ class Show:
         )
         data = denoising(config, noise, inputs=self.inputs, seed=0)
         tokens, inputs, targets = data.lengths
-        terminal.say(f"windows of {tokens} tokens; {inputs} inputs, {targets} targets; {data.vocab_size} ids\n")
+        terminal.say(
+            f"windows of {tokens} tokens; {inputs} inputs, {targets} targets; {data.vocab_size} ids\n"
+        )
         print(examples_text(data, self.examples))
         for reference in data.references() if self.baselines else ():
             terminal.say(f"{reference.name:8} {reference.value:.4f} {reference.unit}")
@@ -84,9 +88,17 @@ def examples_text(data: Denoising, count: int, width: int = 80) -> str:
     for i in range(min(count, len(batch["inputs"]))):
         inputs = batch["inputs"][i][batch["input_mask"][i] > 0]
         targets = batch["targets"][i][batch["weights"][i] > 0]
-        text = restored(inputs, targets, data.ids) if data.noise.name == "sentinels" else targets[1:-1].tolist()
+        text = (
+            restored(inputs, targets, data.ids)
+            if data.noise.name == "sentinels"
+            else targets[1:-1].tolist()
+        )
         columns = {"input": inputs, "target": targets, "text": text}
-        blocks.append(side_by_side({name: visible(ids, pieces, names) for name, ids in columns.items()}, width))
+        blocks.append(
+            side_by_side(
+                {name: visible(ids, pieces, names) for name, ids in columns.items()}, width
+            )
+        )
     return "\n".join(blocks)
 
 
@@ -104,7 +116,11 @@ def restored(inputs: np.ndarray, targets: np.ndarray, ids: SpecialIds) -> list[i
             span = spans.setdefault(token, [])
         else:
             span.append(token)
-    return [token for i in _before(inputs, ids.eos) for token in (spans.get(i, []) if i in ids.sentinels else [i])]
+    return [
+        token
+        for i in _before(inputs, ids.eos)
+        for token in (spans.get(i, []) if i in ids.sentinels else [i])
+    ]
 
 
 def _before(tokens: np.ndarray, end: int) -> list[int]:
@@ -126,7 +142,11 @@ def visible(ids: Iterable[int], pieces: list[str], names: Mapping[int, str]) -> 
 def _sign(character: str) -> str:
     if character < " ":
         return _SIGNS.get(character, chr(0x2400 + ord(character)))
-    return f"<{ord(character):02x}>" if "\x7f" < character < "\xa1" else _SIGNS.get(character, character)
+    return (
+        f"<{ord(character):02x}>"
+        if "\x7f" < character < "\xa1"
+        else _SIGNS.get(character, character)
+    )
 
 
 def side_by_side(columns: Mapping[str, list[str]], width: int = 80) -> str:

@@ -46,22 +46,30 @@ class TrainTokenizer:
 
         if self.size < named_tokenizers.SMALLEST_BPE:
             least = named_tokenizers.SMALLEST_BPE
-            raise command_line.UsageError(f"--size is {self.size}; write at least {least}, the bytes and a separator")
+            raise command_line.UsageError(
+                f"--size is {self.size}; write at least {least}, the bytes and a separator"
+            )
         file = self._file()
         texts = self._texts()
         documents = texts.read()
         first = next(documents, None)
         if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
-        library = named_tokenizers.train_bpe(itertools.chain([first], documents), self.size, texts.special)
+        library = named_tokenizers.train_bpe(
+            itertools.chain([first], documents), self.size, texts.special
+        )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"cannot write --out {file}: {error}") from error
-        disk.write_whole(file, library.to_str(pretty=True))  # `save` takes no path that is not UTF-8
+        disk.write_whole(
+            file, library.to_str(pretty=True)
+        )  # `save` takes no path that is not UTF-8
         encoder = Subwords(file)
         special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
-        terminal.say(f"{file} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")
+        terminal.say(
+            f"{file} has {encoder.vocab_size:,} tokens, of which {special} stand for no text"
+        )
         terminal.say("use it with")
         flags = f"--data.tokenizer {shlex.quote(self.out)} --model.vocab-size {encoder.vocab_size}"
         print(terminal.command(f"mupax train lm-tiny {self._data_flags()} {flags}"))
@@ -74,7 +82,9 @@ class TrainTokenizer:
         check_local("--out", self.out)
         file = Path(self.out)
         if file.suffix != ".json" or file.is_dir():
-            raise command_line.UsageError(f"--out is {file}; write the path of a .json file, such as tokenizer.json")
+            raise command_line.UsageError(
+                f"--out is {file}; write the path of a .json file, such as tokenizer.json"
+            )
         if file.exists():
             raise command_line.UsageError(
                 f"--out {file} is there already, and runs may use it; delete it, or write another path"
@@ -124,7 +134,9 @@ class TrainTokenizer:
                 "conversations are trained on as a chat template writes them; add --chat-template FILE, a template of jinja2"
             )
         if self.chat_template is not None and "chat" not in kinds:
-            raise command_line.UsageError("--chat-template is of chat:PATH, and no source is one; leave it out")
+            raise command_line.UsageError(
+                "--chat-template is of chat:PATH, and no source is one; leave it out"
+            )
         config = DataConfig(
             name=mix.NAME,
             mix=tuple(words),

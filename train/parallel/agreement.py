@@ -17,7 +17,17 @@ from mupax.train.config.run import Config
 from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "grain", "libtpu")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tensorstore",
+    "numpy",
+    "grain",
+    "libtpu",
+)
 _PATIENCE_S = 120.0
 """How long a process that has joined may take to say what it is. One of another version may never do."""
 
@@ -39,7 +49,9 @@ def check(config: Config, processes: Processes, mine: dict[str, Any] | None = No
     """
     mine = {"host": socket.gethostname(), **(mine or facts(config))}
     parts = processes.gather("agreement", mine, _PATIENCE_S)
-    if problem := processes.broadcast("agreed", lambda: first_difference(parts or []), _PATIENCE_S * processes.count):
+    if problem := processes.broadcast(
+        "agreed", lambda: first_difference(parts or []), _PATIENCE_S * processes.count
+    ):
         raise AgreementError(problem)
 
 
@@ -47,13 +59,20 @@ def facts(config: Config) -> dict[str, Any]:
     """What must be alike, of this process."""
     local = jax.local_devices()
     devices: dict[str, Any] = {"kind": local[0].device_kind, "number": len(local)}
-    if local[0].platform == "cpu" and "--xla_cpu_max_isa" not in environment.variables()["XLA_FLAGS"]:
+    if (
+        local[0].platform == "cpu"
+        and "--xla_cpu_max_isa" not in environment.variables()["XLA_FLAGS"]
+    ):
         # Programs are compiled for the processor at hand, and round otherwise with other instructions.
         devices["instructions"] = environment.processor()["instructions"]
     return {
         # One that was started again has --resume and no --resume-from; process 0 alone asks for them.
         "config": {**to_json(config), "distributed": None, "resume": None, "resume_from": None},
-        "versions": {"python": platform.python_version(), "mupax": mupax.__version__, **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            "mupax": mupax.__version__,
+            **_versions(),
+        },
         "code": environment.sources(),
         "options": environment.options(),
         "environment": environment.variables(),
@@ -77,11 +96,15 @@ def _other_flags(here: str, there: str, path: str, zero: Any, mine: Any, count: 
 
 
 def _other_version(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
-    return f"{here} has {path} {mine} and {there} has {zero}; install the same versions on all hosts"
+    return (
+        f"{here} has {path} {mine} and {there} has {zero}; install the same versions on all hosts"
+    )
 
 
 def _other_code(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
-    what = f"another {path} than" if mine and zero else f"{'a' if mine else 'no'} {path}, other than"
+    what = (
+        f"another {path} than" if mine and zero else f"{'a' if mine else 'no'} {path}, other than"
+    )
     more = f", and {count - 1} more files differ" if count > 1 else ""
     return f"{here} has {what} {there}{more}; run the same code on all hosts"
 
@@ -94,7 +117,9 @@ def _other_option(here: str, there: str, path: str, zero: Any, mine: Any, count:
 
 
 def _other_environment(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
-    return f"{here} has {path}={mine!r} and {there} has {path}={zero!r}; set the same in all processes"
+    return (
+        f"{here} has {path}={mine!r} and {there} has {path}={zero!r}; set the same in all processes"
+    )
 
 
 def _other_devices(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
@@ -104,9 +129,7 @@ def _other_devices(here: str, there: str, path: str, zero: Any, mine: Any, count
             f"{here} has a processor with other vector instructions than {there} ({lacks}); start all processes on the same "
             "hardware, or set XLA_FLAGS=--xla_cpu_max_isa=AVX2 in all of them"
         )
-    return (
-        f"{here} has devices of another {path}, {mine}, than {there}, {zero}; start all processes on the same hardware"
-    )
+    return f"{here} has devices of another {path}, {mine}, than {there}, {zero}; start all processes on the same hardware"
 
 
 _WORDS: dict[str, Callable[..., str]] = {

@@ -60,13 +60,20 @@ def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
 
     def aborted(number: int) -> None:
         if coordinator is not None and not _answers(coordinator):
-            leave(1, f"error: process 0 ({coordinator}) failed: killed or cut off, it does not answer any more")
+            leave(
+                1,
+                f"error: process 0 ({coordinator}) failed: killed or cut off, it does not answer any more",
+            )
         # In another thread: this one may be of the client itself, which waits for it.
-        told = threading.Thread(target=tell, args=("aborted by a library; its own screen has more",), daemon=True)
+        told = threading.Thread(
+            target=tell, args=("aborted by a library; its own screen has more",), daemon=True
+        )
         told.start()
         told.join(_ANSWER_S)
         if coordinator is None:
-            time.sleep(_ANSWER_S)  # until the others have read it: this process takes the store with it
+            time.sleep(
+                _ANSWER_S
+            )  # until the others have read it: this process takes the store with it
         leave(
             1,
             "error: a library has aborted this process; its own lines above say why. The same command with --resume goes on from "
@@ -84,8 +91,12 @@ def without_trace() -> Iterator[None]:
     """JAX's clients that are made meanwhile print no stack when they abort the process."""
     library: Any = _distributed._jax  # pyright: ignore[reportPrivateImportUsage]
     make: Callable[..., Any] = library.get_distributed_runtime_client
-    gone = functools.partial(leave, 1, "error: process 0 failed: killed or cut off, it does not answer any more")
-    library.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *status: gone())
+    gone = functools.partial(
+        leave, 1, "error: process 0 failed: killed or cut off, it does not answer any more"
+    )
+    library.get_distributed_runtime_client = functools.partial(
+        make, missed_heartbeat_callback=lambda *status: gone()
+    )
     try:
         yield
     finally:
@@ -182,7 +193,10 @@ class Cluster(Processes):
             self._client.key_value_set(key, value)
 
     def posts(self, folder: str) -> dict[str, str]:
-        return {key.removeprefix(f"{folder}/"): value for key, value in self._client.key_value_dir_get(folder)}
+        return {
+            key.removeprefix(f"{folder}/"): value
+            for key, value in self._client.key_value_dir_get(folder)
+        }
 
     def post_failure(self, reason: str) -> None:
         if not self.closed:
@@ -207,14 +221,20 @@ class Cluster(Processes):
         The exit code of every process is then 2 where the error is bad input, which no restart can mend, and 1 otherwise.
         """
         if _may_follow_from_another(error):
-            time.sleep(self._silence + 3 * _POLL_S)  # the watch ends this process if another is found to have failed
+            time.sleep(
+                self._silence + 3 * _POLL_S
+            )  # the watch ends this process if another is found to have failed
         self._failing = True
         # What JAX does at the end of a process would wait for the others, until it gives up with a stack trace.
         code = 2 if isinstance(error, MupaxError) else 1
         atexit.register(leave, code)
-        self._post_failure(self.index, socket.gethostname(), f"{type(error).__name__}: {error}", code)
+        self._post_failure(
+            self.index, socket.gethostname(), f"{type(error).__name__}: {error}", code
+        )
         if self.leader:
-            time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
+            time.sleep(
+                3 * _POLL_S
+            )  # until the others have read it: process 0 takes the store with it
 
     def _post_failure(self, index: int | None, host: str, reason: str, code: int = 1) -> None:
         self.post(f"{_FAILED}/first", json.dumps([index, host, reason, code]))
@@ -225,7 +245,9 @@ class Cluster(Processes):
         while not self._done.wait(_POLL_S):
             beat += 1
             try:
-                self._client.key_value_set(f"{_ALIVE}/{self.index}", f"{beat} {socket.gethostname()}", True)
+                self._client.key_value_set(
+                    f"{_ALIVE}/{self.index}", f"{beat} {socket.gethostname()}", True
+                )
                 self._tell_wait()
                 if self.leader:
                     self._look_for_silence(last_beats)
@@ -236,7 +258,9 @@ class Cluster(Processes):
             self._answered = time.monotonic()
             if failures and not self._failing and not self._done.is_set():
                 index, host, reason, code = json.loads(failures[0][1])
-                self._leave(reason if index is None else f"process {index} ({host}) failed: {reason}", code)
+                self._leave(
+                    reason if index is None else f"process {index} ({host}) failed: {reason}", code
+                )
 
     def _guard(self) -> None:
         """End this process where the coordinator is silent; asking it may take for ever, where it is stopped say."""
@@ -254,7 +278,9 @@ class Cluster(Processes):
                 last_beats[key] = (beat, now)
             elif now - last_beats[key][1] > self._silence:
                 host = beat.partition(" ")[2] or "host unknown"
-                self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
+                self._post_failure(
+                    index, host, f"killed or cut off, not heard of for {self._silence} s"
+                )
 
     def _tell_wait(self) -> None:
         """Tell process 0 for how long this one has waited, in a program on all devices or for a word of another process."""
@@ -293,7 +319,9 @@ class Cluster(Processes):
 def _may_follow_from_another(error: BaseException) -> bool:
     """Whether the error may only say that another process went away in the middle of a collective operation."""
     text = str(error)
-    return (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text) or "Gloo" in text
+    return (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text
+    ) or "Gloo" in text
 
 
 @contextlib.contextmanager
@@ -324,7 +352,9 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
     state, clusters = _distributed.global_state, list[Cluster]()
     coordinator = state.coordinator_address if state.process_id else None
     listen(coordinator, lambda reason: [each.post_failure(reason) for each in clusters])
-    processes = Cluster(jax.process_index(), jax.process_count(), state.client, config.heartbeat_seconds)
+    processes = Cluster(
+        jax.process_index(), jax.process_count(), state.client, config.heartbeat_seconds
+    )
     clusters.append(processes)
     try:
         yield processes

@@ -118,7 +118,9 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         lines = file.read_text().partition("\n\n")[0].splitlines()
     except OSError:  # macOS, whose machines have one instruction set
         return {"model": platform.processor(), "instructions": []}
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     names = fields.get("flags", fields.get("Features", "")).split()
     return {
         "model": fields.get("model name", platform.processor()),
@@ -137,7 +139,10 @@ def sources() -> dict[str, str]:
     """Return a digest of every file of code, by its path in the project."""
     root = Path(mupax.__file__).parent
     files = sorted(path for package in _CODE for path in (root / package).rglob("*.py"))
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in files
+    }
 
 
 def facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
@@ -215,7 +220,9 @@ def _groups(record: Mapping[str, Any]) -> dict[str, Any]:
         values.update(environment.get(group) or {})
     for name, value in (environment.get("processor") or {}).items():
         values[f"processor's {name}"] = value
-    values["compiler options"] = [f"{k}={v}" for k, v in ((record.get("xla") or {}).get("options") or {}).items()]
+    values["compiler options"] = [
+        f"{k}={v}" for k, v in ((record.get("xla") or {}).get("options") or {}).items()
+    ]
     values["platform"] = record.get("platform")
     values["mupax's code"] = environment.get("code")
     return values
@@ -235,7 +242,9 @@ def _shown(old: Any, new: Any) -> tuple[str, str]:
 def _words(value: Any) -> list[str] | None:
     if isinstance(value, list):
         return [str(word) for word in value]
-    return value.split() if isinstance(value, str) and (value == "" or value.startswith("-")) else None
+    return (
+        value.split() if isinstance(value, str) and (value == "" or value.startswith("-")) else None
+    )
 
 
 def _text(value: Any) -> str:

@@ -30,7 +30,12 @@ _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     2307 / 2: ("TPU7x",),
     125: ("NVIDIA A10",),
     165: ("NVIDIA A30",),
-    312: ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+    312: (
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA A100 80GB PCIe",
+    ),
     756: ("NVIDIA H100 PCIe",),
     835.5: ("NVIDIA H100 NVL", "NVIDIA H200 NVL"),
     989.4: (
@@ -64,7 +69,9 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """
     if dtype != "bfloat16":
         return None
-    return next((tera * 1e12 for tera, kinds in _BFLOAT16_TERA.items() if device_kind in kinds), None)
+    return next(
+        (tera * 1e12 for tera, kinds in _BFLOAT16_TERA.items() if device_kind in kinds), None
+    )
 
 
 def memory_peak(devices: Iterable[Any]) -> int | None:
@@ -85,12 +92,18 @@ def keep_freed_memory() -> bool:
     with 150 MB on a virtual machine. Where an accelerator's package is installed nothing is changed: its hosts do not need it.
     """
     accelerators = ("jax_plugins", "libtpu")
-    if "jax" in sys.modules or sys.platform != "linux" or any(map(importlib.util.find_spec, accelerators)):
+    if (
+        "jax" in sys.modules
+        or sys.platform != "linux"
+        or any(map(importlib.util.find_spec, accelerators))
+    ):
         return False
     import ctypes
 
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    return set_option is not None and all(set_option(*option) for option in (_ARENAS, _MAPPINGS, _KEPT_AT_END))
+    return set_option is not None and all(
+        set_option(*option) for option in (_ARENAS, _MAPPINGS, _KEPT_AT_END)
+    )
 
 
 Value = bool | int | str
@@ -99,17 +112,21 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Where users set flags."""
 
 _JAX_FLAGS = "docs.jax.dev/en/latest/xla_flags.html"
-_MAXTEXT = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_REDUCE)"
+_MAXTEXT = (
+    "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_REDUCE)"
+)
 _ALL_REDUCE = "sums gradients during computation; it takes both flags to change the program (data)"
-_MAXTEXT_GATHER = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_GATHER)"
+_MAXTEXT_GATHER = (
+    "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_GATHER)"
+)
 _ALL_GATHER = "gathers parameters during computation, which is no default of libtpu 0.0.42 for v5p and v6e (fsdp)"
 
 
 _MAXTEXT_GPU = "github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/models/gpu (1vm.sh of Llama 2 7B, H100)"
-_COMBINED = "sends a layer's parameters, or their gradients, in one message; 30 MB at most by default"
-_PIPELINED = (
-    "begins one iteration of a loop over layers early what the next one gathers, or ends it late (fsdp); off by default"
+_COMBINED = (
+    "sends a layer's parameters, or their gradients, in one message; 30 MB at most by default"
 )
+_PIPELINED = "begins one iteration of a loop over layers early what the next one gathers, or ends it late (fsdp); off by default"
 
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -145,7 +162,9 @@ _GATHERS = tuple(
     )
 )
 
-_SUMS = (Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),)
+_SUMS = (
+    Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
+)
 _EXCHANGES = (
     Flag(
         "xla_tpu_enable_async_all_to_all",
@@ -215,7 +234,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(
             VMEM,
             98304,
-            _ROOM.format("18 % of lm-8b's cycles, for ten minutes of the compiler's processor time"),
+            _ROOM.format(
+                "18 % of lm-8b's cycles, for ten minutes of the compiler's processor time"
+            ),
             _MAXTEXT_VMEM,
         ),
     ),
@@ -225,9 +246,7 @@ and from what the compiler makes of them: none was timed on a GPU or TPU. `pytho
 each on the devices at hand."""
 
 
-_RINGS = (
-    "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other shapes may be refused"
-)
+_RINGS = "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other shapes may be refused"
 SCATTER = tuple(
     Flag(name, value, _RINGS, "found by compiling (libtpu 0.0.42); unmeasured")
     for name, value in {

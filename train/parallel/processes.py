@@ -48,7 +48,11 @@ _TOGETHER_S = 2.0
 """How long process 0 waits for the others to leave before it."""
 _STOP = "mupax/stop"
 
-_BY_HAND = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
+_BY_HAND = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "processes": "JAX_NUM_PROCESSES",
+    "process": "JAX_PROCESS_ID",
+}
 """Field of the config to the variable that stands for it."""
 _OPEN_MPI_5 = re.compile(r"prterun-(.+)-(\d+)@\d+$")
 """What Open MPI 5 calls a job: the host of mpirun, and its process."""
@@ -140,7 +144,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._mouth.setblocking(False)
-            self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(
+                self._mouth.fileno(), warn_on_full_buffer=False
+            )
             # `nohup` ignores SIGHUP, and a shell ignores SIGINT in the background jobs of a script.
             heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._handlers_before = {number: signal.signal(number, self._note) for number in heard}
@@ -163,7 +169,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interactive and (self.received or not self._saves):
             raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(number)  # the thread may have noted it before
+        self.received = self.received or signal.Signals(
+            number
+        )  # the thread may have noted it before
 
     # In the thread that listens
 
@@ -186,7 +194,9 @@ class StopRequest:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
             if self._processes.closed:  # alone, or not joined yet, or not any more
                 leave(self.exit_code, text)
-            terminal.note(text)  # the other thread leaves with all processes, unless the network holds it
+            terminal.note(
+                text
+            )  # the other thread leaves with all processes, unless the network holds it
             late = threading.Timer(2 * _TOGETHER_S, leave, (self.exit_code,))
             late.daemon = True
             late.start()
@@ -198,14 +208,21 @@ class StopRequest:
             tell.start()
             tell.join(_TOGETHER_S)
             if self._processes.leader:
-                time.sleep(_TOGETHER_S)  # until the others have read it: process 0 takes the store with it
-        leave(self.exit_code, f"{text}: what was being saved is lost, earlier checkpoints are as they were")
+                time.sleep(
+                    _TOGETHER_S
+                )  # until the others have read it: process 0 takes the store with it
+        leave(
+            self.exit_code,
+            f"{text}: what was being saved is lost, earlier checkpoints are as they were",
+        )
 
     # In the thread that talks to the other processes
 
     def _talk(self) -> None:
         while not (self._ended.wait(_POLL_S) or self._processes.closed):
-            with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
+            with contextlib.suppress(
+                Exception
+            ):  # of the network; `Processes` sees to a lost coordinator
                 self._confer()
 
     def _confer(self) -> None:
@@ -364,12 +381,18 @@ def place(
         coordinator, processes, process = values.values()
         host, _, port = coordinator.rpartition(":")
         if not (host and port.isdecimal()):
-            raise DistributedError(f"distributed.coordinator is {coordinator!r}; write HOST:PORT of process 0")
+            raise DistributedError(
+                f"distributed.coordinator is {coordinator!r}; write HOST:PORT of process 0"
+            )
         if not 0 <= process < processes:
             raise DistributedError(
                 f"distributed.process is {process} of {processes}; write a number from 0 to {processes - 1}"
             )
-        return {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+        return {
+            "coordinator_address": coordinator,
+            "num_processes": processes,
+            "process_id": process,
+        }
     if tpu is None:
         from jax._src import cloud_tpu_init  # what jax.distributed.initialize itself asks
 
@@ -386,7 +409,10 @@ def place(
         if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
             return {}
         # JAX knows Open MPI 4 alone; as there, the coordinator is on the host where mpirun was called.
-        address = values["coordinator"] or f"{launcher[1]}:{_FIRST_PORT + int(launcher[2]) % (2**16 - _FIRST_PORT)}"
+        address = (
+            values["coordinator"]
+            or f"{launcher[1]}:{_FIRST_PORT + int(launcher[2]) % (2**16 - _FIRST_PORT)}"
+        )
         return {
             "coordinator_address": address,
             "num_processes": count,
@@ -395,7 +421,9 @@ def place(
         }
     if len(missing) < len(values):
         flags = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
-        raise DistributedError(f"to join other processes by hand, {flags} must be given too, or none of them")
+        raise DistributedError(
+            f"to join other processes by hand, {flags} must be given too, or none of them"
+        )
     return None
 
 
@@ -437,6 +465,10 @@ class _Lasting:
             write()
         except (OSError, ValueError) as error:  # ValueError: somebody has closed it
             self._gone = True
-            with contextlib.suppress(OSError, ValueError):  # what it still holds must not fail either, at the end
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # what it still holds must not fail either, at the end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            self._note(f"standard output takes nothing any more ({error}); the run goes on without it")
+            self._note(
+                f"standard output takes nothing any more ({error}); the run goes on without it"
+            )

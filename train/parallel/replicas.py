@@ -32,7 +32,10 @@ def checksums(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
     assert len(shardings) == len(arrays), "an array that is not on the mesh"
     program = _program(shardings[0].mesh, tuple(sharding.spec for sharding in shardings))
     sums = program(list(arrays))
-    return {str(shard.device.id): np.asarray(shard.data)[0].tolist() for shard in sums.addressable_shards}
+    return {
+        str(shard.device.id): np.asarray(shard.data)[0].tolist()
+        for shard in sums.addressable_shards
+    }
 
 
 @functools.lru_cache(maxsize=4)
@@ -43,7 +46,9 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
         return jnp.stack([_sum(array) for array in arrays])[None]
 
     rows = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=rows, check_vma=False))
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=rows, check_vma=False)
+    )
 
 
 def _sum(array: jax.Array) -> jax.Array:
@@ -88,5 +93,7 @@ def _described(name: str, device: Any, before: Any, parts: Sequence[Mapping[str,
         return f"process {owner.process_index} ({parts[owner.process_index]['host']})"
 
     if device.process_index == before.process_index:
-        return f"{name} differs between two devices of {holder(device)}, {before.id} and {device.id}"
+        return (
+            f"{name} differs between two devices of {holder(device)}, {before.id} and {device.id}"
+        )
     return f"{name} on {holder(device)} has other bits than on {holder(before)}"

@@ -17,7 +17,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mupax.errors import MupaxError
 from mupax.train.config.data import DataConfig
-from mupax.train.config.run import DEFAULT, MAY_STAY_WHOLE, MESH_AXES, MeshConfig, Rules, parse_slices
+from mupax.train.config.run import (
+    DEFAULT,
+    MAY_STAY_WHOLE,
+    MESH_AXES,
+    MeshConfig,
+    Rules,
+    parse_slices,
+)
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.partition import Layout
@@ -29,7 +36,11 @@ class MeshError(MupaxError):
 
 
 def make_mesh(
-    config: MeshConfig, devices: Sequence[Any] | None = None, *, swept: bool = True, rings: bool = False
+    config: MeshConfig,
+    devices: Sequence[Any] | None = None,
+    *,
+    swept: bool = True,
+    rings: bool = False,
 ) -> Mesh:
     """The named mesh of a config over all devices.
 
@@ -49,7 +60,9 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
     if sizes["sweep"] > 1 and not swept:
-        raise MeshError(f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `mupax sweep`")
+        raise MeshError(
+            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `mupax sweep`"
+        )
     attribute, islands = _islands(devices)
     across = _across(config, sizes, len(islands))
     if len(set(islands.values())) > 1:
@@ -74,18 +87,26 @@ def make_mesh(
         )
 
     try:
-        grid = arranged(split=devices[0].device_kind in ("TPU v5 lite", "TPU v5e"))  # as jax.make_mesh does
+        grid = arranged(
+            split=devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+        )  # as jax.make_mesh does
     except NotImplementedError:  # no whole dimensions have these sizes
         grid = arranged(split=True)
-    return Mesh(grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(
+        grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
 
 
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     """What tells islands of devices apart, and how many devices each has."""
     # TPU and GPU devices know their slice, which may hold many processes (TPU) or be one host (GPU).
-    attribute = "slice_index" if getattr(devices[0], "slice_index", None) is not None else "process_index"
+    attribute = (
+        "slice_index" if getattr(devices[0], "slice_index", None) is not None else "process_index"
+    )
     if attribute == "process_index" and devices[0].platform == "tpu":
-        return "slice_index", Counter({0: len(devices)})  # a topology of one slice, compiled for from outside
+        return "slice_index", Counter(
+            {0: len(devices)}
+        )  # a topology of one slice, compiled for from outside
     return attribute, Counter(getattr(device, attribute) for device in devices)
 
 
@@ -102,9 +123,13 @@ def _across(config: MeshConfig, sizes: dict[str, int], count: int) -> dict[str, 
     if slices:
         for axis, number in slices.items():
             if sizes[axis] % number:
-                raise MeshError(f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} {sizes[axis]}")
+                raise MeshError(
+                    f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} {sizes[axis]}"
+                )
         if (total := math.prod(slices.values())) != count:
-            raise MeshError(f"mesh.slices {' '.join(config.slices)} means {total} slices; there are {count}")
+            raise MeshError(
+                f"mesh.slices {' '.join(config.slices)} means {total} slices; there are {count}"
+            )
         return across
     left = count
     for axis in ("data", "fsdp"):
@@ -123,10 +148,14 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     for axis, size in sizes.items():
         if size < 1 and size != -1:
-            raise MeshError(f"mesh.{axis} is {size}; write a number of devices, or -1 for what is left")
+            raise MeshError(
+                f"mesh.{axis} is {size}; write a number of devices, or -1 for what is left"
+            )
     unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
-        raise MeshError(f"mesh.{' and mesh.'.join(unknown)} are both -1; leave at most one to be inferred")
+        raise MeshError(
+            f"mesh.{' and mesh.'.join(unknown)} are both -1; leave at most one to be inferred"
+        )
     product = math.prod(size for size in sizes.values() if size != -1)
     if unknown:
         if devices % product:
@@ -152,7 +181,12 @@ class MeshLayout(Layout):
     """A mesh and the rules from logical axes to mesh axes."""
 
     def __init__(
-        self, mesh: Mesh, rules: Rules = DEFAULT, *, rings: bool = False, gradient_dtype: str | None = None
+        self,
+        mesh: Mesh,
+        rules: Rules = DEFAULT,
+        *,
+        rings: bool = False,
+        gradient_dtype: str | None = None,
     ) -> None:
         super().__init__(mesh, rules)
         self.per_axis_reduce_scatter, self.gradient_dtype = rings, gradient_dtype
@@ -168,7 +202,10 @@ class MeshLayout(Layout):
         def second(name: str, x: Any) -> str | None:
             return "sequence" if x.ndim == 2 and name != "labels" else None
 
-        return {name: self.sharding(("batch", *[second(name, x)] * (x.ndim - 1)), x.shape) for name, x in batch.items()}
+        return {
+            name: self.sharding(("batch", *[second(name, x)] * (x.ndim - 1)), x.shape)
+            for name, x in batch.items()
+        }
 
     def parameters(self, definition: Definition) -> dict[str, NamedSharding]:
         """The sharding of every parameter, by name.
@@ -229,7 +266,9 @@ class MeshLayout(Layout):
                 f"sent to experts from where they are; write batch={','.join((*self.rules['batch'], *sorted(other)))} too"
             )
 
-    def check_batch(self, batch_size: int, accumulation_steps: int, name: str = "data.batch_size") -> None:
+    def check_batch(
+        self, batch_size: int, accumulation_steps: int, name: str = "data.batch_size"
+    ) -> None:
         """Refuse a batch that does not split evenly.
 
         Args:
@@ -257,7 +296,9 @@ class MeshLayout(Layout):
         first, *rest = self.mesh_axes(axis)
         if rest:
             return f"sizes of {' and '.join(self.mesh_axes(axis))} whose product divides {size}"
-        return f"mesh.{first} {max(n for n in range(1, self.num_shards(axis) + 1) if size % n == 0)}"
+        return (
+            f"mesh.{first} {max(n for n in range(1, self.num_shards(axis) + 1) if size % n == 0)}"
+        )
 
 
 class BatchSharding:
@@ -281,7 +322,9 @@ class BatchSharding:
         """Where a run of rows of the global batch begins among this process' rows."""
         rows: list[slice] = []
         count = 0
-        for start, stop in sorted({index[0].indices(leaf.shape[0])[:2] for index in indices if index is not None}):
+        for start, stop in sorted(
+            {index[0].indices(leaf.shape[0])[:2] for index in indices if index is not None}
+        ):
             self._offsets[start] = count
             count += stop - start
             if rows and rows[-1].stop == start:
@@ -307,7 +350,9 @@ class BatchSharding:
         return jax.make_array_from_callback(shape, self._shardings[name], part)
 
 
-def abstract_batch(model: ModelConfig, batch_size: int, data: DataConfig | None = None) -> dict[str, Any]:
+def abstract_batch(
+    model: ModelConfig, batch_size: int, data: DataConfig | None = None
+) -> dict[str, Any]:
     """Shapes and dtypes of a batch of the model's examples.
 
     Args:
@@ -318,4 +363,7 @@ def abstract_batch(model: ModelConfig, batch_size: int, data: DataConfig | None 
     example = model.example()
     example = example if data is None else example | data.more_of(example["inputs"])
     arrays = example.items()
-    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in arrays}  # pyright: ignore
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype))
+        for name, of in arrays
+    }  # pyright: ignore

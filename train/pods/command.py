@@ -54,9 +54,13 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.pods import topology
 
     topology.chip_of(args.topology)
-    config = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Compile)).config
+    config = cli.parse(
+        args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Compile)
+    ).config
     topology.ready()
-    where = f"{config.recipe} on {args.topology}" + (f" x {args.slices} slices" if args.slices > 1 else "")
+    where = f"{config.recipe} on {args.topology}" + (
+        f" x {args.slices} slices" if args.slices > 1 else ""
+    )
     if args.search:
         from mupax.train.pods import search
 
@@ -100,7 +104,9 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
     """A report for people."""
     peak, room = report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
-    chips = f"{report['devices']} chips" + (f" in {report['slices']} slices" if report["slices"] > 1 else "")
+    chips = f"{report['devices']} chips" + (
+        f" in {report['slices']} slices" if report["slices"] > 1 else ""
+    )
     parts, expected = report["accumulation_steps"], report["expected_bytes_per_device"]
     facts = {
         "mesh": f"{mesh} ({chips})",
@@ -109,17 +115,33 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
         "compute": ", ".join(f"{name} {value}" for name, value in report["compute"].items()),
         "loss": _loss(report["loss"]),
         "memory": f"{gib(peak)} of {gib(room)}: "
-        + (f"fits, {gib(room - peak)} to spare" if report["fits"] else f"does not fit by {gib(peak - room)}"),
-        "expected": f"{gib(sum(expected.values()))}: " + ", ".join(f"{name} {gib(n)}" for name, n in expected.items()),
+        + (
+            f"fits, {gib(room - peak)} to spare"
+            if report["fits"]
+            else f"does not fit by {gib(peak - room)}"
+        ),
+        "expected": f"{gib(sum(expected.values()))}: "
+        + ", ".join(f"{name} {gib(n)}" for name, n in expected.items()),
     }
     if roofline := report["roofline"]:
-        sizes = [f"{n} {gib(report[f'{n}_bytes_per_device'])}" for n in ("argument", "temporary", "output", "code")]
+        sizes = [
+            f"{n} {gib(report[f'{n}_bytes_per_device'])}"
+            for n in ("argument", "temporary", "output", "code")
+        ]
         model, traced = report["flops_per_step"], report["traced_flops_per_step"]
         cycles = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
-        names = ["compute", "memory", "network", *(["slow_network"] if report["slices"] > 1 else [])]
+        names = [
+            "compute",
+            "memory",
+            "network",
+            *(["slow_network"] if report["slices"] > 1 else []),
+        ]
         times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in names)
         bound = roofline["bound"].replace("_", " ")
-        sent, alone = (sum(row[name] for row in report["collectives"]) for name in ("wire_bytes", "alone_bytes"))
+        sent, alone = (
+            sum(row[name] for row in report["collectives"])
+            for name in ("wire_bytes", "alone_bytes")
+        )
         facts |= {
             "of it": f"{', '.join(sizes)} (output in place of arguments)",
             "arguments": f"{report['arguments_over_expected']:.2f} of state and batch",
@@ -135,15 +157,24 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
     summary = f"{where}\n{terminal.table(list(facts.items()))}"
     if not report["fits"]:
         return [summary]
-    rows: list[tuple[str, ...]] = [("kind", "axes", "in loops of", "runs", "bytes", "sent", "alone")]
+    rows: list[tuple[str, ...]] = [
+        ("kind", "axes", "in loops of", "runs", "bytes", "sent", "alone")
+    ]
     for row in report["collectives"]:
         axes, loops = (" x ".join(map(str, row[name])) for name in ("axes", "loop_trips"))
-        sizes = f"{row['executions']:,}", *(gib(row[name]) for name in ("bytes", "wire_bytes", "alone_bytes"))
+        sizes = (
+            f"{row['executions']:,}",
+            *(gib(row[name]) for name in ("bytes", "wire_bytes", "alone_bytes")),
+        )
         kind = f"{row['kind']} (gathers)" if row["gathers"] else row["kind"]
-        rows.append((kind, f"{axes} (slices)" if row["between_slices"] else axes, loops or "-", *sizes))
+        rows.append(
+            (kind, f"{axes} (slices)" if row["between_slices"] else axes, loops or "-", *sizes)
+        )
     live = [("bytes", "shape", "made by", "at")]
     for row in report["temporaries"]:
-        live.append((gib(row["bytes"]), row["shape"], _maker(row["op_name"]) or row["name"], row["source"]))
+        live.append(
+            (gib(row["bytes"]), row["shape"], _maker(row["op_name"]) or row["name"], row["source"])
+        )
     return [
         summary,
         f"collectives of one step, per chip\n{terminal.table(rows, rows[0][:3])}",
@@ -156,7 +187,11 @@ def _loss(loss: dict[str, Any]) -> str:
     exponentials = f", exponentials of {loss['kept']} kept" if loss["kind"] == "vocab" else ""
     how = loss["kind"] + (f" in {loss['parts']} parts{exponentials}" if loss["parts"] > 1 else "")
     above = ", ".join(f"{kind} by {gib(size)}" for kind, size in loss["raises_peak_by"].items())
-    return f"{how}; of what auto may be, {above} above the layers' peak" if len(loss["raises_peak_by"]) > 1 else how
+    return (
+        f"{how}; of what auto may be, {above} above the layers' peak"
+        if len(loss["raises_peak_by"]) > 1
+        else how
+    )
 
 
 def _maker(op_name: str) -> str:
@@ -164,4 +199,8 @@ def _maker(op_name: str) -> str:
     *path, operation = op_name.split("/")
     if "rematted_computation" in path:
         return f"{operation}, recomputed"
-    return f"{operation}, backward" if any(part.startswith("transpose") for part in path) else operation
+    return (
+        f"{operation}, backward"
+        if any(part.startswith("transpose") for part in path)
+        else operation
+    )

@@ -57,7 +57,9 @@ NAMED_SHARE = 0.01
 """Temporaries of at least this share of the peak are named in a report."""
 
 
-def problems(program: Program, collectives: Sequence[Collective], state_shardings: Any, arguments: int) -> list[str]:
+def problems(
+    program: Program, collectives: Sequence[Collective], state_shardings: Any, arguments: int
+) -> list[str]:
     """Everything wrong with a compiled step, in words; empty where nothing is.
 
     Args:
@@ -67,7 +69,11 @@ def problems(program: Program, collectives: Sequence[Collective], state_sharding
         arguments: bytes that it takes on a device.
     """
     specs, abstract = program.definition.specs, program.definition.abstract
-    stacks = {n: abstract[n].shape for n, spec in specs.items() if spec.in_block and spec.fan_in and len(spec.axes) > 2}
+    stacks = {
+        n: abstract[n].shape
+        for n, spec in specs.items()
+        if spec.in_block and spec.fan_in and len(spec.axes) > 2
+    }
     stacked = whole_stacks(collectives, stacks, program.mesh.shape["tensor"])
     expected = estimates.expected(program)
     return [
@@ -87,10 +93,14 @@ def padding(arguments: int, needed: int) -> list[str]:
     """
     if arguments <= MOST_ARGUMENTS * needed + NUMBERS:
         return []
-    return [f"arguments are {gib(arguments)} for {gib(needed)} of state and batch: layouts are padded"]
+    return [
+        f"arguments are {gib(arguments)} for {gib(needed)} of state and batch: layouts are padded"
+    ]
 
 
-def whole_stacks(collectives: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1) -> list[str]:
+def whole_stacks(
+    collectives: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1
+) -> list[str]:
     """All-gathers of the parameters of all layers at once: memory that scanning over layers is there to save.
 
     Args:
@@ -125,7 +135,9 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
             continue
         held, split = (each.shard_shape(leaf.shape) for each in (sharding, params[name].sharding))
         if math.prod(held) > math.prod(split):
-            wrong.append(f"the optimizer's {jax.tree_util.keystr(path)} is {held} on a device, its parameter {split}")
+            wrong.append(
+                f"the optimizer's {jax.tree_util.keystr(path)} is {held} on a device, its parameter {split}"
+            )
     return wrong
 
 
@@ -143,7 +155,10 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
     }  # the compiler may take one layer out of the loop
     # Norm gains, biases and row statistics: a few vectors per layer and position.
     each = config.data.batch_size / program.mesh.size
-    vectors = sum(blocks.depth * (sizes["embed"] + each * (blocks.length + blocks.memory)) for blocks in stacks)
+    vectors = sum(
+        blocks.depth * (sizes["embed"] + each * (blocks.length + blocks.memory))
+        for blocks in stacks
+    )
     small = 64.0 * config.accumulation_steps * vectors
     inside: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for one in collectives:
@@ -153,7 +168,8 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
         f"over {' x '.join(axes)} the layer loop sends {size:.3g} bytes, and needs {allowed.get(axes, 0.0):.3g} "
         f"({', '.join(one.name for one in sent[:5])})"
         for axes, sent in inside.items()
-        if (size := sum(one.bytes * one.times for one in sent)) > SLACK * allowed.get(axes, 0.0) + small
+        if (size := sum(one.bytes * one.times for one in sent))
+        > SLACK * allowed.get(axes, 0.0) + small
     ]
 
 
@@ -163,22 +179,33 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     itemsize = jnp.dtype(model.compute.dtype).itemsize
     again = _RECOMPUTED[model.compute.remat]
     specs, abstract = program.definition.specs, program.definition.abstract
-    count = sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
+    count = (
+        sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
+    )
     # Of experts a device has its own alone; all else is split by their axis too.
     own = estimates.expert_weights(program.definition) / mesh["tensor"]
     split = {"own": own / mesh["experts"], "others": count - own}
     # Every device of a group sums its own gradient, which may be in float32.
     gradients = count * 4 * config.accumulation_steps
-    each = {name: n * ((2 + again) * itemsize + 4) * config.accumulation_steps for name, n in split.items()}
+    each = {
+        name: n * ((2 + again) * itemsize + 4) * config.accumulation_steps
+        for name, n in split.items()
+    }
     shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = families.stacks(model)
     positions = rows * itemsize * sum(blocks.depth * blocks.length for blocks in stacks)
     memory = rows * itemsize * sum(blocks.depth * blocks.memory for blocks in stacks)
-    branches = rows * itemsize * sum(blocks.depth * len(blocks.stack.branches) * blocks.length for blocks in stacks)
+    branches = (
+        rows
+        * itemsize
+        * sum(blocks.depth * len(blocks.stack.branches) * blocks.length for blocks in stacks)
+    )
     keys = 2 * (positions + memory) * sizes["kv_heads"] * sizes["head_dim"]
-    exchanged = 2 * positions / mesh["sequence"] * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
+    exchanged = (
+        2 * positions / mesh["sequence"] * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
+    )
     allowed: dict[tuple[str, ...], float] = {
         ("fsdp",): each["own"],
         # A branch's sum forward and one backward; heads that do not divide the axis cost a gather more each.
@@ -189,7 +216,13 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     }
     allowed[shared] = allowed.get(shared, 0.0) + each["others"]
     # Tokens to their experts and back, in every pass.
-    sent = 2 * (2 + again) * positions * estimates.expert_slots(config, mesh["experts"]) * sizes["embed"]
+    sent = (
+        2
+        * (2 + again)
+        * positions
+        * estimates.expert_slots(config, mesh["experts"])
+        * sizes["embed"]
+    )
     allowed["experts",] = allowed.get(("experts",), 0.0) + sent + gradients
     summed = [axis for axis in ("data", "fsdp", "experts", "sequence") if mesh[axis] > 1]
     for first, last in itertools.combinations_with_replacement(range(len(summed)), 2):
@@ -220,13 +253,21 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
         folder: where the compiler wrote its buffer assignment (`xla_dump_to`).
         module: the optimized program.
     """
-    assignment = max(folder.glob("*buffer-assignment.txt"), key=lambda file: file.stat().st_size, default=None)
+    assignment = max(
+        folder.glob("*buffer-assignment.txt"), key=lambda file: file.stat().st_size, default=None
+    )
     if assignment is None:
         return None
     size, total, values = _values(assignment.read_text())
-    text = assignment.with_name(assignment.name.replace("buffer-assignment", "live-range")).read_text()
+    text = assignment.with_name(
+        assignment.name.replace("buffer-assignment", "live-range")
+    ).read_text()
     lines = map(_RANGE.match, text.partition("\n  Live ranges at")[0].splitlines())
-    ranges = {match[1].removesuffix("{}"): range(int(match[2]), int(match[3]) + 1) for match in lines if match}
+    ranges = {
+        match[1].removesuffix("{}"): range(int(match[2]), int(match[3]) + 1)
+        for match in lines
+        if match
+    }
 
     def alive(moment: int) -> list[Value]:
         """Values at a moment."""
@@ -246,8 +287,12 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
         # Of several names of one place, one that says where it comes from.
         if (offset, bytes_) not in named or not named[offset, bytes_].op_name:
             origin = _origin(instructions.get(name.partition("{")[0]), instructions, module)
-            op_name, source = (origin.op_name, module.source(origin)) if origin is not None else ("", "")
-            named[offset, bytes_] = Buffer(name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source)
+            op_name, source = (
+                (origin.op_name, module.source(origin)) if origin is not None else ("", "")
+            )
+            named[offset, bytes_] = Buffer(
+                name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source
+            )
     return size, total, sorted(named.values(), key=lambda buffer: -buffer.bytes)
 
 
@@ -269,18 +314,28 @@ def _values(assignment: str) -> tuple[int, int, list[Value]]:
 
 
 def _origin(
-    result: hlo.Instruction | None, instructions: dict[str, hlo.Instruction], module: hlo.Module, steps: int = 8
+    result: hlo.Instruction | None,
+    instructions: dict[str, hlo.Instruction],
+    module: hlo.Module,
+    steps: int = 8,
 ) -> hlo.Instruction | None:
     """The instruction whose metadata says where an array comes from: its own, or that of what it wraps or copies."""
     if result is None or result.op_name or not steps:
         return result
     if result.opcode == "fusion":
-        inside = [i for computation in result.called() for i in module.computations[computation].values() if i.op_name]
+        inside = [
+            i
+            for computation in result.called()
+            for i in module.computations[computation].values()
+            if i.op_name
+        ]
         return max(inside, key=lambda i: i.bytes, default=result)
     if result.opcode == "parameter":
         # State of a loop: the loop.
         body = next(name for name, c in module.computations.items() if c.get(result.name) is result)
-        return next((i for i in instructions.values() if i.opcode == "while" and body in i.called()), result)
+        return next(
+            (i for i in instructions.values() if i.opcode == "while" and body in i.called()), result
+        )
     if not result.operands:
         # Room for a loop to fill: the loop, which takes it in a tuple.
         user = next((i for i in instructions.values() if result.name in i.operands), result)
@@ -317,7 +372,11 @@ class Roofline:
         return self._resources()[self.bound] + waiting
 
     def _resources(self) -> dict[str, float]:
-        return {name: value or 0.0 for name, value in dataclasses.asdict(self).items() if name != "alone"}
+        return {
+            name: value or 0.0
+            for name, value in dataclasses.asdict(self).items()
+            if name != "alone"
+        }
 
     def utilization(self, model_flops: float, chip: Chip) -> float:
         """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time.
@@ -335,7 +394,12 @@ class Roofline:
             model_flops, chip: as in `utilization`.
         """
         mfu = self.utilization(model_flops, chip)
-        return {**dataclasses.asdict(self), "bound": self.bound, "step_seconds": self.seconds, "mfu": mfu}
+        return {
+            **dataclasses.asdict(self),
+            "bound": self.bound,
+            "step_seconds": self.seconds,
+            "mfu": mfu,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,7 +441,11 @@ class Compiled:
     def collectives(self) -> list[Collective]:
         """Every collective of a step."""
         mesh = self.program.mesh
-        return [] if self.module is None else collectives(self.module, dict(mesh.shape), topology.across(mesh))
+        return (
+            []
+            if self.module is None
+            else collectives(self.module, dict(mesh.shape), topology.across(mesh))
+        )
 
     def roofline(self) -> Roofline | None:
         """Least time of a step; None where the program does not fit."""
@@ -386,7 +454,9 @@ class Compiled:
         chip, network, alone = self.chip, {True: 0.0, False: 0.0}, 0.0
         for one in self.collectives:
             within = not one.between_slices
-            bandwidth = _bandwidth(self.program.mesh, one.axes, chip) if within else chip.dcn_bandwidth
+            bandwidth = (
+                _bandwidth(self.program.mesh, one.axes, chip) if within else chip.dcn_bandwidth
+            )
             seconds = one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
             network[within] += seconds
             alone += 0.0 if one.overlapped else seconds
@@ -403,11 +473,20 @@ class Compiled:
 
     def _loss(self) -> dict[str, Any]:
         """How the loss is computed, and of `auto` the bytes by which each way would raise the peak, the one taken first."""
-        config, definition, layout = self.program.config, self.program.definition, self.program.layout
+        config, definition, layout = (
+            self.program.config,
+            self.program.definition,
+            self.program.layout,
+        )
         way, work = memory.loss(config, definition, layout), memory.work(config, definition, layout)
         ways = loss.options(work) if config.model.compute.cross_entropy == "auto" else []
         above = {one.kind: loss.above(work, one) for one in ways}
-        return {"kind": way.kind, "parts": way.parts, "kept": way.exp_parts, "raises_peak_by": above}
+        return {
+            "kind": way.kind,
+            "parts": way.parts,
+            "kept": way.exp_parts,
+            "raises_peak_by": above,
+        }
 
     def report(self) -> dict[str, Any]:
         """Everything as JSON."""
@@ -415,7 +494,11 @@ class Compiled:
         expected, devices = estimates.expected(self.program), self.program.mesh.size
         model_flops = estimates.model_flops(config)
         arguments = self.memory.get("argument", 0)
-        violations = problems(self.program, self.collectives, self.state_shardings, arguments) if module else []
+        violations = (
+            problems(self.program, self.collectives, self.state_shardings, arguments)
+            if module
+            else []
+        )
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -443,7 +526,9 @@ class Compiled:
             "collectives": table(self.collectives),
             "problems": violations,
             "roofline": roofline and roofline.to_json(model_flops / devices, self.chip),
-            "temporaries": [dataclasses.asdict(b) for b in self.live if b.bytes >= NAMED_SHARE * self.used_bytes],
+            "temporaries": [
+                dataclasses.asdict(b) for b in self.live if b.bytes >= NAMED_SHARE * self.used_bytes
+            ],
             "compile_seconds": round(self.seconds, 1),
             "jax": jax.__version__,
         }
@@ -463,8 +548,14 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         ConfigError, PresetError, MeshError: as the run itself would say.
     """
     program, chip = assemble(config, topology.devices(name, slices)), topology.chip_of(name)
-    traced, model, kind = program.trace_train(), config.model, program.mesh.devices.flat[0].device_kind
-    block = block_of(model.sizes()["position"], kind, model.compute.attention_block, causal=model.causal)
+    traced, model, kind = (
+        program.trace_train(),
+        config.model,
+        program.mesh.devices.flat[0].device_kind,
+    )
+    block = block_of(
+        model.sizes()["position"], kind, model.compute.attention_block, causal=model.causal
+    )
     visited = estimates.attention_share(program, block, of_grid=True)
     flops = estimates.matmul_flops(traced.jaxpr, visited)
     lowered, began = traced.lower(), time.monotonic()
@@ -493,12 +584,18 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    need, live, state = sum(sizes.values()) - 2 * sizes["alias"], [], executable.input_shardings[0][0]
+    need, live, state = (
+        sum(sizes.values()) - 2 * sizes["alias"],
+        [],
+        executable.input_shardings[0][0],
+    )
     if assigned is not None:
         # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
         sizes["temporary"], total, live = assigned
         need = total + sizes["code"]
-    return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, sizes, live, state)
+    return Compiled(
+        program, chip, seconds, flops, need, chip.hbm_bytes, module, text, sizes, live, state
+    )
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> float:

@@ -58,7 +58,11 @@ def compile_seconds(program_bytes: int, kib: int) -> float:
         program_bytes: of the traced program (StableHLO).
         kib: of `operation_kib`.
     """
-    return program_bytes / 2**20 * float(np.interp(kib, [*_COMPILE_SECONDS], [*_COMPILE_SECONDS.values()]))
+    return (
+        program_bytes
+        / 2**20
+        * float(np.interp(kib, [*_COMPILE_SECONDS], [*_COMPILE_SECONDS.values()]))
+    )
 
 
 def expected(program: Program) -> dict[str, int]:
@@ -72,13 +76,21 @@ def expected(program: Program) -> dict[str, int]:
     params, specs = program.abstract.params, definition.specs
     inside = manual.inside(layout, definition) or layout
     stacks = [
-        leaf for n, leaf in params.items() if specs[n].in_block and leaf.ndim > 2 and not inside.by_layer(specs[n])
+        leaf
+        for n, leaf in params.items()
+        if specs[n].in_block and leaf.ndim > 2 and not inside.by_layer(specs[n])
     ]
     held = {
-        "state": sum(memory.bytes_of(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract)),
-        "batch": sum(memory.bytes_of(batch[name], sharding) for name, sharding in layout.batch(batch).items()),
+        "state": sum(
+            memory.bytes_of(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract)
+        ),
+        "batch": sum(
+            memory.bytes_of(batch[name], sharding) for name, sharding in layout.batch(batch).items()
+        ),
         # Every block parameter times its multiplier, once, where it lies; but not where a layer's are taken in the loop.
-        "weights in compute type": sum(memory.bytes_of(leaf, leaf.sharding, itemsize) for leaf in stacks),
+        "weights in compute type": sum(
+            memory.bytes_of(leaf, leaf.sharding, itemsize) for leaf in stacks
+        ),
         "saved activations": memory.activations(config, definition, layout)[0],
     }
     way = memory.loss(config, definition, layout)
@@ -94,7 +106,9 @@ def model_flops(config: Config) -> float:
 def expert_weights(definition: Definition) -> int:
     """Numbers of a model's experts, of which a device along the mesh axis `experts` has its own alone."""
     specs = definition.specs
-    return sum(leaf.size for name, leaf in definition.abstract.items() if "experts" in specs[name].copies)
+    return sum(
+        leaf.size for name, leaf in definition.abstract.items() if "experts" in specs[name].copies
+    )
 
 
 def expert_slots(config: Config, devices: int) -> float:
@@ -119,12 +133,21 @@ def attention_waste(program: Program, chip: Chip) -> float:
         program: whose attention it is.
         chip: what it would run on.
     """
-    model, sizes, mesh = program.config.model, defaultdict(int, program.definition.sizes), program.mesh.shape
+    model, sizes, mesh = (
+        program.config.model,
+        defaultdict(int, program.definition.sizes),
+        program.mesh.shape,
+    )
     length, again = sizes["position"], memory.FORWARD_AGAIN[model.compute.remat]
     kernel_again = memory.KERNEL_AGAIN[model.compute.remat]
     block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
     share, counted = attention_share(program, block), 0.5 if model.causal else 1.0
-    rows = program.config.data.batch_size / program.layout.num_shards("batch") / mesh["sequence"] / mesh["tensor"]
+    rows = (
+        program.config.data.batch_size
+        / program.layout.num_shards("batch")
+        / mesh["sequence"]
+        / mesh["tensor"]
+    )
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
     backward = 2.5 if block >= FUSED else 3.5
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
@@ -142,9 +165,14 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
     length, ways = program.definition.sizes["position"], program.layout.num_shards("sequence")
     if not program.config.model.causal:
         return 1.0
-    if ways > 1 and memory.attention_of(program.config, program.definition, program.layout) == "ring":
+    if (
+        ways > 1
+        and memory.attention_of(program.config, program.definition, program.layout) == "ring"
+    ):
         # Its own two parts with the mask, and half as many pairs of each other device.
-        return (2 * causal_share(length // ways, block) + ways - 1) / ((ways + 1) if of_grid else 2 * ways)
+        return (2 * causal_share(length // ways, block) + ways - 1) / (
+            (ways + 1) if of_grid else 2 * ways
+        )
     return 1 - (1 - causal_share(length // ways, block)) / ways
 
 
@@ -159,7 +187,11 @@ def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
         ValueError: a loop of unknown length.
     """
     # Where a remat policy keeps all that a call gives, the trace has it again, giving nothing: no compiler runs it.
-    return sum(_flops(equation, visited) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns if equation.outvars)
+    return sum(
+        _flops(equation, visited)
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        if equation.outvars
+    )
 
 
 def causal_share(length: int, block: int) -> float:
@@ -178,12 +210,22 @@ def _flops(equation: Any, visited: float) -> float:
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
-        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        return (
+            2.0
+            * math.prod(equation.outvars[0].aval.shape)
+            * math.prod(shape[i] for i in contracted)
+        )
     if name == "pallas_call":
         if (estimate := params.get("cost_estimate")) is not None:
             return float(estimate.flops)
-        return visited * math.prod(params["grid_mapping"].grid) * matmul_flops(params["jaxpr"], visited)
-    jaxprs = [leaf for leaf in jax.tree.leaves(params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+        return (
+            visited
+            * math.prod(params["grid_mapping"].grid)
+            * matmul_flops(params["jaxpr"], visited)
+        )
+    jaxprs = [
+        leaf for leaf in jax.tree.leaves(params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")
+    ]
     inner = sum(matmul_flops(jaxpr, visited) for jaxpr in jaxprs)
     match name:
         case "scan":
@@ -192,7 +234,9 @@ def _flops(equation: Any, visited: float) -> float:
             return max(matmul_flops(branch, visited) for branch in params["branches"])
         case "while":
             if inner:
-                raise ValueError("a while loop of unknown length holds matrix products; write it as a scan")
+                raise ValueError(
+                    "a while loop of unknown length holds matrix products; write it as a scan"
+                )
             return 0.0
         case "shard_map":
             # Seen from one device. What stays whole over an axis is computed by every device along it.

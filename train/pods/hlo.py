@@ -29,15 +29,31 @@ _MESH = re.compile(
 _PRODUCTS = ("dot", "convolution", "custom-call")
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}(?:, \w+=\S*)?$", re.MULTILINE | re.DOTALL)
-_NEXT = re.compile(r"\n(?=\s+(?:ROOT )?%[\w.\-]+ = )")  # the attributes of a kernel hold line breaks
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}(?:, \w+=\S*)?$", re.MULTILINE | re.DOTALL
+)
+_NEXT = re.compile(
+    r"\n(?=\s+(?:ROOT )?%[\w.\-]+ = )"
+)  # the attributes of a kernel hold line breaks
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\(([^)]*)\)(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
-_CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
 _CALLING = ("while", "call", "conditional", "async-start")
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "call", "conditional"}
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "while",
+    "call",
+    "conditional",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +87,17 @@ class Collective:
         """Bytes that a device sends in one execution, by the ring algorithm (all-to-all: to every other directly)."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
-        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.group_size - 1) / self.group_size
+        return (
+            (2 if self.kind == "all-reduce" else 1)
+            * self.bytes
+            * (self.group_size - 1)
+            / self.group_size
+        )
 
 
-def collectives(module: Module, mesh: Mapping[str, int], across: Mapping[str, int] | None = None) -> list[Collective]:
+def collectives(
+    module: Module, mesh: Mapping[str, int], across: Mapping[str, int] | None = None
+) -> list[Collective]:
     """Every collective that moves something, once each however the compiler cuts it up.
 
     Args:
@@ -95,7 +118,11 @@ def collectives(module: Module, mesh: Mapping[str, int], across: Mapping[str, in
             if size < 2:
                 continue
             where = module.computations[computation]
-            sent = sum(where[name].bytes for name in instruction.operands if where[name].opcode != "after-all")
+            sent = sum(
+                where[name].bytes
+                for name in instruction.operands
+                if where[name].opcode != "after-all"
+            )
             # The parts of a collective that several fusions hold have one chain; a channel may be that of many collectives.
             chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
             collective = Collective(
@@ -114,9 +141,12 @@ def collectives(module: Module, mesh: Mapping[str, int], across: Mapping[str, in
                 or _hidden(module, where, instruction)
                 or _hidden(module, module.computations[executed.computation], holder),
                 between_slices=between,
-                gathers=kind == "all-reduce" and all(_in_zeros(module, where, name) for name in instruction.operands),
+                gathers=kind == "all-reduce"
+                and all(_in_zeros(module, where, name) for name in instruction.operands),
             )
-            by_name.setdefault((executed.computation, chain[0] if chain else instruction.name), collective)
+            by_name.setdefault(
+                (executed.computation, chain[0] if chain else instruction.name), collective
+            )
     return list(by_name.values())
 
 
@@ -128,7 +158,9 @@ def _hidden(module: Module, where: Mapping[str, Instruction], start: Instruction
         if start.name in one.operands:
             return False
         if one.opcode in _PRODUCTS or any(
-            inner.opcode in _PRODUCTS for name in one.called() for inner in module.computations[name].values()
+            inner.opcode in _PRODUCTS
+            for name in one.called()
+            for inner in module.computations[name].values()
         ):
             return True
     return False
@@ -151,7 +183,9 @@ def _in_zeros(module: Module, where: Mapping[str, Instruction], name: str) -> bo
     return base.opcode == "broadcast"
 
 
-def _within(module: Module, instruction: Instruction, computation: str) -> Iterator[tuple[str, Instruction, str]]:
+def _within(
+    module: Module, instruction: Instruction, computation: str
+) -> Iterator[tuple[str, Instruction, str]]:
     """The collectives that an instruction is or that its fusion holds: computation, instruction and kind of each."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
@@ -160,7 +194,10 @@ def _within(module: Module, instruction: Instruction, computation: str) -> Itera
         yield computation, instruction, "reduce-scatter" if scattered else kind
     elif kind == "send" and (transfer := _BETWEEN.search(instruction.attributes)):
         yield computation, instruction, transfer[1].lower().replace("_", "-")
-    elif instruction.opcode in ("fusion", "call-start"):  # the latter on v7x, whose other cores send
+    elif instruction.opcode in (
+        "fusion",
+        "call-start",
+    ):  # the latter on v7x, whose other cores send
         for name in instruction.called():
             for one in module.computations[name].values():
                 yield from _within(module, one, name)
@@ -199,10 +236,14 @@ def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
     ids = device_ids or f"[{math.prod(sizes.values())}]"
     devices = _iota(ids).ravel().tolist() if ids.startswith("[") else _numbers(ids)
-    fixed = dict(zip(sizes, np.unravel_index(range(len(devices)), tuple(sizes.values())), strict=True))
+    fixed = dict(
+        zip(sizes, np.unravel_index(range(len(devices)), tuple(sizes.values())), strict=True)
+    )
     for name, before, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", named):
         after = sizes[name] // (int(before or 1) * int(size or sizes[name]))
-        fixed[name] = fixed[name] // (int(size or sizes[name]) * after) * after + fixed[name] % after
+        fixed[name] = (
+            fixed[name] // (int(size or sizes[name]) * after) * after + fixed[name] % after
+        )
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for device, *place in zip(devices, *fixed.values(), strict=True):
         groups[tuple(map(int, place))].append(device)
@@ -213,7 +254,9 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def axes_of(groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = False) -> tuple[tuple[str, ...], int]:
+def axes_of(
+    groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = False
+) -> tuple[tuple[str, ...], int]:
     """Mesh axes along which a group's devices differ, and the group's size (of a permute, that of these axes).
 
     Args:
@@ -222,8 +265,14 @@ def axes_of(groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = F
         pairs: whether the groups are the (source, target) pairs of a permute.
     """
     shape = tuple(mesh.values())
-    coordinates = [np.array(np.unravel_index(group, shape)) for group in groups if len(set(group)) > 1]
-    names = tuple(name for i, name in enumerate(mesh) if any(len(set(where[i].tolist())) > 1 for where in coordinates))
+    coordinates = [
+        np.array(np.unravel_index(group, shape)) for group in groups if len(set(group)) > 1
+    ]
+    names = tuple(
+        name
+        for i, name in enumerate(mesh)
+        if any(len(set(where[i].tolist())) > 1 for where in coordinates)
+    )
     if not names:
         return (), 1
     return names, math.prod(mesh[name] for name in names) if pairs else max(map(len, groups))
@@ -233,10 +282,20 @@ def table(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     """Sums by kind, axes and loop, largest total first: what a report shows. `alone_bytes` are those sent beside nothing."""
     rows: dict[Any, dict[str, Any]] = {}
     for one in collectives:
-        where = {"kind": one.kind, "axes": [*one.axes], "group_size": one.group_size, "loop_trips": [*one.trips]}
+        where = {
+            "kind": one.kind,
+            "axes": [*one.axes],
+            "group_size": one.group_size,
+            "loop_trips": [*one.trips],
+        }
         where |= {"between_slices": one.between_slices, "gathers": one.gathers}
         sent = one.wire_bytes * one.times
-        more = {"count": 1, "executions": one.times, "bytes": one.bytes * one.times, "wire_bytes": sent}
+        more = {
+            "count": 1,
+            "executions": one.times,
+            "bytes": one.bytes * one.times,
+            "wire_bytes": sent,
+        }
         more |= {"alone_bytes": 0.0 if one.overlapped else sent}
         row = rows.setdefault(tuple(map(str, where.values())), {**where, **dict.fromkeys(more, 0)})
         for name, number in more.items():
@@ -321,7 +380,9 @@ class Module:
             yield Executed(instruction, computation, trips)
             called = instruction.called() if instruction.opcode in _CALLING else []
             if instruction.opcode == "conditional":  # one branch runs: at worst the longest
-                called = [max(called, key=lambda name: dataclasses.replace(self, entry=name).cycles)]
+                called = [
+                    max(called, key=lambda name: dataclasses.replace(self, entry=name).cycles)
+                ]
             loop = instruction.opcode == "while"
             inner = (*trips, self.trip_count(computation, instruction) or 1) if loop else trips
             for name in called:
@@ -336,7 +397,10 @@ class Module:
         """
         if trips := _group(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(trips)
-        outside, condition = self.computations[computation], self.computations[loop.called("condition")[0]]
+        outside, condition = (
+            self.computations[computation],
+            self.computations[loop.called("condition")[0]],
+        )
         test = next(i for i in condition.values() if i.root)
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
@@ -346,7 +410,9 @@ class Module:
             if bound.opcode == "get-tuple-element" and entered.opcode == "tuple":
                 index = int(_group(r"index=(\d+)", bound.attributes))
                 bounds[k] = _origin(outside, entered.operands[index])
-        if not all(bound.opcode == "constant" and bound.arguments.lstrip("-").isdigit() for bound in bounds):
+        if not all(
+            bound.opcode == "constant" and bound.arguments.lstrip("-").isdigit() for bound in bounds
+        ):
             return None
         start, stop = (int(bound.arguments) for bound in bounds)
         return max(0, stop - start)
@@ -366,7 +432,11 @@ class Module:
         if instruction.cycles or instruction.opcode != "fusion":
             return instruction.cycles
         # A fusion that also holds a part of a collective has its estimates inside.
-        return sum(self._cycles(i) for name in instruction.called() for i in self.computations[name].values())
+        return sum(
+            self._cycles(i)
+            for name in instruction.called()
+            for i in self.computations[name].values()
+        )
 
     @property
     def hbm_bytes(self) -> int:
@@ -377,7 +447,9 @@ class Module:
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             return 0
         operands = [self.computations[computation][name] for name in instruction.operands]
-        written, *read = (sum(array_bytes(i.shape, hbm_only=True)) for i in (instruction, *operands))
+        written, *read = (
+            sum(array_bytes(i.shape, hbm_only=True)) for i in (instruction, *operands)
+        )
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
             return written + min(written, read[0])
         if instruction.opcode == "dynamic-update-slice":
@@ -394,7 +466,9 @@ class Module:
             if users and all(i.opcode in ("dynamic-slice", "gather") for i in users):
                 # One layer of a stack is read, not the stack.
                 read[index] = min(size, sum(i.bytes for i in users))
-            elif users and all(i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users):
+            elif users and all(
+                i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users
+            ):
                 # One layer of a stack is written in place.
                 update = sum(inner[i.operands[1]].bytes for i in users if i.operands[1] in inner)
                 read[index], written = 0, max(0, written - size) + update
@@ -457,10 +531,14 @@ def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
 
 def _sources(text: str) -> dict[str, str]:
     """Stack frame number to the innermost file:line of this project, from the tables at the module's head."""
-    names = dict(re.findall(r'^(\d+) "(.*)"$', _group(r"(?m)^FileNames\n((?:\d.*\n)*)", text), re.MULTILINE))
+    names = dict(
+        re.findall(r'^(\d+) "(.*)"$', _group(r"(?m)^FileNames\n((?:\d.*\n)*)", text), re.MULTILINE)
+    )
     lines = {
         number: f"{_place(names[file])}:{line}"
-        for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE)
+        for number, file, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE
+        )
     }
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE)
     return {number: lines[place] for number, place in frames if place in lines}

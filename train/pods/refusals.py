@@ -23,6 +23,10 @@ def refused(topology: str, message: str, attention_block: int | None) -> Refused
     words = " ".join(message.split())[:_WORDS]
     hint = ""
     if "vmem" in message:
-        smaller = f"--model.compute.attention-block {attention_block // 2}, or " if attention_block else ""
+        smaller = (
+            f"--model.compute.attention-block {attention_block // 2}, or "
+            if attention_block
+            else ""
+        )
         hint = f"; a core's own memory is too small: write {smaller}more for one operation with --vmem-kib"
     return RefusedError(f"the compiler of {topology} refuses this step{hint}. It says: {words}")

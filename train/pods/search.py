@@ -82,7 +82,9 @@ class Candidate:
         """What it changes, as flags."""
         kinds = self.kinds
         sizes = {axis: getattr(self.config.mesh, axis) for axis in AXES}
-        axes = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
+        axes = " ".join(
+            f"--mesh.{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data"
+        )
         block = f" --model.compute.attention-block {kinds['block']}" if kinds["block"] else ""
         return (
             f"{axes} --model.compute.remat {kinds['remat']} --accumulation-steps {kinds['microbatches']} "
@@ -113,7 +115,9 @@ def candidates(
     sizes = [int(config.data.batch_size * factor) for factor in batches]
     for mesh in _meshes(len(devices), slices, config.mesh):
         try:
-            program = assemble(dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices)
+            program = assemble(
+                dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices
+            )
         except MeshError:
             continue
         for remat, parts, size, loss in itertools.product(policies, MICROBATCHES, sizes, losses):
@@ -122,9 +126,13 @@ def candidates(
             peak = 0
             for block in blocks:
                 how = {"remat": remat, "cross_entropy": loss, "attention_block": block}
-                model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **how))
+                model = dataclasses.replace(
+                    config.model, compute=dataclasses.replace(config.model.compute, **how)
+                )
                 data = dataclasses.replace(program.config.data, batch_size=size)
-                changed = dataclasses.replace(program.config, model=model, data=data, accumulation_steps=parts)
+                changed = dataclasses.replace(
+                    program.config, model=model, data=data, accumulation_steps=parts
+                )
                 # The arrays of the state lie as before.
                 estimated = dataclasses.replace(program, config=changed)
                 peak = peak or sum(estimates.expected(estimated).values())
@@ -143,7 +151,9 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
     program = assemble(config, devices)
     mesh = dataclasses.replace(config.mesh, **{axis: program.mesh.shape[axis] for axis in AXES})
     config = dataclasses.replace(program.config, mesh=mesh)
-    return Candidate(config, estimate(program, chip, slices), sum(estimates.expected(program).values()))
+    return Candidate(
+        config, estimate(program, chip, slices), sum(estimates.expected(program).values())
+    )
 
 
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
@@ -151,7 +161,11 @@ def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]
     devices //= mesh.experts
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=4):
-        if data * fsdp * sequence * tensor == devices and tensor <= MOST_TENSOR and data % slices == 0:
+        if (
+            data * fsdp * sequence * tensor == devices
+            and tensor <= MOST_TENSOR
+            and data % slices == 0
+        ):
             yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
 
 
@@ -171,7 +185,10 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = families.stacks(config.model)
-    summed = sum(blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory) for blocks in stacks)
+    summed = sum(
+        blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory)
+        for blocks in stacks
+    )
     read = sum(blocks.depth * (blocks.length + blocks.memory) for blocks in stacks)
     stream = 2 * rows * summed / mesh["sequence"] * sizes["embed"]
     keys = 4 * rows * read * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
@@ -179,16 +196,22 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     # Of experts a device gathers and sums its own; tokens are sent to them and back.
     weights -= 2 * estimates.expert_weights(program.definition) / mesh["tensor"] * ring["experts"]
     gathered = (2 + again) * weights * config.accumulation_steps
-    network = (ring["fsdp"] * (gathered + 2 * weights) + ring["data"] * 4 * weights / mesh["fsdp"]) / chip.ici_bandwidth
+    network = (
+        ring["fsdp"] * (gathered + 2 * weights) + ring["data"] * 4 * weights / mesh["fsdp"]
+    ) / chip.ici_bandwidth
     # What activations are summed or exchanged by is waited for, over one dimension of the torus.
-    copies = sizes["active"] * stream  # of a block's stream, there and back; it is counted for two branches
+    copies = (
+        sizes["active"] * stream
+    )  # of a block's stream, there and back; it is counted for two branches
     waited = ring["tensor"] * 2 * (2 + again) * stream + ring["sequence"] * (2 + again) * keys
     waited += ring["experts"] * (2 + again) * copies
     waits = waited * chip.torus / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
     loss = memory.loss(config, program.definition, program.layout)
-    waits += config.accumulation_steps * (loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops)
+    waits += config.accumulation_steps * (
+        loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops
+    )
     return max(compute, network) + 0.1 * min(compute, network) + waits
 
 
@@ -220,20 +243,34 @@ def search(
     chip, devices = topology.chip_of(name), topology.devices(name, slices)
     tried = list(candidates(config, chip, devices, slices, batches))
     if not tried:
-        raise MeshError(f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size")
+        raise MeshError(
+            f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size"
+        )
     room = [one for one in tried if one.bytes <= ROOM * chip.hbm_bytes]
     # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
-    chosen = different(sorted(room or tried, key=lambda one: one.pace if room else one.bytes), limit)
-    chosen = [candidate(config, chip, devices, slices), *chosen][: max(2, limit)]  # beside the run as it stands
+    chosen = different(
+        sorted(room or tried, key=lambda one: one.pace if room else one.bytes), limit
+    )
+    chosen = [candidate(config, chip, devices, slices), *chosen][
+        : max(2, limit)
+    ]  # beside the run as it stands
     lowered = assemble(chosen[0].config, devices).trace_train().lower().as_text()
-    seconds = len(chosen) * estimates.compile_seconds(len(lowered), estimates.operation_kib(config, chip))
+    seconds = len(chosen) * estimates.compile_seconds(
+        len(lowered), estimates.operation_kib(config, chip)
+    )
     minutes = max(1, round(seconds / 60))
     terminal.say(
         f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}: about {minutes} min of one core"
     )
     reports, refusals = [], []
     rows = record(tried, chosen, ROOM * chip.hbm_bytes)
-    about = {"recipe": config.recipe, "topology": name, "slices": slices, "estimated": len(tried), "rows": rows}
+    about = {
+        "recipe": config.recipe,
+        "topology": name,
+        "slices": slices,
+        "estimated": len(tried),
+        "rows": rows,
+    }
     keep(about)
     for number, one in enumerate(chosen, 1):
         expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
@@ -250,7 +287,12 @@ def search(
         terminal.say(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}")
         # Its own `flags` are the compiler's.
         report["compiler_flags"] = report.get("flags")
-        mine = {"flags": one.words, "kinds": one.kinds, "expected_seconds": one.seconds, "topology": name}
+        mine = {
+            "flags": one.words,
+            "kinds": one.kinds,
+            "expected_seconds": one.seconds,
+            "topology": name,
+        }
         reports.append({**report, **mine, "slices": slices})
         figures = {name: report.get(name) for name in FIGURES}
         rows[number - 1] |= {"outcome": "compiled", **figures}
@@ -278,7 +320,9 @@ FIGURES = (
 """What a record has of a report."""
 
 
-def record(tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float) -> list[dict[str, Any]]:
+def record(
+    tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float
+) -> list[dict[str, Any]]:
     """A row of each candidate, those to be compiled first and in their order, then the `MOST_ROWS` best of the others.
 
     Args:
@@ -287,7 +331,10 @@ def record(tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float)
         room: bytes of a chip that may be expected to be taken.
     """
     compiled = {id(one) for one in chosen}
-    rest = sorted((one for one in tried if id(one) not in compiled), key=lambda one: (one.bytes > room, one.pace))
+    rest = sorted(
+        (one for one in tried if id(one) not in compiled),
+        key=lambda one: (one.bytes > room, one.pace),
+    )
     return [
         {
             "flags": one.words,
@@ -310,7 +357,9 @@ def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
         limit: most that are returned.
     """
     best = ranked[0].kinds
-    variants = (next((one for one in ranked if one.kinds[name] != best[name]), None) for name in best)
+    variants = (
+        next((one for one in ranked if one.kinds[name] != best[name]), None) for name in best
+    )
     chosen = {id(one): one for one in (ranked[0], *variants, *ranked) if one is not None}
     return list(chosen.values())[:limit]
 
@@ -331,5 +380,7 @@ def table(reports: list[dict[str, Any]], title: str) -> str:
             bound, mfu = line["bound"], f"{line['mfu']:.1%}"
         fits, memory = "yes" if report["fits"] else "no", gib(report["peak_bytes_per_device"])
         expected = f"{report['expected_seconds']:.3g} s"
-        rows.append((report["flags"], fits, memory, expected, step, alone, bound.replace("_", " "), mfu))
+        rows.append(
+            (report["flags"], fits, memory, expected, step, alone, bound.replace("_", " "), mfu)
+        )
     return f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"

@@ -43,10 +43,14 @@ def chip_of(topology: str) -> Chip:
     """
     match = re.fullmatch(r"([\w ]+):(\d+(?:x\d+){1,2})", topology)
     if match is None:
-        raise TopologyError(f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC, such as {EXAMPLES}")
+        raise TopologyError(
+            f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC, such as {EXAMPLES}"
+        )
     name, dims = match[1], match[2].split("x")
     if name not in CHIPS:
-        raise TopologyError(f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}")
+        raise TopologyError(
+            f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}"
+        )
     chip = CHIPS[name]
     if len(dims) > chip.torus or math.prod(map(int, dims)) < 1:
         example = f"{name}:{'x'.join('4' * chip.torus)}"
@@ -81,7 +85,10 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
     ready()
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"wrap": wraps(topology), **({"num_slices": slices} if slices > 1 else {})}
+    options: dict[str, Any] = {
+        "wrap": wraps(topology),
+        **({"num_slices": slices} if slices > 1 else {}),
+    }
     if chip.name == "v4":
         # Both cores of a chip as one device, as on the machines.
         options["chip_config_name"] = "megacore"
@@ -91,7 +98,9 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
             described = topologies.get_topology_desc(platform="tpu", topology_name=named, **options)
     except Exception as error:  # jaxlib's own, with the reason in its text
         reason = str(error).partition(": ")[2] or str(error)
-        raise TopologyError(f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}") from error
+        raise TopologyError(
+            f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}"
+        ) from error
     return described.devices
 
 
@@ -120,7 +129,9 @@ def across(mesh: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for axis, name in enumerate(mesh.shape):
         first = tuple(slice(None) if other == axis else 0 for other in range(mesh.devices.ndim))
-        counts[name] = len({getattr(device, "slice_index", None) or 0 for device in mesh.devices[first]})
+        counts[name] = len(
+            {getattr(device, "slice_index", None) or 0 for device in mesh.devices[first]}
+        )
     return {name: count for name, count in counts.items() if count > 1}
 
 

@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     state = runs.whole_state(run.verified(), one)
     state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
     step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, files)
-    terminal.say(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
+    terminal.say(
+        f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}"
+    )
     if before.optimizer.clip_norm is not None:
         terminal.say(
             "note: the run clips gradients by their norm, and that is another in this form; where it clips, training differs"
@@ -73,7 +75,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(
-    state: TrainState, definition: Definition, before: Preset, after: Preset, optimizer: str = "adam"
+    state: TrainState,
+    definition: Definition,
+    before: Preset,
+    after: Preset,
+    optimizer: str = "adam",
 ) -> TrainState:
     """The state of a run under `before`, as the run under `after` would have it.
 
@@ -97,7 +103,9 @@ def convert(
     thetas = theta(definition, before, after, optimizer)
     moves = {
         name: ParamTransfer(
-            source=name, along=tuple(map(np.arange, w.shape)), scale=1 / np.asarray(thetas[name], float)
+            source=name,
+            along=tuple(map(np.arange, w.shape)),
+            scale=1 / np.asarray(thetas[name], float),
         )
         for name, w in state.params.items()
     }
@@ -105,7 +113,9 @@ def convert(
     return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), converted, state)
 
 
-def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> ParamValues:
+def theta(
+    definition: Definition, before: Preset, after: Preset, optimizer: str = "adam"
+) -> ParamValues:
     """Return how many times larger each parameter's multiplier is under `after`, by name, [] or [layers].
 
     Args:
@@ -123,7 +133,9 @@ def theta(definition: Definition, before: Preset, after: Preset, optimizer: str 
     thetas = {name: other.multiplier[name] / one.multiplier[name] for name in definition.specs}
     family = before.family(optimizer)
     for name, factor in thetas.items():
-        on_adam = family == "adam" or (family == "muon" and before.row(definition.specs[name]).muon is None)
+        on_adam = family == "adam" or (
+            family == "muon" and before.row(definition.specs[name]).muon is None
+        )
         for column, power in {"lr": -2 if family == "sgd" else -1, "eps": int(on_adam)}.items():
             target = getattr(one, column)[name] * factor**power
             if abs(getattr(other, column)[name] / target - 1).max() > 1e-5:

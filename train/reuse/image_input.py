@@ -44,12 +44,15 @@ class ImageInput(NamedTuple):
             return "since the source has the same classes in another order"
         if sorted(map(str.casefold, names)) == sorted(map(str.casefold, classes)):
             ours, theirs = (
-                [name for name in some if name not in other] for some, other in ((classes, names), (names, classes))
+                [name for name in some if name not in other]
+                for some, other in ((classes, names), (names, classes))
             )
             return f"since the source writes {_listed(theirs)} for {_listed(ours)}; folders of those names keep its readout"
         if strange := [name for name in classes if name not in names]:
             return f"since the source has no {_listed(strange)} among its {len(names)} classes ({_listed(names)})"
-        return f"since the source has {_listed([name for name in names if name not in classes])} too"
+        return (
+            f"since the source has {_listed([name for name in names if name not in classes])} too"
+        )
 
     def name(self, label: int) -> str:
         """What a class is called, without characters that a terminal would obey; its number where it has no name."""
@@ -82,7 +85,11 @@ def recorded(fields: Mapping[str, Any], model: ImageModel, where: str) -> ImageI
         if pixels is not None:
             settings = pixels_from_json(pixels, model.image_size)
         else:
-            settings = OLDER_PIXELS if str(fields.get("name")).startswith(("images:", "imagenet")) else ONE_SIZE
+            settings = (
+                OLDER_PIXELS
+                if str(fields.get("name")).startswith(("images:", "imagenet"))
+                else ONE_SIZE
+            )
         settings.check(model.image_size, model.channels)
         return ImageInput(None if names is None else checked_names(names, model), settings)
     except ConfigError as error:
@@ -99,5 +106,7 @@ def checked_names(names: Any, model: ImageModel) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"class_names is {names!r:.60}, not a list of names")
     if len(names) != model.num_classes:
-        raise ConfigError(f"class_names has {len(names)} names, and the model has {model.num_classes} classes")
+        raise ConfigError(
+            f"class_names has {len(names)} names, and the model has {model.num_classes} classes"
+        )
     return tuple(names)

@@ -112,15 +112,22 @@ class Model:
             self._tokenizer = self._opened.tokenizer()
         if self.config.model.denoises:
             return self._rewrite(prompt, tokens, seed, sampling)
-        prompt_ids = prompt_of(self._opened, self._tokenizer, prompt.encode("utf-8", "surrogateescape"))
-        own = None if sampling.top_k is not None else sampling  # a generator for a top_k has its sampling already
+        prompt_ids = prompt_of(
+            self._opened, self._tokenizer, prompt.encode("utf-8", "surrogateescape")
+        )
+        own = (
+            None if sampling.top_k is not None else sampling
+        )  # a generator for a top_k has its sampling already
         stream = self._text_generator(sampling).stream(prompt_ids, tokens, seed, sampling=own)
         decoder = Detokenizer(self._tokenizer, prompt_ids.tolist())
         pieces = [decoder.add(part[0].tolist()) for part in stream]
         return "".join([*pieces, decoder.finish()])
 
     def predict(
-        self, images: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, top: int | None = None
+        self,
+        images: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        top: int | None = None,
     ) -> list[Prediction]:
         """Return the classes of image files with probabilities, as `mupax predict` prints them.
 
@@ -169,7 +176,9 @@ class Model:
                 self._params = self._opened.params(self._program.abstract)
                 # Weights alone are refused where they are read; a run may be looked at for its NaN.
                 if wrong := source.not_finite(self._params):
-                    terminal.note(f"caution: {self._opened.path} has NaN or infinite values in {first_of([*wrong])}")
+                    terminal.note(
+                        f"caution: {self._opened.path} has NaN or infinite values in {first_of([*wrong])}"
+                    )
             inputs = self._program.step_inputs()
             self._generators[key] = Generator(self._program, self._params, inputs, sampling=key)
         return self._generators[key]

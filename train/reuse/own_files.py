@@ -11,7 +11,10 @@ from mupax.train.config.data import DataConfig
 
 
 def settings(
-    recorded: DataConfig, facts: Mapping[str, Any], own: Assets | None, current: DataConfig | None = None
+    recorded: DataConfig,
+    facts: Mapping[str, Any],
+    own: Assets | None,
+    current: DataConfig | None = None,
 ) -> DataConfig:
     """Return settings of data whose tokenizer and chat template are the run's own files.
 

@@ -61,9 +61,13 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         module = inside.partition(".")[0].removesuffix("_gain")
         of = spec.of or spec.role
         if of is Role.LORA_B and spec.adapts:
-            of = spec.adapts.role  # with A's multiplier in A, B has what is left of the matrix' scale
+            of = (
+                spec.adapts.role
+            )  # with A's multiplier in A, B has what is left of the matrix' scale
         of = Role.MLP_OUT if of is Role.EXPERT_OUT else of  # in its place
-        last = spec.role is Role.NORM_GAIN or of not in gains  # of what a matrix' output is taken times
+        last = (
+            spec.role is Role.NORM_GAIN or of not in gains
+        )  # of what a matrix' output is taken times
         match of:
             case Role.QUERY if last:
                 logits = _factor(definition, factors, f"{stack}block.{module}.logit_scale")
@@ -129,7 +133,9 @@ def logits_of(definition: Definition, factors: Factors) -> Any:
     return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else number(numbers)
 
 
-def preset_record(fields: PresetConfig, preset: Preset, model: Definition, factors: Factors) -> dict[str, Any]:
+def preset_record(
+    fields: PresetConfig, preset: Preset, model: Definition, factors: Factors
+) -> dict[str, Any]:
     """What is written beside weights: the preset, its forward factors, and what each weight is taken times to be plain.
 
     `norm_eps_times` is there where the stream's skips were absorbed: up to so many times the eps of a norm counts, which
@@ -145,11 +151,21 @@ def preset_record(fields: PresetConfig, preset: Preset, model: Definition, facto
     for name, declared in model.factors.items():
         if name in factors.forward:  # by kind, and by name those of other stacks and branches
             names[declared["kind"] if declared["kind"] not in names else name] = name
-    skips = [factors.forward[name] for name in names.values() if model.factors[name]["kind"] == "skip"]
+    skips = [
+        factors.forward[name] for name in names.values() if model.factors[name]["kind"] == "skip"
+    ]
     return {
-        **({"norm_eps_times": max(float(np.prod(skip, dtype=np.float64) ** -2) for skip in skips)} if skips else {}),
+        **(
+            {"norm_eps_times": max(float(np.prod(skip, dtype=np.float64) ** -2) for skip in skips)}
+            if skips
+            else {}
+        ),
         "described": preset.describe(),
-        "fields": {name: value for name, value in vars(fields).items() if value not in (None, (), False, "none")},
+        "fields": {
+            name: value
+            for name, value in vars(fields).items()
+            if value not in (None, (), False, "none")
+        },
         "base": dict(preset.base) if preset.base else None,
         "factors": {key: number(factors.forward[name]) for key, name in names.items()},
         "scales": {name: number(scale) for name, scale in scales(model, factors).items()},
@@ -166,9 +182,14 @@ def _branch(definition: Definition, factors: Factors, block: str, module: str) -
     if f"{block}branch" not in definition.factors:
         return np.ones(())
     skip = _factor(definition, factors, f"{block}skip")
-    branch = _factor(definition, factors, f"{block}branch") / np.cumprod(skip.reshape(-1)).reshape(skip.shape)
+    branch = _factor(definition, factors, f"{block}branch") / np.cumprod(skip.reshape(-1)).reshape(
+        skip.shape
+    )
     return branch[
-        :, definition.factors[f"{block}branch"]["stack"].branches.index("mlp" if module == "experts" else module)
+        :,
+        definition.factors[f"{block}branch"]["stack"].branches.index(
+            "mlp" if module == "experts" else module
+        ),
     ]
 
 

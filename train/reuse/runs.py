@@ -40,11 +40,19 @@ def whole_state(folder: Path, program: Program) -> TrainState:
         WeightsError: the checkpoint holds another state than the config says.
     """
     abstract = program.abstract.arrays()
-    fit.check_arrays(abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory")
+    fit.check_arrays(
+        abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory"
+    )
     stored = checkpoints_folder.metadata(folder.absolute())
-    if [leaf.shape for leaf in jax.tree.leaves(stored)] != [leaf.shape for leaf in jax.tree.leaves(abstract)]:
-        raise WeightsError(f"{folder}: the checkpoint holds another state than {workdir.RECORD} says")
-    return TrainState(**disk.Patience()(lambda: checkpoints_folder.loaded(folder.absolute(), abstract), folder))
+    if [leaf.shape for leaf in jax.tree.leaves(stored)] != [
+        leaf.shape for leaf in jax.tree.leaves(abstract)
+    ]:
+        raise WeightsError(
+            f"{folder}: the checkpoint holds another state than {workdir.RECORD} says"
+        )
+    return TrainState(
+        **disk.Patience()(lambda: checkpoints_folder.loaded(folder.absolute(), abstract), folder)
+    )
 
 
 def write(

@@ -76,7 +76,10 @@ class WeightsSource(NamedTuple):
     @property
     def logits(self) -> Any:
         """What attention logits are taken times there: a number, or one per layer."""
-        factors, standard = self.preset.get("factors"), self.model.sizes().get("head_dim", 1) ** -0.5
+        factors, standard = (
+            self.preset.get("factors"),
+            self.model.sizes().get("head_dim", 1) ** -0.5,
+        )
         return factors.get("logits", standard) if isinstance(factors, dict) else standard
 
 
@@ -94,9 +97,14 @@ def check_finite(params: Params, path: Path, *, is_run: bool) -> None:
     wrong = not_finite(params)
     if wrong:
         named = [
-            f"{ascii(name)[1:-1][:60]} ({count:,} of {params[name].size:,} values)" for name, count in wrong.items()
+            f"{ascii(name)[1:-1][:60]} ({count:,} of {params[name].size:,} values)"
+            for name, count in wrong.items()
         ]
-        advice = "give an earlier step of the run" if is_run else "get the file again, or another version of it"
+        advice = (
+            "give an earlier step of the run"
+            if is_run
+            else "get the file again, or another version of it"
+        )
         raise WeightsError(f"{path}: NaN or infinite values in {first_of(named)}; {advice}")
 
 
@@ -133,7 +141,11 @@ def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> Weigh
     # Counted first: a model may be built only if it is no larger than the file.
     if families.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
-    check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
+    check_shapes(
+        files.shapes,
+        definition(model),
+        f"{path}: the weights are of another model than {MODEL} says",
+    )
     _check_memory(files, path)
     scales = _scales(preset, files)
     params = {name: files.read(name) for name in files.shapes}
@@ -151,9 +163,15 @@ def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
     files = Tensors(path)
     _check_memory(files, path)
     loaded = weights.from_huggingface(files, described)
-    notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
+    notes = (
+        [f"not read, and read by no model here: {first_of(loaded.dropped)}"]
+        if loaded.dropped
+        else []
+    )
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
-    return WeightsSource(described.model, loaded.params, dict.fromkeys(loaded.params, np.ones(())), {}, notes)
+    return WeightsSource(
+        described.model, loaded.params, dict.fromkeys(loaded.params, np.ones(())), {}, notes
+    )
 
 
 def trained(run: LoadedRun) -> WeightsSource:
@@ -187,7 +205,9 @@ def _scales(preset: Any, files: Tensors) -> plain.Scales:
     for name in [*files.shapes, plain.GAIN]:
         value = recorded.get(name, 1.0 if name == plain.GAIN else None)
         numbers = value if isinstance(value, list) else [value]
-        fits = not isinstance(value, list) or (name in files.shapes and [len(value)] == list(files.shapes[name][:1]))
+        fits = not isinstance(value, list) or (
+            name in files.shapes and [len(value)] == list(files.shapes[name][:1])
+        )
         if not fits or not all(type(n) in (int, float) and 0 < abs(n) < 1e30 for n in numbers):
             raise WeightsError(f"{files.path}: {MODEL} has no usable scale for {name[:60]!a}")
         scales[name] = np.asarray(value, np.float64)
@@ -200,7 +220,11 @@ def _check_memory(files: Tensors, path: Path) -> None:
     """Refuse weights that do not fit into memory, where they are float32."""
     count = sum(math.prod(shape) for shape in files.shapes.values())
     bytes_needed = count * np.dtype(np.float32).itemsize
-    memory.check(bytes_needed, f"the weights in {path}", "Take a machine with more memory, or a smaller model")
+    memory.check(
+        bytes_needed,
+        f"the weights in {path}",
+        "Take a machine with more memory, or a smaller model",
+    )
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:

@@ -87,7 +87,9 @@ def locate(path: Path) -> Place:
         problem = error
     if "model_type" in fields:
         return Place("published", weights, folder, fields)
-    if "config" in fields or newest_record(folder / CHECKPOINTS):  # checkpoints keep copies of a run's record
+    if "config" in fields or newest_record(
+        folder / CHECKPOINTS
+    ):  # checkpoints keep copies of a run's record
         return Place("run", folder, folder, {})
     if disk.status(folder / CONFIG) is None:
         raise _nothing_at(path)
@@ -119,7 +121,9 @@ def _folder_of(path: Path) -> Path:
         return path
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return path.parent
-    raise WeightsError(f"{path} is a file, and no safetensors; give the folder of a run or of weights")
+    raise WeightsError(
+        f"{path} is a file, and no safetensors; give the folder of a run or of weights"
+    )
 
 
 def _has_weights(folder: Path) -> bool:
@@ -131,9 +135,13 @@ def _nothing_at(path: Path) -> WeightsError:
     """Return the error for a path at which there is no model."""
     name = str(path)
     if name in RECIPES:
-        return WeightsError(f"{name} is a recipe, and no run; train it by `mupax train {name}`, and give its workdir")
+        return WeightsError(
+            f"{name} is a recipe, and no run; train it by `mupax train {name}`, and give its workdir"
+        )
     if name in tuned.files():
-        return WeightsError(f"{name} is a tuned preset, and no run; train with --preset {name}, and give the workdir")
+        return WeightsError(
+            f"{name} is a tuned preset, and no run; train with --preset {name}, and give the workdir"
+        )
     text = f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
     text += "a folder of `mupax import`, or one of Hugging Face with config.json and safetensors"
     if not path.exists():
@@ -223,7 +231,10 @@ class TrainedModel:
         for note in plain_weights.notes:
             terminal.note(f"note: {note}")
         placed = transplant.place(plain_weights, model, factors)
-        return {name: jax.device_put(placed[name], leaf.sharding) for name, leaf in abstract.params.items()}
+        return {
+            name: jax.device_put(placed[name], leaf.sharding)
+            for name, leaf in abstract.params.items()
+        }
 
     def plain_weights(self, part: Literal["params", "ema"] = "params") -> WeightsSource:
         """Return the weights of the plain network on the host.
@@ -237,19 +248,25 @@ class TrainedModel:
         """
         run = self.run
         if part == "ema" and run is None:
-            raise WeightsError(f"{self.path}: holds weights, and no moving average beside them; leave --init-ema out")
+            raise WeightsError(
+                f"{self.path}: holds weights, and no moving average beside them; leave --init-ema out"
+            )
         if part == "ema" and self.config.ema.decay is None:
             raise WeightsError(
                 f"{self.workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out"
             )
         if run is not None:
-            weights = source.trained(run._replace(weights=part))._replace(run=(self.config, self.facts))
+            weights = source.trained(run._replace(weights=part))._replace(
+                run=(self.config, self.facts)
+            )
         elif self.place.kind == "imported":
             weights = source.imported(self.place.path, self.model, self.place.fields)
         else:
             weights = source.published(self.place.path, self.place.fields)
         notes = [*weights.notes, *self.notes]
-        weights = weights._replace(notes=notes, images=self.images, assets=self.assets, text_ids=self.text_ids)
+        weights = weights._replace(
+            notes=notes, images=self.images, assets=self.assets, text_ids=self.text_ids
+        )
         source.check_finite(weights.stored, self.path, is_run=run is not None)
         return weights
 
@@ -277,7 +294,9 @@ class TrainedModel:
         tokenizer: Any = named_tokenizers.opened(name, config.data.separator)
         if tokenizer is None:
             note = functools.partial(print, file=sys.stderr)
-            tokenizer = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer
+            tokenizer = data_sources.load(
+                config.data, config.model, seed=config.data_seed, note=note
+            ).tokenizer
         key = self.facts.get("tokenizer")
         if key not in (None, tokenizer.key):
             raise data_sources.DataError(
@@ -303,7 +322,9 @@ class TrainedModel:
             file = path_of(data.tokenizer)
             return file if file.is_file() else None
         file = path_of(own_files.settings(data, self.facts, self.assets).tokenizer)
-        is_own = file.is_file() and tokenizer.Subwords(file, data.separator).key == self.facts.get("tokenizer")
+        is_own = file.is_file() and tokenizer.Subwords(file, data.separator).key == self.facts.get(
+            "tokenizer"
+        )
         return file if is_own else None
 
     def template(self, file: str | None = None) -> Template | None:
@@ -335,7 +356,9 @@ class TrainedModel:
 
     def _other_family(self, command: str, families: str) -> WeightsError:
         model = self.model
-        reads = "images; `mupax predict` is" if model.task == "images" else "text; `mupax generate` is"
+        reads = (
+            "images; `mupax predict` is" if model.task == "images" else "text; `mupax generate` is"
+        )
         article = "an" if model.family[:1] in "aeiou" else "a"
         return WeightsError(
             f"{self.path} holds {article} {model.family}, and {command} is for {families}; this model reads {reads} for it"
@@ -389,7 +412,11 @@ def open_model(
         MupaxError: as `describe`.
     """
     model = describe(path, step, average, needs_run=needs_run)
-    named = {name: value for name, value in (("tokenizer", tokenizer), ("separator", separator)) if value is not None}
+    named = {
+        name: value
+        for name, value in (("tokenizer", tokenizer), ("separator", separator))
+        if value is not None
+    }
     data = model.config.data
     if model.run is not None:
         data = own_files.settings(data, model.run.facts, model.assets)
@@ -403,7 +430,9 @@ def open_model(
     return dataclasses.replace(model, config=dataclasses.replace(model.config, data=data))
 
 
-def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params") -> WeightsSource:
+def read(
+    path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params"
+) -> WeightsSource:
     """Return the weights of the plain network at a path.
 
     Args:
@@ -441,7 +470,9 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
     if place.kind == "imported":
         model = _imported_model(folder, fields)
         record = fields.get("preset")
-        preset = preset_from_json((record.get("fields") if isinstance(record, Mapping) else None) or {})
+        preset = preset_from_json(
+            (record.get("fields") if isinstance(record, Mapping) else None) or {}
+        )
         images = _recorded_images(fields, model, folder / MODEL)
         ids: Any = fields.get("text_ids", {})
         reads_bytes = fields.get("tokenizer") == "bytes"
@@ -466,7 +497,13 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
         place=place,
         path=path,
         workdir=folder,
-        config=Config(recipe="weights", model=model, data=data, preset=preset or PresetConfig(name="sp"), steps=1),
+        config=Config(
+            recipe="weights",
+            model=model,
+            data=data,
+            preset=preset or PresetConfig(name="sp"),
+            steps=1,
+        ),
         facts={} if names is None else {"class_names": list(names)},
         preset=preset,
         images=images,
@@ -475,7 +512,9 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
     )
 
 
-def _text_settings(folder: Path, model: ModelConfig, reads_bytes: bool, ids: TextIds) -> dict[str, Any]:
+def _text_settings(
+    folder: Path, model: ModelConfig, reads_bytes: bool, ids: TextIds
+) -> dict[str, Any]:
     """Return the settings of data that say how weights without a run read text."""
     file = folder / tokenizer_files.TOKENIZER
     if model.task != "tokens":
@@ -489,13 +528,19 @@ def _text_settings(folder: Path, model: ModelConfig, reads_bytes: bool, ids: Tex
 
 def _imported_model(folder: Path, record: Mapping[str, Any]) -> ModelConfig:
     if record.get("format") != FORMAT:
-        raise WeightsError(f"{folder}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}")
+        raise WeightsError(
+            f"{folder}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}"
+        )
     return model_from_json(record.get("model", {}))
 
 
-def _recorded_images(record: Mapping[str, Any], model: ModelConfig, where: Path) -> ImageInput | None:
+def _recorded_images(
+    record: Mapping[str, Any], model: ModelConfig, where: Path
+) -> ImageInput | None:
     """Return class names and preprocessing that a record of a model of images holds; None for a model of text."""
-    return image_input.recorded(record, model, str(where)) if isinstance(model, ImageModel) else None
+    return (
+        image_input.recorded(record, model, str(where)) if isinstance(model, ImageModel) else None
+    )
 
 
 def _published_images(

@@ -90,7 +90,9 @@ class ParamTransfer:
             power: of the gradients in it: 1 or, of squares, 2.
         """
         along = self.moments_along or self.along
-        values = np.where(self.transplanted(along), self._entries(_float32(old), along), np.float32(0))
+        values = np.where(
+            self.transplanted(along), self._entries(_float32(old), along), np.float32(0)
+        )
         # Gradients of copies add up to that of the original; of squares the sum stays too, as for independent ones.
         return plain.times(values / self.copies if self.copies > 1 else values, self.scale**-power)
 
@@ -107,7 +109,9 @@ class ParamTransfer:
     def times(self) -> str:
         """The scale in words; empty where it is 1."""
         low, high = float(np.min(self.scale)), float(np.max(self.scale))
-        return "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
+        return (
+            "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
+        )
 
 
 class Row(NamedTuple):
@@ -136,7 +140,12 @@ class ScaledModel:
     def of(cls, program: Program) -> ScaledModel:
         """A run's model under its preset."""
         model, factors = program.definition, program.inputs.factors
-        return cls(program.config.model, model, plain.scales(model, factors), plain.logits_of(model, factors))
+        return cls(
+            program.config.model,
+            model,
+            plain.scales(model, factors),
+            plain.logits_of(model, factors),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +157,11 @@ class Plan:
 
     def fresh(self) -> set[str]:
         """Parameters with entries that do not come from the source alone."""
-        moved = {name for name, move in self.moves.items() if np.all(move.transplanted()) and move.apart is None}
+        moved = {
+            name
+            for name, move in self.moves.items()
+            if np.all(move.transplanted()) and move.apart is None
+        }
         return {row.name for row in self.rows if row.here is not None} - moved
 
 
@@ -180,7 +193,9 @@ def role_of(spec: ParamSpec) -> str:
 
 def sides(along: Sequence[Index]) -> list[np.ndarray]:
     """Whether the indices of each axis come from the source; they broadcast against the array."""
-    return [(index >= 0).reshape(-1, *[1] * (len(along) - axis - 1)) for axis, index in enumerate(along)]
+    return [
+        (index >= 0).reshape(-1, *[1] * (len(along) - axis - 1)) for axis, index in enumerate(along)
+    ]
 
 
 def first(before: int, after: int) -> Index:
@@ -215,18 +230,27 @@ def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) ->
         after: the model that they are for. Tokens before the patches that only it has get rows of zeros.
     """
     old, new = before.position_grid, after.position_grid
-    own, width = position_TD.shape[0] - old**2, position_TD.shape[1]  # rows of the class token and registers, first
+    own, width = (
+        position_TD.shape[0] - old**2,
+        position_TD.shape[1],
+    )  # rows of the class token and registers, first
     grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, width)
     if old != new:
         # Smaller grids are filtered before they are sampled (antialias), as timm does it.
-        grid_GGD = np.asarray(jax.image.resize(grid_GGD, (new, new, width), "bicubic", antialias=True))
+        grid_GGD = np.asarray(
+            jax.image.resize(grid_GGD, (new, new, width), "bicubic", antialias=True)
+        )
     leading_RD = np.zeros_like(position_TD, shape=(after.sizes()["position"] - new**2, width))
     leading_RD[:own] = position_TD[:own][: len(leading_RD)]
     return np.concatenate([leading_RD, grid_GGD.reshape(-1, width)]).astype(np.float32)
 
 
 def state(
-    moves: Mapping[str, ParamTransfer], old: TrainState, fresh: Params, opt_state: Any, optimizer: str
+    moves: Mapping[str, ParamTransfer],
+    old: TrainState,
+    fresh: Params,
+    opt_state: Any,
+    optimizer: str,
 ) -> TrainState:
     """The whole state of a run as another's; raises as `optimizer_state`.
 
@@ -237,7 +261,9 @@ def state(
         opt_state: as `new` of `optimizer_state`.
         optimizer: the name of both.
     """
-    params, average = (None if w is None else parameters(moves, w, fresh) for w in (old.params, old.ema))
+    params, average = (
+        None if w is None else parameters(moves, w, fresh) for w in (old.params, old.ema)
+    )
     moments = optimizer_state(moves, old.opt_state, opt_state, optimizer)
     return old._replace(params=params, opt_state=moments, ema=average)
 
@@ -251,7 +277,9 @@ def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh
         fresh: initial ones, for those without a move and for new entries.
     """
     return {
-        name: moves[name].weights(old[moves[name].source], fresh.get(name)) if name in moves else _float32(fresh[name])
+        name: moves[name].weights(old[moves[name].source], fresh.get(name))
+        if name in moves
+        else _float32(fresh[name])
         for name in {**moves, **fresh}
     }
 
@@ -274,7 +302,9 @@ def overshoot(config: OptimizerConfig) -> float:
     Args:
         config: the optimizer.
     """
-    constant = dataclasses.replace(config, clip_norm=None, weight_decay=0.0, schedule="constant", warmup_steps=0)
+    constant = dataclasses.replace(
+        config, clip_norm=None, weight_decay=0.0, schedule="constant", warmup_steps=0
+    )
     tx = build(constant, {"gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",))})
     one = {"gain": jnp.float32(1)}
     factors = Factors(multiplier=one, lr=one, eps=one, weight_decay=one, forward={})
@@ -317,7 +347,9 @@ def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
         optimizer: name of the whole.
     """
     fields = getattr(opt_state, "_fields", ())
-    return {field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields}
+    return {
+        field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields
+    }
 
 
 def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, optimizer: str) -> Any:
@@ -351,7 +383,10 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
             raise TransplantError(
                 "the optimizers' chains differ in length; take the same optimizer, or start its state anew"
             )
-        parts = [optimizer_state(moves, before, after, optimizer) for before, after in zip(old, new, strict=True)]
+        parts = [
+            optimizer_state(moves, before, after, optimizer)
+            for before, after in zip(old, new, strict=True)
+        ]
         return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
     return old
 
@@ -383,15 +418,23 @@ def place(source: WeightsSource, definition: Definition, factors: Factors) -> di
     """
     scales = plain.scales(definition, factors)
     before = ScaledModel(source.model, definition, source.scales, source.logits)
-    check_unmovable(before, ScaledModel(source.model, definition, scales, plain.logits_of(definition, factors)))
+    check_unmovable(
+        before, ScaledModel(source.model, definition, scales, plain.logits_of(definition, factors))
+    )
     params = dict(source.params)
     gain = plain.GAIN
-    if gain in params and gain not in definition.abstract and (params[gain] == np.float32(scales.get(gain, 1))).all():
+    if (
+        gain in params
+        and gain not in definition.abstract
+        and (params[gain] == np.float32(scales.get(gain, 1))).all()
+    ):
         del params[gain]  # the readout's multiplier alone, which this model has as such
     shapes = {name: value.shape for name, value in params.items()}
     check_shapes(shapes, definition, "the weights are of another model")
     restored = plain.restore_multipliers(params, scales)
-    return {name: np.asarray(restored[name], leaf.dtype) for name, leaf in definition.abstract.items()}
+    return {
+        name: np.asarray(restored[name], leaf.dtype) for name, leaf in definition.abstract.items()
+    }
 
 
 def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -417,7 +460,10 @@ def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> Non
     """
     table = [("parameter", "role", "there", "here", "", "why")]
     for row in rows:
-        there, here = ("x".join(map(str, shape)) if shape is not None else "" for shape in (row.there, row.here))
+        there, here = (
+            "x".join(map(str, shape)) if shape is not None else ""
+            for shape in (row.there, row.here)
+        )
         table.append((row.name, row.role, there, here, row.action, row.reason))
     actions = [row.action for row in rows]
     counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))

@@ -73,7 +73,9 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
     return loop.run(command.config)
 
 
-def _recipe_or_record(name: str, words: Sequence[str]) -> tuple[Callable[[], Config], Sequence[str]]:
+def _recipe_or_record(
+    name: str, words: Sequence[str]
+) -> tuple[Callable[[], Config], Sequence[str]]:
     """Return what makes the config that the words change, and the words.
 
     A run that goes on and whose tuned preset no longer comes with mupax starts from its own
@@ -92,8 +94,12 @@ def _recipe_or_record(name: str, words: Sequence[str]) -> tuple[Callable[[], Con
     fields = workdir.recorded(path_of(place)) if moved else {}
     if moved is None or not fields:
         return recipe, words
-    terminal.note(f"note: {moved} no longer comes with mupax; its numbers are those that {place} has recorded")
-    return files.of_one_record(fields["config"], f"{place}/config.json"), tuned.without_preset(words)
+    terminal.note(
+        f"note: {moved} no longer comes with mupax; its numbers are those that {place} has recorded"
+    )
+    return files.of_one_record(fields["config"], f"{place}/config.json"), tuned.without_preset(
+        words
+    )
 
 
 def _run_to_go_on_with(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
@@ -110,9 +116,13 @@ def _run_to_go_on_with(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
     wrong = f"the first word is a recipe, not a flag such as {argv[0].partition('=')[0]}"
     lists = "`mupax train --help` lists the recipes"
     if place is None or place.startswith("--"):
-        raise command_line.UsageError(f"{wrong}; to go on with a run write --resume --workdir FOLDER; {lists}")
+        raise command_line.UsageError(
+            f"{wrong}; to go on with a run write --resume --workdir FOLDER; {lists}"
+        )
     fields = workdir.read_record(path_of(place))
     if "--resume" not in argv:
-        raise command_line.UsageError(f"{wrong}; {place} holds a run: add --resume to go on with it; {lists}")
+        raise command_line.UsageError(
+            f"{wrong}; {place} holds a run: add --resume to go on with it; {lists}"
+        )
     record = files.of_one_record(fields["config"], f"{place}/config.json")
     return str(fields["config"].get("recipe")), record

@@ -27,7 +27,10 @@ from mupax.train.core.state import TrainState
 from mupax.train.parallel.sharding import described
 from mupax.zoo import families
 
-GRACES = {"a spot machine of Google Cloud": 30, "SLURM's --signal=TERM@120 or a spot machine of AWS": 120}
+GRACES = {
+    "a spot machine of Google Cloud": 30,
+    "SLURM's --signal=TERM@120 or a spot machine of AWS": 120,
+}
 """Seconds from SIGTERM to the end, the shortest first."""
 _ARRAYS, _MOST = 8, 128 * 2**20
 """Arrays of the state that is saved to see how long that takes, and the most bytes of all of them: seconds on most disks."""
@@ -45,9 +48,13 @@ def rows(workdir: str, state: Any) -> dict[str, str]:
     try:
         took = seconds(workdir, size)
     except Exception as error:  # of any storage: a dry run is not for finding out why
-        return {"a save": f"{shown}; its time is unknown, {workdir} takes no test of its speed ({error})"}
+        return {
+            "a save": f"{shown}; its time is unknown, {workdir} takes no test of its speed ({error})"
+        }
     text = f"about {took:.2g} s: {shown}, as measured there now"
-    if late := [f"{grace} s that {who} leaves" for who, grace in GRACES.items() if took > grace / 2]:
+    if late := [
+        f"{grace} s that {who} leaves" for who, grace in GRACES.items() if took > grace / 2
+    ]:
         text += (
             f". Caution: with the steps under way it may not fit into the {' or the '.join(late)} after SIGTERM; "
             "what is lost is then at most --checkpoint.every-steps. A faster --workdir or more hosts shorten it"
@@ -62,7 +69,9 @@ def saved_bytes(state: Any) -> int:
         shards = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         part = leaf.sharding.shard_shape(leaf.shape)
         total += (
-            len({str(index) for index in shards}) * jax.ShapeDtypeStruct(part, leaf.dtype).size * leaf.dtype.itemsize
+            len({str(index) for index in shards})
+            * jax.ShapeDtypeStruct(part, leaf.dtype).size
+            * leaf.dtype.itemsize
         )
     return total
 
@@ -79,13 +88,17 @@ def seconds(workdir: str, size: int) -> float:
     """
     folder, part = path_of(workdir), max(min(size, _MOST) // _ARRAYS, 1)
     if not is_remote(folder):
-        folder = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        folder = next(
+            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
+        )
         if shutil.disk_usage(folder).free < 4 * part * _ARRAYS:
             raise OSError("it is nearly full")
     probe = folder / f".speed-{secrets.token_hex(4)}"
     try:
         with Checkpoints(probe, CheckpointConfig(keep=1), note=lambda text: None) as checkpoints:
-            first, whole = (_saved(checkpoints, step, content) for step, content in enumerate((1, part), 1))
+            first, whole = (
+                _saved(checkpoints, step, content) for step, content in enumerate((1, part), 1)
+            )
     finally:
         remove_tree(probe)
     return first + whole * size / (part * _ARRAYS)
@@ -96,7 +109,8 @@ class _State:
 
     def __init__(self, part: int) -> None:
         self._arrays = {
-            str(i): jax.device_put(np.frombuffer(secrets.token_bytes(part), np.uint8)) for i in range(_ARRAYS)
+            str(i): jax.device_put(np.frombuffer(secrets.token_bytes(part), np.uint8))
+            for i in range(_ARRAYS)
         }
 
     def arrays(self) -> dict[str, jax.Array]:
@@ -155,7 +169,9 @@ def _parameters(program: Program) -> str:
                 factors.weight_decay[name] * decay,
             ]
         axes = itertools.zip_longest(leaf.shape, leaf.sharding.spec)
-        shape = "x".join(f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes)
+        shape = "x".join(
+            f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes
+        )
         cells = [*map(_number, numbers), *([] if name in program.trained else ["frozen", "", ""])]
         rows.append([name, shape, *cells])
     return f"{title}\n{terminal.table(rows, left=('name', 'shape'))}\n"
@@ -180,7 +196,8 @@ def _print_beside_source(program: Program, published_use: str) -> None:
             "std": float(program.stds[name].flat[0]),
             "lr": float(numbers.lr[name].flat[0]) * optimizer.peak_lr,
             "eps": float(numbers.eps[name].flat[0]) * optimizer.eps,
-            "wd": float(numbers.weight_decay[name].flat[0]) * float(program.inputs.hyper.weight_decay),
+            "wd": float(numbers.weight_decay[name].flat[0])
+            * float(program.inputs.hyper.weight_decay),
         }
         for name, spec in program.definition.specs.items()
         if name in program.trained
@@ -200,7 +217,9 @@ def _costs(program: Program) -> str:
     unit, per_step = model.unit, config.data.batch_size * model.units
     train_flops = families.train_flops(model)
     leaves = jax.tree.leaves(program.abstract)
-    state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    state = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
     costs = {
         "parameters": f"{program.definition.count():,}"
         + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
@@ -219,13 +238,19 @@ def _costs(program: Program) -> str:
         costs["mesh"] += f"; {absent} of them are not here, where a run would be refused"
     if usage := fit.needs(program):
         how = "compiled for this mesh" if usage.compiled else "estimated from the step of one"
-        costs["step needs"] = f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
+        costs["step needs"] = (
+            f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
+        )
         if usage.saved:
-            costs["a checkpoint needs"] = f"{terminal.gib(usage.saved)} for a copy of the state while steps go on"
+            costs["a checkpoint needs"] = (
+                f"{terminal.gib(usage.saved)} for a copy of the state while steps go on"
+            )
         costs["peak per device"] = f"about {terminal.gib(usage.peak)}"
         limit = fit.room(program.mesh.devices.flat[0])
         if limit:
             problem = fit.verdict(program, usage, limit)
-            costs["does not fit" if problem else "fits"] = problem or f"{terminal.gib(limit)} a device"
+            costs["does not fit" if problem else "fits"] = (
+                problem or f"{terminal.gib(limit)} a device"
+            )
     costs |= rows(config.workdir or f"runs/{config.recipe}", program.abstract)
     return f"cost\n{terminal.table([*costs.items()], indent=1)}"

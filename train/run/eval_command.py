@@ -53,11 +53,17 @@ class Evaluate(ModelFlags):
         super().__post_init__()
         for name in ("tasks_from", "limit", "shots"):
             if getattr(self, name) is not None and not self.tasks:
-                raise command_line.UsageError(f"--{name.replace('_', '-')} is of tasks; add --tasks TASK")
+                raise command_line.UsageError(
+                    f"--{name.replace('_', '-')} is of tasks; add --tasks TASK"
+                )
         if self.limit is not None and self.limit < 1:
-            raise command_line.UsageError(f"--limit is {self.limit}; write a whole number of at least 1")
+            raise command_line.UsageError(
+                f"--limit is {self.limit}; write a whole number of at least 1"
+            )
         if self.shots is not None and self.shots < 0:
-            raise command_line.UsageError(f"--shots is {self.shots}; write a whole number of at least 0")
+            raise command_line.UsageError(
+                f"--shots is {self.shots}; write a whole number of at least 0"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +90,9 @@ def main(argv: Sequence[str]) -> int:
             "--init-from and --data.noise, and use that run"
         )
     saved = with_flags("eval", saved, rest)
-    if not any(word.partition("=")[0] in ("--data.eval-examples", "--data.eval_examples") for word in rest):
+    if not any(
+        word.partition("=")[0] in ("--data.eval-examples", "--data.eval_examples") for word in rest
+    ):
         saved = _on_all_images(saved)
     if saved.config.data.name in trained.NO_DATA.values():
         raise command_line.UsageError(
@@ -92,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
         )
     console = terminal.console()
     # A copy of the workdir may lie where the run's own sets are not.
-    only_run_sets = bool(cli.value_of("--data.name", rest)) and cli.value_of("--data.evaluate", rest) is None
+    only_run_sets = (
+        bool(cli.value_of("--data.name", rest)) and cli.value_of("--data.evaluate", rest) is None
+    )
     numbers = measured(saved, console, skip_sets=only_run_sets)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +119,9 @@ def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
     tasks.check()
     for word in rest:
         if word.startswith("--") and word.partition("=")[0] != "--data.tokenizer":
-            raise command_line.UsageError(f"eval --tasks does not read {word.partition('=')[0]}; leave it out")
+            raise command_line.UsageError(
+                f"eval --tasks does not read {word.partition('=')[0]}; leave it out"
+            )
     words = " ".join(rest).replace("=", " ").split()
     numbers = tasks.measured(
         hub.local(args.workdir, args.revision),
@@ -156,10 +168,16 @@ def with_flags(command: str, saved: TrainedModel, rest: Sequence[str]) -> Traine
     """
     start = with_other_data(saved.config, rest)
     tokenizer = cli.value_of("--data.tokenizer", rest)
-    if tokenizer is not None and saved.step is None:  # the separator beside weights is a token of their own tokenizer
+    if (
+        tokenizer is not None and saved.step is None
+    ):  # the separator beside weights is a token of their own tokenizer
         start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
     config = cli.parse(command, lambda: start, rest, infers_sizes=False).config
-    if tokenizer is not None and saved.step is not None and tokenizer == recorded_tokenizer(saved.workdir):
+    if (
+        tokenizer is not None
+        and saved.step is not None
+        and tokenizer == recorded_tokenizer(saved.workdir)
+    ):
         # Named as when the run began; bpe:SIZE would make another one of other text.
         own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
         config = dataclasses.replace(config, data=own)
@@ -196,7 +214,9 @@ def with_other_data(config: Config, words: Sequence[str]) -> Config:
     kind = name.partition(":")[0]
     before = data.name.partition(":")[0]
     field = data.field
-    if kind != before and (kind == "text" or before == "chat"):  # plain text has none, messages have another
+    if kind != before and (
+        kind == "text" or before == "chat"
+    ):  # plain text has none, messages have another
         field = type(data).field
     return dataclasses.replace(config, data=dataclasses.replace(data, mix=(), field=field))
 
@@ -226,7 +246,9 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     if config.data.name.startswith("images:"):
         data = _images(saved, console)
     else:
-        data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
+        data = data_sources.load(
+            config.data, config.model, seed=config.data_seed, note=console.print
+        )
     tokenizer, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
     if tokenizer is not None and tokenizer != here:
         raise DataError(
@@ -260,7 +282,11 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     measure = functools.partial(evaluate, eval_fn, params, inputs, feed=program.eval_feed())
     numbers = _numbers(data, measure(data, observer=outcomes))
     further = {
-        name: {"data": each.facts["name"], "digest": each.facts.get("digest"), **_numbers(each, measure(each))}
+        name: {
+            "data": each.facts["name"],
+            "digest": each.facts.get("digest"),
+            **_numbers(each, measure(each)),
+        }
         for name, each in sets.items()
     }
     return {
@@ -321,7 +347,9 @@ def _metric_lines(numbers: dict[str, Any]) -> dict[str, str]:
     return lines
 
 
-def check_classes(classes: Sequence[str], here: Sequence[str] | None, saved: Any, name: str) -> None:
+def check_classes(
+    classes: Sequence[str], here: Sequence[str] | None, saved: Any, name: str
+) -> None:
     """Refuse data whose classes are not those of the run: label 3 would mean something else.
 
     Args:
@@ -338,8 +366,13 @@ def check_classes(classes: Sequence[str], here: Sequence[str] | None, saved: Any
 
     if list(classes) == list(here or ()):
         return
-    there, other = (printable(", ".join(each[:8]) + (" …" if len(each) > 8 else "")) for each in (classes, here or ()))
-    command = shlex.join(["mupax", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)])
+    there, other = (
+        printable(", ".join(each[:8]) + (" …" if len(each) > 8 else ""))
+        for each in (classes, here or ())
+    )
+    command = shlex.join(
+        ["mupax", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)]
+    )
     raise DataError(
         f"the classes of the run in {saved.workdir} are {there}, and those of {name} {other}; give it folders of the same names, or "
         f"fine-tune on them: `{command}`"
@@ -358,7 +391,11 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     rows = {
         "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
         **_metric_lines(numbers),
-        **({"top-5 accuracy": f"{100 * numbers['top5_accuracy']:.2f} %"} if "top5_accuracy" in numbers else {}),
+        **(
+            {"top-5 accuracy": f"{100 * numbers['top5_accuracy']:.2f} %"}
+            if "top5_accuracy" in numbers
+            else {}
+        ),
         **(
             {"calibration": f"{100 * numbers['ece']:.2f} % expected error of the confidence"}
             if numbers.get("ece") is not None
@@ -380,11 +417,16 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
         head = ["set", *(METRICS[column].label for column in columns), "examples", "data"]
         lines = []
         for name, values in numbers["sets"].items():
-            texts = [METRICS[column].text(values[column]) if column in values else "" for column in columns]
+            texts = [
+                METRICS[column].text(values[column]) if column in values else ""
+                for column in columns
+            ]
             lines.append([name, *texts, f"{values['examples']:,}", values["data"]])
         terminal.say(f"\n{terminal.table([head, *lines], left=('set', 'data'))}")
     if "classes" in numbers:
         from mupax.train.reuse.predict import scores
 
-        terminal.say(f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}")
+        terminal.say(
+            f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}"
+        )
         terminal.say(scores.listed(numbers["classes"]))

@@ -55,7 +55,9 @@ def every(steps: int, function: HookFunction) -> Hook:
         MupaxError: `steps` is no whole number of at least 1, or `function` cannot be called.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise MupaxError(f"every({steps!r}, ...) is no number of steps; write a whole number of at least 1")
+        raise MupaxError(
+            f"every({steps!r}, ...) is no number of steps; write a whole number of at least 1"
+        )
     if not callable(function):
         raise MupaxError(f"every({steps}, {function!r}): write a function of (step, state, run)")
     return Hook(steps, function)
@@ -144,7 +146,9 @@ class Hooks:
     def __init__(self, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
             if not isinstance(hook, Hook):
-                raise MupaxError(f"hooks has {hook!r}; write train.every(N, function), with the number of steps N")
+                raise MupaxError(
+                    f"hooks has {hook!r}; write train.every(N, function), with the number of steps N"
+                )
         self._hooks = tuple(hooks)
         self._run: HookRun | None = None
         self._calls = 0

@@ -32,7 +32,16 @@ from mupax.train.data import Data, DataError, ReadError, reading
 from mupax.train.data.interface import Prefetch
 from mupax.train.parallel.sharding import BatchSharding
 from mupax.train.run.report import finish
-from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, Report, RunContext, StartState, runtime
+from mupax.train.run.runtime import (
+    EVALUATION,
+    STEP,
+    HookError,
+    Interrupted,
+    Report,
+    RunContext,
+    StartState,
+    runtime,
+)
 from mupax.train.run.start import (
     CompiledRun,
     check_state,
@@ -85,7 +94,11 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         limit = memory_limit(program, rt, "data")
         with (
             Checkpoints(
-                rt.folder, rt.config.checkpoint, processes=rt.processes, note=rt.console.print, before=rt.send
+                rt.folder,
+                rt.config.checkpoint,
+                processes=rt.processes,
+                note=rt.console.print,
+                before=rt.send,
             ) as checkpoints,
             out_of_memory(program),
         ):
@@ -142,9 +155,13 @@ def train_with_rollbacks(session: CompiledRun, position: StartState) -> TrainSta
                 raise
             text = f"{bad.what}; back to step {step}, going on {bad.step - step} batches later"
             session.rt.console.print(text, style="yellow", highlight=False)
-            left_out = jax.device_put(np.int32(passed_over + bad.step - step), session.program.layout.replicated)
+            left_out = jax.device_put(
+                np.int32(passed_over + bad.step - step), session.program.layout.replicated
+            )
             position = StartState(
-                state._replace(health=state.health._replace(left_out=left_out)), step, keep_metrics=True
+                state._replace(health=state.health._replace(left_out=left_out)),
+                step,
+                keep_metrics=True,
             )
 
 
@@ -176,7 +193,10 @@ def train(session: CompiledRun, position: StartState) -> TrainState:
             while step < steps and not stopped_early(session):
                 batch = next_batch(batches, report, rt, step + 1)
                 oldest = max(position.step, step - session.in_flight) + 1
-                with rt.dispatching(f"step {oldest}, which the devices work on", STEP), report.profile.step(step + 1):
+                with (
+                    rt.dispatching(f"step {oldest}, which the devices work on", STEP),
+                    report.profile.step(step + 1),
+                ):
                     state, metrics = session.step_fn(state, session.inputs, batch)
                 step += 1
                 report.add(step, metrics)
@@ -197,8 +217,14 @@ def train(session: CompiledRun, position: StartState) -> TrainState:
                 report.stopped(step, stopped)
             save(session, report, state, step, wait=True)
             by_hook = session.hooks is not None and session.hooks.stopped == stopped
-            how = "add --resume" if by_hook else "add --resume with a larger --stop.patience or without it"
-            report.progress.note(f"stopped early at step {step} of {steps}: {stopped}; to go on, {how}")
+            how = (
+                "add --resume"
+                if by_hook
+                else "add --resume with a larger --stop.patience or without it"
+            )
+            report.progress.note(
+                f"stopped early at step {step} of {steps}: {stopped}; to go on, {how}"
+            )
     session.speed.update(report.timing.facts())
     rt.watchdog.waiting("the last checkpoint to be on disk")
     return state
@@ -302,7 +328,9 @@ def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, 
     session.checkpoints.save(step, state, session.data.facts, last=wait)
 
 
-def interrupted(session: CompiledRun, report: Report, state: TrainState, step: int, reason: Exception) -> None:
+def interrupted(
+    session: CompiledRun, report: Report, state: TrainState, step: int, reason: Exception
+) -> None:
     """Save where a signal, unreadable data or a hook ended the run before its last step, and say how to go on.
 
     Args:
@@ -329,9 +357,7 @@ def interrupted(session: CompiledRun, report: Report, state: TrainState, step: i
         return
     saved = saved if alone else f"the newest checkpoint is {session.checkpoints.latest}"
     if isinstance(reason, HookError):
-        text = (
-            f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the hook and fit the config with resume=True"
-        )
+        text = f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the hook and fit the config with resume=True"
         raise HookError(text) from reason.__cause__
     raise type(reason)(
         f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the data and write the command with --resume to go on, "
@@ -403,10 +429,14 @@ def evaluation(session: CompiledRun, report: Report, state: TrainState, step: in
     feed, awaited = session.program.eval_feed(), f"the evaluation at step {step}"
     dispatching = partial(session.rt.dispatching, awaited, EVALUATION)
     with reading():
-        scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
+        scores = evaluate(
+            session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching
+        )
         row = {"step": step, **evaluation_row(scores)}
         for name, data in session.sets.items():
-            scores = evaluate(session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching)
+            scores = evaluate(
+                session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching
+            )
             row |= evaluation_row(scores, name)
     report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
     if session.snapshots is not None:

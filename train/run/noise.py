@@ -108,22 +108,35 @@ def main(argv: Sequence[str]) -> int:
         for group, names in groups.items()
     }
     if args.json is not None:
-        numbers = {"step": saved.step, "batch": batch, "batches": args.batches, "noise_scale": whole._asdict()}
+        numbers = {
+            "step": saved.step,
+            "batch": batch,
+            "batches": args.batches,
+            "noise_scale": whole._asdict(),
+        }
         content = {**numbers, "groups": {group: scale._asdict() for group, scale in parts.items()}}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(_finite(content), indent=1) + "\n")
-    terminal.say(f"noise scale {whole} at step {saved.step} (95 %), from {args.batches} batches of {batch}")
+    terminal.say(
+        f"noise scale {whole} at step {saved.step} (95 %), from {args.batches} batches of {batch}"
+    )
     rows = [["group", "noise scale", "from", "to"]]
     rows += [[group, *(f"{number:.3g}" for number in scale)] for group, scale in parts.items()]
     print(terminal.table(rows))
     if math.isfinite(whole.value):
-        terminal.say(f"joint rules hold well below it: --noise-scale {whole.value:.3g} refuses them at a larger batch")
+        terminal.say(
+            f"joint rules hold well below it: --noise-scale {whole.value:.3g} refuses them at a larger batch"
+        )
     else:
-        terminal.say("no gradient is seen in the noise; write more --batches, or a larger --data.batch-size")
+        terminal.say(
+            "no gradient is seen in the noise; write more --batches, or a larger --data.batch-size"
+        )
     return 0
 
 
-def measured(saved: TrainedModel, batches: int) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+def measured(
+    saved: TrainedModel, batches: int
+) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Products of gradients, float64 [batches, batches] of each trained parameter, and names of the parameters by group.
 
     Args:
@@ -140,8 +153,14 @@ def measured(saved: TrainedModel, batches: int) -> tuple[dict[str, np.ndarray], 
 
     config = saved.config
     program = assemble(config)
-    data = data_sources.load(config.data, config.model, seed=config.data_seed, note=lambda text: print(text))
-    params, inputs, feed = saved.params(program.abstract), program.step_inputs(), program.train_feed()
+    data = data_sources.load(
+        config.data, config.model, seed=config.data_seed, note=lambda text: print(text)
+    )
+    params, inputs, feed = (
+        saved.params(program.abstract),
+        program.step_inputs(),
+        program.train_feed(),
+    )
 
     @jax.jit
     def gradient(params: Arrays, run: StepInputs, batch: Batch) -> Arrays:
@@ -159,7 +178,10 @@ def measured(saved: TrainedModel, batches: int) -> tuple[dict[str, np.ndarray], 
 
     assert saved.step is not None  # of a run, not of weights
     with contextlib.closing(data.train_batches(saved.step, *feed.rows)) as source:
-        many = [gradient(params, inputs, feed.shard_batch(batch)) for batch in itertools.islice(source, batches)]
+        many = [
+            gradient(params, inputs, feed.shard_batch(batch))
+            for batch in itertools.islice(source, batches)
+        ]
     groups: dict[str, list[str]] = {}
     for name in many[0]:
         groups.setdefault(program.definition.specs[name].group, []).append(name)

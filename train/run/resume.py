@@ -91,7 +91,11 @@ class CopyCheck:
         """
         if difference := self._first_difference(state):
             newest = checkpoints.latest_of_all()
-            saved = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is {newest}"
+            saved = (
+                "there is no checkpoint yet"
+                if newest is None
+                else f"the newest checkpoint is {newest}"
+            )
             raise DriftError(
                 f"after step {step} {difference}, so that step {step} is not saved and {saved}. Look for a host with other "
                 "hardware or a faulty one, and go on with --resume without it"
@@ -121,7 +125,9 @@ class CopyCheck:
                 f"{problem}; install the same versions on all hosts, and copy the prepared data of one of them to all"
             )
 
-    def _compared(self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]) -> str:
+    def _compared(
+        self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]
+    ) -> str:
         """Return what process 0 finds in the parts of all processes."""
         self._comparisons += 1
         name = f"copies/{self._comparisons}"
@@ -187,7 +193,9 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
         for opt, steps in ((part.scaled_optimizer, part.steps) for part in (recorded, config))
     )
     if max(old, new) > JUMP * min(old, new):
-        shown = [line for line in changes(before, config) if line.startswith(("steps ", "optimizer."))]
+        shown = [
+            line for line in changes(before, config) if line.startswith(("steps ", "optimizer."))
+        ]
         raise ResumeError(
             f"with {', '.join(shown)} the learning rate of step {step + 1} jumps from {old:.3g} to {new:.3g}; leave out what "
             "changes the schedule, or write --resume-change schedule if that is meant"
@@ -195,7 +203,9 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
 
 
 def check_exact(
-    before: Mapping[str, Any], config: Config, environment_changes: Sequence[environment.Change] | None
+    before: Mapping[str, Any],
+    config: Config,
+    environment_changes: Sequence[environment.Change] | None,
 ) -> None:
     """Refuse a run that is to go on exactly, where its environment is another or was not recorded.
 
@@ -260,7 +270,9 @@ def announce(
 
     for name in sorted(sets.keys() & recorded_sets):
         if recorded_sets[name].get("digest") != sets[name].get("digest"):
-            warn(f"caution: the evaluation set {name} holds other data than before: its numbers do not compare")
+            warn(
+                f"caution: the evaluation set {name} holds other data than before: its numbers do not compare"
+            )
     environment_changes = None
     if step:
         check(before, config, step)

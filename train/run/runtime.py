@@ -74,7 +74,9 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._seconds is not None:
-            threading.Thread(target=self._watch, args=(self._seconds,), name="watchdog", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(self._seconds,), name="watchdog", daemon=True
+            ).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -199,7 +201,9 @@ class RunContext:
 
     def fail(self, text: str) -> int:
         """The exit code 1, after saying what went wrong, on the screen of every process."""
-        rich_console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
+        rich_console(stderr=True).print(
+            f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         return 1
 
 
@@ -241,10 +245,23 @@ def runtime(config: Config) -> Iterator[RunContext]:
                 from mupax.train.run.restart import memory
 
                 attempt = memory.of_this_process(processes.index, processes.count)
-            yield RunContext(config, folder, spool, resumed, processes, stop, watchdog, console, patience, attempt)
+            yield RunContext(
+                config,
+                folder,
+                spool,
+                resumed,
+                processes,
+                stop,
+                watchdog,
+                console,
+                patience,
+                attempt,
+            )
 
 
-def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[UploadBuffer | None]:
+def _spool(
+    folder: Path, processes: Processes
+) -> contextlib.AbstractContextManager[UploadBuffer | None]:
     if not processes.leader or not is_remote(folder):
         return contextlib.nullcontext()
     from mupax.train.run.report import spool
@@ -252,7 +269,9 @@ def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextMana
     return spool.UploadBuffer(folder)
 
 
-def _joined(address: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:
+def _joined(
+    address: dict[str, Any] | None, config: Config
+) -> contextlib.AbstractContextManager[Processes]:
     if address is None:
         return contextlib.nullcontext(Processes())
     from mupax.train.parallel import distributed
@@ -290,11 +309,22 @@ class Report(contextlib.ExitStack):
     """
 
     def __init__(
-        self, program: Program, data: Data, rt: RunContext, position: StartState, compile_seconds: float, left_out: int
+        self,
+        program: Program,
+        data: Data,
+        rt: RunContext,
+        position: StartState,
+        compile_seconds: float,
+        left_out: int,
     ) -> None:
         super().__init__()
         config, log = rt.config, rt.config.log
-        self._unit, self._program, self._faults, self._left_out = data.kind, program, config.faults, left_out
+        self._unit, self._program, self._faults, self._left_out = (
+            data.kind,
+            program,
+            config.faults,
+            left_out,
+        )
         self._data = data
         self._writer: MetricsWriter | None = None
         self._spool = rt.spool
@@ -304,11 +334,15 @@ class Report(contextlib.ExitStack):
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
         peak = None if peak is None else peak * program.mesh.size
         memory = partial(hardware.memory_peak, jax.local_devices())
-        self.timing = Timing(data.kind, families.train_flops(config.model), peak, compile_seconds, memory)
+        self.timing = Timing(
+            data.kind, families.train_flops(config.model), peak, compile_seconds, memory
+        )
         self.progress = Progress(config.steps, position.step, self.timing, rt.console, log.progress)
         steps = log.profile_steps if rt.processes.leader else None
         self.profile = Profile(steps, rt.files / "profile", self.paused, self.progress.note)
-        self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
+        self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = (
+            collections.deque()
+        )
         self._bad: RejectedStep | None = None
         self._newest, self._attempt = position.step, rt.attempt
         self._patience = rt.patience
@@ -375,8 +409,12 @@ class Report(contextlib.ExitStack):
             skipped, spike, in_a_row = values.pop("verdict").tolist()
             values = {name: float(value) for name, value in values.items()}
             weight = values.pop("weight")
-            count = int(weight) if math.isfinite(weight) else 0  # judged by the loss, which is no number then either
-            measured = metric_values(values["loss"], values, self._data.bytes_per_target, training=True)
+            count = (
+                int(weight) if math.isfinite(weight) else 0
+            )  # judged by the loss, which is no number then either
+            measured = metric_values(
+                values["loss"], values, self._data.bytes_per_target, training=True
+            )
             row = {"step": step, **values, **measured, self._unit: count}
             row |= {"spike": True} if spike else {}
             row |= {"skipped": True} if skipped else {}
@@ -444,7 +482,9 @@ class Report(contextlib.ExitStack):
 
     def _ends_the_run(self, values: Mapping[str, float], in_a_row: int) -> bool:
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        return (not finite and self._faults.bad_numbers != "skip") or in_a_row >= self._faults.most_in_a_row
+        return (
+            not finite and self._faults.bad_numbers != "skip"
+        ) or in_a_row >= self._faults.most_in_a_row
 
     def _write_speed(self, step: int) -> None:
         """The row about speed since the last one, if a step was finished in it."""

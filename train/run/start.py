@@ -82,13 +82,20 @@ def memory_limit(program: Program, rt: RunContext, when: str) -> int | None:
     if not (program.config.faults.memory_check and memory.checks()):
         return None
     on_cpu = program.layout.platform == "cpu"
-    place = socket.gethostname(), memory.device_room(jax.local_devices()[0], jax.local_device_count())
+    place = (
+        socket.gethostname(),
+        memory.device_room(jax.local_devices()[0], jax.local_device_count()),
+    )
     gathered = rt.processes.gather(f"memory/{when}", place)
 
     def least() -> int | None:
         hosts = [host for host, _ in gathered or ()]
         # Processes of one host share its memory, which each of them sees whole.
-        shares = [room // (hosts.count(host) if on_cpu else 1) for host, room in gathered or () if room is not None]
+        shares = [
+            room // (hosts.count(host) if on_cpu else 1)
+            for host, room in gathered or ()
+            if room is not None
+        ]
         return min(shares, default=None)
 
     return rt.processes.broadcast(f"memory/{when}/least", least)
@@ -111,9 +118,13 @@ def check_state(program: Program, limit: int | None) -> None:
         fit.check_state(program, limit)
 
 
-def _check_steps(program: Program, step: jax.stages.Compiled, evaluation: jax.stages.Compiled, limit: int) -> None:
+def _check_steps(
+    program: Program, step: jax.stages.Compiled, evaluation: jax.stages.Compiled, limit: int
+) -> None:
     """Refuse a run whose compiled programs do not fit."""
-    analyses = [analysis for one in (step, evaluation) if (analysis := one.memory_analysis()) is not None]
+    analyses = [
+        analysis for one in (step, evaluation) if (analysis := one.memory_analysis()) is not None
+    ]
     most = max((one.argument_size_in_bytes + one.temp_size_in_bytes for one in analyses), default=0)
     # What else may lie there is less than the state and a checkpoint's copy of it.
     if most + 2 * program.state_bytes > limit:
@@ -173,11 +184,15 @@ def compiled(
     # Patient; the first collective operation waits half a minute for a slower compiler.
     rt.processes.barrier("compiled")
     keeps = position.keep_metrics
-    rows = rt.processes.broadcast("evaluations", lambda: rows_until(rt.files, position.step) if keeps else [])
+    rows = rt.processes.broadcast(
+        "evaluations", lambda: rows_until(rt.files, position.step) if keeps else []
+    )
     evaluations = Evaluations(rt.config, rows)
     if rt.processes.leader:  # a kill may have come before it was kept there
         saved = steps(checkpoints.folder)
-        checkpoints.evaluated({step: evaluations.metrics[step] for step in saved if step in evaluations.metrics})
+        checkpoints.evaluated(
+            {step: evaluations.metrics[step] for step in saved if step in evaluations.metrics}
+        )
     # JAX compares what several processes put on all devices, by a program of its own.
     with rt.patience.program("inputs"):
         inputs = program.step_inputs()
@@ -237,7 +252,9 @@ def load_data(program: Program, runtime: RunContext) -> Data:
     config = program.config
     settings, problem = own_settings(config, runtime)
     with runtime.processes.leader_first("data"):
-        data = data_sources.load(settings, config.model, seed=config.data_seed, note=runtime.console.print)
+        data = data_sources.load(
+            settings, config.model, seed=config.data_seed, note=runtime.console.print
+        )
     check_data(data, runtime.processes)
     if runtime.resumed:
         check_tokenizer(data, runtime, problem)
@@ -265,7 +282,10 @@ def own_settings(config: Config, runtime: RunContext) -> tuple[DataConfig, str]:
         return init_from.own_settings(config), ""
     before = workdir.recorded(folder)
     before_data = before["config"].get("data") or {}
-    named = {name: before_data.get(name, getattr(config.data, name)) for name in ("tokenizer", "chat_template")}
+    named = {
+        name: before_data.get(name, getattr(config.data, name))
+        for name in ("tokenizer", "chat_template")
+    }
     recorded = dataclasses.replace(config.data, **named)
     facts = before.get("data") or {}
     choice = config.resume_from
@@ -347,7 +367,11 @@ def check_data(data: Data, processes: Processes, name: str = "") -> None:
 
 
 def start_state(
-    program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, runtime: RunContext
+    program: Program,
+    data: Data,
+    sets: dict[str, Data],
+    checkpoints: Checkpoints,
+    runtime: RunContext,
 ) -> StartState:
     """Return the state from which the run starts, after writing config.json.
 
@@ -369,10 +393,13 @@ def start_state(
     config, console = program.config, runtime.console
     choice, metric = config.resume_from, config.checkpoint.best_metric
     at: int | None = runtime.processes.broadcast(
-        "resume from", lambda: None if choice is None else checkpointer.step_of(runtime.folder, choice, metric)
+        "resume from",
+        lambda: None if choice is None else checkpointer.step_of(runtime.folder, choice, metric),
     )
     if checkpoints.latest_of_all() is None:
-        make_state = _prepared(program, data)  # what does not fit is refused before anything is written
+        make_state = _prepared(
+            program, data
+        )  # what does not fit is refused before anything is written
         announce(program, data, console)
         if runtime.resumed or config.resume:
             yet = "no checkpoint yet, " if runtime.resumed else ""
@@ -394,18 +421,26 @@ def start_state(
         resume.announce(config, runtime, position.step, set_facts, checkpoints, now)
     if at is not None:
         files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
-        if line := runtime.processes.broadcast("branch", lambda: checkpointer.branch_off(checkpoints, at, files)):
+        if line := runtime.processes.broadcast(
+            "branch", lambda: checkpointer.branch_off(checkpoints, at, files)
+        ):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if runtime.processes.leader:
         preset, flags = program.preset.describe(), program.compiler_options()
-        facts = data.facts | ({"sets": {name: each.facts for name, each in sets.items()}} if sets else {})
-        checkpoints.record = workdir.record(runtime.folder, config, facts, preset, flags, position.step, around)
+        facts = data.facts | (
+            {"sets": {name: each.facts for name, each in sets.items()}} if sets else {}
+        )
+        checkpoints.record = workdir.record(
+            runtime.folder, config, facts, preset, flags, position.step, around
+        )
         asset_files = data_assets.files_of(data, config.data, console.print)
         checkpoints.assets = assets.write(runtime.folder, asset_files, position.step)
     return position
 
 
-def restore_latest(program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None) -> TrainState:
+def restore_latest(
+    program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None
+) -> TrainState:
     """Return the state of the newest checkpoint, or the one that the run began with where there is none yet.
 
     Args:
@@ -434,7 +469,9 @@ def _prepared(program: Program, data: Data) -> Callable[[Console], TrainState]:
     def make_state(console: Console) -> TrainState:
         from mupax.train.reuse import transplant
 
-        transplant.show(console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
+        transplant.show(
+            console, f"starting from {program.config.init.init_from}", start.rows, start.notes
+        )
         return init_from.initial_state(program, start)
 
     return make_state

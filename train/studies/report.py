@@ -63,7 +63,9 @@ class Section:
         parts = [f"<h2>{html.escape(self.title)}</h2>"]
         if self.picture is not None:
             picture = base64.b64encode(self.picture.read_bytes()).decode()
-            parts.append(f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{picture}">')
+            parts.append(
+                f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{picture}">'
+            )
         parts.append(html_table(self.rows))
         for line in self.lines[:1]:
             parts.append(f'<p class="{self.verdict}"><b>{html.escape(line)}</b></p>')
@@ -103,7 +105,9 @@ class Report:
         for remark in self.remarks:
             terminal.say(remark)
 
-    def write_page(self, path: Path, title: str, command: str, facts: Iterable[tuple[str, Any]]) -> None:
+    def write_page(
+        self, path: Path, title: str, command: str, facts: Iterable[tuple[str, Any]]
+    ) -> None:
         """Write one page of HTML that opens without a server or a network.
 
         Args:
@@ -120,9 +124,15 @@ class Report:
                 body.append(f"<pre>{html.escape(next_command)}</pre>")
         body += [section.html() for section in self.sections]
         body += [f"<p>{html.escape(remark)}</p>" for remark in self.remarks]
-        body += ["<h2>How it was made</h2>", f"<pre>{html.escape(command)}</pre>", html_table(facts)]
+        body += [
+            "<h2>How it was made</h2>",
+            f"<pre>{html.escape(command)}</pre>",
+            html_table(facts),
+        ]
         head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
-        text = f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+        text = (
+            f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+        )
         # A path in the command may be any bytes.
         disk.write_whole(path, text.encode("utf-8", errors="backslashreplace"))
 

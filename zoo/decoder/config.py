@@ -29,7 +29,9 @@ class DecoderConfig(TokenModel, TransformerConfig):
     positions: Annotated[Literal["learned", "rotary"], Affects("model", "rotary")] = "learned"
     rope_theta: Annotated[float, Affects("model", 100.0, given=_ROTARY)] = 10_000.0
     """Base wavelength of rotary positions."""
-    rope_scaling: Annotated[Literal["none", "linear", "llama3"], Affects("model", "linear", given=_ROTARY)] = "none"
+    rope_scaling: Annotated[
+        Literal["none", "linear", "llama3"], Affects("model", "linear", given=_ROTARY)
+    ] = "none"
     """Frequencies for a context longer than the one first trained on: all divided, or (Llama 3.1) those of few turns within it."""
     rope_factor: Annotated[float, Affects("model", 4.0, given=_LLAMA3)] = 8.0
     """What scaled frequencies are divided by."""
@@ -89,19 +91,30 @@ class DecoderConfig(TokenModel, TransformerConfig):
             if (cap := getattr(self, name)) is not None and not 0 < cap < math.inf:
                 raise ConfigError(f"model.{name} is {cap}; write a number above 0, such as 50")
         if self.rotary_fraction != 1 and self.positions != "rotary":
-            raise ConfigError("model.rotary_fraction is of rotary positions; write positions rotary")
+            raise ConfigError(
+                "model.rotary_fraction is of rotary positions; write positions rotary"
+            )
         if self.rope_scaling == "none":
             plain = {of.name: of.default for of in dataclasses.fields(self)}
-            for name in ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len"):
+            for name in (
+                "rope_factor",
+                "rope_low_freq_factor",
+                "rope_high_freq_factor",
+                "rope_original_len",
+            ):
                 if (value := getattr(self, name)) != plain[name]:
                     raise ConfigError(
                         f"model.{name} {value} is of scaled frequencies; write rope_scaling llama3 or linear"
                     )
             return
         if self.positions != "rotary":
-            raise ConfigError(f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions rotary")
+            raise ConfigError(
+                f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions rotary"
+            )
         if not 1 <= self.rope_factor < math.inf:
-            raise ConfigError(f"model.rope_factor is {self.rope_factor}; write a number of at least 1")
+            raise ConfigError(
+                f"model.rope_factor is {self.rope_factor}; write a number of at least 1"
+            )
         if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
             raise ConfigError(
                 f"model.rope_low_freq_factor {self.rope_low_freq_factor} is not between 0 and model.rope_high_freq_factor "
@@ -119,7 +132,11 @@ class DecoderConfig(TokenModel, TransformerConfig):
 
     @property
     def rotary_size(self) -> int:
-        return int(self.rotary_fraction * self.heads_dim) if self.rotary_fraction != 1 else self.heads_dim
+        return (
+            int(self.rotary_fraction * self.heads_dim)
+            if self.rotary_fraction != 1
+            else self.heads_dim
+        )
 
     @property
     def parallel_branches(self) -> bool:

@@ -35,7 +35,10 @@ class Decoder(nnx.Module):
         self.tied_readout = init.factor("tied_readout") if config.tied else None
 
     def embed(
-        self, tokens_BT: jax.Array, start: jax.Array | None = None, positions_BT: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        start: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
         """The residual stream's first layer, [B, T, D].
 
@@ -53,16 +56,25 @@ class Decoder(nnx.Module):
             if positions_BT is not None:
                 positions = all_SD.astype(h_BTD.dtype)[positions_BT]
             else:
-                positions = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+                positions = (
+                    all_SD[:length]
+                    if start is None
+                    else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+                )
             h_BTD = h_BTD + positions.astype(h_BTD.dtype)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
     def __call__(
-        self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         return self.readout_inputs(tokens_BT, segments, positions).logits(self.layout)
 
-    def cached(self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False) -> tuple[jax.Array, Cache]:
+    def cached(
+        self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False
+    ) -> tuple[jax.Array, Cache]:
         """The residual stream's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
 
         Args:
@@ -90,7 +102,10 @@ class Decoder(nnx.Module):
         return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
     def readout_inputs(
-        self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> ReadoutInputs:
         """Return the features and the readout that logits are made of.
 
@@ -99,17 +114,28 @@ class Decoder(nnx.Module):
             segments: int32 [B, T], the document of each token, which sees those before it in the same; all unless given.
             positions: int32 [B, T], learned ones; 0 to T - 1 unless given.
         """
-        h_BTD, config, layout = self.embed(tokens_BT, positions_BT=positions), self.config, self.layout
+        h_BTD, config, layout = (
+            self.embed(tokens_BT, positions_BT=positions),
+            self.config,
+            self.layout,
+        )
         context = () if segments is None else (segments,)
         q_BTHN, k_BSKN = (
             jax.ShapeDtypeStruct((*tokens_BT.shape, heads, config.heads_dim), h_BTD.dtype)
             for heads in (config.num_heads, config.kv_heads)
         )
         implementation = chosen(
-            config.compute.attention, q_BTHN, k_BSKN, *config.sight, apart=bool(context), layout=layout
+            config.compute.attention,
+            q_BTHN,
+            k_BSKN,
+            *config.sight,
+            apart=bool(context),
+            layout=layout,
         )
         if implementation != "ring":
-            h_BTD, routing = run_stack(self.block, h_BTD, config.depth, config.compute, *context, layout=layout)
+            h_BTD, routing = run_stack(
+                self.block, h_BTD, config.depth, config.compute, *context, layout=layout
+            )
             return self._readout_inputs(h_BTD, routing)
         from mupax.zoo.layers.ring import ring
 
@@ -118,7 +144,9 @@ class Decoder(nnx.Module):
         block = nnx.merge(*nnx.split(self.block))
         place(block, moved)
         h_BTD, *context = ring.zigzag(h_BTD, *context, layout=layout)
-        h_BTD, routing = run_stack(block, h_BTD, config.depth, config.compute, *context, layout=moved)
+        h_BTD, routing = run_stack(
+            block, h_BTD, config.depth, config.compute, *context, layout=moved
+        )
         (h_BTD,) = ring.zigzag(h_BTD, layout=layout, back=True)
         return self._readout_inputs(h_BTD, routing)
 
@@ -130,8 +158,15 @@ class Decoder(nnx.Module):
         bias = None if self.readout_bias is None else self.readout_bias[...]
         cap = None if self.config.logit_softcap is None else jnp.float32(self.config.logit_softcap)
         if self.readout is not None:
-            return ReadoutInputs(self.norm(h_BTD), self.readout[...], bias=bias, cap=cap, routing=routing)
+            return ReadoutInputs(
+                self.norm(h_BTD), self.readout[...], bias=bias, cap=cap, routing=routing
+            )
         assert self.tied_readout is not None
         return ReadoutInputs(
-            self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias, cap=cap, routing=routing
+            self.norm(h_BTD),
+            self.token[...].T,
+            scale=self.tied_readout[...],
+            bias=bias,
+            cap=cap,
+            routing=routing,
         )

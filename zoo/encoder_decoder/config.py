@@ -31,9 +31,13 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
     """Blocks of the encoder; depth unless given."""
     target_len: Annotated[int | None, Affects("model", 12)] = None
     """Longest output, decoder positions T; seq_len, which is the longest input S, unless given."""
-    positions: Annotated[Literal["learned", "rotary", "relative"], Affects("model", "rotary")] = "learned"
+    positions: Annotated[Literal["learned", "rotary", "relative"], Affects("model", "rotary")] = (
+        "learned"
+    )
     """relative: a bias of attention logits by distance, one table for all blocks of a stack (T5)."""
-    rope_theta: Annotated[float, Affects("model", 100.0, given={"model.positions": "rotary"})] = 10_000.0
+    rope_theta: Annotated[float, Affects("model", 100.0, given={"model.positions": "rotary"})] = (
+        10_000.0
+    )
     """Base wavelength of rotary positions."""
     distance_buckets: Annotated[int, Affects("model", 16, given=_RELATIVE)] = 32
     """Rows of a relative table: half of an encoder's are for keys that follow; half of those are a distance each."""
@@ -49,7 +53,9 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora.rank is not None:
-            raise ConfigError("model.lora is of ViTs and decoders, and not of an encoder-decoder; leave it out")
+            raise ConfigError(
+                "model.lora is of ViTs and decoders, and not of an encoder-decoder; leave it out"
+            )
         if self.experts is not None:
             raise ConfigError(
                 "model.experts is of ViTs and decoders; an encoder-decoder's blocks have an MLP, leave it out"
@@ -58,7 +64,9 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
             raise ConfigError(
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
             )
-        if self.positions == "relative" and (self.distance_buckets < 4 or self.distance_buckets % 4):
+        if self.positions == "relative" and (
+            self.distance_buckets < 4 or self.distance_buckets % 4
+        ):
             near = max(1, round(self.distance_buckets / 4)) * 4
             raise ConfigError(
                 f"model.distance_buckets is {self.distance_buckets}, no multiple of 4; write distance_buckets {near}"
@@ -91,7 +99,11 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
     def example(self) -> dict[str, ArraySpec]:
         inputs, targets = ArraySpec((self.seq_len,), "int32"), ArraySpec((self.targets,), "int32")
-        decoder = {"decoder_inputs": targets, "targets": targets, "weights": targets._replace(dtype="float32")}
+        decoder = {
+            "decoder_inputs": targets,
+            "targets": targets,
+            "weights": targets._replace(dtype="float32"),
+        }
         return {"inputs": inputs, "input_mask": inputs, **decoder}
 
     @property
@@ -101,27 +113,48 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
     def parameters(self) -> dict[str, ParamSpec]:
         specs = self.stack()
         if self.embedding_norm:
-            specs |= {f"embedding_{name}": spec for name, spec in specs.items() if name.startswith("norm.")}
+            specs |= {
+                f"embedding_{name}": spec
+                for name, spec in specs.items()
+                if name.startswith("norm.")
+            }
         if self.positions == "relative":
-            specs["relative_bias"] = ParamSpec(role=Role.RELATIVE_BIAS, axes=("distance", "heads"), in_block=True)
+            specs["relative_bias"] = ParamSpec(
+                role=Role.RELATIVE_BIAS, axes=("distance", "heads"), in_block=True
+            )
         ends = {"token": MATRICES["token"]}
         if self.positions == "learned":
             ends["position"] = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
-        attention = {name: spec for name, spec in specs.items() if name.startswith("block.attention")}
+        attention = {
+            name: spec for name, spec in specs.items() if name.startswith("block.attention")
+        }
         if not self.qk_norm:
-            attention.pop("block.attention.key_bias", None)  # no positions turn it: its gradient would be zero
-        cross = {name.replace("attention", "cross", 1): of_cross(spec) for name, spec in attention.items()}
+            attention.pop(
+                "block.attention.key_bias", None
+            )  # no positions turn it: its gradient would be zero
+        cross = {
+            name.replace("attention", "cross", 1): of_cross(spec)
+            for name, spec in attention.items()
+        }
         encoder = {f"encoder.{name}": of_encoder(spec) for name, spec in {**ends, **specs}.items()}
         if self.shared:
             del encoder["encoder.token"]
-        return {**ends, **encoder, **specs, **cross, **({} if self.tied else {"readout": MATRICES["readout"]})}
+        return {
+            **ends,
+            **encoder,
+            **specs,
+            **cross,
+            **({} if self.tied else {"readout": MATRICES["readout"]}),
+        }
 
     def factors(self) -> dict[str, FactorSpec]:
         tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
         factor = FactorSpec(kind="readout", shape=(), value=self.width**-0.5, spec=tied)
         encoder, own = ENCODER, super().factors()
         factors = {
-            f"encoder.{name}": dataclasses.replace(of, shape=(self.encoder_blocks, *of.shape[1:]), stack=encoder)
+            f"encoder.{name}": dataclasses.replace(
+                of, shape=(self.encoder_blocks, *of.shape[1:]), stack=encoder
+            )
             for name, of in own.items()
         }
         for name, of in own.items():
@@ -138,7 +171,9 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         """Per target: of the encoder's positions among themselves, of the decoder's, and of these with the encoder's."""
         encoder = self.encoder_blocks * self.seq_len * self.seq_len / self.targets
         each = self.heads_dim + (self.value_dim or self.heads_dim)
-        return 2 * self.num_heads * each * (encoder + self.depth * (self.targets / 2 + self.seq_len))
+        return (
+            2 * self.num_heads * each * (encoder + self.depth * (self.targets / 2 + self.seq_len))
+        )
 
     def module(self, rngs: Any) -> Any:
         from mupax.zoo.encoder_decoder.model import EncoderDecoder
@@ -153,7 +188,9 @@ def _bart(width: int, depth: int, num_heads: int) -> EncoderDecoderConfig:
     )  # fmt: skip
 
 
-def _t5(width: int, depth: int, num_heads: int, mlp: int, *, v1_1: bool = False) -> EncoderDecoderConfig:
+def _t5(
+    width: int, depth: int, num_heads: int, mlp: int, *, v1_1: bool = False
+) -> EncoderDecoderConfig:
     return EncoderDecoderConfig(
         width=width, depth=depth, num_heads=num_heads, head_dim=64, vocab_size=32128, seq_len=512, target_len=114,
         mlp_ratio=mlp / width, activation="geglu" if v1_1 else "relu", tied=not v1_1, positions="relative",

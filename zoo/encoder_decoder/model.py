@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 
 
 def buckets(
-    queries: int, keys: int, *, count: int, longest: int, bidirectional: bool, start: jax.Array | int = 0
+    queries: int,
+    keys: int,
+    *,
+    count: int,
+    longest: int,
+    bidirectional: bool,
+    start: jax.Array | int = 0,
 ) -> jax.Array:
     """The row of a table for every pair, int32 [T, S].
 
@@ -47,7 +53,9 @@ def buckets(
     rows = count // 2 if bidirectional else count
     distance_TS = jnp.abs(after_TS) if bidirectional else jnp.maximum(-after_TS, 0)
     exact = rows // 2
-    share_TS = jnp.log(jnp.maximum(distance_TS, exact).astype(jnp.float32) / exact) / math.log(longest / exact)
+    share_TS = jnp.log(jnp.maximum(distance_TS, exact).astype(jnp.float32) / exact) / math.log(
+        longest / exact
+    )
     far_TS = jnp.minimum(exact + (share_TS * (rows - exact)).astype(jnp.int32), rows - 1)
     return first_TS + jnp.where(distance_TS < exact, distance_TS, far_TS)
 
@@ -72,7 +80,9 @@ class SelfAttention(Attention):
         super().__init__(config, init)
         self.causal = causal
 
-    def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None, bias_HTS: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, mask_BS: jax.Array | None, bias_HTS: jax.Array | None
+    ) -> jax.Array:
         """The branch [B, T, D].
 
         Args:
@@ -125,7 +135,9 @@ class CrossAttention(SelfAttention):
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init, causal=False)
 
-    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: jax.Array | None
+    ) -> jax.Array:
         """The branch [B, T, D].
 
         Args:
@@ -135,7 +147,9 @@ class CrossAttention(SelfAttention):
         """
         return self.among(x_BTD, self.keys(memory_BSD), mask_BS)
 
-    def among(self, x_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None) -> jax.Array:
+    def among(
+        self, x_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None
+    ) -> jax.Array:
         """The same where keys and values are there already.
 
         Args:
@@ -155,7 +169,8 @@ class CrossAttention(SelfAttention):
     def keys(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the encoder's output, [B, S, K, N]."""
         k_BSKN, v_BSKN = (
-            project(memory_BSD, w[...], kind=self.kind, layout=self.layout) for w in (self.key, self.value)
+            project(memory_BSD, w[...], kind=self.kind, layout=self.layout)
+            for w in (self.key, self.value)
         )
         k_BSKN, v_BSKN = biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
         return k_BSKN if self.key_norm is None else self.key_norm(k_BSKN), v_BSKN
@@ -174,8 +189,12 @@ class EncoderBlock(nnx.Module):
         self.mlp = MLP(config, init.scope("mlp"))
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
 
-    def __call__(self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None) -> jax.Array:
-        h_BSD = self.add_branch(h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS))
+    def __call__(
+        self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None
+    ) -> jax.Array:
+        h_BSD = self.add_branch(
+            h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS)
+        )
         h_BSD = self.add_branch(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
         return self.layout.constrain(h_BSD, ("batch", "sequence", None))
 
@@ -197,11 +216,17 @@ class DecoderBlock(EncoderBlock):
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init)
         self.attention.causal = True
-        self.cross_norm = Norm(config.norm, init.scope("cross_norm"), config.norm_eps, config.branch_activation)
+        self.cross_norm = Norm(
+            config.norm, init.scope("cross_norm"), config.norm_eps, config.branch_activation
+        )
         self.cross = CrossAttention(config, init.scope("cross"))
 
     def __call__(
-        self, h_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: jax.Array | None, bias_HTT: jax.Array | None
+        self,
+        h_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        mask_BS: jax.Array | None,
+        bias_HTT: jax.Array | None,
     ) -> jax.Array:
         """The stream after the block, [B, T, D].
 
@@ -211,7 +236,9 @@ class DecoderBlock(EncoderBlock):
             mask_BS: bool, False at its padding.
             bias_HTT: of the decoder's relative positions.
         """
-        h_BTD = self.add_branch(h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT))
+        h_BTD = self.add_branch(
+            h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT)
+        )
         return self._read_on(h_BTD, self.cross.keys(memory_BSD), mask_BS)
 
     def cached(
@@ -236,7 +263,9 @@ class DecoderBlock(EncoderBlock):
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, bias_HTS)
         return self._read_on(self.add_branch(h_BTD, 0, y_BTD), keys, mask_BS), cache
 
-    def _read_on(self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None) -> jax.Array:
+    def _read_on(
+        self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None
+    ) -> jax.Array:
         h_BTD = self.add_branch(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, mask_BS))
         h_BTD = self.add_branch(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
@@ -270,10 +299,14 @@ class StackInputOutput(nnx.Module):
         self.config, self.bidirectional = config, bidirectional
         self.position, self.relative_bias = init.maybe("position"), init.maybe("relative_bias")
         kind, eps = config.norm, config.norm_eps
-        self.embedding_norm = Norm(kind, init.scope("embedding_norm"), eps) if config.embedding_norm else None
+        self.embedding_norm = (
+            Norm(kind, init.scope("embedding_norm"), eps) if config.embedding_norm else None
+        )
         self.norm = Norm(kind, init.scope("norm"), eps)
 
-    def first(self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
+    def first(
+        self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None
+    ) -> jax.Array:
         """The residual stream's first layer, [B, T, D].
 
         Args:
@@ -285,7 +318,11 @@ class StackInputOutput(nnx.Module):
         h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
-            position_TD = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+            position_TD = (
+                all_SD[:length]
+                if start is None
+                else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+            )
             h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
         if self.embedding_norm is not None:
             h_BTD = self.embedding_norm(h_BTD)
@@ -302,7 +339,14 @@ class StackInputOutput(nnx.Module):
         if self.relative_bias is None:
             return None
         count, longest = self.config.distance_buckets, self.config.longest_distance
-        row_TS = buckets(queries, keys, count=count, longest=longest, bidirectional=self.bidirectional, start=start)
+        row_TS = buckets(
+            queries,
+            keys,
+            count=count,
+            longest=longest,
+            bidirectional=self.bidirectional,
+            start=start,
+        )
         return bias(self.relative_bias[...], row_TS)
 
 
@@ -326,7 +370,9 @@ class EncoderDecoder(StackInputOutput):
         self.readout = init.maybe("readout")
         self.tied_readout = init.factor("tied_readout") if config.tied else None
 
-    def __call__(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
+    ) -> jax.Array:
         """Logits.
 
         Args:
@@ -336,17 +382,23 @@ class EncoderDecoder(StackInputOutput):
         """
         return self.readout_inputs(inputs, input_mask, decoder_inputs).logits(self.layout)
 
-    def readout_inputs(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> ReadoutInputs:
+    def readout_inputs(
+        self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
+    ) -> ReadoutInputs:
         """Return the features and the readout that logits are made of.
 
         Args:
             inputs, input_mask, decoder_inputs: as of a call.
         """
         h_BTD, context = self.begin(inputs, input_mask, decoder_inputs)
-        h_BTD = residual_stack(self.block, h_BTD, self.config.depth, self.config.compute, *context, layout=self.layout)
+        h_BTD = residual_stack(
+            self.block, h_BTD, self.config.depth, self.config.compute, *context, layout=self.layout
+        )
         return self._readout_inputs(h_BTD)
 
-    def begin(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> tuple[jax.Array, Any]:
+    def begin(
+        self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
+    ) -> tuple[jax.Array, Any]:
         """The decoder's first layer, [B, T, D], and what each of its blocks takes beside the stream.
 
         Args:
@@ -376,7 +428,12 @@ class EncoderDecoder(StackInputOutput):
         h_BSD = encoder.first(self.token if encoder.token is None else encoder.token, inputs)
         context = (input_mask > 0, encoder.bias(length, length))
         h_BSD = residual_stack(
-            encoder.block, h_BSD, config.encoder_blocks, config.compute, *context, layout=self.layout
+            encoder.block,
+            h_BSD,
+            config.encoder_blocks,
+            config.compute,
+            *context,
+            layout=self.layout,
         )
         return encoder.norm(h_BSD)
 
@@ -387,10 +444,14 @@ class EncoderDecoder(StackInputOutput):
             inputs, input_mask: as of `encode`.
         """
         memory_BSD, (graph, stacked) = self.encode(inputs, input_mask), nnx.split(self.block)
-        keys, values = jax.lax.map(lambda state: nnx.merge(graph, state).cross.keys(memory_BSD), stacked)
+        keys, values = jax.lax.map(
+            lambda state: nnx.merge(graph, state).cross.keys(memory_BSD), stacked
+        )
         return EncoderOutput(keys, values, input_mask > 0)
 
-    def cached(self, tokens_BT: jax.Array, cache: Cache, memory: EncoderOutput) -> tuple[jax.Array, Cache]:
+    def cached(
+        self, tokens_BT: jax.Array, cache: Cache, memory: EncoderOutput
+    ) -> tuple[jax.Array, Cache]:
         """The decoder's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
 
         Args:
@@ -404,7 +465,9 @@ class EncoderDecoder(StackInputOutput):
 
         def layer(stream: tuple[jax.Array, Cache], of: tuple[Any, ...]) -> tuple[Any, None]:
             (h_BTD, cache), (index, state, *keys) = stream, of
-            return nnx.merge(graph, state).cached(h_BTD, cache, index, tuple(keys), memory.mask, bias_HTS), None
+            return nnx.merge(graph, state).cached(
+                h_BTD, cache, index, tuple(keys), memory.mask, bias_HTS
+            ), None
 
         each = (jnp.arange(depth), stacked, memory.keys, memory.values)
         h_BTD, cache = jax.lax.scan(layer, (h_BTD, cache), each)[0]

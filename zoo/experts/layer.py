@@ -74,16 +74,27 @@ def by_slots(
         layout: from `over_examples`.
     """
 
-    def part(x_BTD: jax.Array, experts_BTA: jax.Array, slots_BTA: jax.Array, gates_BTA: jax.Array, *parts: jax.Array):
+    def part(
+        x_BTD: jax.Array,
+        experts_BTA: jax.Array,
+        slots_BTA: jax.Array,
+        gates_BTA: jax.Array,
+        *parts: jax.Array,
+    ):
         here, (batch, _, active) = dict(zip(weights, parts, strict=True)), experts_BTA.shape
         shape = layout.num_shards("experts"), len(here["up"]), batch * capacity
         example_B11 = jnp.arange(batch)[:, None, None]
         place_BTA = (experts_BTA * batch + example_B11) * capacity + slots_BTA
         place_BTA = jnp.where(slots_BTA < capacity, place_BTA, math.prod(shape))
         slots = Slots.of(place_BTA.reshape(-1, active), math.prod(shape))
-        x_SD, gates_S = slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1])), slots.weights(gates_BTA.reshape(-1, active))
+        x_SD, gates_S = (
+            slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1])),
+            slots.weights(gates_BTA.reshape(-1, active)),
+        )
         names = layout.mesh_axes("experts")
-        x_NECD, gates_NEC = (_exchanged(names, one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S))
+        x_NECD, gates_NEC = (
+            _exchanged(names, one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S)
+        )
         y_NECD = _exchanged(names, expert(x_NECD, gates_NEC, here))
         return slots.collected(y_NECD.reshape(math.prod(shape), -1)).reshape(x_BTD.shape)
 
@@ -129,11 +140,17 @@ def by_rows(
         layout: from `over_examples`.
     """
 
-    def part(x_BTD: jax.Array, experts_BTA: jax.Array, weights_BTA: jax.Array, *parts: jax.Array) -> jax.Array:
+    def part(
+        x_BTD: jax.Array, experts_BTA: jax.Array, weights_BTA: jax.Array, *parts: jax.Array
+    ) -> jax.Array:
         names, here = layout.mesh_axes("experts"), dict(zip(weights, parts, strict=True))
-        x_BTD, experts_BTA, weights_BTA = (all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA))
+        x_BTD, experts_BTA, weights_BTA = (
+            all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA)
+        )
         first, experts = (jax.lax.axis_index(names) if names else 0), here["up"].shape[0]
-        of_R = (experts_BTA.reshape(-1) - first * experts) % (experts * layout.num_shards("experts"))  # its own first
+        of_R = (experts_BTA.reshape(-1) - first * experts) % (
+            experts * layout.num_shards("experts")
+        )  # its own first
         order_R = jnp.argsort(of_R, stable=True)
         rows_RD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_R // experts_BTA.shape[-1]]
         own_R = of_R < experts
@@ -144,12 +161,18 @@ def by_rows(
         )
         y_RD = expert(rows_RD, here, sizes_E)
         y_BTAD = y_RD[jnp.argsort(order_R)].reshape(*experts_BTA.shape, -1)
-        weights_BTA = jnp.where(own_R.reshape(experts_BTA.shape), weights_BTA, 0) if names else weights_BTA
+        weights_BTA = (
+            jnp.where(own_R.reshape(experts_BTA.shape), weights_BTA, 0) if names else weights_BTA
+        )
         y_BTD = jnp.einsum("btad,bta->btd", y_BTAD, weights_BTA.astype(y_BTAD.dtype))
-        return jax.lax.psum_scatter(y_BTD, names, scatter_dimension=0, tiled=True) if names else y_BTD
+        return (
+            jax.lax.psum_scatter(y_BTD, names, scatter_dimension=0, tiled=True) if names else y_BTD
+        )
 
     axes = ("batch", "sequence", None)
-    return _local(layout, part, axes, x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights)
+    return _local(
+        layout, part, axes, x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights
+    )
 
 
 def _local(
@@ -229,7 +252,9 @@ def _sums(modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.
 _summed = jax.custom_vjp(_sums, nondiff_argnums=(0,))
 
 
-def _forward(modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(
+    modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.Array
+) -> tuple[jax.Array, Any]:
     return _summed(modes, x_ID, of_OK, of_IK), (of_OK, of_IK)
 
 
@@ -261,7 +286,9 @@ class Experts(nnx.Module):
             dropless: whatever the capacity: of a text that is written token by token.
         """
         config, experts = self.config, self.router[...].shape[-1]
-        capacity = None if dropless else config.routing.capacity(x_BTD.shape[1], experts, config.active)
+        capacity = (
+            None if dropless else config.routing.capacity(x_BTD.shape[1], experts, config.active)
+        )
         if experts == 1 and config.routing.gate != "sigmoid" and capacity is None:
             # A softmax of one score is 1 whatever x is: the router reads nothing, and this is the dense model bitwise.
             weights = self._weights(x_BTD.dtype)
@@ -275,9 +302,19 @@ class Experts(nnx.Module):
             return y_BTD, to_one()
         bias_E = None if self.balance is None else self.balance[...]
         choice, routing = route(
-            x_BTD, self.router[...], bias_E, config.routing, config.active, capacity, layout=self.layout
+            x_BTD,
+            self.router[...],
+            bias_E,
+            config.routing,
+            config.active,
+            capacity,
+            layout=self.layout,
         )
-        y_BTD = self._dropless(x_BTD, choice) if capacity is None else self._within(x_BTD, choice, capacity)
+        y_BTD = (
+            self._dropless(x_BTD, choice)
+            if capacity is None
+            else self._within(x_BTD, choice, capacity)
+        )
         return self.layout.constrain(y_BTD, ("batch", "sequence", None)), routing
 
     def _dropless(self, x_BTD: jax.Array, choice: Choice) -> jax.Array:
@@ -286,7 +323,9 @@ class Experts(nnx.Module):
 
         def expert(x_RD: jax.Array, weights: Weights, sizes_E: jax.Array) -> jax.Array:
             last = len(weights["up"]) - 1
-            of_R = jnp.repeat(jnp.minimum(jnp.arange(len(sizes_E)), last), sizes_E, total_repeat_length=len(x_RD))
+            of_R = jnp.repeat(
+                jnp.minimum(jnp.arange(len(sizes_E)), last), sizes_E, total_repeat_length=len(x_RD)
+            )
             return self._expert(
                 x_RD,
                 lambda x, w: in_groups(x, w, sizes_E, platform=layout.platform),
@@ -354,7 +393,11 @@ class Experts(nnx.Module):
         if "gate" in weights:
             h = GATES[kind](projected(x, "gate")) * h
         else:
-            h = jax.nn.relu(h) if kind == "relu" else jax.nn.gelu(h, approximate=kind != "gelu_exact")
+            h = (
+                jax.nn.relu(h)
+                if kind == "relu"
+                else jax.nn.gelu(h, approximate=kind != "gelu_exact")
+            )
         if gates is None:
             return projected(h, "down")
         y, bias = summed(product(h * gates, weights["down"]), hidden), weights.get("down_bias")
@@ -382,10 +425,16 @@ def in_groups(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, platform
     if platform == "tpu":
         return _megablox(x_RI, w_EIO, sizes_E)
     sizes_E = sizes_E[: w_EIO.shape[0]]
-    return _in_blocks(x_RI, w_EIO, sizes_E) if platform == "cpu" else jax.lax.ragged_dot(x_RI, w_EIO, sizes_E)
+    return (
+        _in_blocks(x_RI, w_EIO, sizes_E)
+        if platform == "cpu"
+        else jax.lax.ragged_dot(x_RI, w_EIO, sizes_E)
+    )
 
 
-def _megablox(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False) -> jax.Array:
+def _megablox(
+    x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False
+) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     rows, itemsize = x_RI.shape[0], x_RI.dtype.itemsize
@@ -395,7 +444,11 @@ def _megablox(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, interpre
         sizes_E = sizes_E + last
 
     def tiles(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
-        return TILE if rows % TILE == 0 else LANES, _side(inputs, itemsize), _side(outputs, itemsize)
+        return (
+            TILE if rows % TILE == 0 else LANES,
+            _side(inputs, itemsize),
+            _side(outputs, itemsize),
+        )
 
     return gmm(x_RI, w_EIO, sizes_E, x_RI.dtype, tiles, None, None, False, interpret)[:rows]  # pyright: ignore[reportArgumentType]
 
@@ -415,7 +468,11 @@ def _in_blocks(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Arr
     start_E, block_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(of_E) - of_E
     group_R = jnp.repeat(jnp.arange(groups), sizes_E, total_repeat_length=rows)
     place_R = block_E[group_R] * BLOCK + jnp.arange(rows) - start_E[group_R]
-    filled = jnp.zeros((blocks * BLOCK, x_RI.shape[1]), x_RI.dtype).at[place_R].set(x_RI, unique_indices=True)
+    filled = (
+        jnp.zeros((blocks * BLOCK, x_RI.shape[1]), x_RI.dtype)
+        .at[place_R]
+        .set(x_RI, unique_indices=True)
+    )
     group_N = jnp.repeat(jnp.arange(groups), of_E, total_repeat_length=blocks)
     y = jnp.einsum("nri,nio->nro", filled.reshape(blocks, BLOCK, -1), w_EIO[group_N])
     return y.reshape(blocks * BLOCK, -1)[place_R]

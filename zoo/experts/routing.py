@@ -29,7 +29,12 @@ class Routing(NamedTuple):
 
     def over_blocks(self) -> Routing:
         """The mean over blocks, of counts the sum."""
-        return Routing(jnp.mean(self.penalty), jnp.mean(self.balance), jnp.mean(self.z), dropped=jnp.sum(self.dropped))
+        return Routing(
+            jnp.mean(self.penalty),
+            jnp.mean(self.balance),
+            jnp.mean(self.z),
+            dropped=jnp.sum(self.dropped),
+        )
 
     def weighed(self, weight: jax.Array) -> Routing:
         """All but counts times the weight, float32 [], of the targets that they are a mean over, so that they add up over batches."""
@@ -37,7 +42,11 @@ class Routing(NamedTuple):
 
     def metrics(self, weight: jax.Array) -> dict[str, jax.Array]:
         """balance_loss and z_loss, before their weights, and dropped_tokens, in all blocks; of sums that have the weight in all."""
-        return {"balance_loss": self.balance / weight, "z_loss": self.z / weight, "dropped_tokens": self.dropped}
+        return {
+            "balance_loss": self.balance / weight,
+            "z_loss": self.z / weight,
+            "dropped_tokens": self.dropped,
+        }
 
 
 class Choice(NamedTuple):
@@ -78,7 +87,9 @@ def route(
         capacity: tokens of an example that an expert takes; None: all.
         layout: over whose devices loads are averaged.
     """
-    logits_BTE = jnp.matmul(x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
+    logits_BTE = jnp.matmul(
+        x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest"
+    )
     experts = logits_BTE.shape[-1]
     sigmoid = config.gate == "sigmoid"
     gates_BTE = jax.nn.sigmoid(logits_BTE) if sigmoid else jax.nn.softmax(logits_BTE)

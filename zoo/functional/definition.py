@@ -65,7 +65,9 @@ class FunctionDefinition(Definition):
             like: a tree of the kind to make; that of the model unless given.
         """
         structure = self.structure if like is None else jax.tree.structure(like)
-        return jax.tree.unflatten(structure, [jnp.reshape(arrays[n], shape) for n, shape in self.shapes.items()])
+        return jax.tree.unflatten(
+            structure, [jnp.reshape(arrays[n], shape) for n, shape in self.shapes.items()]
+        )
 
     def forward(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> Any:
         """The tree that the function is called with.
@@ -90,7 +92,9 @@ class FunctionDefinition(Definition):
                 acting[name] = _times(acting[name], factors["branch"][layer, branch])
         return self.tree(acting)
 
-    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE) -> Any:
+    def bind(
+        self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE
+    ) -> Any:
         """The model with these numbers, a function of its inputs.
 
         Args:
@@ -157,7 +161,9 @@ def define_function(
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     of_axes = tree.sizes(shapes, declared, sizes or {})
     abstract = {
-        name: jax.ShapeDtypeStruct(tuple(of_axes[axis] for axis in declared[name].axes), jnp.dtype(leaf.dtype))
+        name: jax.ShapeDtypeStruct(
+            tuple(of_axes[axis] for axis in declared[name].axes), jnp.dtype(leaf.dtype)
+        )
         for name, leaf in leaves.items()
     }
     factors = _factors(declared, of_axes, tied_readout)
@@ -189,7 +195,10 @@ def _factors(
                 f"{inside[0]} is in a residual block, and no parameter writes into the stream; declare what does as "
                 "Role.ATTENTION_OUT or Role.MLP_OUT"
             )
-        factors |= {kind: {"kind": kind, "shape": (sizes[OWN.axis], 2), **blank} for kind in ("skip", "branch")}
+        factors |= {
+            kind: {"kind": kind, "shape": (sizes[OWN.axis], 2), **blank}
+            for kind in ("skip", "branch")
+        }
         for role in _WRITES:
             _layers(specs, role, sizes[OWN.axis])
     return factors
@@ -227,7 +236,11 @@ def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str,
             raise PresetError(
                 f"{members[0]}: {len(members)} such parameters in {depth} layers; write sizes={{'layers': ...}}"
             )
-        members.sort(key=lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)])
+        members.sort(
+            key=lambda name: [
+                int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)
+            ]
+        )
         layers |= {name: i * depth // len(members) for i, name in enumerate(members)}
     return layers
 

@@ -29,7 +29,9 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         PresetError: a leaf that is no array, or two of one name.
     """
     leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    ):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -58,9 +60,13 @@ def declarations(of: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
         if callable(specs):
             spec = specs(name)
         else:
-            matching = [name] if name in specs else [p for p in specs if fnmatch.fnmatchcase(name, p)]
+            matching = (
+                [name] if name in specs else [p for p in specs if fnmatch.fnmatchcase(name, p)]
+            )
             if len({specs[pattern] for pattern in matching}) > 1:
-                raise PresetError(f"{name} is declared by {' and '.join(matching)}, differently; narrow one of them")
+                raise PresetError(
+                    f"{name} is declared by {' and '.join(matching)}, differently; narrow one of them"
+                )
             used.update(matching)
             spec = specs[matching[0]] if matching else None
         if not isinstance(spec, ParamSpec):
@@ -73,7 +79,9 @@ def declarations(of: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
     if not callable(specs) and (idle := [pattern for pattern in specs if pattern not in used]):
         near = difflib.get_close_matches(idle[0], of, n=1, cutoff=0)
         raise PresetError(
-            f"no parameter is named {idle[0]!r}; did you mean {near[0]!r}?" if near else "the tree is empty"
+            f"no parameter is named {idle[0]!r}; did you mean {near[0]!r}?"
+            if near
+            else "the tree is empty"
         )
     return by_name
 
@@ -91,7 +99,9 @@ def sizes(
     Raises:
         PresetError: an axis of two sizes or of none, or an array that its axes do not make.
     """
-    axes: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in more.items()}
+    axes: dict[str, tuple[int, str]] = {
+        axis: (size, "the sizes given") for axis, size in more.items()
+    }
 
     def learn(axis: str, size: int, name: str) -> None:
         first, where = axes.setdefault(axis, (size, name))

@@ -46,8 +46,15 @@ FIELDS: dict[Family, tuple[str, ...]] = {
     "gpt2": ("n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
     **dict.fromkeys(_LIKE_LLAMA, (*_SIZES, "rms_norm_eps")),
     **dict.fromkeys(_LAYERNORM, (*_SIZES, "layer_norm_eps")),
-    **dict.fromkeys(DINO, (*_SIZES[:3], "mlp_ratio", "layer_norm_eps")),  # a ratio in place of a size
-    "mbart": ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),  # its eps is in its code
+    **dict.fromkeys(
+        DINO, (*_SIZES[:3], "mlp_ratio", "layer_norm_eps")
+    ),  # a ratio in place of a size
+    "mbart": (
+        "d_model",
+        "decoder_layers",
+        "decoder_attention_heads",
+        "decoder_ffn_dim",
+    ),  # its eps is in its code
     "t5": ("d_model", "num_decoder_layers", "num_heads", "d_ff", "layer_norm_epsilon"),
 }
 """Their names of what our `STACK` names."""
@@ -69,7 +76,9 @@ DROPOUTS: dict[Family, tuple[str, ...]] = {
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "siglip": ("attention_dropout",),
     **dict.fromkeys(("vit", "deit"), ("hidden_dropout_prob", "attention_probs_dropout_prob")),
-    **dict.fromkeys(DINO, ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")),
+    **dict.fromkeys(
+        DINO, ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+    ),
     "mbart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),
 }

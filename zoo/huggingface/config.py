@@ -46,7 +46,10 @@ DISTILLED = "DeiTForImageClassificationWithTeacher"
 
 
 def to_huggingface(
-    model: TransformerConfig, *, dtype: str = "float32", tokens: Mapping[str, int | list[int] | None] | None = None
+    model: TransformerConfig,
+    *,
+    dtype: str = "float32",
+    tokens: Mapping[str, int | list[int] | None] | None = None,
 ) -> dict[str, Any]:
     """config.json of a model.
 
@@ -66,7 +69,10 @@ def to_huggingface(
         "model_type": family,
         "architectures": [ARCHITECTURES[family]],
         "dtype": dtype,
-        **{theirs: getattr(model, ours) for theirs, ours in zip(FIELDS[family], STACK, strict=False)},
+        **{
+            theirs: getattr(model, ours)
+            for theirs, ours in zip(FIELDS[family], STACK, strict=False)
+        },
         **dict.fromkeys(DROPOUTS[family], 0.0),
     }
     tied = {"vocab_size": sizes.get("vocab"), "tie_word_embeddings": model.tied_readout is not None}
@@ -78,7 +84,11 @@ def to_huggingface(
             **_ids("decoder_start", "forced_eos"),
             **(tokens or {}),
         }
-    activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
+    activation = (
+        "silu"
+        if model.gated
+        else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
+    )
     if isinstance(model, ImageModel):
         labels = range(model.num_classes)
         pixels: dict[str, Any] = {
@@ -97,7 +107,11 @@ def to_huggingface(
                 "layerscale_value": model.layer_scale or 1.0,
                 "use_swiglu_ffn": False,
             }
-            pixels |= {"use_mask_token": False} if family == "dinov2" else {"num_register_tokens": model.registers}
+            pixels |= (
+                {"use_mask_token": False}
+                if family == "dinov2"
+                else {"num_register_tokens": model.registers}
+            )
         return {
             **shared,
             **pixels,
@@ -109,7 +123,12 @@ def to_huggingface(
     if family == "gpt2":
         return {**text, "n_positions": sizes["position"], "activation_function": activation}
     assert isinstance(model, DecoderConfig)
-    return {**text, **(gemma.fields_of(model, family) if family in GEMMA else decoders.fields_of(model, family))}
+    return {
+        **text,
+        **(
+            gemma.fields_of(model, family) if family in GEMMA else decoders.fields_of(model, family)
+        ),
+    }
 
 
 def from_huggingface(fields: Mapping[str, Any]) -> Published:
@@ -120,7 +139,9 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     """
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in UNLIKE:
-        raise ConfigError(f"config.json: model_type {kind} has {UNLIKE[kind]}, which our models do not have")
+        raise ConfigError(
+            f"config.json: model_type {kind} has {UNLIKE[kind]}, which our models do not have"
+        )
     if quantized := fields.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise ConfigError(
@@ -129,7 +150,9 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     if kind == "bart":
         raise ConfigError(f"config.json: {encoder_decoder.POST_NORM}")
     if not isinstance(kind, str) or kind not in _READ:
-        raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(_READ)} are read")
+        raise ConfigError(
+            f"config.json: model_type is {shown(kind)}; only {', '.join(_READ)} are read"
+        )
     published = _READ[kind](Fields(fields))
     if reasons := _reasons(published.model):
         raise ConfigError(f"config.json: {'; '.join(reasons)}")
@@ -143,10 +166,13 @@ def _reasons(model: TransformerConfig) -> list[str]:
     refused = {
         "model.centered trains the difference of two networks, and a file holds one; train with --model.no-centered to export": model.centered,
         "model.qk_norm normalizes queries and keys, which it does not; train with --model.no-qk-norm "
-        "--model.qk-norm-kind rmsnorm to export": model.qk_norm and family not in ("qwen3", "gemma3_text", "qwen3_moe"),
-        "model.experts routes tokens to MLPs of their own, which it does not": model.experts is not None
+        "--model.qk-norm-kind rmsnorm to export": model.qk_norm
+        and family not in ("qwen3", "gemma3_text", "qwen3_moe"),
+        "model.experts routes tokens to MLPs of their own, which it does not": model.experts
+        is not None
         and family not in experts.FAMILIES,
-        "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
+        "model.value_dim makes values of another size than queries, which it does not": model.value_dim
+        is not None,
         "model.branch_activation acts on what branches read, which it does not; train with "
         "--model.branch-activation none to export": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not; train with --model.no-readout-bias to export": not isinstance(
@@ -155,7 +181,8 @@ def _reasons(model: TransformerConfig) -> list[str]:
         and "readout_bias" in model.parameters(),
         "model.parallel has the MLP read what attention reads, which it does not": model.parallel_branches
         and family != "gpt_neox",
-        "model.post_norm normalizes what branches write, which it does not": model.post_norms and family not in GEMMA,
+        "model.post_norm normalizes what branches write, which it does not": model.post_norms
+        and family not in GEMMA,
         "a soft cap bounds logits, which it does not (model.attention_softcap, model.logit_softcap)": isinstance(
             model, DecoderConfig
         )
@@ -172,11 +199,15 @@ def _reasons(model: TransformerConfig) -> list[str]:
         if isinstance(model, ViTConfig):
             refused |= _image_reasons(model, family)
         refused |= {
-            "model.window hides all but the last positions, which it does not": model.sight.window is not None,
-            "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm != "layernorm",
+            "model.window hides all but the last positions, which it does not": model.sight.window
+            is not None,
+            "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm
+            != "layernorm",
             f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
-            f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads != heads,
-            f"its heads fill the width, and {heads} heads of {size} are not {width}": heads * size != width,
+            f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads
+            != heads,
+            f"its heads fill the width, and {heads} heads of {size} are not {width}": heads * size
+            != width,
         }
     return [reason for reason, holds in refused.items() if holds]
 
@@ -189,13 +220,17 @@ def _image_reasons(model: ViTConfig, family: Family) -> dict[str, bool]:
         "model.stem makes patches by convolutions, and it by one matrix; train with --model.stem none to export": model.stem
         is not None,
         "model.pre_logits is a layer before the readout, which it does not have; train with --model.no-pre-logits to export": model.pre_logits,
-        "model.layer_scale multiplies what branches write, which it does not": model.layer_scale is not None
+        "model.layer_scale multiplies what branches write, which it does not": model.layer_scale
+        is not None
         and family not in DINO,
-        "model.registers are tokens beside the patches, which it does not have": model.registers is not None
+        "model.registers are tokens beside the patches, which it does not have": model.registers
+        is not None
         and family == "siglip",
-        f"it has one token beside the CLS token, and model.registers is {model.registers}": model.registers != 1
+        f"it has one token beside the CLS token, and model.registers is {model.registers}": model.registers
+        != 1
         and family == "deit",
-        f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}": ratio != int(ratio)
+        f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}": ratio
+        != int(ratio)
         and family in DINO,
     }
 
@@ -212,7 +247,9 @@ def _stack(read: Fields, family: Family) -> dict[str, Any]:
 
 def _gpt2(read: Fields) -> Published:
     read.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
-    read.refuse("scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number")
+    read.refuse(
+        "scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number"
+    )
     read.refuse("add_cross_attention", False, "attention to an encoder")
     model = DecoderConfig(
         **_stack(read, "gpt2"),
@@ -232,7 +269,9 @@ def _vit(read: Fields, family: Family) -> Published:
             f"config.json: {DISTILLED} takes the mean of two classifiers (distillation_classifier), which our models do not have; "
             "DeiTForImageClassification reads the CLS token's alone"
         )
-    read.refuse("use_swiglu_ffn", False, "a gate of the MLP whose hidden size is two thirds of mlp_ratio")
+    read.refuse(
+        "use_swiglu_ffn", False, "a gate of the MLP whose hidden size is two thirds of mlp_ratio"
+    )
     if family == "siglip":
         tower = read.fields.get("vision_config")
         if not isinstance(tower, dict):
@@ -240,16 +279,26 @@ def _vit(read: Fields, family: Family) -> Published:
         read = Fields({"num_labels": read.fields.get("num_labels"), **tower})
     model = ViTConfig(
         **_stack(read, family),
-        activation=read.choice("hidden_act", "gelu_pytorch_tanh" if family == "siglip" else "gelu", ACTIVATIONS),
+        activation=read.choice(
+            "hidden_act", "gelu_pytorch_tanh" if family == "siglip" else "gelu", ACTIVATIONS
+        ),
         image_size=read.side("image_size", 224),
         patch_size=read.side("patch_size", 14 if family == "dinov2" else 16),
         channels=read.read("num_channels", 3),
-        num_classes=len(labels) if isinstance(labels, dict) and labels else read.read("num_labels", 2),
+        num_classes=len(labels)
+        if isinstance(labels, dict) and labels
+        else read.read("num_labels", 2),
         pool="mean" if family == "siglip" else "cls-mean" if dino else "cls",
-        registers=1 if family == "deit" else read.read("num_register_tokens", 4) if family == DINO[1] else None,
+        registers=1
+        if family == "deit"
+        else read.read("num_register_tokens", 4)
+        if family == DINO[1]
+        else None,
         layer_scale=read.read("layerscale_value", 1.0) if dino else None,
     )
-    return Published(model, frozenset() if family == "siglip" or read.read("qkv_bias", True) else frozenset(_QKV))
+    return Published(
+        model, frozenset() if family == "siglip" or read.read("qkv_bias", True) else frozenset(_QKV)
+    )
 
 
 _READ = {
@@ -257,7 +306,10 @@ _READ = {
     **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
     "gpt_neox": decoders.gpt_neox,
     **{family: functools.partial(gemma.gemma, family=family) for family in GEMMA},
-    **{family: functools.partial(_vit, family=family) for family in ("vit", "deit", "siglip", *DINO)},
+    **{
+        family: functools.partial(_vit, family=family)
+        for family in ("vit", "deit", "siglip", *DINO)
+    },
     "mbart": encoder_decoder.mbart,
     "t5": functools.partial(encoder_decoder.t5, newer=False),
     "mt5": functools.partial(encoder_decoder.t5, newer=True),

@@ -12,7 +12,14 @@ from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.fields import Fields
 from mupax.zoo.huggingface import experts
-from mupax.zoo.huggingface.architectures import ACTIVATIONS, DEFAULTS, FIELDS, STACK, Family, Published
+from mupax.zoo.huggingface.architectures import (
+    ACTIVATIONS,
+    DEFAULTS,
+    FIELDS,
+    STACK,
+    Family,
+    Published,
+)
 
 ATTENTION = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value", "out"))
 MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
@@ -45,9 +52,19 @@ LIKE: dict[Family, Defaults] = {
 
 def family_of(model: DecoderConfig) -> Family:
     """The plainest family that has what a decoder with rotary positions has."""
-    if model.parallel or model.rotary_fraction != 1 or (model.norm == "layernorm" and not model.gated):
+    if (
+        model.parallel
+        or model.rotary_fraction != 1
+        or (model.norm == "layernorm" and not model.gated)
+    ):
         return "gpt_neox"
-    if model.post_norm or model.attention_softcap or model.logit_softcap or model.full_every or model.window_theta:
+    if (
+        model.post_norm
+        or model.attention_softcap
+        or model.logit_softcap
+        or model.full_every
+        or model.window_theta
+    ):
         return "gemma3_text" if model.qk_norm else "gemma2"
     if model.experts is not None:
         return "qwen3_moe" if model.qk_norm else "mixtral"
@@ -68,26 +85,32 @@ def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
     width, heads = model.width, model.num_heads
     if family == "gpt_neox":
         return {
-            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm != "layernorm",
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm
+            != "layernorm",
             f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
             f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {heads} heads": model.kv_heads
             != heads,
-            f"its heads fill the width, and {heads} heads of {model.heads_dim} are not {width}": heads * model.heads_dim
+            f"its heads fill the width, and {heads} heads of {model.heads_dim} are not {width}": heads
+            * model.heads_dim
             != width,
-            "model.window hides all but the last positions, which it does not": model.window is not None,
+            "model.window hides all but the last positions, which it does not": model.window
+            is not None,
         }
     kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
     return {
         kinds: model.norm != "rmsnorm" or model.activation != "swiglu",
-        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": family == "llama"
+        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": family
+        == "llama"
         and bool(width % heads),
         "model.bias adds to every product, which only llama does, without a window and without model.qk_norm": family
         != "llama"
         and model.bias,
-        "model.qk_norm with model.qkv_bias is two families in one": model.qk_norm and model.qkv_bias,
+        "model.qk_norm with model.qkv_bias is two families in one": model.qk_norm
+        and model.qkv_bias,
         "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not": model.qk_norm_kind
         != "rmsnorm",
-        "model.qkv_bias adds to queries, keys and values, which it does not": family == "mixtral" and model.qkv_bias,
+        "model.qkv_bias adds to queries, keys and values, which it does not": family == "mixtral"
+        and model.qkv_bias,
         **experts.reasons(model, family),
     }
 
@@ -103,7 +126,9 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
     if family == "gpt_neox":
         rope |= {"partial_rotary_factor": model.rotary_fraction}
         return {
-            "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == model.activation),
+            "hidden_act": next(
+                name for name, ours in ACTIVATIONS.items() if ours == model.activation
+            ),
             "max_position_embeddings": model.seq_len,
             "use_parallel_residual": model.parallel,
             "attention_bias": True,
@@ -138,7 +163,10 @@ def rope_fields(model: DecoderConfig) -> dict[str, Any]:
     if model.rotary_scaling is not None:
         fields |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
     if model.rope_scaling == "llama3":
-        fields["low_freq_factor"], fields["high_freq_factor"] = model.rope_low_freq_factor, model.rope_high_freq_factor
+        fields["low_freq_factor"], fields["high_freq_factor"] = (
+            model.rope_low_freq_factor,
+            model.rope_high_freq_factor,
+        )
         fields["original_max_position_embeddings"] = model.rope_original_len
     return fields
 
@@ -151,7 +179,9 @@ def like_llama(read: Fields, family: Family) -> Published:
         family: its architecture.
     """
     if read.read("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu")
+        raise ConfigError(
+            f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu"
+        )
     defaults = LIKE[family]
     stack: dict[str, Any] = {}
     for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
@@ -193,11 +223,20 @@ def gpt_neox(read: Fields) -> Published:
         stack[ours] = read.read(theirs, default)
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
     fraction = read.read("rotary_pct", 0.25)
-    holders = [read.fields, *(read.fields.get(name) or {} for name in ("rope_parameters", "rope_scaling"))]
+    holders = [
+        read.fields,
+        *(read.fields.get(name) or {} for name in ("rope_parameters", "rope_scaling")),
+    ]
     for holder in holders:
         if isinstance(holder, dict):
             fraction = Fields(holder).read("partial_rotary_factor", fraction)
-    older = Fields({"rope_theta": read.fields.get("rotary_emb_base"), **read.fields, "partial_rotary_factor": None})
+    older = Fields(
+        {
+            "rope_theta": read.fields.get("rotary_emb_base"),
+            **read.fields,
+            "partial_rotary_factor": None,
+        }
+    )
     model = DecoderConfig(
         **stack,
         **rope(older, partial=True),
@@ -209,7 +248,9 @@ def gpt_neox(read: Fields) -> Published:
         seq_len=read.read("max_position_embeddings", 2048),
         tied=read.read("tie_word_embeddings", False),
     )
-    return Published(model, frozenset() if read.read("attention_bias", True) else frozenset(ATTENTION))
+    return Published(
+        model, frozenset() if read.read("attention_bias", True) else frozenset(ATTENTION)
+    )
 
 
 def _window(read: Fields, family: Family, depth: int) -> int | None:
@@ -225,7 +266,11 @@ def _window(read: Fields, family: Family, depth: int) -> int | None:
         return window
     first = min(depth, read.fields.get("max_window_layers", 28)) if window else depth
     kinds = read.fields.get("layer_types") or [FULL] * first + [SLIDING] * (depth - first)
-    if not isinstance(kinds, list) or len(kinds) != depth or not {FULL, SLIDING}.issuperset(map(str, kinds)):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != depth
+        or not {FULL, SLIDING}.issuperset(map(str, kinds))
+    ):
         raise ConfigError(
             f"config.json: layer_types is {shown(kinds)}, not {FULL} or {SLIDING} for each of {depth} layers"
         )
@@ -249,8 +294,12 @@ def rope(read: Fields, *, partial: bool = False) -> dict[str, Any]:
             raise ConfigError(f"config.json: rotary parameters are {shown(holder)}, not an object")
     merged = {**(parameters or {}), **(scaling or {})}
     kind = merged.get("rope_type", merged.get("type", "default"))
-    if not partial and any(holder.get("partial_rotary_factor", 1) != 1 for holder in (merged, read.fields)):
-        raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
+    if not partial and any(
+        holder.get("partial_rotary_factor", 1) != 1 for holder in (merged, read.fields)
+    ):
+        raise ConfigError(
+            "config.json: partial_rotary_factor turns only a part of each head; ours turn all of it"
+        )
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(
             f"config.json: rotary positions of type {shown(kind)} change frequencies or logits with the context; "
@@ -262,10 +311,15 @@ def rope(read: Fields, *, partial: bool = False) -> dict[str, Any]:
         return ours
     needed = {"rope_factor": "factor"}
     if kind == "llama3":
-        needed |= {"rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor"}
+        needed |= {
+            "rope_low_freq_factor": "low_freq_factor",
+            "rope_high_freq_factor": "high_freq_factor",
+        }
         needed |= {"rope_original_len": "original_max_position_embeddings"}
     for name, theirs in needed.items():
         if merged.get(theirs) is None:
-            raise ConfigError(f"config.json: rotary positions of type {kind} need {theirs}, which is missing")
+            raise ConfigError(
+                f"config.json: rotary positions of type {kind} need {theirs}, which is missing"
+            )
         ours[name] = Fields(merged).read(theirs, 8192 if name == "rope_original_len" else 8.0)
     return {**ours, "rope_scaling": kind}

@@ -19,7 +19,13 @@ POST_NORM = (
 )
 """Why a BART is refused."""
 
-PROJECTIONS = {"relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu", "gated-gelu": "geglu", "gated-silu": "swiglu"}
+PROJECTIONS = {
+    "relu": "relu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gated-gelu": "geglu",
+    "gated-silu": "swiglu",
+}
 """T5's feed_forward_proj to our activations; gated-gelu is the tanh form, whatever its name says."""
 
 _EPS = 1e-5
@@ -44,10 +50,12 @@ def reasons(model: EncoderDecoderConfig) -> dict[str, bool]:
         "it has no rotary positions; train with --model.positions learned --model.norm layernorm, which is an MBart, or with "
         "--model.positions relative --model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export": model.positions
         == "rotary",
-        f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm != "layernorm",
+        f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm
+        != "layernorm",
         f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}": model.norm_eps != _EPS,
         f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
-        f"its heads fill the width, and {heads} heads of {size} are not {model.width}": heads * size != model.width,
+        f"its heads fill the width, and {heads} heads of {size} are not {model.width}": heads * size
+        != model.width,
         "it has norms after the embeddings; train with --model.embedding-norm to export": not model.embedding_norm,
         f"it has as many positions in both stacks, not {model.seq_len} and {model.targets}": model.targets
         != model.seq_len,
@@ -61,7 +69,9 @@ def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
             "is_encoder_decoder": True,
             "num_layers": model.encoder_blocks,
             "d_kv": model.heads_dim,
-            "feed_forward_proj": next(name for name, ours in PROJECTIONS.items() if ours == model.activation),
+            "feed_forward_proj": next(
+                name for name, ours in PROJECTIONS.items() if ours == model.activation
+            ),
             "relative_attention_num_buckets": model.distance_buckets,
             "relative_attention_max_distance": model.longest_distance,
             "n_positions": model.seq_len,
@@ -72,7 +82,9 @@ def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
         "encoder_layers": model.encoder_blocks,
         "encoder_attention_heads": model.num_heads,
         "encoder_ffn_dim": model.mlp_dim,
-        "activation_function": next(name for name, ours in ACTIVATIONS.items() if ours == model.activation),
+        "activation_function": next(
+            name for name, ours in ACTIVATIONS.items() if ours == model.activation
+        ),
         "max_position_embeddings": model.seq_len,
         "scale_embedding": False,
     }
@@ -81,7 +93,10 @@ def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
 def mbart(read: Fields) -> Published:
     """The model of an MBart's config.json."""
     stack = _stack(read, "mbart")
-    sizes = {"attention_heads": stack["num_heads"], "ffn_dim": round(stack["mlp_ratio"] * stack["width"])}
+    sizes = {
+        "attention_heads": stack["num_heads"],
+        "ffn_dim": round(stack["mlp_ratio"] * stack["width"]),
+    }
     for (name, size), default in zip(sizes.items(), DEFAULTS["mbart"][2:], strict=True):
         if (other := read.read(f"encoder_{name}", int(default))) != size:
             raise ConfigError(
@@ -112,7 +127,9 @@ def t5(read: Fields, *, newer: bool) -> Published:
     model = EncoderDecoderConfig(
         **stack,
         encoder_depth=_unlike(read.read("num_layers", 6), stack["depth"]),
-        head_dim=None if (size := read.read("d_kv", 64)) * stack["num_heads"] == stack["width"] else size,
+        head_dim=None
+        if (size := read.read("d_kv", 64)) * stack["num_heads"] == stack["width"]
+        else size,
         activation=read.choice("feed_forward_proj", "gated-gelu" if newer else "relu", PROJECTIONS),
         norm="rmsnorm",
         bias=False,
@@ -124,7 +141,8 @@ def t5(read: Fields, *, newer: bool) -> Published:
         seq_len=longest,
         target_len=_unlike(read.read("n_target_positions", longest), longest),
         # A readout that is not divided by width^1/2 has a table of its own (v1.1), though later files say of both that they are tied.
-        tied=not newer and read.read("scale_decoder_outputs", read.read("tie_word_embeddings", True)),
+        tied=not newer
+        and read.read("scale_decoder_outputs", read.read("tie_word_embeddings", True)),
     )
     return Published(model)
 

@@ -42,7 +42,9 @@ def equivalent(model: TransformerConfig) -> Equivalent:
             "model.sincos: the fixed sines are written as learned positions, the same logits; read again, the table is trained"
         )
     if model.experts is not None and (capacity := model.routing.capacity_factor) is not None:
-        model = dataclasses.replace(model, routing=dataclasses.replace(model.routing, capacity_factor=None))
+        model = dataclasses.replace(
+            model, routing=dataclasses.replace(model.routing, capacity_factor=None)
+        )
         notes.append(
             f"model.routing.capacity_factor: the code of transformers drops no token; logits differ where experts here had more than "
             f"{capacity:g} times their share of tokens (--model.routing.capacity-factor none drops none)"

@@ -28,9 +28,11 @@ def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
     routing = model.routing
     softmax = "softmax" if family == "mixtral" else "softmax or softmax-all"
     return {
-        f"its router is a softmax, and model.routing.gate is {routing.gate}; write {softmax}": routing.gate == "sigmoid"
+        f"its router is a softmax, and model.routing.gate is {routing.gate}; write {softmax}": routing.gate
+        == "sigmoid"
         or (family == "mixtral" and routing.gate == "softmax-all"),
-        "model.routing.capacity_factor drops tokens, which it does not": routing.capacity_factor is not None,
+        "model.routing.capacity_factor drops tokens, which it does not": routing.capacity_factor
+        is not None,
         "model.routing.balance bias adds to scores where experts are chosen, which it does not": routing.balance
         == "bias",
         "model.shared_experts are experts that every token goes to, which it does not have": model.shared_experts
@@ -49,9 +51,17 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         return {}
     # Their balance loss is ours times the experts of a token.
     weight = model.routing.balance_weight / model.active if model.routing.balance == "loss" else 0.0
-    shared = {"num_experts_per_tok": model.active, "router_aux_loss_coef": weight, "output_router_logits": False}
+    shared = {
+        "num_experts_per_tok": model.active,
+        "router_aux_loss_coef": weight,
+        "output_router_logits": False,
+    }
     if family == "mixtral":
-        return {**shared, "num_local_experts": model.experts, "intermediate_size": model.expert_size}
+        return {
+            **shared,
+            "num_local_experts": model.experts,
+            "intermediate_size": model.expert_size,
+        }
     return {
         **shared,
         "num_experts": model.experts,

@@ -35,15 +35,19 @@ def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
     return {
         kinds: model.norm != "rmsnorm" or model.activation != "geglu",
         "it normalizes what branches write, and model.post_norm does not": not model.post_norm,
-        "model.window_theta is of layers with a window alone, and it has one wavelength": model.window_theta is not None
+        "model.window_theta is of layers with a window alone, and it has one wavelength": model.window_theta
+        is not None
         and family == "gemma2",
-        "model.attention_softcap bounds attention logits, which it does not": model.attention_softcap is not None
+        "model.attention_softcap bounds attention logits, which it does not": model.attention_softcap
+        is not None
         and family == "gemma3_text",
         "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not": model.qk_norm_kind
         != "rmsnorm",
         "model.bias adds to every product, which it does not": model.bias,
         "model.qkv_bias adds to queries, keys and values, which it does not": model.qkv_bias,
-        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": bool(width % heads),
+        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": bool(
+            width % heads
+        ),
     }
 
 
@@ -59,7 +63,9 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         rope["rope_scaling"] = rope_fields(model)
     if family == "gemma3_text":
         windowed = (
-            {"rope_type": "default", "rope_theta": model.window_theta} if model.window_theta else rope_fields(model)
+            {"rope_type": "default", "rope_theta": model.window_theta}
+            if model.window_theta
+            else rope_fields(model)
         )
         rope = {"rope_parameters": {SLIDING: windowed, FULL: rope_fields(model)}}
     return {
@@ -71,7 +77,8 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         "max_position_embeddings": model.seq_len,
         "sliding_window": model.window,
         "layer_types": [
-            _kind(model.attention_specs[i % len(model.attention_specs)].window) for i in range(model.depth)
+            _kind(model.attention_specs[i % len(model.attention_specs)].window)
+            for i in range(model.depth)
         ],
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.logit_softcap,
@@ -88,10 +95,14 @@ def gemma(read: Fields, family: Family) -> Published:
     """
     defaults, newer = DEFAULT[family], family == "gemma3_text"
     if newer and read.fields.get("attn_logit_softcapping") is not None:
-        raise ConfigError("config.json: attn_logit_softcapping is given, and Gemma 3's code does not read it")
+        raise ConfigError(
+            "config.json: attn_logit_softcapping is given, and Gemma 3's code does not read it"
+        )
     for name in ("hidden_activation", "hidden_act"):
         if (value := read.read(name, GELUS[0])) not in GELUS:
-            raise ConfigError(f"config.json: {name} is {shown(value)}, and its gated MLP has {GELUS[0]} in our models")
+            raise ConfigError(
+                f"config.json: {name} is {shown(value)}, and its gated MLP has {GELUS[0]} in our models"
+            )
     read.refuse("attention_bias", False, "biases of attention")
     read.refuse("use_bidirectional_attention", False, "attention to later tokens")
     stack: dict[str, Any] = {}
@@ -130,7 +141,11 @@ def _kind(window: int | None) -> str:
 
 def _cap(read: Fields) -> float | None:
     """Gemma 3's cap of logits: none where it is left out."""
-    return None if read.fields.get("final_logit_softcapping") is None else read.read("final_logit_softcapping", 1.0)
+    return (
+        None
+        if read.fields.get("final_logit_softcapping") is None
+        else read.read("final_logit_softcapping", 1.0)
+    )
 
 
 def _rope_of_layers(read: Fields, windows: dict[str, Any]) -> dict[str, Any]:
@@ -145,8 +160,12 @@ def _rope_of_layers(read: Fields, windows: dict[str, Any]) -> dict[str, Any]:
         local = {"rope_theta": read.read("rope_local_base_freq", 1e4)}
         scaling = read.fields.get("rope_scaling") or {}
         parameters = {FULL: {"rope_theta": read.read("rope_theta", 1e6), **scaling}, SLIDING: local}
-    if not isinstance(parameters, dict) or not all(isinstance(parameters.get(kind), dict) for kind in (FULL, SLIDING)):
-        raise ConfigError(f"config.json: rope_parameters is {shown(parameters)}, not objects {FULL} and {SLIDING}")
+    if not isinstance(parameters, dict) or not all(
+        isinstance(parameters.get(kind), dict) for kind in (FULL, SLIDING)
+    ):
+        raise ConfigError(
+            f"config.json: rope_parameters is {shown(parameters)}, not objects {FULL} and {SLIDING}"
+        )
     full, local = (
         rope(Fields({"rope_parameters": {"rope_theta": theta, **parameters[kind]}}))
         for kind, theta in ((FULL, 1e6), (SLIDING, 1e4))
@@ -169,7 +188,11 @@ def _windows(read: Fields, depth: int, pattern: int) -> dict[str, Any]:
     if kinds is None:
         pattern = read.read("sliding_window_pattern", pattern)
         kinds = [(SLIDING, FULL)[(i + 1) % pattern == 0] for i in range(depth)]
-    if not isinstance(kinds, list) or len(kinds) != depth or not {FULL, SLIDING}.issuperset(map(str, kinds)):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != depth
+        or not {FULL, SLIDING}.issuperset(map(str, kinds))
+    ):
         raise ConfigError(
             f"config.json: layer_types is {shown(kinds)}, not {FULL} or {SLIDING} for each of {depth} layers"
         )

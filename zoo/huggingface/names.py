@@ -20,7 +20,13 @@ from mupax.zoo.huggingface.decoders import LIKE
 from mupax.zoo.huggingface.tables import table
 from mupax.zoo.transformer import TransformerConfig
 
-HEADS = ("lm_head.weight", "embed_out.weight", "final_logits_bias", "classifier.weight", "classifier.bias")
+HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "final_logits_bias",
+    "classifier.weight",
+    "classifier.bias",
+)
 """Tensors outside the prefix."""
 
 
@@ -83,7 +89,11 @@ class Tensor(NamedTuple):
         whole = np.concatenate(each, -1) if each[1:] else each[0]
         if not self.fused:
             return whole
-        return np.moveaxis(whole, 0, -1).reshape(self.shape) if whole.ndim == 3 else whole.reshape(self.shape)
+        return (
+            np.moveaxis(whole, 0, -1).reshape(self.shape)
+            if whole.ndim == 3
+            else whole.reshape(self.shape)
+        )
 
     def ours(self, value: np.ndarray) -> list[np.ndarray]:
         """The parts' values, from the tensor of one layer."""
@@ -101,7 +111,10 @@ class Tensor(NamedTuple):
     @property
     def widths(self) -> list[int]:
         """Size of the last axis of each part."""
-        return [math.prod(part.matrix[axis] for axis in part.axes[1 if part.joined else -1 :]) for part in self.parts]
+        return [
+            math.prod(part.matrix[axis] for axis in part.axes[1 if part.joined else -1 :])
+            for part in self.parts
+        ]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -163,13 +176,22 @@ def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout:
             return Part(name, shape, shape, (2, 1, 0), joined=True)
         case "registers" | "beside":
             assert isinstance(model, ViTConfig)
-            rows = (model.registers or 0) if layout == "registers" else shape[0] - (model.registers or 0)
+            rows = (
+                (model.registers or 0)
+                if layout == "registers"
+                else shape[0] - (model.registers or 0)
+            )
             return Part(name, (rows, model.width), (1, rows, model.width), (0, 1, 2))
         case "led":
             return Part(name, shape, (1,) * (3 - len(shape)) + shape, (0, 1, 2))
         case "conv2d":
             assert isinstance(model, ImageModel)
-            return Part(name, shape, (model.patch_size, model.patch_size, model.channels, model.width), (3, 2, 0, 1))
+            return Part(
+                name,
+                shape,
+                (model.patch_size, model.patch_size, model.channels, model.width),
+                (3, 2, 0, 1),
+            )
     return Part(name, shape, shape, tuple(range(len(shape))))
 
 
@@ -191,7 +213,10 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
     def add(theirs: str, layout: str, *ours: str) -> None:
         shift = float(family in GEMMA and ours[0].endswith("gain"))
         parts = (
-            _part(model, specs, name, layout)._replace(times=_times(model, family, name), shift=shift) for name in ours
+            _part(model, specs, name, layout)._replace(
+                times=_times(model, family, name), shift=shift
+            )
+            for name in ours
         )
         every.append(Tensor(theirs, tuple(parts), fused=layout == "fused"))
 
@@ -200,7 +225,9 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
         if layout == "norm":
             add(f"{theirs}.weight", "flat", f"{ours[0]}.gain")
             add(f"{theirs}.bias", "flat", f"{ours[0]}.bias")
-        elif theirs.endswith((".weight", ".bias", ".lambda1", "_token", "_tokens", "_embeddings", "_logits_bias")):
+        elif theirs.endswith(
+            (".weight", ".bias", ".lambda1", "_token", "_tokens", "_embeddings", "_logits_bias")
+        ):
             add(theirs, layout, *ours)
         else:
             add(f"{theirs}.weight", layout, *ours)

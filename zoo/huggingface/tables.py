@@ -61,7 +61,9 @@ layers.{i}.post_attention_layernorm.weight flat block.attention_gain
 layers.{i}.pre_feedforward_layernorm.weight flat block.mlp_norm.gain
 layers.{i}.post_feedforward_layernorm.weight flat block.mlp_gain
 """
-_GEMMA2 = _LLAMA.replace("layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain\n", _SANDWICH.lstrip())
+_GEMMA2 = _LLAMA.replace(
+    "layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain\n", _SANDWICH.lstrip()
+)
 _VIT = """
 embeddings.cls_token led cls
 embeddings.position_embeddings led position
@@ -198,6 +200,10 @@ def table(model: TransformerConfig, family: Family) -> str:
     lines = ["shared.weight same token\n", cross]
     for name, ours, last in (("encoder", "encoder.", "1"), ("decoder", "", "2")):
         lines += [
-            (stack + gate).replace("{stack}", name).replace("{ours}", ours).replace("{last}", last).replace("{up}", up)
+            (stack + gate)
+            .replace("{stack}", name)
+            .replace("{ours}", ours)
+            .replace("{last}", last)
+            .replace("{up}", up)
         ]
     return "\n".join(lines)

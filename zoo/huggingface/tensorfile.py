@@ -110,7 +110,9 @@ class Tensors:
                     "(save a quantized model in floating point first)"
                 )
             if not all(shape):
-                raise TensorFileError(f"{file.name}: the tensor {shown(name)} of shape {shape} is empty")
+                raise TensorFileError(
+                    f"{file.name}: the tensor {shown(name)} of shape {shape} is empty"
+                )
             self.shapes[name], self._files[name] = shape, opened
 
 
@@ -146,7 +148,9 @@ def check_whole(folder: Path) -> None:
     parts = list(files_of_index(folder / INDEX)) if (folder / INDEX).is_file() else []
     missing = [part for part in parts if not (folder / part).is_file()]
     if missing:
-        raise TensorFileError(f"{folder}: {INDEX} names {missing[0]}, which is not there; bring it back")
+        raise TensorFileError(
+            f"{folder}: {INDEX} names {missing[0]}, which is not there; bring it back"
+        )
     for file in sorted(folder.glob("*.safetensors")):
         _opened(file)
 
@@ -187,18 +191,26 @@ def write_tensors(
         with np.errstate(over="ignore"):
             value = np.ascontiguousarray(array, dtype=jnp.dtype(dtype))
         if not np.isfinite(value).all() and np.isfinite(array).all():
-            raise TensorFileError(f"{name} has values that {dtype} cannot hold; write float32 or bfloat16")
+            raise TensorFileError(
+                f"{name} has values that {dtype} cannot hold; write float32 or bfloat16"
+            )
         if waiting and sum(other.nbytes for other in waiting.values()) + value.nbytes > shard_bytes:
             flush()
         waiting[name] = value
         total += value.nbytes
     flush()
     count = len(parts)
-    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = (
+        [SINGLE]
+        if count == 1
+        else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    )
     for i, file in enumerate(files):
         (folder / f".part-{i}.safetensors").replace(folder / file)
     if count > 1:
-        weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        weight_map = {
+            name: file for file, names in zip(files, parts, strict=True) for name in names
+        }
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return [folder / file for file in files]
@@ -222,7 +234,9 @@ def _file_of(path: Path) -> Path:
         raise TensorFileError(f"{path}: no such file or folder of safetensors")
     if whole := next((path / name for name in (SINGLE, INDEX) if (path / name).is_file()), None):
         return whole
-    if pickle := next((file for ending in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{ending}"))), None):
+    if pickle := next(
+        (file for ending in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{ending}"))), None
+    ):
         raise TensorFileError(
             f"{path}: {pickle.name} is a pickle, which can run any code when it is opened; only safetensors is read. "
             "Most repositories offer it too; otherwise save the model again with `model.save_pretrained(FOLDER)`"
@@ -236,4 +250,6 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="np")
     except (SafetensorError, ValueError, OSError) as error:
-        raise TensorFileError(f"{file}: not a whole safetensors file: {shown(str(error))}") from error
+        raise TensorFileError(
+            f"{file}: not a whole safetensors file: {shown(str(error))}"
+        ) from error

@@ -58,7 +58,9 @@ class Loaded(NamedTuple):
     """Parameters that are zero because the file does not hold them."""
 
 
-def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def to_huggingface(
+    model: TransformerConfig, params: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Names and tensors of a file, one by one.
 
     Args:
@@ -76,11 +78,17 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
             for part in tensor.parts:
                 value = params.get(part.name)
                 absent = value is None
-                values.append(np.full(part.shape, part.name.endswith("gain"), np.float32) if absent else value[index])
+                values.append(
+                    np.full(part.shape, part.name.endswith("gain"), np.float32)
+                    if absent
+                    else value[index]
+                )
             name = tensor.named(index)
             name = NEOX_HEAD if prefix == "gpt_neox." and name == "lm_head.weight" else name
             yield (name if name in HEADS else prefix + name), tensor.theirs(values)
-    if prefix == "model." and model.denoises and not model.tied_readout:  # later versions tie all tables or none
+    if (
+        prefix == "model." and model.denoises and not model.tied_readout
+    ):  # later versions tie all tables or none
         yield from ((prefix + name, params["token"]) for name in COPIES)
 
 
@@ -100,15 +108,23 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     most = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
     if math.prod(most) > len(names_in_file):
         claimed = " layers of ".join(map(str, most)) + (" experts" if most[1:] else " layers")
-        raise TensorFileError(f"{files.path}: {len(names_in_file)} tensors cannot be the {claimed} of config.json")
+        raise TensorFileError(
+            f"{files.path}: {len(names_in_file)} tensors cannot be the {claimed} of config.json"
+        )
     zeros = set(published.zeros)
     if family == "mbart" and "final_logits_bias" not in names_in_file:
         zeros.add("readout_bias")
-    if isinstance(model, ImageModel) and not any(name.startswith("classifier.") for name in names_in_file):
+    if isinstance(model, ImageModel) and not any(
+        name.startswith("classifier.") for name in names_in_file
+    ):
         zeros |= {"readout", "readout_bias"}
         if (classes := model.sizes()["classes"]) * model.width > _LARGEST_ZEROS:
-            raise TensorFileError(f"{files.path}: no classifier, and {classes} classes are too many to add")
-    if family == "t5" and not model.tied_readout:  # which a file leaves out where it is the embedding
+            raise TensorFileError(
+                f"{files.path}: no classifier, and {classes} classes are too many to add"
+            )
+    if (
+        family == "t5" and not model.tied_readout
+    ):  # which a file leaves out where it is the embedding
         names_in_file.setdefault("lm_head.weight", names_in_file.get("shared.weight", ""))
     left = {name: file for name, file in names_in_file.items() if file in files.shapes}
     for tensor in tensors(model):  # every shape before any array is made
@@ -134,11 +150,19 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     if (registers := params.pop(REGISTERS, None)) is not None:
         _put_registers(params, registers, own_rows=family == "deit")
     for name in params.keys() - model.parameters().keys():
-        value = params.pop(name)  # a key bias that softmax does not see: exactly the same function without
+        value = params.pop(
+            name
+        )  # a key bias that softmax does not see: exactly the same function without
         if not name.endswith("key_bias") and value.any():
-            raise TensorFileError(f"{files.path}: final_logits_bias is not zero, and our models have no such bias")
-    dropped = [name for name in sorted(left) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
-    for copy in sorted(left.keys() & {*COPIES, *(["lm_head.weight"] if model.tied_readout else [])}):
+            raise TensorFileError(
+                f"{files.path}: final_logits_bias is not zero, and our models have no such bias"
+            )
+    dropped = [
+        name for name in sorted(left) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
+    ]
+    for copy in sorted(
+        left.keys() & {*COPIES, *(["lm_head.weight"] if model.tied_readout else [])}
+    ):
         name, token = names_in_file[copy], params["token"]
         if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
             raise TensorFileError(
@@ -166,13 +190,19 @@ def _registers_apart(params: Mapping[str, np.ndarray], model: TransformerConfig)
     """Parameters whose rows of positions that are registers stand apart."""
     assert isinstance(model, ViTConfig)
     rows = slice(1, 1 + (model.registers or 0))
-    return {**params, REGISTERS: params["position"][rows], "position": np.delete(params["position"], rows, 0)}
+    return {
+        **params,
+        REGISTERS: params["position"][rows],
+        "position": np.delete(params["position"], rows, 0),
+    }
 
 
 def _put_registers(params: Params, registers: np.ndarray, *, own_rows: bool) -> None:
     """Put registers into the positions, after the CLS token's row; own_rows: there are rows for them, which add to them."""
     rows, position = slice(1, 1 + len(registers)), params["position"]
-    params["position"] = position if own_rows else np.insert(position, [1] * len(registers), 0, axis=0)
+    params["position"] = (
+        position if own_rows else np.insert(position, [1] * len(registers), 0, axis=0)
+    )
     params["position"][rows] += registers
 
 
@@ -187,7 +217,11 @@ def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
     """Name without the prefix to name in the file."""
     names_in_file: dict[str, str] = {}
     for name in files.shapes:
-        short = "lm_head.weight" if name == NEOX_HEAD and prefix == "gpt_neox." else name.removeprefix(prefix)
+        short = (
+            "lm_head.weight"
+            if name == NEOX_HEAD and prefix == "gpt_neox."
+            else name.removeprefix(prefix)
+        )
         if short in names_in_file:
             raise TensorFileError(
                 f"{files.path}: holds both {names_in_file[short][:60]!a} and {name[:60]!a}, which are one tensor"

@@ -44,7 +44,9 @@ class Cache(NamedTuple):
             # A slice per sequence is written in place. A scatter of all at once would copy the cache on CPU.
             for row in range(new_BTKN.shape[0]):
                 start = (layer_index, jnp.int32(row), zero, self.length[row], zero)
-                all_LBKSN = jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN[:, row : row + 1], start)
+                all_LBKSN = jax.lax.dynamic_update_slice(
+                    all_LBKSN, new_LBKTN[:, row : row + 1], start
+                )
             return all_LBKSN
 
         return self._replace(keys=updated(self.keys, k_BTKN), values=updated(self.values, v_BTKN))
@@ -75,7 +77,9 @@ class Cache(NamedTuple):
         # The G queries that share a key head, side by side (Q is G x T): one product reads its keys once.
         q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
         q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
-        logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
+        logits_BKQS = jnp.einsum(
+            "bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32
+        )
         # [], or [B, 1, 1, 1, 1] beside the logits where every sequence has its own.
         before = self.length[:, None, None, None, None] if self.length.ndim else self.length
         positions = before + jnp.arange(length)[:, None]
@@ -85,11 +89,15 @@ class Cache(NamedTuple):
         logits_BKGTS = softcapped(logits_BKQS, cap).reshape(batch, kv_heads, -1, length, source)
         if bias_HTS is not None:
             logits_BKGTS = logits_BKGTS + bias_HTS.reshape(kv_heads, -1, length, source)
-        weights_BKGTS = jax.nn.softmax(jnp.where(mask, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
+        weights_BKGTS = jax.nn.softmax(
+            jnp.where(mask, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1
+        )
         weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
         y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
         y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, v_BKSN.shape[-1])
-        return y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, -1).astype(q_BTHN.dtype)
+        return (
+            y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, -1).astype(q_BTHN.dtype)
+        )
 
 
 def empty(config: TransformerConfig, batch: int) -> Cache:
@@ -99,7 +107,10 @@ def empty(config: TransformerConfig, batch: int) -> Cache:
         config: of the decoder; S is its context.
         batch: B, sequences read side by side.
     """
-    shape, size = (config.depth, batch, config.kv_heads, config.sizes()["position"]), config.heads_dim
+    shape, size = (
+        (config.depth, batch, config.kv_heads, config.sizes()["position"]),
+        config.heads_dim,
+    )
     dtype = jnp.dtype(config.compute.dtype)
     keys, values = (jnp.zeros((*shape, n), dtype) for n in (size, config.value_dim or size))
     return Cache(keys, values, jnp.int32(0))

@@ -33,7 +33,9 @@ def block_of(length: int, kind: str, limit: int | None = None, *, causal: bool) 
         causal: whether one does.
     """
     most = limit or min(BLOCKS.get(kind, BLOCK), length // 2 if causal else length)
-    return max((size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES)
+    return max(
+        (size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES
+    )
 
 
 def cudnn_attention(
@@ -56,10 +58,14 @@ def cudnn_attention(
         segments_BT: int32, of what sees one another; the kernel takes them as a mask of all pairs, which it reads from memory.
         layout: how arrays lie on devices.
     """
-    cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
+    cudnn = functools.partial(
+        jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn"
+    )
     names = layout.mesh_axes("sequence") if causal else ()
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
+    def local(
+        q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array
+    ) -> jax.Array:
         if not names:
             return cudnn(q_BTHN, k_BSKN, v_BSKN, mask=_mask(*segments))
         ways, place = jax.lax.axis_size(names), jax.lax.axis_index(names)
@@ -67,9 +73,16 @@ def cudnn_attention(
             groups = q_BTHN.shape[2] // k_BSKN.shape[2]
             k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
         heads = k_BSKN.shape[2] // ways
-        mine = (jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+        mine = (
+            jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2)
+            for x_BSKN in (k_BSKN, v_BSKN)
+        )
         mask = _mask(*segments[1:], *segments[1:])  # of whole positions, as keys are
-        y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine, mask=mask)
+        y_BTHN = cudnn(
+            jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True),
+            *mine,
+            mask=mask,
+        )
         return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
 
     return _on_devices(layout, local, (q_BTHN, k_BSKN, v_BSKN), *_segments(segments_BT))
@@ -112,7 +125,9 @@ def splash_attention(
     blocks = _blocks(length // shards, source, kind=layout.device_kind, limit=block, causal=causal)
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None
-    mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
+    mask = (
+        masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
+    )
     if window is not None:
         mask = masks.LocalMask((length, source), (window - 1, 0), 0)
     kernel = library.make_splash_mha(
@@ -124,13 +139,19 @@ def splash_attention(
 
     segments, segments_axes = _segments(segments_BT)
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *extra: jax.Array) -> jax.Array:
+    def local(
+        q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *extra: jax.Array
+    ) -> jax.Array:
         kernel = jax.tree.unflatten(structure, extra[len(segments) :])
         apart = library.SegmentIds(*extra[: len(segments)]) if segments else None
         heads_first = (x.swapaxes(1, 2) for x in (q_BTHN, k_BSKN, v_BSKN))
-        return jax.vmap(splash.attention, (None, 0, 0, 0, 0))(kernel, *heads_first, apart).swapaxes(1, 2)
+        return jax.vmap(splash.attention, (None, 0, 0, 0, 0))(kernel, *heads_first, apart).swapaxes(
+            1, 2
+        )
 
-    return _on_devices(layout, local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes))
+    return _on_devices(
+        layout, local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes)
+    )
 
 
 def ring_attention(
@@ -156,16 +177,25 @@ def ring_attention(
     if layout.platform == "tpu" or interpret:
         from mupax.zoo.layers.ring import splash
 
-        part = splash.part(functools.partial(_blocks, kind=layout.device_kind, limit=block), interpret)
+        part = splash.part(
+            functools.partial(_blocks, kind=layout.device_kind, limit=block), interpret
+        )
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
-        return ring.ring(layout.mesh_axes("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments)
+    def local(
+        q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array
+    ) -> jax.Array:
+        return ring.ring(
+            layout.mesh_axes("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments
+        )
 
     def attended(*arrays: jax.Array) -> jax.Array:
         axes: tuple[Axes, ...] = tuple(("batch", "sequence") for _ in arrays[3:])
         return _on_devices(layout, local, arrays[:3], arrays[3:], axes, source="sequence")
 
-    arrays = (*_heads_alike(layout, q_BTHN, k_BSKN, v_BSKN), *(() if segments_BT is None else (segments_BT,)))
+    arrays = (
+        *_heads_alike(layout, q_BTHN, k_BSKN, v_BSKN),
+        *(() if segments_BT is None else (segments_BT,)),
+    )
     if not causal or layout.zigzag:
         return attended(*arrays)
     y_BTHN = attended(*ring.zigzag(*arrays, layout=layout))
@@ -185,9 +215,15 @@ def _blocks(length: int, source: int, *, kind: str, limit: int | None, causal: b
     )  # fmt: skip
 
 
-def _mask(queries_BT: jax.Array | None = None, keys_BS: jax.Array | None = None) -> jax.Array | None:
+def _mask(
+    queries_BT: jax.Array | None = None, keys_BS: jax.Array | None = None
+) -> jax.Array | None:
     """Which keys are of a query's segment, bool [B, 1, T, S]; None where all are seen."""
-    return None if queries_BT is None or keys_BS is None else (queries_BT[:, :, None] == keys_BS[:, None, :])[:, None]
+    return (
+        None
+        if queries_BT is None or keys_BS is None
+        else (queries_BT[:, :, None] == keys_BS[:, None, :])[:, None]
+    )
 
 
 def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[Axes, ...]]:
@@ -209,8 +245,12 @@ def _on_devices(
     q_BTHN, k_BSKN, v_BSKN = _heads_alike(layout, *qkv)
     batch = "batch" if q_BTHN.shape[0] % layout.num_shards("batch") == 0 else None
     queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
-    extra_axes = tuple(tuple(batch if axis == "batch" else axis for axis in axes) for axes in extra_axes)
-    return layout.local(local, (queries, keys, keys, *extra_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *extra)
+    extra_axes = tuple(
+        tuple(batch if axis == "batch" else axis for axis in axes) for axes in extra_axes
+    )
+    return layout.local(local, (queries, keys, keys, *extra_axes), queries)(
+        q_BTHN, k_BSKN, v_BSKN, *extra
+    )
 
 
 def _heads_alike(
@@ -218,6 +258,8 @@ def _heads_alike(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries, keys and values whose heads lie alike: where they would not, every query head has its own key head."""
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
-    if k_BSKN.shape[2] % layout.num_shards("kv_heads") or layout.mesh_axes("kv_heads") != layout.mesh_axes("heads"):
+    if k_BSKN.shape[2] % layout.num_shards("kv_heads") or layout.mesh_axes(
+        "kv_heads"
+    ) != layout.mesh_axes("heads"):
         k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
     return q_BTHN, k_BSKN, v_BSKN

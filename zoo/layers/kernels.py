@@ -62,9 +62,13 @@ def merged_attention(
     heads = q_BTHN.shape[2]
 
     def products(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
-        logits_RTS = softcapped(jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32), cap)
+        logits_RTS = softcapped(
+            jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32), cap
+        )
         if bias_HTS is not None:
-            logits_RTS = (logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS).reshape(logits_RTS.shape)
+            logits_RTS = (logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS).reshape(
+                logits_RTS.shape
+            )
         if mask_BS is not None:
             mask_R1S = jnp.repeat(mask_BS, heads, axis=0)[:, None]
             logits_RTS = jnp.where(mask_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
@@ -103,10 +107,16 @@ def tiled_attention(
     def tiles(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
         length, policy = q_RTN.shape[1], jax.checkpoint_policies.save_only_these_names(SAVED)
         count = max(TILE, -(-length // MOST))
-        segments_RT = None if segments_BT is None else jnp.repeat(segments_BT, q_BTHN.shape[2], axis=0)
-        same = functools.partial(_tile, count=count, window=window, cap=cap, segments_RT=segments_RT)
+        segments_RT = (
+            None if segments_BT is None else jnp.repeat(segments_BT, q_BTHN.shape[2], axis=0)
+        )
+        same = functools.partial(
+            _tile, count=count, window=window, cap=cap, segments_RT=segments_RT
+        )
         tile = [functools.partial(same, start=start) for start in range(0, length, count)]
-        return jnp.concatenate([jax.checkpoint(one, policy=policy)(q_RTN, k_RSN, v_RSN) for one in tile], axis=1)
+        return jnp.concatenate(
+            [jax.checkpoint(one, policy=policy)(q_RTN, k_RSN, v_RSN) for one in tile], axis=1
+        )
 
     return _in_rows(tiles, q_BTHN, k_BSKN, v_BSKN)
 
@@ -127,8 +137,13 @@ def _tile(
     first = 0 if window is None else max(0, start - window + 1)
     k_RSN, v_RSN = (x_RSN[:, first : start + count] for x_RSN in (k_RSN, v_RSN))
     # Keys before queries: sums and maxima over keys then run along vectors of queries.
-    logits_RST = softcapped(jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32), cap)
-    key_S1, query_T = first + jnp.arange(k_RSN.shape[1])[:, None], start + jnp.arange(q_RTN.shape[1])
+    logits_RST = softcapped(
+        jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32), cap
+    )
+    key_S1, query_T = (
+        first + jnp.arange(k_RSN.shape[1])[:, None],
+        start + jnp.arange(q_RTN.shape[1]),
+    )
     mask_ST = key_S1 <= query_T
     if window is not None:
         mask_ST &= key_S1 > query_T - window
@@ -136,9 +151,13 @@ def _tile(
         keys_RS, queries_RT = (segments_RT[:, i : start + count] for i in (first, start))
         mask_ST &= keys_RS[:, :, None] == queries_RT[:, None, :]
     logits_RST = jnp.where(mask_ST, logits_RST, jnp.finfo(jnp.float32).min)
-    most_R1T = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED)
+    most_R1T = checkpoint_name(
+        jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED
+    )
     weights_RST = jnp.exp(logits_RST - most_R1T)
-    y_RTN = jnp.einsum("rst,rsn->rtn", weights_RST.astype(v_RSN.dtype), v_RSN, preferred_element_type=jnp.float32)
+    y_RTN = jnp.einsum(
+        "rst,rsn->rtn", weights_RST.astype(v_RSN.dtype), v_RSN, preferred_element_type=jnp.float32
+    )
     sum_RT1 = checkpoint_name(jnp.sum(weights_RST, axis=1)[..., None], SAVED)
     return (checkpoint_name(y_RTN, SAVED) / sum_RT1).astype(v_RSN.dtype)
 
@@ -148,7 +167,9 @@ def within(segments_BT: jax.Array) -> jax.Array:
     return segments_BT[:, :, None] == segments_BT[:, None, :]
 
 
-def _in_rows(core: Callable[..., jax.Array], q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+def _in_rows(
+    core: Callable[..., jax.Array], q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
+) -> jax.Array:
     batch, length, heads, size = q_BTHN.shape
     groups = heads // k_BSKN.shape[2]
 
@@ -201,10 +222,14 @@ def attend(
     on_devices: dict[str, Any] = {"causal": causal, "segments_BT": segments_BT, "layout": layout}
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
         wide = widened(q_BTHN, k_BSKN, v_BSKN)
-        y_BTHN = attend(*wide, window=window, cap=cap, implementation=implementation, block=block, **on_devices)
+        y_BTHN = attend(
+            *wide, window=window, cap=cap, implementation=implementation, block=block, **on_devices
+        )
         return y_BTHN[..., :values]
     apart = segments_BT is not None
-    implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout)
+    implementation = chosen(
+        implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout
+    )
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None
     k_BSKN = layout.constrain(k_BSKN, ("batch", source, "kv_heads", None))
@@ -216,7 +241,9 @@ def attend(
             return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, **on_devices)
         if implementation == "ring":
             return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, block=block, **on_devices)
-        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap, block=block, **on_devices)
+        return flash.splash_attention(
+            q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap, block=block, **on_devices
+        )
     if tiled(causal, q_BTHN.shape[1], layout=layout):
         return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **options)
     if merges_heads(layout):
@@ -241,13 +268,18 @@ def split_attention(
     """
     mask_B1TS = None if segments_BT is None else within(segments_BT)[:, None]
     if cap is None:
-        how = {"is_causal": causal, "local_window_size": None if window is None else (window - 1, 0)}
+        how = {
+            "is_causal": causal,
+            "local_window_size": None if window is None else (window - 1, 0),
+        }
         return jax.nn.dot_product_attention(
             q_BTHN, k_BSKN, v_BSKN, None, mask_B1TS, scale=1.0, **how, implementation="xla"
         )
     (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
     q_BTKGN = q_BTHN.reshape(*lead, kv_heads, heads // kv_heads, size)
-    logits_BKGTS = jnp.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32)
+    logits_BKGTS = jnp.einsum(
+        "btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32
+    )
     logits_BKGTS = softcapped(logits_BKGTS, cap)
     if causal:
         shape = logits_BKGTS.shape[-2:]
@@ -273,7 +305,9 @@ def tiled(causal: bool, length: int, *, layout: Layout = ONE_DEVICE) -> bool:
 
 def merges_heads(layout: Layout) -> bool:
     """Return whether batch and heads can be one dimension: on a CPU that splits neither heads nor positions."""
-    return layout.platform == "cpu" and all(layout.num_shards(axis) == 1 for axis in ("sequence", "heads", "kv_heads"))
+    return layout.platform == "cpu" and all(
+        layout.num_shards(axis) == 1 for axis in ("sequence", "heads", "kv_heads")
+    )
 
 
 def chosen(
@@ -347,7 +381,9 @@ def why_not(
             if platform != "tpu":
                 return f"the kernel is for TPUs, and this is compiled for {platform}"
             if q_BTHN.shape[1] % (LANES * ways) or k_BSKN.shape[1] % LANES:
-                return f"a device's {q_BTHN.shape[1] // ways} positions are not a multiple of {LANES}"
+                return (
+                    f"a device's {q_BTHN.shape[1] // ways} positions are not a multiple of {LANES}"
+                )
         case "cudnn":
             if window is not None:
                 return f"it is not taken with a window, and model.window is {window}"
@@ -357,8 +393,12 @@ def why_not(
                 return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
             if apart and q_BTHN.shape[1] % 2:
                 return f"its mask of documents is for an even number of positions, not {q_BTHN.shape[1]}"
-            capabilities = {str(d.compute_capability) for d in jax.local_devices() if d.platform == "gpu"}
-            if foreign := next((name for name in capabilities if not re.fullmatch(r"\d+\.\d+", name)), None):
+            capabilities = {
+                str(d.compute_capability) for d in jax.local_devices() if d.platform == "gpu"
+            }
+            if foreign := next(
+                (name for name in capabilities if not re.fullmatch(r"\d+\.\d+", name)), None
+            ):
                 return f"the kernel is NVIDIA's, and a GPU here is a {foreign}"
             generation = min((int(name.split(".")[0]) for name in capabilities), default=8)
             if generation < 8:

@@ -70,7 +70,9 @@ def _narrow(x: jax.Array, w: jax.Array, dimensions: Any, kind: str) -> jax.Array
     from qwix._src.core import dot_general_qt as qwix  # pyright: ignore[reportMissingImports]  # has no public function
 
     back, kind = ("float8_e5m2", "float8_e4m3fn") if kind == "float8" else (kind, kind)
-    config = qwix.DotGeneralQtConfig(lhs_qtype=kind, rhs_qtype=kind, dlhs_grad_qtype=back, drhs_grad_qtype=back)
+    config = qwix.DotGeneralQtConfig(
+        lhs_qtype=kind, rhs_qtype=kind, dlhs_grad_qtype=back, drhs_grad_qtype=back
+    )
     return qwix.dot_general_qt(x, w, dimensions, config).astype(x.dtype)
 
 
@@ -83,7 +85,9 @@ def product_kind(compute: ComputeConfig) -> str | None:
     if compute.product_dtype is not None:
         from mupax import extras
 
-        extras.require("quantized", f"model.compute.product_dtype {compute.product_dtype}", ConfigError)
+        extras.require(
+            "quantized", f"model.compute.product_dtype {compute.product_dtype}", ConfigError
+        )
     return compute.product_dtype
 
 
@@ -271,16 +275,22 @@ def _turned(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> jax.Ar
     half = cos_BTM.shape[-1]
     swap_NN = np.kron([[0, 1], [-1, 0]], np.eye(half))
     exact = jax.lax.Precision.HIGHEST if x_BTHN.dtype == jnp.float32 else None
-    swapped_BTHN = jnp.matmul(x_BTHN, swap_NN.astype(x_BTHN.dtype), precision=exact, preferred_element_type=jnp.float32)
+    swapped_BTHN = jnp.matmul(
+        x_BTHN, swap_NN.astype(x_BTHN.dtype), precision=exact, preferred_element_type=jnp.float32
+    )
     cos_BTHN, sin_BTHN = (jnp.tile(x_BTM, 2)[:, :, None] for x_BTM in (cos_BTM, sin_BTM))
     return (x_BTHN.astype(jnp.float32) * cos_BTHN + swapped_BTHN * sin_BTHN).astype(x_BTHN.dtype)
 
 
-def _turned_forward(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> tuple[jax.Array, Any]:
+def _turned_forward(
+    x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array
+) -> tuple[jax.Array, Any]:
     return _turned(x_BTHN, cos_BTM, sin_BTM), (cos_BTM, sin_BTM)
 
 
-def _turned_backward(turn: tuple[jax.Array, jax.Array], gradient_BTHN: jax.Array) -> tuple[jax.Array, None, None]:
+def _turned_backward(
+    turn: tuple[jax.Array, jax.Array], gradient_BTHN: jax.Array
+) -> tuple[jax.Array, None, None]:
     """A rotation's transpose is the rotation back."""
     cos_BTM, sin_BTM = turn
     return _turned(gradient_BTHN, cos_BTM, -sin_BTM), None, None

@@ -45,10 +45,18 @@ def attend(
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
         masks = {"causal": causal, "mask_BS": mask_BS, "bias_HTS": bias_HTS}
         wide = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
-        return attend(*wide, **masks, implementation=implementation, block=block, layout=layout)[..., :values]
+        return attend(*wide, **masks, implementation=implementation, block=block, layout=layout)[
+            ..., :values
+        ]
     if mask_BS is None and bias_HTS is None:
         return kernels.attend(
-            q_BTHN, k_BSKN, v_BSKN, causal=causal, implementation=implementation, block=block, layout=layout
+            q_BTHN,
+            k_BSKN,
+            v_BSKN,
+            causal=causal,
+            implementation=implementation,
+            block=block,
+            layout=layout,
         )
     if implementation not in ("auto", "xla"):
         raise ConfigError(
@@ -57,9 +65,18 @@ def attend(
     k_BSKN = layout.constrain(k_BSKN, ("batch", None, "kv_heads", None))
     v_BSKN = layout.constrain(v_BSKN, ("batch", None, "kv_heads", None))
     if kernels.merges_heads(layout):
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, mask_BS=mask_BS, bias_HTS=bias_HTS)
+        return merged_attention(
+            q_BTHN, k_BSKN, v_BSKN, causal=causal, mask_BS=mask_BS, bias_HTS=bias_HTS
+        )
     mask_B1TS = None if mask_BS is None else mask_BS[:, None, None, :]
     bias_BHTS = None if bias_HTS is None else jnp.broadcast_to(bias_HTS, (1, *bias_HTS.shape))
     return jax.nn.dot_product_attention(
-        q_BTHN, k_BSKN, v_BSKN, bias_BHTS, mask_B1TS, scale=1.0, is_causal=causal, implementation="xla"
+        q_BTHN,
+        k_BSKN,
+        v_BSKN,
+        bias_BHTS,
+        mask_B1TS,
+        scale=1.0,
+        is_causal=causal,
+        implementation="xla",
     )

@@ -18,7 +18,16 @@ from jax.ad_checkpoint import checkpoint_name
 from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
-from mupax.zoo.layers.linear import GATES, SAVED, Norm, adapted, biased, product_kind, project, rotary
+from mupax.zoo.layers.linear import (
+    GATES,
+    SAVED,
+    Norm,
+    adapted,
+    biased,
+    product_kind,
+    project,
+    rotary,
+)
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import TransformerConfig
 
@@ -57,8 +66,12 @@ class Attention(nnx.Module):
         self.query_bias, self.key_bias = init.maybe("query_bias"), init.maybe("key_bias")
         self.value_bias, self.out_bias = init.maybe("value_bias"), init.maybe("out_bias")
         eps = config.norm_eps
-        self.query_norm = Norm(config.qk_norm_kind, init.scope("query_norm"), eps) if config.qk_norm else None
-        self.key_norm = Norm(config.qk_norm_kind, init.scope("key_norm"), eps) if config.qk_norm else None
+        self.query_norm = (
+            Norm(config.qk_norm_kind, init.scope("query_norm"), eps) if config.qk_norm else None
+        )
+        self.key_norm = (
+            Norm(config.qk_norm_kind, init.scope("key_norm"), eps) if config.qk_norm else None
+        )
         self.logit_scale = init.factor("logit_scale")
 
     def at(self, place: int) -> None:
@@ -66,7 +79,9 @@ class Attention(nnx.Module):
         self.causal, self.window, self.cap = self.attention_specs[place]
         self.rope_theta, self.rope_scaling = self.turns[place]
 
-    def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(
+        self, x_BTD: jax.Array, start: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N].
 
         Args:
@@ -84,7 +99,9 @@ class Attention(nnx.Module):
     def _turned(self, x_BTHN: jax.Array, start: jax.Array | None) -> jax.Array:
         """Return queries or keys with rotary positions."""
         assert self.rope_theta is not None
-        return rotary(x_BTHN, self.rope_theta, start, self.rope_scaling, self.rotary_size, layout=self.layout)
+        return rotary(
+            x_BTHN, self.rope_theta, start, self.rope_scaling, self.rotary_size, layout=self.layout
+        )
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         query_DHN, key_DKN, value_DKN = self.query[...], self.key[...], self.value[...]
@@ -92,22 +109,34 @@ class Attention(nnx.Module):
             # Every key head beside its queries, so that heads stay split as they are.
             width, kv_heads, size = key_DKN.shape
             query_DKGN = query_DHN.reshape(width, kv_heads, -1, size)
-            each_DKGN = jnp.concatenate([query_DKGN, key_DKN[:, :, None], value_DKN[:, :, None]], axis=2)
+            each_DKGN = jnp.concatenate(
+                [query_DKGN, key_DKN[:, :, None], value_DKN[:, :, None]], axis=2
+            )
             y_BTKGN = project(x_BTD, each_DKGN, kind=self.kind, layout=self.layout)
             q_BTHN = y_BTKGN[..., :-2, :].reshape(*x_BTD.shape[:-1], *query_DHN.shape[1:])
             k_BSKN, v_BSKN = y_BTKGN[..., -2, :], y_BTKGN[..., -1, :]
         else:
             q_BTHN, k_BSKN, v_BSKN = (
-                project(x_BTD, w, kind=self.kind, layout=self.layout) for w in (query_DHN, key_DKN, value_DKN)
+                project(x_BTD, w, kind=self.kind, layout=self.layout)
+                for w in (query_DHN, key_DKN, value_DKN)
             )
-        q_BTHN, k_BSKN = adapted(q_BTHN, x_BTD, self.query_lora), adapted(k_BSKN, x_BTD, self.key_lora)
+        q_BTHN, k_BSKN = (
+            adapted(q_BTHN, x_BTD, self.query_lora),
+            adapted(k_BSKN, x_BTD, self.key_lora),
+        )
         v_BSKN = adapted(v_BSKN, x_BTD, self.value_lora)
-        return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
+        return (
+            biased(q_BTHN, self.query_bias),
+            biased(k_BSKN, self.key_bias),
+            biased(v_BSKN, self.value_bias),
+        )
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         return self._attended(*self.heads(x_BTD), segments_BT)
 
-    def cached(self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
+    def cached(
+        self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
+    ) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
 
         Args:
@@ -124,7 +153,11 @@ class Attention(nnx.Module):
         return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), **sight)), cache
 
     def _attended(
-        self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, segments_BT: jax.Array | None = None
+        self,
+        q_BTHN: jax.Array,
+        k_BSKN: jax.Array,
+        v_BSKN: jax.Array,
+        segments_BT: jax.Array | None = None,
     ) -> jax.Array:
         y_BTHN = kernels.attend(
             self._scaled(q_BTHN),
@@ -168,7 +201,9 @@ class MLP(nnx.Module):
         self.activation = config.activation
         self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
         self.up, self.gate, self.down = init.param("up"), init.maybe("gate"), init.param("down")
-        self.up_lora, self.gate_lora, self.down_lora = config.lora.modules(init, "up", "gate", "down")
+        self.up_lora, self.gate_lora, self.down_lora = config.lora.modules(
+            init, "up", "gate", "down"
+        )
         self.up_bias, self.gate_bias = init.maybe("up_bias"), init.maybe("gate_bias")
         self.down_bias = init.maybe("down_bias")
 
@@ -199,9 +234,12 @@ class MLP(nnx.Module):
             up_BTF, gate_BTF = jnp.moveaxis(pair_BT2F, -2, 0)
         else:
             up_BTF, gate_BTF = (
-                project(x_BTD, w[...], kind=self.kind, layout=self.layout) for w in (self.up, self.gate)
+                project(x_BTD, w[...], kind=self.kind, layout=self.layout)
+                for w in (self.up, self.gate)
             )
-        up_BTF, gate_BTF = (adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora)))
+        up_BTF, gate_BTF = (
+            adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora))
+        )
         return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
 
 
@@ -236,7 +274,10 @@ class Block(nnx.Module):
         return self.routed(h_BTD)[0]
 
     def routed(
-        self, h_BTD: jax.Array, segments_BT: jax.Array | None = None, scale_B2: jax.Array | None = None
+        self,
+        h_BTD: jax.Array,
+        segments_BT: jax.Array | None = None,
+        scale_B2: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
         """The stream after the block, and what its router did, None without experts.
 
@@ -245,7 +286,9 @@ class Block(nnx.Module):
             segments_BT: as `kernels.attend`.
             scale_B2: what each branch is taken times for each example; as it is unless given.
         """
-        return self._after(h_BTD, self.attention(self.attention_norm(h_BTD), segments_BT), scale_B2=scale_B2)
+        return self._after(
+            h_BTD, self.attention(self.attention_norm(h_BTD), segments_BT), scale_B2=scale_B2
+        )
 
     @property
     def period(self) -> int:
@@ -257,7 +300,9 @@ class Block(nnx.Module):
         self.attention.at(layer % self.period)
         return self
 
-    def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
+    def cached(
+        self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
+    ) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
 
         Args:
@@ -315,7 +360,9 @@ def _of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
 _attended = _policies.save_from_both_policies(_policies.save_only_these_names(SAVED), _of_cudnn)
 REMAT = {
     "none": None,
-    "dots": _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, _attended),
+    "dots": _policies.save_from_both_policies(
+        _policies.dots_with_no_batch_dims_saveable, _attended
+    ),
     "attention": _attended,
     "block": _policies.nothing_saveable,
     "offload": _policies.save_and_offload_only_these_names(
@@ -350,7 +397,11 @@ def runs_as_scan(compute: ComputeConfig, depth: int, *, layout: Layout = ONE_DEV
 
 
 def over_layers(
-    layer: Callable[[Any, Any, int], tuple[Any, Any]], first: Any, stacked: Any, depth: int, period: int = 1
+    layer: Callable[[Any, Any, int], tuple[Any, Any]],
+    first: Any,
+    stacked: Any,
+    depth: int,
+    period: int = 1,
 ) -> tuple[Any, Any]:
     """What comes out of the last layer, and what each gives, stacked.
 
@@ -375,11 +426,15 @@ def over_layers(
 
     whole, parts = depth // period * period, []
     if whole:
-        groups = jax.tree.map(lambda array: array[:whole].reshape(-1, period, *array.shape[1:]), stacked)
+        groups = jax.tree.map(
+            lambda array: array[:whole].reshape(-1, period, *array.shape[1:]), stacked
+        )
         first, of_groups = jax.lax.scan(lambda x, of: several(x, of, period), first, groups)
         parts.append(jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), of_groups))
     if whole < depth:
-        first, rest = several(first, jax.tree.map(lambda array: array[whole:], stacked), depth - whole)
+        first, rest = several(
+            first, jax.tree.map(lambda array: array[whole:], stacked), depth - whole
+        )
         parts.append(rest)
     return first, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
 
@@ -402,7 +457,9 @@ def residual_stack(
         *context: what every block takes beside the stream.
         layout: how arrays lie on devices; a block with a field `layout` has it there already.
     """
-    return _stack(block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute, layout)[0]
+    return _stack(
+        block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute, layout
+    )[0]
 
 
 def run_stack(
@@ -424,7 +481,9 @@ def run_stack(
     """
     each = () if scale_BL2 is None else (jnp.swapaxes(scale_BL2, 0, 1),)
 
-    def call(block: Block, h_BTD: jax.Array, scale_B2: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
+    def call(
+        block: Block, h_BTD: jax.Array, scale_B2: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
         return block.routed(h_BTD, *context, scale_B2=scale_B2)
 
     return _stack(block, call, h_BTD, depth, compute, layout, block.period, *each)
@@ -448,17 +507,23 @@ def _stack(
     stacked = (state, *each_layer)
     scan = runs_as_scan(compute, depth, layout=layout)
 
-    def layer(place: int, h_BTD: jax.Array, of_layer: tuple[nnx.State, ...]) -> tuple[jax.Array, Routing | None]:
+    def layer(
+        place: int, h_BTD: jax.Array, of_layer: tuple[nnx.State, ...]
+    ) -> tuple[jax.Array, Routing | None]:
         state, *inputs = of_layer
         own: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
-        return call(own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT), *inputs)
+        return call(
+            own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT), *inputs
+        )
 
     layers = [functools.partial(layer, place) for place in range(period)]
     if (policy := REMAT[compute.remat] or layout.policy) is not None:
         # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.
         layers = [jax.checkpoint(one, policy=policy, prevent_cse=not scan) for one in layers]
     if scan:
-        h_BTD, each = over_layers(lambda x, of, place: layers[place](x, of), h_BTD, stacked, depth, period)
+        h_BTD, each = over_layers(
+            lambda x, of, place: layers[place](x, of), h_BTD, stacked, depth, period
+        )
         return h_BTD, each and each.over_blocks()
     # Split at once, so that gradients are written side by side at once: of a slice each, every one is added into a whole stack.
     leaves, structure = jax.tree.flatten(stacked)
@@ -468,4 +533,6 @@ def _stack(
         of_layer = jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices])
         h_BTD, routing = layers[i % period](h_BTD, of_layer)
         routings += [] if routing is None else [routing]
-    return h_BTD, jax.tree.map(lambda *numbers: jnp.stack(numbers), *routings).over_blocks() if routings else None
+    return h_BTD, jax.tree.map(
+        lambda *numbers: jnp.stack(numbers), *routings
+    ).over_blocks() if routings else None

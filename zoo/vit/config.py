@@ -75,9 +75,13 @@ class ViTConfig(ImageModel, TransformerConfig):
                 "model.registers are rows of learned positions, and model.sincos has none; write one of them"
             )
         if not 0 <= self.drop_path < 1:
-            raise ConfigError(f"model.drop_path is {self.drop_path}; write a number in [0, 1), such as 0.1")
+            raise ConfigError(
+                f"model.drop_path is {self.drop_path}; write a number in [0, 1), such as 0.1"
+            )
         if self.layer_scale is not None and not 0 < self.layer_scale < math.inf:
-            raise ConfigError(f"model.layer_scale is {self.layer_scale}; write a number above 0, such as 1e-5")
+            raise ConfigError(
+                f"model.layer_scale is {self.layer_scale}; write a number above 0, such as 1e-5"
+            )
 
     @property
     def leading(self) -> int:
@@ -141,7 +145,11 @@ class ViTConfig(ImageModel, TransformerConfig):
     def applications(self, spec: ParamSpec) -> float:
         """A convolution is applied once per pixel that it writes, what is between the stream and the readout once per image."""
         for convolution in self.convolutions:
-            if spec.fan_in and spec.axes[-1] == convolution.output and spec.axes[0] in ("patch", "taps"):
+            if (
+                spec.fan_in
+                and spec.axes[-1] == convolution.output
+                and spec.axes[0] in ("patch", "taps")
+            ):
                 return convolution.side**2
         return 1 if spec.role is Role.HIDDEN else super().applications(spec)
 
@@ -155,14 +163,18 @@ class ViTConfig(ImageModel, TransformerConfig):
         before = first.output
         for convolution in later:
             axes = ("taps", before, convolution.output)
-            specs[f"stem.{convolution.name}"] = ParamSpec(role=Role.HIDDEN, axes=axes, fan_in=axes[:2])
+            specs[f"stem.{convolution.name}"] = ParamSpec(
+                role=Role.HIDDEN, axes=axes, fan_in=axes[:2]
+            )
             before = convolution.output
         for convolution in self.convolutions:
             norm = f"stem.{convolution.name}_norm"
             if self.norm_gain:
                 specs[f"{norm}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=(convolution.output,))
             if self.bias and self.norm == "layernorm":
-                specs[f"{norm}.bias"] = ParamSpec(role=Role.BIAS, axes=(convolution.output,), of=Role.NORM_GAIN)
+                specs[f"{norm}.bias"] = ParamSpec(
+                    role=Role.BIAS, axes=(convolution.output,), of=Role.NORM_GAIN
+                )
         return specs
 
     def parameters(self) -> dict[str, ParamSpec]:
@@ -178,14 +190,22 @@ class ViTConfig(ImageModel, TransformerConfig):
         specs = {
             **read_in,
             **({"cls": cls} if self.pool != "mean" else {}),
-            **({} if self.sincos else {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}),
+            **(
+                {}
+                if self.sincos
+                else {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}
+            ),
             **self.stack(),
             **({"pre_logits": before} if self.pre_logits else {}),
             **({"pre_logits_bias": before.bias} if self.pre_logits and self.bias else {}),
             "readout": readout,
             **({"readout_bias": readout.bias} if self.bias else {}),
         }
-        return specs if self.distribution == "normal" else {name: _as_flax(spec) for name, spec in specs.items()}
+        return (
+            specs
+            if self.distribution == "normal"
+            else {name: _as_flax(spec) for name, spec in specs.items()}
+        )
 
     def splitting_hint(self, ways: int) -> tuple[str, str]:
         patches, instead = super().splitting_hint(ways)
@@ -195,8 +215,14 @@ class ViTConfig(ImageModel, TransformerConfig):
         ]
         if not tokens:
             return patches, instead
-        plain = "--model.pool mean" if self.registers is None else "--model.pool mean --model.registers none"
-        return patches.replace(")", f" and {' and '.join(tokens)})"), instead if self.num_patches % ways else plain
+        plain = (
+            "--model.pool mean"
+            if self.registers is None
+            else "--model.pool mean --model.registers none"
+        )
+        return patches.replace(
+            ")", f" and {' and '.join(tokens)})"
+        ), instead if self.num_patches % ways else plain
 
     def module(self, rngs: Any) -> Any:
         from mupax.zoo.vit.model import ViT

@@ -36,7 +36,10 @@ class ViT(nnx.Module):
         self.cls, self.position = init.maybe("cls"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
-        self.pre_logits, self.pre_logits_bias = init.maybe("pre_logits"), init.maybe("pre_logits_bias")
+        self.pre_logits, self.pre_logits_bias = (
+            init.maybe("pre_logits"),
+            init.maybe("pre_logits_bias"),
+        )
         self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
@@ -45,7 +48,9 @@ class ViT(nnx.Module):
         if self.config.registers is not None:
             h_BTD = jnp.pad(h_BTD, ((0, 0), (self.config.registers, 0), (0, 0)))
         if self.cls is not None:
-            cls_B1D = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
+            cls_B1D = jnp.broadcast_to(
+                self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1])
+            )
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
         if self.position is None:
             from mupax.zoo.vit.sines import sines  # a table that few models have
@@ -53,7 +58,9 @@ class ViT(nnx.Module):
             position_TD = jnp.asarray(sines(self.config))
         else:
             position_TD = self.position[...]
-        return self.layout.constrain(h_BTD + position_TD.astype(h_BTD.dtype), ("batch", "sequence", None))
+        return self.layout.constrain(
+            h_BTD + position_TD.astype(h_BTD.dtype), ("batch", "sequence", None)
+        )
 
     def _patches(self, images_BHWC: jax.Array) -> jax.Array:
         """Return what the stream has of every patch, [B, P, D]."""
@@ -64,14 +71,18 @@ class ViT(nnx.Module):
         grid = size // self.config.patch_size
         patch = self.config.patch_size
         x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
-        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
+        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(
+            self.config.compute.dtype
+        )
         h_BPD = project(x_BPI, self.patch[...], layout=self.layout)
         return biased(h_BPD, self.patch_bias)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.readout_inputs(images_BHWC).logits(self.layout)
 
-    def readout_inputs(self, images_BHWC: jax.Array, scales: jax.Array | None = None) -> ReadoutInputs:
+    def readout_inputs(
+        self, images_BHWC: jax.Array, scales: jax.Array | None = None
+    ) -> ReadoutInputs:
         """Return the features and the readout that logits are made of.
 
         Args:
@@ -99,7 +110,9 @@ class ViT(nnx.Module):
             y_BD = biased(y_BD, self.pre_logits_bias)
             features_BD = jnp.tanh(y_BD)
         bias = None if self.readout_bias is None else self.readout_bias[...]
-        return ReadoutInputs(features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing)
+        return ReadoutInputs(
+            features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing
+        )
 
     def _pooled(self, h_BTD: jax.Array) -> jax.Array:
         """What the classifier reads, [B, D], or [B, 2 D] of both vectors."""
@@ -133,7 +146,11 @@ class Stem(nnx.Module):
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         """Return the patches, [B, H / patch_size, W / patch_size, width]."""
         x_BHWC = images_BHWC.astype(self.config.compute.dtype)
-        layers = ((self.first, self.first_norm), (self.second, self.second_norm), (self.third, self.third_norm))
+        layers = (
+            (self.first, self.first_norm),
+            (self.second, self.second_norm),
+            (self.third, self.third_norm),
+        )
         for convolution, (weight, norm) in zip(self.config.convolutions, layers, strict=False):
             assert weight is not None
             assert norm is not None
@@ -150,7 +167,9 @@ def convolve(x_BHWC: jax.Array, weight: jax.Array, convolution: Convolution) -> 
         convolution: says kernel and stride.
     """
     kernel = convolution.kernel
-    weight_KKCO = weight.reshape(kernel, kernel, x_BHWC.shape[-1], weight.shape[-1]).astype(x_BHWC.dtype)
+    weight_KKCO = weight.reshape(kernel, kernel, x_BHWC.shape[-1], weight.shape[-1]).astype(
+        x_BHWC.dtype
+    )
     strides = (convolution.stride, convolution.stride)
     return jax.lax.conv_general_dilated(
         x_BHWC, weight_KKCO, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")

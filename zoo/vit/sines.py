@@ -16,5 +16,7 @@ def sines(config: ViTConfig) -> np.ndarray:
     grid, quarter = config.position_grid, config.width // 4
     waves = 10_000.0 ** -(np.arange(quarter) / max(1, quarter - 1))
     row_PF, column_PF = (at.reshape(-1, 1) * waves for at in np.mgrid[:grid, :grid])
-    table_PD = np.concatenate([f(at) for at in (column_PF, row_PF) for f in (np.sin, np.cos)], axis=1)
+    table_PD = np.concatenate(
+        [f(at) for at in (column_PF, row_PF) for f in (np.sin, np.cos)], axis=1
+    )
     return np.pad(table_PD, ((config.leading, 0), (0, 0))).astype(np.float32)

@@ -29,7 +29,9 @@ def read(paths: Sequence[Path]) -> list[Dump]:
     """
     shapes = [path for path in paths if path.suffix == ".bsh"]
     if len(shapes) > 1:
-        raise PresetError("give one file of base shapes (.bsh), and the dump of the model that has them as its base")
+        raise PresetError(
+            "give one file of base shapes (.bsh), and the dump of the model that has them as its base"
+        )
     readings = [_read(path) for path in paths if path.suffix != ".bsh"]
     if shapes and len(readings) != 1:
         raise PresetError(
@@ -60,9 +62,13 @@ def _read(path: Path) -> Reading:
         )
     try:
         text = path.read_text()
-        words = shlex.split(text.replace("\\\n", " "), comments=True) if path.suffix != ".py" else []
+        words = (
+            shlex.split(text.replace("\\\n", " "), comments=True) if path.suffix != ".py" else []
+        )
     except (OSError, ValueError) as error:
-        raise PresetError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise PresetError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if path.suffix == ".py" or nanogpt.fits(words):
         return nanogpt.Config(text if path.suffix == ".py" else words, path.name)
     if megatron.fits(words):

@@ -62,9 +62,12 @@ def fits(contents: Any) -> bool:
 def _peaks(schedule: Any) -> Iterator[float]:
     if isinstance(schedule, dict):
         for name, value in schedule.items():
-            if name in ("learning_rate", "initial_learning_rate", "end_learning_rate", "val") and isinstance(
-                value, (int, float)
-            ):
+            if name in (
+                "learning_rate",
+                "initial_learning_rate",
+                "end_learning_rate",
+                "val",
+            ) and isinstance(value, (int, float)):
                 yield float(value)
             else:
                 yield from _peaks(value)
@@ -86,12 +89,16 @@ class Config(Reading):
         self._fields = Fields(model, source, _DEFAULTS)
         kind = str(optimizer.get("optimizer_type") or next(iter(optimizer), ""))
         if kind.lower() not in ("adamw", "sgd", "lion"):
-            raise PresetError(f"{source}: the optimizer {kind!r} is not read; AdamW, SGD and Lion are")
+            raise PresetError(
+                f"{source}: the optimizer {kind!r} is not read; AdamW, SGD and Lion are"
+            )
         self._optimizer = kind.lower()
         named = optimizer.get(kind)
         settings = named if isinstance(named, dict) else optimizer
         self._rates = Fields(
-            {**settings, "lr": max(_peaks(schedule), default=None)}, source, {"eps": 1e-6, "weight_decay": 0.0}
+            {**settings, "lr": max(_peaks(schedule), default=None)},
+            source,
+            {"eps": 1e-6, "weight_decay": 0.0},
         )
         f = self._fields
         heads = f.count("num_heads")
@@ -114,7 +121,9 @@ class Config(Reading):
             return None
         heads = max(1, round(s.heads * width / s.width))
         mlp = self._base["mlp"] or round(s.mlp * width / s.width)
-        smaller = dataclasses.replace(s, width=width, mlp=mlp, heads=heads, kv_heads=heads, head_dim=s.head_dim)
+        smaller = dataclasses.replace(
+            s, width=width, mlp=mlp, heads=heads, kv_heads=heads, head_dim=s.head_dim
+        )
         return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
 
     def _std(self, *names: str) -> float:
@@ -139,7 +148,9 @@ class Config(Reading):
             "readout": f.number("initializer_range"),
         }
         if not mup:
-            stds["block.mlp_out"] = self._std("ffn_output_layer_initializer", "output_layer_initializer")
+            stds["block.mlp_out"] = self._std(
+                "ffn_output_layer_initializer", "output_layer_initializer"
+            )
 
         def rule(role: str) -> Mapping[str, float | None]:
             vector, block = "norm" in role, role.startswith("block.")
@@ -157,7 +168,8 @@ class Config(Reading):
             }
 
         output = (
-            f.number("output_logits_alpha") / (wide if f.flag("scale_output_logits_by_d") else wide**0.5)
+            f.number("output_logits_alpha")
+            / (wide if f.flag("scale_output_logits_by_d") else wide**0.5)
             if mup
             else 1.0
         )

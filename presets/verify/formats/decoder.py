@@ -111,12 +111,16 @@ class Fields:
                 f"{self.source}: {name} is {value!r}; write the number, not a shell's or a template's word for it"
             ) from None
         if not 0 <= number < float("inf"):
-            raise PresetError(f"{self.source}: {name} is {value!r}; write a finite number of at least 0")
+            raise PresetError(
+                f"{self.source}: {name} is {value!r}; write a finite number of at least 0"
+            )
         return number
 
     def count(self, name: str) -> int:
         """A whole number of at least 1; raises PresetError otherwise."""
         number = self.number(name)
         if number < 1 or number != int(number):
-            raise PresetError(f"{self.source}: {name} is {self.get(name)!r}; write a whole number of at least 1")
+            raise PresetError(
+                f"{self.source}: {name} is {self.get(name)!r}; write a whole number of at least 1"
+            )
         return int(number)

@@ -81,12 +81,18 @@ class Dump:
         if not self.parameters:
             raise PresetError(f"{self.source} has no parameters")
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
-            raise PresetError(f"{self.source}: no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
+            raise PresetError(
+                f"{self.source}: no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}"
+            )
         if self.decay not in (None, *get_args(Decay)):
-            raise PresetError(f"{self.source}: decay is {self.decay!r}; write {' or '.join(get_args(Decay))}")
+            raise PresetError(
+                f"{self.source}: decay is {self.decay!r}; write {' or '.join(get_args(Decay))}"
+            )
 
 
-MODEL = tuple(f.name for f in dataclasses.fields(Dump) if f.name not in ("source", "parameters", "notes"))
+MODEL = tuple(
+    f.name for f in dataclasses.fields(Dump) if f.name not in ("source", "parameters", "notes")
+)
 """What "model" may have."""
 _COUNTS = ("head_dim", "layers", "encoder_layers")
 _ENTRY = ("shape", *COLUMNS, "role")
@@ -111,7 +117,9 @@ def of_json(contents: Any, source: str) -> Dump:
         if key in ("optimizer", "decay") or value is None:
             continue
         if key in _COUNTS and (type(value) is not int or value < 1):
-            raise PresetError(f'{source}: "model" {key} is {value!r}; write a whole number of at least 1')
+            raise PresetError(
+                f'{source}: "model" {key} is {value!r}; write a whole number of at least 1'
+            )
         _check_number(f'{source}: "model" {key}', value, zero=False)
     parameters = {}
     for name, entry in contents.items():
@@ -123,7 +131,9 @@ def of_json(contents: Any, source: str) -> Dump:
             )
         for column in COLUMNS:
             if entry.get(column) is not None:
-                _check_number(f"{source}: {name} {column}", entry[column], zero=column != "multiplier")
+                _check_number(
+                    f"{source}: {name} {column}", entry[column], zero=column != "multiplier"
+                )
         filled = {column: entry[column] for column in COLUMNS if entry.get(column) is not None}
         parameters[name] = Entry(shape=tuple(shape), role=entry.get("role", ""), **filled)
     return Dump(source=source, parameters=parameters, **model)
@@ -155,6 +165,10 @@ def _check_keys(where: str, entry: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _check_number(where: str, value: Any, *, zero: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not number or value < 0 or (value == 0 and not zero):
-        raise PresetError(f"{where} is {value!r}; write a finite number {'of at least' if zero else 'above'} 0")
+        raise PresetError(
+            f"{where} is {value!r}; write a finite number {'of at least' if zero else 'above'} 0"
+        )

@@ -43,7 +43,11 @@ _NAMES = {
 
 def fits(contents: Any) -> bool:
     """Whether a JSON's contents are a config of Hugging Face."""
-    return isinstance(contents, dict) and isinstance(contents.get("model_type"), str) and "hidden_size" in contents
+    return (
+        isinstance(contents, dict)
+        and isinstance(contents.get("model_type"), str)
+        and "hidden_size" in contents
+    )
 
 
 class Config(Reading):
@@ -74,7 +78,10 @@ class Config(Reading):
 
     def base(self) -> Dump | None:
         """Of MiniCPM the model of width `dim_model_base`, with fewer heads of the same size."""
-        if not self._kind.startswith("minicpm") or self._fields.count("dim_model_base") in (1, self._sizes.width):
+        if not self._kind.startswith("minicpm") or self._fields.count("dim_model_base") in (
+            1,
+            self._sizes.width,
+        ):
             return None
         s, width = self._sizes, self._fields.count("dim_model_base")
         share = s.width / width
@@ -94,7 +101,10 @@ class Config(Reading):
             embedding, branch = f.number("scale_emb"), f.number("scale_depth") / sizes.layers**0.5
             output = f.number("dim_model_base") / sizes.width
         elif self._kind == "granite":
-            embedding, attention = f.number("embedding_multiplier"), f.number("attention_multiplier")
+            embedding, attention = (
+                f.number("embedding_multiplier"),
+                f.number("attention_multiplier"),
+            )
             branch, output = f.number("residual_multiplier"), 1 / f.number("logits_scaling")
         elif self._kind == "falcon_h1":
             embedding, output = f.number("embedding_multiplier"), f.number("lm_head_multiplier")
@@ -106,15 +116,21 @@ class Config(Reading):
             return {"std": std if role in of_table else None, "multiplier": of_table.get(role, 1.0)}
 
         names = {**_NAMES, **({} if tied else {"readout": "lm_head.weight"})}
-        if self._kind == "minicpm3":  # queries, keys and values of low rank have matrices of their own
+        if (
+            self._kind == "minicpm3"
+        ):  # queries, keys and values of low rank have matrices of their own
             names = {
-                role: name for role, name in names.items() if role not in ("block.query", "block.key", "block.value")
+                role: name
+                for role, name in names.items()
+                if role not in ("block.query", "block.key", "block.value")
             }
         notes = [
             f"a config.json has no rates and no initial sizes of matrices: of {f.source} multipliers alone are judged"
         ]
         if self._kind == "falcon_h1":
-            notes.append("of Falcon-H1 the multipliers of its state-space layers and of single matrices are not judged")
+            notes.append(
+                "of Falcon-H1 the multipliers of its state-space layers and of single matrices are not judged"
+            )
         return Dump(
             source=f.source, parameters=entries(sizes, names, rule), head_dim=sizes.head_dim, layers=sizes.layers,
             attention=attention, branch=branch, readout=output if tied else None, notes=tuple(notes),

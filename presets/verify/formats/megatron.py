@@ -84,7 +84,10 @@ class CommandLine(Reading):
                 f"{source}: --scaling-recipe {f.get('scaling-recipe')} is not read; dump its parameters instead"
             )
         self._mup = f.flag("use-mup") or f.get("scaling-recipe") == "mup"
-        flag = next((name for name in ("mup-base-hidden-size", "scaling-base-hidden-size") if name in f), None)
+        flag = next(
+            (name for name in ("mup-base-hidden-size", "scaling-base-hidden-size") if name in f),
+            None,
+        )
         self._base_width = f.count(flag) if flag else width
 
     def dump(self) -> Dump:
@@ -108,8 +111,12 @@ class CommandLine(Reading):
         f, times = self._fields, sizes.width / self._base_width if self._mup else 1.0
         name = str(f.get("optimizer"))
         if name not in _FAMILIES:
-            raise PresetError(f"{f.source}: --optimizer {name} is not read; dump its parameters instead")
-        std, lr, eps, wd = (f.number(n) for n in ("init-method-std", "lr", "adam-eps", "weight-decay"))
+            raise PresetError(
+                f"{f.source}: --optimizer {name} is not read; dump its parameters instead"
+            )
+        std, lr, eps, wd = (
+            f.number(n) for n in ("init-method-std", "lr", "adam-eps", "weight-decay")
+        )
         output = f.number("mup-output-mult") if f.number("mup-output-mult") != 1 else 1 / times
         of_output = output if self._mup else 1.0
         adam, tied = _FAMILIES[name] == "adamw", not f.flag("untie-embeddings-and-output-weights")
@@ -117,11 +124,17 @@ class CommandLine(Reading):
         def rule(role: str) -> Mapping[str, float | None]:
             hidden = role in _HIDDEN
             smaller = std / times**0.5 if hidden else std
-            deep = (2 * sizes.layers) ** -0.5 if role in ("block.attention_out", "block.mlp_out") else 1.0
+            deep = (
+                (2 * sizes.layers) ** -0.5
+                if role in ("block.attention_out", "block.mlp_out")
+                else 1.0
+            )
             scaled = 1 / times if hidden and name != "sgd" and _FAMILIES[name] != "muon" else 1.0
             scaled = times if self._mup and name == "sgd" and not hidden else scaled
             of_embedding = (
-                f.number("mup-embedding-mult") if self._mup and role in ("token_embedding", "position") else 1.0
+                f.number("mup-embedding-mult")
+                if self._mup and role in ("token_embedding", "position")
+                else 1.0
             )
             rate = (
                 f.number("decoupled-lr")
@@ -141,7 +154,9 @@ class CommandLine(Reading):
             names["position"] = "embedding.position_embeddings.weight"
         plain = sizes.head_dim**-0.5
         root = f.number("mup-base-head-dim") ** 0.5 if "mup-base-head-dim" in f else 1.0
-        attention = root / sizes.head_dim ** f.number("mup-attn-scale-power") if self._mup else plain
+        attention = (
+            root / sizes.head_dim ** f.number("mup-attn-scale-power") if self._mup else plain
+        )
         return Dump(
             source=f.source, parameters=entries(sizes, names, rule), optimizer=_FAMILIES[name], decay="coupled",
             head_dim=sizes.head_dim, layers=sizes.layers, attention=attention, branch=1.0, readout=of_output if tied else None,

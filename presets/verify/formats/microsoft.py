@@ -24,7 +24,9 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
     Raises:
         PresetError: shapes of another model, or base shapes that are the model's own.
     """
-    if not isinstance(contents, dict) or not all(isinstance(shape, list) for shape in contents.values()):
+    if not isinstance(contents, dict) or not all(
+        isinstance(shape, list) for shape in contents.values()
+    ):
         raise PresetError(
             f"{source} is no file of base shapes: write one with mup.make_base_shapes(base, delta, {source!r})"
         )
@@ -35,8 +37,12 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in contents.items():
         full_shape = target.parameters[name].shape
-        if len(shape) != len(full_shape) or not all(size is None or type(size) is int for size in shape):
-            raise PresetError(f"{source}: {name} has the shape {shape}, and {list(full_shape)} in {target.source}")
+        if len(shape) != len(full_shape) or not all(
+            size is None or type(size) is int for size in shape
+        ):
+            raise PresetError(
+                f"{source}: {name} has the shape {shape}, and {list(full_shape)} in {target.source}"
+            )
         shapes[name] = tuple(size or have for size, have in zip(shape, full_shape, strict=True))
     if all(shape == target.parameters[name].shape for name, shape in shapes.items()):
         raise PresetError(
@@ -55,7 +61,11 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
     base_entry = plain[0]
     parameters = {
         name: Entry(
-            shape=shape, lr=base_entry.lr, wd=base_entry.wd, eps=base_entry.eps, role=target.parameters[name].role
+            shape=shape,
+            lr=base_entry.lr,
+            wd=base_entry.wd,
+            eps=base_entry.eps,
+            role=target.parameters[name].role,
         )
         for name, shape in shapes.items()
     }
@@ -63,4 +73,6 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
         *target.notes,
         f"{source} has no initial sizes: they are not judged; dump the base model to have them judged",
     )
-    return dataclasses.replace(target, source=source, parameters=parameters, attention=None, branch=None, notes=notes)
+    return dataclasses.replace(
+        target, source=source, parameters=parameters, attention=None, branch=None, notes=notes
+    )

@@ -56,7 +56,11 @@ def _assigned(tree: ast.Module) -> dict[str, Any]:
     """Return what a module assigns to its names: values, or the text of what it computes."""
     values = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        if (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
             try:
                 values[node.targets[0].id] = ast.literal_eval(node.value)
             except ValueError:  # computed there; it is asked for where it is needed
@@ -104,7 +108,11 @@ class Config(Reading):
 
         def rule(role: str) -> Mapping[str, float | None]:
             hidden, vector = role in _HIDDEN, "norm" in role
-            deep = (2 * sizes.layers) ** -0.5 if role in ("block.attention_out", "block.mlp_out") else 1.0
+            deep = (
+                (2 * sizes.layers) ** -0.5
+                if role in ("block.attention_out", "block.mlp_out")
+                else 1.0
+            )
             return {
                 "std": None if vector else std * deep * (times**-0.5 if hidden else 1.0),
                 "lr": lr / times if hidden and slowed else lr,

@@ -38,7 +38,11 @@ _NAMES = {
 
 def fits(contents: Any) -> bool:
     """Whether a YAML's contents are a config of OLMo."""
-    return isinstance(contents, dict) and isinstance(contents.get("model"), dict) and "d_model" in contents["model"]
+    return (
+        isinstance(contents, dict)
+        and isinstance(contents.get("model"), dict)
+        and "d_model" in contents["model"]
+    )
 
 
 class Config(Reading):
@@ -54,8 +58,18 @@ class Config(Reading):
         self._rates = Fields(contents.get("optimizer") or {}, source, _OPTIMIZER)
         f = self._model
         width, heads = f.count("d_model"), f.count("n_heads")
-        hidden = f.count("mlp_hidden_size") if "mlp_hidden_size" in f else round(f.number("mlp_ratio") * width)
-        kv_heads = 1 if f.flag("multi_query_attention") else f.count("n_kv_heads") if "n_kv_heads" in f else heads
+        hidden = (
+            f.count("mlp_hidden_size")
+            if "mlp_hidden_size" in f
+            else round(f.number("mlp_ratio") * width)
+        )
+        kv_heads = (
+            1
+            if f.flag("multi_query_attention")
+            else f.count("n_kv_heads")
+            if "n_kv_heads" in f
+            else heads
+        )
         self._sizes = Sizes(
             width=width, mlp=hidden, layers=f.count("n_layers"), heads=heads, kv_heads=kv_heads, head_dim=width // heads,
             vocab=f.count("embedding_size"), positions=f.count("max_sequence_length"),
@@ -69,12 +83,20 @@ class Config(Reading):
         f, r, sizes = self._model, self._rates, self._sizes
         optimizer = {"adamw": "adamw", "lionw": "lion"}.get(str(r.get("name")))
         if optimizer is None:
-            raise PresetError(f"{f.source}: the optimizer {r.get('name')!r} is not read; adamw and lionw are")
+            raise PresetError(
+                f"{f.source}: the optimizer {r.get('name')!r} is not read; adamw and lionw are"
+            )
         stds, layered = self._stds(), sizes.layers
 
         def rule(role: str) -> Mapping[str, float | None]:
             vector, table = "norm" in role, role in ("token_embedding", "position")
-            decays = r.flag("decay_norm_and_bias") if vector else r.flag("decay_embeddings") if table else True
+            decays = (
+                r.flag("decay_norm_and_bias")
+                if vector
+                else r.flag("decay_embeddings")
+                if table
+                else True
+            )
             return {
                 "std": stds.get(role),
                 "lr": r.number("learning_rate"),
@@ -103,7 +125,10 @@ class Config(Reading):
         kind, std = f.get("init_fn"), f.number("init_std")
         table: float = f.number("emb_init_std") if "emb_init_std" in f else 0.0
         if kind == "normal":
-            return {**dict.fromkeys([*_NAMES, "position", "readout"], std), "token_embedding": table or std}
+            return {
+                **dict.fromkeys([*_NAMES, "position", "readout"], std),
+                "token_embedding": table or std,
+            }
         if kind == "full_megatron":
             deep = std * (2 * s.layers) ** -0.5
             wide = std * s.width**0.5 if f.flag("scale_emb_init") else std

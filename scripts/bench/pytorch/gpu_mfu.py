@@ -96,13 +96,29 @@ class Point(NamedTuple):
                 *(["--rates", "2", "--seeds", "1", "--steps", "4"] if tiny else []),
                 *tiny,
             ]
-        words = [self.side, self.model, str(self.batch_size), "--variant", json.dumps(self.variant or {})]
+        words = [
+            self.side,
+            self.model,
+            str(self.batch_size),
+            "--variant",
+            json.dumps(self.variant or {}),
+        ]
         if args.profile is not None:
             words += ["--profile", str(args.profile / self.text.replace(" ", "-"))]
-        return [sys.executable, "-m", "scripts.bench.pytorch.gpu_point", *words, "--steps", str(args.steps), *tiny]
+        return [
+            sys.executable,
+            "-m",
+            "scripts.bench.pytorch.gpu_point",
+            *words,
+            "--steps",
+            str(args.steps),
+            *tiny,
+        ]
 
 
-def plan(models: Sequence[str], sides: Sequence[str], batches: Sequence[int] | None, *, tiny: bool) -> list[Point]:
+def plan(
+    models: Sequence[str], sides: Sequence[str], batches: Sequence[int] | None, *, tiny: bool
+) -> list[Point]:
     """Every point, the most telling first.
 
     Args:
@@ -121,7 +137,8 @@ def plan(models: Sequence[str], sides: Sequence[str], batches: Sequence[int] | N
                 sizes = batches or ([2] if tiny else BATCHES[model])
                 # All models at their first batch, then at others; then the next variant at the first batch, ...
                 ranked += [
-                    ((place, number > 0), Point(model, side, size, variant)) for number, size in enumerate(sizes)
+                    ((place, number > 0), Point(model, side, size, variant))
+                    for number, size in enumerate(sizes)
                 ]
     return [point for _, point in sorted(ranked, key=lambda one: one[0])]
 
@@ -148,7 +165,8 @@ def measure(
             row["batch_size"]
             for row in results
             if "failed" in row
-            and (row["side"], row["model"], row["variant"]) == (point.side, point.model, point.variant)
+            and (row["side"], row["model"], row["variant"])
+            == (point.side, point.model, point.variant)
         ]
         if smaller and point.batch_size >= min(smaller):
             left_out.append(f"{point.text} (a batch of {min(smaller)} does not run)")
@@ -168,7 +186,12 @@ def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
         words = point.command(args, Path(folder))
         # A group of its own: what it started, compilers among them, ends with it.
         process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         try:
             output, errors = process.communicate(timeout=timeout_s)
@@ -180,7 +203,11 @@ def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
             return {"failed": f"no answer in {timeout_s:.0f} s"}
     lines = output.splitlines()
     if process.returncode or not lines or not lines[-1].startswith("{"):
-        return {"failed": (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1][-300:]}
+        return {
+            "failed": (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1][
+                -300:
+            ]
+        }
     return json.loads(lines[-1])
 
 
@@ -192,7 +219,11 @@ def line(row: dict[str, Any]) -> str:
     if row["model"] == SWEEP:
         whole, step = (1 / one["ratio"]["runs of their own"] for one in row["results"])
         return f"{what}: {whole:.1f} times as fast as runs of their own by whole commands, {step:.1f} times by a step"
-    mfu = f", MFU {100 * row['mfu']:.1f} %" if row["mfu"] else f", no MFU: the peak of {row['device']} is not known"
+    mfu = (
+        f", MFU {100 * row['mfu']:.1f} %"
+        if row["mfu"]
+        else f", no MFU: the peak of {row['device']} is not known"
+    )
     return f"{what}: {1e3 * row['step_s']:.1f} ms, {row['units_per_s']:.0f} {row['unit']}s/s{mfu}"
 
 

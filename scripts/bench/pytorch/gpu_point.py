@@ -77,7 +77,9 @@ def torch_point(config: Any) -> Callable[[], None]:
         inputs = torch.randint(model.vocab_size, (size, model.seq_len), device=device)
         targets = torch.randint(model.vocab_size, (size, model.seq_len), device=device)
     else:
-        inputs = torch.randn(size, model.image_size, model.image_size, model.channels, device=device)
+        inputs = torch.randn(
+            size, model.image_size, model.image_size, model.channels, device=device
+        )
         targets = torch.randint(model.num_classes, (size,), device=device)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,14 @@ def device_of(side: str) -> str:
 
 
 def point(
-    side: str, name: str, batch_size: int, variant: dict[str, Any], *, steps: int, profile: Path | None, tiny: bool
+    side: str,
+    name: str,
+    batch_size: int,
+    variant: dict[str, Any],
+    *,
+    steps: int,
+    profile: Path | None,
+    tiny: bool,
 ) -> dict[str, Any]:
     """Seconds of a step, units per second, FLOP/s and MFU of one side, model and batch, in this process.
 

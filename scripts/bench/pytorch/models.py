@@ -35,11 +35,15 @@ class Block(nn.Module):
         self.up = nn.Linear(width, (2 if self.gated else 1) * config.mlp_dim, bias=bias)
         self.down = nn.Linear(config.mlp_dim, width, bias=bias)
 
-    def forward(self, h: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, h: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
+    ) -> torch.Tensor:
         h = h + self.attention(self.attention_norm(h), cos, sin)
         return h + self.mlp(self.mlp_norm(h))
 
-    def attention(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    def attention(
+        self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
+    ) -> torch.Tensor:
         """What attention adds to the stream, [B, T, D], from its norm."""
         batch, length, _ = x.shape
         sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
@@ -47,7 +51,9 @@ class Block(nn.Module):
         q, k, v = (part.view(batch, length, -1, self.size).transpose(1, 2) for part in parts)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads
+        )
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,16 +90,30 @@ class Transformer(nn.Module):
         if not learned:
             assert isinstance(config, DecoderConfig)
             half = config.heads_dim // 2
-            angle = np.arange(config.seq_len)[:, None] * config.rope_theta ** (-np.arange(half) / half)
-            self.register_buffer("cos", torch.tensor(np.cos(angle), dtype=torch.float32), persistent=False)
-            self.register_buffer("sin", torch.tensor(np.sin(angle), dtype=torch.float32), persistent=False)
+            angle = np.arange(config.seq_len)[:, None] * config.rope_theta ** (
+                -np.arange(half) / half
+            )
+            self.register_buffer(
+                "cos", torch.tensor(np.cos(angle), dtype=torch.float32), persistent=False
+            )
+            self.register_buffer(
+                "sin", torch.tensor(np.sin(angle), dtype=torch.float32), persistent=False
+            )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if isinstance(self.config, DecoderConfig):
             h = self.token(inputs)
         else:
-            batch, grid, patch = len(inputs), self.config.image_size // self.config.patch_size, self.config.patch_size
-            cells = inputs.view(batch, grid, patch, grid, patch, -1).transpose(2, 3).reshape(batch, grid * grid, -1)
+            batch, grid, patch = (
+                len(inputs),
+                self.config.image_size // self.config.patch_size,
+                self.config.patch_size,
+            )
+            cells = (
+                inputs.view(batch, grid, patch, grid, patch, -1)
+                .transpose(2, 3)
+                .reshape(batch, grid * grid, -1)
+            )
             h = self.patch(self.patch_scale * cells)
         if self.position is not None:
             h = h + self.position[: h.shape[1]]
@@ -126,7 +146,9 @@ def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
 
     def columns(*names: str) -> np.ndarray:
         """Matrices [L, embed, ...] side by side as PyTorch has them, [L, outputs, embed]."""
-        return np.concatenate([w[n].reshape(config.depth, config.width, -1) for n in names], axis=2).swapaxes(1, 2)
+        return np.concatenate(
+            [w[n].reshape(config.depth, config.width, -1) for n in names], axis=2
+        ).swapaxes(1, 2)
 
     def put(target: nn.Parameter | torch.Tensor | None, value: np.ndarray) -> None:
         assert target is not None
@@ -142,7 +164,10 @@ def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
         put(block.out.weight, w["block.attention.out"][i].reshape(-1, config.width).T)
         put(block.up.weight, up[i])
         put(block.down.weight, w["block.mlp.down"][i].T)
-        for ours, theirs in (("attention_norm", block.attention_norm), ("mlp_norm", block.mlp_norm)):
+        for ours, theirs in (
+            ("attention_norm", block.attention_norm),
+            ("mlp_norm", block.mlp_norm),
+        ):
             put(theirs.weight, w[f"block.{ours}.gain"][i])  # pyright: ignore[reportArgumentType]
         if config.bias:
             for linear in (block.qkv, block.out, block.up, block.down):
@@ -161,9 +186,16 @@ def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
             linear.bias.data.zero_()
 
 
-def adamw(model: nn.Module, lr: float, weight_decay: float, b1: float, b2: float, eps: float) -> torch.optim.AdamW:
+def adamw(
+    model: nn.Module, lr: float, weight_decay: float, b1: float, b2: float, eps: float
+) -> torch.optim.AdamW:
     """Fused AdamW; gains and biases do not decay."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(b1, b2), eps=eps, fused=True)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=lr, betas=(b1, b2), eps=eps, fused=True
+    )

@@ -70,7 +70,9 @@ def torch_differentiated(fn: Any, *inputs: np.ndarray, of: Any) -> Step:
 
     compiled = torch.compile(fn)
     tensors = [torch.tensor(x, requires_grad=True) for x in inputs]
-    cotangent = torch.tensor(np.random.default_rng(1).standard_normal(tuple(compiled(*tensors).shape), np.float32))
+    cotangent = torch.tensor(
+        np.random.default_rng(1).standard_normal(tuple(compiled(*tensors).shape), np.float32)
+    )
 
     def step() -> None:
         of.zero_grad(set_to_none=True)
@@ -85,7 +87,10 @@ def block_parts(program: Program, depth: int) -> list[Part]:
     """Norm, attention, its core and MLP, from a model of one block."""
     import torch.nn.functional as F
 
-    params, model = program.initial_state().params, transformer(program.config.model, "the comparison")
+    params, model = (
+        program.initial_state().params,
+        transformer(program.config.model, "the comparison"),
+    )
     random, causal = np.random.default_rng(0), model.causal
     shape = (program.config.data.batch_size, model.sizes()["position"])
     x = random.standard_normal((*shape, model.width), np.float32)
@@ -93,14 +98,18 @@ def block_parts(program: Program, depth: int) -> list[Part]:
     block: Any = theirs.blocks[0]
     rotary = getattr(theirs, "cos", None), getattr(theirs, "sin", None)
 
-    def part(name: str, times: int, prefix: str, ours: Callable[[Any, jax.Array], jax.Array], fn: Any) -> Part:
+    def part(
+        name: str, times: int, prefix: str, ours: Callable[[Any, jax.Array], jax.Array], fn: Any
+    ) -> Part:
         own = {n: value for n, value in params.items() if n.startswith(prefix)}
 
         def applied(own: Any, x: jax.Array) -> jax.Array:
             graph, stacked = nnx.split(zoo_model(program, {**params, **own}).block)
             return ours(nnx.merge(graph, jax.tree.map(lambda a: a[0], stacked)), x)
 
-        return Part(name, times, differentiated(applied, own, x), torch_differentiated(fn, x, of=block))
+        return Part(
+            name, times, differentiated(applied, own, x), torch_differentiated(fn, x, of=block)
+        )
 
     def core(own: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q, k, v, causal=causal, implementation="auto")
@@ -109,7 +118,10 @@ def block_parts(program: Program, depth: int) -> list[Part]:
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
-    qkv = [random.standard_normal((*shape, model.num_heads, model.heads_dim), np.float32) for _ in range(3)]
+    qkv = [
+        random.standard_normal((*shape, model.num_heads, model.heads_dim), np.float32)
+        for _ in range(3)
+    ]
     return [
         part("norm", 2 * depth, "block.attention_norm", lambda b, x: b.attention_norm(x), block.attention_norm),
         part("attention", depth, "block.attention.", lambda b, x: b.attention(x), lambda x: block.attention(x, *rotary)),
@@ -128,13 +140,18 @@ def ends(program: Program) -> Part:
 
     def loss(own: Any, batch: Any) -> Any:
         model = zoo_model(program, {**params, **own})
-        sums = cross_entropy_from_logits(model.read(model.embed(batch["inputs"])), batch["targets"], batch["weights"])
+        sums = cross_entropy_from_logits(
+            model.read(model.embed(batch["inputs"])), batch["targets"], batch["weights"]
+        )
         return sums.loss / sums.weight, sums
 
     grad = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(own, batch).compile()
     device, theirs = jax.device_put(batch), torch_model(program)
     theirs.blocks = torch.nn.ModuleList()
-    inputs, targets = torch.tensor(batch["inputs"]), torch.tensor(batch["targets"], dtype=torch.long)
+    inputs, targets = (
+        torch.tensor(batch["inputs"]),
+        torch.tensor(batch["targets"], dtype=torch.long),
+    )
 
     @torch.compile
     def torch_loss() -> Any:
@@ -145,7 +162,9 @@ def ends(program: Program) -> Part:
         theirs.zero_grad(set_to_none=True)
         torch_loss().backward()
 
-    return Part("embedding, readout, loss", 1, lambda: jax.block_until_ready(grad(own, device)), step)
+    return Part(
+        "embedding, readout, loss", 1, lambda: jax.block_until_ready(grad(own, device)), step
+    )
 
 
 def update(program: Program) -> Part:
@@ -157,15 +176,22 @@ def update(program: Program) -> Part:
     run, state, opt = program.step_inputs(), program.initial_state(), program.config.optimizer
 
     def updated(state: TrainState, grads: Any, run: StepInputs) -> Any:
-        hyper, norm = run.hyper.at(state.step), jnp.sqrt(jnp.sum(core_state.squares(grads, program.definition.specs)))
+        hyper, norm = (
+            run.hyper.at(state.step),
+            jnp.sqrt(jnp.sum(core_state.squares(grads, program.definition.specs))),
+        )
 
         def moved(params: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = program.tx.update(grads, opt_state, params, factors=run.factors, hyper=hyper)
+            updates, opt_state = program.tx.update(
+                grads, opt_state, params, factors=run.factors, hyper=hyper
+            )
             return optax.apply_updates(params, updates), opt_state
 
         before = (state.params, state.opt_state)
         platform = program.layout.platform
-        params, opt_state = core_state.apply_if(jnp.isfinite(norm), moved, before, platform=platform)
+        params, opt_state = core_state.apply_if(
+            jnp.isfinite(norm), moved, before, platform=platform
+        )
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state), norm
 
     grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), state.params)
@@ -204,9 +230,16 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     one_block = assemble(replace(config, model=replace(config.model, depth=1)), jax.devices()[:1])  # pyright: ignore
     whole = assemble(config, jax.devices()[:1])
     rows = []
-    for part in [*block_parts(one_block, whole.definition.sizes["layers"]), ends(one_block), update(whole)]:
+    for part in [
+        *block_parts(one_block, whole.definition.sizes["layers"]),
+        ends(one_block),
+        update(whole),
+    ]:
         seconds = in_turns.in_turns({"mupax": part.ours, "torch_compile": part.theirs}, rounds)
-        ms = {who: round(1e3 * statistics.median(times) * part.times, 3) for who, times in seconds.items()}
+        ms = {
+            who: round(1e3 * statistics.median(times) * part.times, 3)
+            for who, times in seconds.items()
+        }
         rows.append(
             {
                 **in_turns.compared(seconds, "mupax"),
@@ -216,9 +249,14 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
                 "ms": ms,
             }
         )
-    total = {who: round(sum(row["ms"][who] for row in rows if not row["inner"]), 3) for who in rows[0]["ms"]}
+    total = {
+        who: round(sum(row["ms"][who] for row in rows if not row["inner"]), 3)
+        for who in rows[0]["ms"]
+    }
     ratio = round(total["mupax"] / total["torch_compile"], 4)
-    rows.append({"model": f"{name}: sum", "ms": total, "ratio": {"torch_compile": ratio}, "rounds": rounds})
+    rows.append(
+        {"model": f"{name}: sum", "ms": total, "ratio": {"torch_compile": ratio}, "rounds": rounds}
+    )
     return {"rows": rows}
 
 
@@ -239,7 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(MODELS) if args.model == "all" else [args.model]
     rows = [row for name in names for row in measure(name, args.rounds, tiny=args.tiny)["rows"]]
     for row in rows:
-        print(f"{row['model']}: {row['ms']['mupax']:.2f} ms of a step, torch.compile {row['ms']['torch_compile']:.2f}")
+        print(
+            f"{row['model']}: {row['ms']['mupax']:.2f} ms of a step, torch.compile {row['ms']['torch_compile']:.2f}"
+        )
     in_turns.report("torch_parts", rows, args.json, torch=torch.__version__)
     return 0
 

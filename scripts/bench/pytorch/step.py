@@ -32,7 +32,10 @@ LOSS_TOLERANCE = 1e-4
 
 def config_of(model: ModelConfig, batch_size: int) -> Config:
     """A run of this model under the standard parameterization: every factor but the patches' is 1."""
-    data = DataConfig(name="python_corpus" if isinstance(model, DecoderConfig) else "digits", batch_size=batch_size)
+    data = DataConfig(
+        name="python_corpus" if isinstance(model, DecoderConfig) else "digits",
+        batch_size=batch_size,
+    )
     return Config(
         recipe="torch-step", model=model, data=data, mesh=MeshConfig(data=1), preset=PresetConfig(name="sp"), steps=1000,
         optimizer=OptimizerConfig(peak_lr=1e-3, weight_decay=0.01, schedule="constant"),
@@ -46,13 +49,18 @@ def lm(compute: ComputeConfig, *, tiny: bool = False) -> Config:
     width, length = (32, 16) if tiny else (256, 256)
     depth = 2 if tiny else 4
     return config_of(
-        replace(model, width=width, depth=depth, num_heads=width // 32, seq_len=length, compute=compute), 8
+        replace(
+            model, width=width, depth=depth, num_heads=width // 32, seq_len=length, compute=compute
+        ),
+        8,
     )
 
 
 def vit(compute: ComputeConfig, *, tiny: bool = False) -> Config:
     """ViT-S/16 on 16 images of 64x64."""
-    changes: dict[str, Any] = {"depth": 2, "width": 48, "num_heads": 3, "num_classes": 10} if tiny else {}
+    changes: dict[str, Any] = (
+        {"depth": 2, "width": 48, "num_heads": 3, "num_classes": 10} if tiny else {}
+    )
     model = replace(configs.get("vit-s16"), image_size=64, compute=compute, **changes)  # pyright: ignore
     return config_of(model, 16)
 
@@ -62,7 +70,11 @@ MODELS: dict[str, Callable[..., Config]] = {"lm": lm, "vit": vit}
 
 def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
     """Random batches of the model's task."""
-    random, model, size = np.random.default_rng(0), program.config.model, program.config.data.batch_size
+    random, model, size = (
+        np.random.default_rng(0),
+        program.config.model,
+        program.config.data.batch_size,
+    )
     batches = []
     for _ in range(count):
         outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
@@ -91,7 +103,9 @@ def jax_step(program: Program, batches: Sequence[dict[str, np.ndarray]]) -> Call
     return step
 
 
-def torch_step(program: Program, batches: Sequence[dict[str, np.ndarray]], *, compiled: bool) -> Callable[[], float]:
+def torch_step(
+    program: Program, batches: Sequence[dict[str, np.ndarray]], *, compiled: bool
+) -> Callable[[], float]:
     """The same in PyTorch, from the same initial weights."""
     import torch
     import torch.nn.functional as F
@@ -139,7 +153,9 @@ def check(steps: dict[str, Callable[[], float]], count: int) -> list[float]:
     return losses["mupax"]
 
 
-def measure(name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
+def measure(
+    name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = False
+) -> dict[str, Any]:
     """Losses, times and ratios of one model."""
     program = assemble(MODELS[name](compute, tiny=tiny), jax.devices()[:1])
     batches = batches_of(program, 4)
@@ -154,7 +170,12 @@ def measure(name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = Fals
         "width": axis_sizes["embed"], "depth": axis_sizes["layers"], "seq_len": axis_sizes["position"],
         "batch_size": program.config.data.batch_size, "layers": compute.layers, "params": program.definition.count(),
     }  # fmt: skip
-    return {"model": name, **sizes, "losses": losses, **in_turns.compared(in_turns.in_turns(steps, rounds), "mupax")}
+    return {
+        "model": name,
+        **sizes,
+        "losses": losses,
+        **in_turns.compared(in_turns.in_turns(steps, rounds), "mupax"),
+    }
 
 
 @dataclass(frozen=True)

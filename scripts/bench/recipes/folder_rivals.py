@@ -63,7 +63,9 @@ def load(folder: Path, side: int | None) -> Images:
                 pixels.append(_decoded(file, side))
                 labels.append(label)
         channels = 1 if all(array.shape[-1] == 1 for array in pixels) else 3
-        arrays.append(np.stack([np.broadcast_to(array, (*array.shape[:2], channels)) for array in pixels]))
+        arrays.append(
+            np.stack([np.broadcast_to(array, (*array.shape[:2], channels)) for array in pixels])
+        )
         arrays.append(np.array(labels))
     return Images(*arrays)
 
@@ -89,7 +91,9 @@ def logistic(images: Images, seconds: float) -> dict[str, Any]:
         "pixels": _pixels,
         "small pixels": lambda x: _pixels(_halved(x)),
         "gradients": _gradients,
-        "gradients and small pixels": lambda x: np.concatenate([_gradients(x), _pixels(_halved(x))], 1),
+        "gradients and small pixels": lambda x: np.concatenate(
+            [_gradients(x), _pixels(_halved(x))], 1
+        ),
     }
     held = np.arange(len(images.train_y)) % HELD_OUT == 0
     best: tuple[float, str, float] | None = None
@@ -145,7 +149,9 @@ def _gradients(x: np.ndarray) -> np.ndarray:
         part = np.where(direction == bin_, size, 0)[:, :side, :side]
         rows.append(part.reshape(len(x), cells, width, cells, width).sum((2, 4)))
     histograms = np.stack(rows, -1)
-    histograms /= np.linalg.norm(histograms, axis=-1, keepdims=True) + 0.1 * histograms.mean() + 1e-9
+    histograms /= (
+        np.linalg.norm(histograms, axis=-1, keepdims=True) + 0.1 * histograms.mean() + 1e-9
+    )
     return histograms.reshape(len(x), -1)
 
 
@@ -236,7 +242,12 @@ def network(
             right += int((answers == images.test_y[start : start + 200]).sum())
     epochs = steps * BATCH / len(train_y)
     settings = f"width {width}, rate {rate:g}, shift {shift:g}, turn {turn:g}, side {side}"
-    return {"accuracy": right / len(test_x), "settings": settings, "steps": steps, "epochs": round(epochs, 1)}
+    return {
+        "accuracy": right / len(test_x),
+        "settings": settings,
+        "steps": steps,
+        "epochs": round(epochs, 1),
+    }
 
 
 def _shifted(padded: Any, side: int, pad: int, rng: np.random.Generator) -> Any:

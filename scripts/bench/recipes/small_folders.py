@@ -65,10 +65,14 @@ class Outcome(NamedTuple):
 def measured(command: Sequence[str], environment: dict[str, str]) -> Outcome:
     """Run a process and return its output and the CPU seconds of all that it started."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Outcome(done.stdout, round(seconds, 1))
 
@@ -77,14 +81,33 @@ def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
     """Train the recipe that the command chooses for a folder, in a new process without caches, and return its row."""
     with tempfile.TemporaryDirectory() as temporary:
         workdir = Path(temporary) / "run"
-        words = [sys.executable, "-m", "mupax", "train", "vit-digits", "--data.name", f"images:{images}"]
-        words += ["--seed", str(seed), "--steps", str(steps), "--optimizer.warmup-steps", str(max(1, steps // 10))]
+        words = [
+            sys.executable,
+            "-m",
+            "mupax",
+            "train",
+            "vit-digits",
+            "--data.name",
+            f"images:{images}",
+        ]
+        words += [
+            "--seed",
+            str(seed),
+            "--steps",
+            str(steps),
+            "--optimizer.warmup-steps",
+            str(max(1, steps // 10)),
+        ]
         words += ["--workdir", str(workdir)]
         caches = {"MUPAX_DATA": str(Path(temporary) / "data"), "MUPAX_COMPILATION_CACHE": "none"}
         outcome = measured(words, caches)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
         evaluations = [row for row in map(json.loads, lines) if "eval_accuracy" in row]
-    return {"accuracy": evaluations[-1]["eval_accuracy"], "steps": steps, "cpu_seconds": outcome.cpu_seconds}
+    return {
+        "accuracy": evaluations[-1]["eval_accuracy"],
+        "steps": steps,
+        "cpu_seconds": outcome.cpu_seconds,
+    }
 
 
 class Rows:
@@ -98,7 +121,11 @@ class Rows:
         """Keep a row and print it."""
         self.rows[name] = row
         disk.write_whole(self._path, json.dumps(self.rows, indent=1) + "\n")
-        print(name, json.dumps({key: value for key, value in row.items() if key != "tried"}), flush=True)
+        print(
+            name,
+            json.dumps({key: value for key, value in row.items() if key != "tried"}),
+            flush=True,
+        )
         return row
 
 
@@ -117,7 +144,9 @@ def ours(rows: Rows, folder: Path, name: str, budget: int, seed: int) -> dict[st
     while row["cpu_seconds"] > LATE * seconds and steps > 1:
         steps = max(1, int(steps - (row["cpu_seconds"] - SAFETY * seconds) / a_step))
         row = train(images, seed, steps)
-    return rows.add(key, {**row, "seconds_before_steps": round(rest, 1), "seconds_of_a_step": round(a_step, 4)})
+    return rows.add(
+        key, {**row, "seconds_before_steps": round(rest, 1), "seconds_of_a_step": round(a_step, 4)}
+    )
 
 
 def _calibration(rows: Rows, folder: Path, name: str, steps: int) -> dict[str, Any]:
@@ -126,7 +155,14 @@ def _calibration(rows: Rows, folder: Path, name: str, steps: int) -> dict[str, A
 
 
 def rival(
-    rows: Rows, folder: Path, name: str, budget: int, seed: int, kind: str, python: str, words: Sequence[str]
+    rows: Rows,
+    folder: Path,
+    name: str,
+    budget: int,
+    seed: int,
+    kind: str,
+    python: str,
+    words: Sequence[str],
 ) -> dict[str, Any]:
     """Return the row of a rival within a budget, trained where it is not there.
 
@@ -142,23 +178,33 @@ def rival(
     if key in rows.rows:
         return rows.rows[key]
     side = ["--side", str(SIDES[name])] if name in SIDES else []
-    command = [python, str(ROOT / "scripts/bench/recipes/folder_rivals.py"), kind, str(folder / name / str(seed))]
+    command = [
+        python,
+        str(ROOT / "scripts/bench/recipes/folder_rivals.py"),
+        kind,
+        str(folder / name / str(seed)),
+    ]
     command += ["--seconds", str(CORES * budget), "--seed", str(seed), *side, *words]
     outcome = measured(command, {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     row = json.loads(outcome.output.splitlines()[-1])
     return rows.add(key, {**row, "cpu_seconds": outcome.cpu_seconds})
 
 
-def network(rows: Rows, folder: Path, name: str, budget: int, seed: int, python: str) -> dict[str, Any]:
+def network(
+    rows: Rows, folder: Path, name: str, budget: int, seed: int, python: str
+) -> dict[str, Any]:
     """Return the row of the network that does best on the test images of the first split, which is in its favour."""
     tried = {
-        words: rival(rows, folder, name, budget, 0, "cnn", python, NETWORKS[words])["accuracy"] for words in NETWORKS
+        words: rival(rows, folder, name, budget, 0, "cnn", python, NETWORKS[words])["accuracy"]
+        for words in NETWORKS
     }
     best = max(tried, key=lambda words: tried[words])
     return rival(rows, folder, name, budget, seed, "cnn", python, NETWORKS[best])
 
 
-def record(rows: Rows, folder: Path, python: str, names: Sequence[str], budgets: Sequence[int], seeds: int) -> Any:
+def record(
+    rows: Rows, folder: Path, python: str, names: Sequence[str], budgets: Sequence[int], seeds: int
+) -> Any:
     """Return accuracies by data set, budget and rival, seed by seed, training what is missing in turns."""
     cells: dict[str, Any] = {}
     for name in names:
@@ -166,7 +212,9 @@ def record(rows: Rows, folder: Path, python: str, names: Sequence[str], budgets:
             cell: dict[str, list[Any]] = {kind: [] for kind in RIVALS}
             for seed in range(seeds):  # rivals in turns, so that all meet the same machine
                 cell["ours"].append(ours(rows, folder, name, budget, seed))
-                cell["logistic"].append(rival(rows, folder, name, budget, seed, "logistic", python, []))
+                cell["logistic"].append(
+                    rival(rows, folder, name, budget, seed, "logistic", python, [])
+                )
                 cell["cnn"].append(network(rows, folder, name, budget, seed, python))
             cells[f"{name} {budget}"] = cell
     return cells
@@ -179,7 +227,9 @@ def table(cells: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, cell in cells.items():
-        accuracies = {kind: 100 * np.array([row["accuracy"] for row in cell[kind]]) for kind in RIVALS}
+        accuracies = {
+            kind: 100 * np.array([row["accuracy"] for row in cell[kind]]) for kind in RIVALS
+        }
         data, budget = name.split()
         means = [f"{accuracies[kind].mean():.1f}" for kind in RIVALS]
         less = [_difference(accuracies["ours"] - accuracies[kind]) for kind in RIVALS[1:]]
@@ -226,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness.check_names(args.sets, SETS)
     if not args.render:
         if args.folder is None:
-            harness.refuse("write FOLDER, which `python -m scripts.vision.small_folders FOLDER` makes")
+            harness.refuse(
+                "write FOLDER, which `python -m scripts.vision.small_folders FOLDER` makes"
+            )
         folder = args.folder.absolute()
         rows = Rows(folder / "rows.json")
         cells = record(rows, folder, args.torch_python, args.sets, args.budgets, args.seeds)

@@ -53,7 +53,11 @@ class Options(in_turns.Timing):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     args = in_turns.parse(Options, argv)
-    commands = {} if args.tiny else {f"{name}, to its first step": (True, f"{name} --steps 1") for name in RUNS}
+    commands = (
+        {}
+        if args.tiny
+        else {f"{name}, to its first step": (True, f"{name} --steps 1") for name in RUNS}
+    )
     commands |= {f"train {words}": (False, words) for words in WORDS[2 if args.tiny else 0 :]}
     results = [measured(label, *command, args.rounds) for label, command in commands.items()]
     in_turns.report("start", results, args.json)
@@ -86,7 +90,11 @@ def measured(label: str, first_step: bool, words: str, rounds: int) -> dict[str,
 
 def _seconds(first_step: bool, words: str, programs: Path) -> float:
     """Processor seconds of a command with the folder of its compiled programs; its own end is what counts."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
     python = [sys.executable, *(["-c", FIRST_STEP] if first_step else ["-m", "train"])]
     with tempfile.TemporaryDirectory() as folder:
         place = ["--workdir", f"{folder}/run"] if first_step or "--dry-run" in words else []

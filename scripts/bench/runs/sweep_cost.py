@@ -65,21 +65,39 @@ def measure(args: Options) -> list[dict[str, Any]]:
             for _ in range(count):
                 workdir = folder / f"alone-{len(list(folder.iterdir()))}"
                 alone.append(_seconds(["train", "lm-tiny", *flags, "--workdir", str(workdir)]))
-                rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+                rows = [
+                    json.loads(line)
+                    for line in (workdir / "metrics.jsonl").read_text().splitlines()
+                ]
                 steps.append(statistics.median(row["seconds"] for row in rows if "loss" in row))
 
         run_alone(1 + args.alone // 2)
         del alone[0], steps[0]  # it may have prepared the data
         grid = f"2^-10:2^-4:{args.rates}"
-        sweep = ["sweep", "lm-tiny", *flags, "--lr", grid, "--seeds", str(args.seeds), "--how", args.how]
+        sweep = [
+            "sweep",
+            "lm-tiny",
+            *flags,
+            "--lr",
+            grid,
+            "--seeds",
+            str(args.seeds),
+            "--how",
+            args.how,
+        ]
         whole = _seconds([*sweep, "--out", str(folder / "sweep")])
         run_alone(args.alone - args.alone // 2)
-        rows = [json.loads(line) for line in (folder / "sweep" / "points.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / "sweep" / "points.jsonl").read_text().splitlines()
+        ]
     how = rows[-1]["how"]
     of_step = statistics.median(row["seconds"] / row["steps"] for row in rows)
     return [
         _result(
-            f"{points} points of {args.steps} steps, whole commands ({how})", whole, [points * one for one in alone]
+            f"{points} points of {args.steps} steps, whole commands ({how})",
+            whole,
+            [points * one for one in alone],
         ),
         _result("a step", of_step, steps),
     ]

@@ -23,12 +23,16 @@ from mupax.zoo.layers import kernels as attend
 from scripts.bench import in_turns
 
 
-def implementations(q: jax.Array, k: jax.Array, causal: bool) -> dict[str, Callable[..., jax.Array]]:
+def implementations(
+    q: jax.Array, k: jax.Array, causal: bool
+) -> dict[str, Callable[..., jax.Array]]:
     """Those that can do this here, the one that auto takes first."""
     everywhere = {
         "auto": partial(attend.attend, causal=causal),
         "merged": partial(attend.merged_attention, causal=causal),
-        "xla": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=causal, implementation="xla"),
+        "xla": lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, scale=1.0, is_causal=causal, implementation="xla"
+        ),
     }
     kernels = {"splash": flash.splash_attention, "cudnn": flash.cudnn_attention}
     here = {name: f for name, f in kernels.items() if attend.why_not(name, q, k, causal) is None}  # pyright: ignore
@@ -42,13 +46,24 @@ def measure(sizes: Sequence[int], dtype: str, causal: bool, rounds: int) -> dict
     steps, outputs = {}, {}
     for name, run in implementations(q, k, causal).items():
         outputs[name] = np.asarray(jax.jit(run)(q, k, v), np.float32)
-        grad = jax.jit(jax.grad(lambda q, k, v, run=run: jnp.sum(run(q, k, v) * weights), argnums=(0, 1, 2)))
+        grad = jax.jit(
+            jax.grad(lambda q, k, v, run=run: jnp.sum(run(q, k, v) * weights), argnums=(0, 1, 2))
+        )
         compiled = grad.lower(q, k, v).compile()
         steps[name] = lambda compiled=compiled: jax.block_until_ready(compiled(q, k, v))
     for name, output in outputs.items():
-        np.testing.assert_allclose(output, outputs["xla"], atol=1e-4 if dtype == "float32" else 3e-2, err_msg=name)
+        np.testing.assert_allclose(
+            output, outputs["xla"], atol=1e-4 if dtype == "float32" else 3e-2, err_msg=name
+        )
     batch, length, heads, size = sizes
-    shape = {"batch": batch, "length": length, "heads": heads, "head_dim": size, "dtype": dtype, "causal": causal}
+    shape = {
+        "batch": batch,
+        "length": length,
+        "heads": heads,
+        "head_dim": size,
+        "dtype": dtype,
+        "causal": causal,
+    }
     return {**shape, **in_turns.compared(in_turns.in_turns(steps, rounds), "auto")}
 
 
@@ -71,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [measure(sizes, args.dtype, causal, args.rounds) for causal in (True, False)]
     for result in results:
         mask = "causal" if result["causal"] else "whole"
-        print(f"{mask}: auto takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}")
+        print(
+            f"{mask}: auto takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}"
+        )
     in_turns.report("attention", results, args.json)
     return 0
 

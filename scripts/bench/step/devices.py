@@ -39,7 +39,9 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     config = lm(ComputeConfig(), tiny=tiny)
     if tiny:
         config = replace(config, model=replace(config.model, num_heads=2))
-    steps = {"one": jax_step(one := assemble(config, jax.devices()[:1]), batches := batches_of(one, 2))}
+    steps = {
+        "one": jax_step(one := assemble(config, jax.devices()[:1]), batches := batches_of(one, 2))
+    }
     for name, sizes in MESHES.items():
         program = assemble(replace(config, mesh=MeshConfig(**sizes)), jax.devices()[:DEVICES])
         steps[name] = jax_step(program, batches)
@@ -61,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if FLAG not in flags:  # read once, when JAX starts
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={DEVICES}".strip()
     result = measure(args.rounds, tiny=args.tiny)
-    print(f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}")
+    print(
+        f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}"
+    )
     in_turns.report("devices", [result], args.json)
     return 0
 

@@ -34,7 +34,11 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
         began = time.perf_counter()
         steps[way] = jax_step(program, batches_of(program, 2))
         compile_s[way] = round(time.perf_counter() - began, 2)
-    return {"model": name, "compile_s": compile_s, **in_turns.compared(in_turns.in_turns(steps, rounds), "unrolled")}
+    return {
+        "model": name,
+        "compile_s": compile_s,
+        **in_turns.compared(in_turns.in_turns(steps, rounds), "unrolled"),
+    }
 
 
 @dataclass(frozen=True)

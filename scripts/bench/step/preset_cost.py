@@ -48,7 +48,9 @@ def config_of(
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
     compute = ComputeConfig(layers="unrolled", dtype=dtype)
-    model = replace(model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute)
+    model = replace(
+        model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute
+    )
     return Config(
         recipe="preset-cost", model=model, data=DataConfig(name="python_corpus", batch_size=batch_size), mesh=MeshConfig(data=1),
         preset=PresetConfig(name=preset, base="lm-proxy"), steps=100,
@@ -56,7 +58,9 @@ def config_of(
     )  # fmt: skip
 
 
-def on_chip(topology_name: str, width: int, depth: int, batch_size: int, preset: str = "depth-mup") -> Program:
+def on_chip(
+    topology_name: str, width: int, depth: int, batch_size: int, preset: str = "depth-mup"
+) -> Program:
     """The same for one chip of a TPU topology, in bfloat16 with heads of 128, as chips like them."""
     config = config_of(width, depth, batch_size, preset, head_dim=128, dtype="bfloat16")
     return assemble(config, topology.devices(topology_name)[:1])
@@ -73,7 +77,10 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     (params, optimizer state, batch) -> (params, optimizer state, metrics), the first two donated.
     """
     config, definition = program.config, program.definition
-    constants = {n: np.full(f["shape"], neutral(program, n), np.float32) for n, f in definition.factors.items()}
+    constants = {
+        n: np.full(f["shape"], neutral(program, n), np.float32)
+        for n, f in definition.factors.items()
+    }
     table = schedule_table(config.optimizer, config.steps)
     tx = plain_adamw(program, table)
 
@@ -82,7 +89,11 @@ def without_factors(program: Program) -> jax.stages.Compiled:
         readout_inputs = model.readout_inputs(batch["inputs"])
         measured = on_devices(training=True)
         sums = cross_entropy(
-            readout_inputs, batch["targets"], batch["weights"], metrics=measured, layout=program.layout
+            readout_inputs,
+            batch["targets"],
+            batch["weights"],
+            metrics=measured,
+            layout=program.layout,
         )
         return sums.loss / sums.weight, sums.metrics["accuracy"] / sums.weight
 
@@ -90,7 +101,12 @@ def without_factors(program: Program) -> jax.stages.Compiled:
         (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
         lr = config.optimizer.peak_lr * jnp.asarray(table)[opt_state[-1].count]
         updates, opt_state = tx.update(grads, opt_state, params)
-        metrics = {"loss": loss, "accuracy": accuracy, "grad_norm": optax.tree.norm(grads), "lr": lr}
+        metrics = {
+            "loss": loss,
+            "accuracy": accuracy,
+            "grad_norm": optax.tree.norm(grads),
+            "lr": lr,
+        }
         return optax.apply_updates(params, updates), opt_state, metrics
 
     abstract = definition.abstract
@@ -100,7 +116,10 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     state: Any = Format(Layout.AUTO, place) if program.free else place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
     jitted = jax.jit(
-        step, donate_argnums=(0, 1), in_shardings=(state, state, place), out_shardings=(state, state, place)
+        step,
+        donate_argnums=(0, 1),
+        in_shardings=(state, state, place),
+        out_shardings=(state, state, place),
     )
     return jitted.lower(shapes, jax.eval_shape(tx.init, shapes), batch).compile(
         compiler_options=program.compiler_options()
@@ -117,16 +136,27 @@ def folded(program: Program) -> jax.stages.Compiled:
     neutral_factors = ones._replace(
         forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()}
     )
-    step = make_train_step(program.definition, program.tx, program.config.accumulation_steps, program.layout)
+    step = make_train_step(
+        program.definition, program.tx, program.config.accumulation_steps, program.layout
+    )
 
     def with_ones(state: TrainState, run: StepInputs, batch: Any) -> Any:
         return step(state, run._replace(factors=neutral_factors), batch)
 
     state: Any = jax.tree.map(free_format, program.abstract) if program.free else place
-    jitted = jax.jit(with_ones, donate_argnums=0, in_shardings=(state, place, place), out_shardings=(state, place))
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.abstract)
+    jitted = jax.jit(
+        with_ones,
+        donate_argnums=0,
+        in_shardings=(state, place, place),
+        out_shardings=(state, place),
+    )
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.abstract
+    )
     batch = abstract_batch(program.config.model, program.config.data.batch_size)
-    return jitted.lower(shapes, program.inputs, batch).compile(compiler_options=program.compiler_options())
+    return jitted.lower(shapes, program.inputs, batch).compile(
+        compiler_options=program.compiler_options()
+    )
 
 
 def neutral(program: Program, name: str) -> float:
@@ -138,9 +168,13 @@ def neutral(program: Program, name: str) -> float:
 def plain_adamw(program: Program, table: np.ndarray) -> optax.GradientTransformation:
     """`optax.adamw` with the run's constants and schedule; gains and biases do not decay there either."""
     opt = program.config.optimizer
-    decays = {name: bool(np.any(factor)) for name, factor in program.inputs.factors.weight_decay.items()}
+    decays = {
+        name: bool(np.any(factor)) for name, factor in program.inputs.factors.weight_decay.items()
+    }
     schedule = lambda count: opt.peak_lr * jnp.asarray(table)[count]  # noqa: E731
-    return optax.adamw(schedule, opt.b1, opt.b2, opt.eps, weight_decay=opt.weight_decay, mask=decays)
+    return optax.adamw(
+        schedule, opt.b1, opt.b2, opt.eps, weight_decay=opt.weight_decay, mask=decays
+    )
 
 
 def counted(compiled: jax.stages.Compiled) -> dict[str, float]:
@@ -153,7 +187,10 @@ def ratios(program: Program) -> dict[str, float]:
     """FLOPs and bytes with the preset over those without: on TPU the same step without factors, else `without_factors`."""
     # The TPU's compiler writes to stderr whatever it is asked.
     with topology.quiet() if program.free else contextlib.nullcontext():
-        ours, plain = counted(with_preset(program)), counted((folded if program.free else without_factors)(program))
+        ours, plain = (
+            counted(with_preset(program)),
+            counted((folded if program.free else without_factors)(program)),
+        )
     return {name: ours[name] / plain[name] for name in ours}
 
 
@@ -162,12 +199,16 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
     ours, plain = with_preset(program), without_factors(program)
     random, model = np.random.default_rng(0), program.config.model
     assert isinstance(model, DecoderConfig)
-    tokens = random.integers(0, model.vocab_size, (program.config.data.batch_size, model.seq_len + 1), np.int32)
+    tokens = random.integers(
+        0, model.vocab_size, (program.config.data.batch_size, model.seq_len + 1), np.int32
+    )
     weights = np.ones_like(tokens[:, 1:], np.float32)
     batch = jax.device_put({"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights})
     state, run = program.initial_state(), program.step_inputs()
     params = jax.tree.map(jnp.array, state.params)
-    opt_state = plain_adamw(program, schedule_table(program.config.optimizer, program.config.steps)).init(params)
+    opt_state = plain_adamw(
+        program, schedule_table(program.config.optimizer, program.config.steps)
+    ).init(params)
 
     def ours_once() -> None:
         nonlocal state
@@ -181,9 +222,9 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
 
     steps = {"preset": ours_once, "plain": plain_once, "plain_again": plain_once}
     seconds = in_turns.in_turns(steps, rounds)
-    itself = in_turns.compared({name: seconds[name] for name in ("plain", "plain_again")}, "plain_again")["ratio"][
-        "plain"
-    ]
+    itself = in_turns.compared(
+        {name: seconds[name] for name in ("plain", "plain_again")}, "plain_again"
+    )["ratio"]["plain"]
     return {
         **in_turns.compared({name: seconds[name] for name in ("preset", "plain")}, "preset"),
         "plain_against_itself": itself,
@@ -213,7 +254,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         program = assemble(config_of(*sizes, args.preset), jax.devices()[:1])
     cost = ratios(program)
-    row = {"width": sizes[0], "depth": sizes[1], "batch_size": sizes[2], "preset": args.preset, **cost}
+    row = {
+        "width": sizes[0],
+        "depth": sizes[1],
+        "batch_size": sizes[2],
+        "preset": args.preset,
+        **cost,
+    }
     line = f"with the preset over without: FLOPs {cost['flops']:.4f}, bytes {cost['bytes']:.4f}"
     if not args.topology:
         row |= timed(program, args.rounds)

@@ -30,7 +30,9 @@ from scripts.bench.step.xla_flags import random_batch
 Rotary = Callable[..., jax.Array]
 
 
-def by_product(x_BTHN: jax.Array, theta: float, *options: Any, layout: Layout | None = None) -> jax.Array:
+def by_product(
+    x_BTHN: jax.Array, theta: float, *options: Any, layout: Layout | None = None
+) -> jax.Array:
     """Turn positions as `linear.rotary` does when it is compiled for TPUs.
 
     Args:
@@ -47,10 +49,14 @@ WAYS: dict[str, Rotary] = {"halves": linear.rotary, "product": by_product}
 
 def timed(batch: int, length: int, heads: int, size: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of each way, forward and backward."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((batch, length, heads, size)), jnp.float32)
+    x = jnp.asarray(
+        np.random.default_rng(0).standard_normal((batch, length, heads, size)), jnp.float32
+    )
     steps = {}
     for name, way in WAYS.items():
-        compiled = jax.jit(jax.grad(lambda x, way=way: jnp.sum(way(x, 1e4) ** 2))).lower(x).compile()
+        compiled = (
+            jax.jit(jax.grad(lambda x, way=way: jnp.sum(way(x, 1e4) ** 2))).lower(x).compile()
+        )
         steps[name] = lambda compiled=compiled: jax.block_until_ready(compiled(x))
     return {"shape": [*x.shape], **in_turns.compared(in_turns.in_turns(steps, rounds), "halves")}
 
@@ -66,7 +72,12 @@ def losses(config: Config, way: Rotary, steps: int) -> list[float]:
     with mock.patch("mupax.zoo.layers.stack.rotary", way):
         program = assemble(replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
         step = program.compile_train()
-    state, numbers, batch, curve = program.initial_state(), program.step_inputs(), random_batch(program), []
+    state, numbers, batch, curve = (
+        program.initial_state(),
+        program.step_inputs(),
+        random_batch(program),
+        [],
+    )
     for _ in range(steps):
         state, metrics = step(state, numbers, batch)
         curve.append(float(metrics["loss"]))
@@ -83,7 +94,10 @@ def difference(steps: int) -> dict[str, Any]:
         "product": losses(config_of(model, 8), by_product, steps),
         "another order of sums": losses(config_of(other, 8), linear.rotary, steps),
     }
-    largest = {name: max(abs(a - b) / b for a, b in zip(of, plain, strict=True)) for name, of in curves.items()}
+    largest = {
+        name: max(abs(a - b) / b for a, b in zip(of, plain, strict=True))
+        for name, of in curves.items()
+    }
     return {
         "steps": steps,
         "first_loss": plain[0],

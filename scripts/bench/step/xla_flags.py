@@ -36,7 +36,12 @@ _SCRIPTS = "in public training scripts; xla/debug_options_flags.cc"
 _OPTIONS = "xla/debug_options_flags.cc"
 TRIALS: dict[str, tuple[Flag, ...]] = {
     "gpu": (
-        Flag("xla_gpu_enable_triton_gemm", False, "products by cuBLAS alone, where XLA times Triton's too", _MAXTEXT),
+        Flag(
+            "xla_gpu_enable_triton_gemm",
+            False,
+            "products by cuBLAS alone, where XLA times Triton's too",
+            _MAXTEXT,
+        ),
         Flag(
             "xla_gpu_triton_gemm_any",
             True,
@@ -49,7 +54,12 @@ TRIALS: dict[str, tuple[Flag, ...]] = {
             "kernels are not chosen by timing: the same at every start, of bits and of speed",
             "xla/debug_options_flags.cc, 4 by default",
         ),
-        Flag("xla_gpu_exhaustive_tiling_search", True, "Triton's tiles chosen among all, for a longer start", _SCRIPTS),
+        Flag(
+            "xla_gpu_exhaustive_tiling_search",
+            True,
+            "Triton's tiles chosen among all, for a longer start",
+            _SCRIPTS,
+        ),
         Flag("xla_gpu_enable_command_buffer", "", "no CUDA graphs, which take memory", _SCRIPTS),
         Flag(
             "xla_gpu_enable_while_loop_double_buffering",
@@ -57,16 +67,43 @@ TRIALS: dict[str, tuple[Flag, ...]] = {
             "loops over layers two at a time, so no copies",
             _MAXTEXT,
         ),
-        Flag("xla_gpu_enable_highest_priority_async_stream", True, "collectives before products", _MAXTEXT),
+        Flag(
+            "xla_gpu_enable_highest_priority_async_stream",
+            True,
+            "collectives before products",
+            _MAXTEXT,
+        ),
     ),
     "cpu": (
-        Flag("xla_cpu_prefer_vector_width", 512, "loops of 512 bits where the default is 256", _OPTIONS),
+        Flag(
+            "xla_cpu_prefer_vector_width",
+            512,
+            "loops of 512 bits where the default is 256",
+            _OPTIONS,
+        ),
         Flag("xla_cpu_use_onednn", True, "products by oneDNN in place of Eigen", _OPTIONS),
-        Flag("xla_cpu_experimental_onednn_custom_call", True, "oneDNN's products with what surrounds them", _OPTIONS),
+        Flag(
+            "xla_cpu_experimental_onednn_custom_call",
+            True,
+            "oneDNN's products with what surrounds them",
+            _OPTIONS,
+        ),
         Flag("xla_cpu_use_xnnpack", True, "products by XNNPACK in place of Eigen", _OPTIONS),
-        Flag("xla_cpu_enable_fast_math", True, "sums in any order, no care for infinities", _OPTIONS),
-        Flag("xla_cpu_enable_concurrency_optimized_scheduler", False, "operations in an order for memory", _OPTIONS),
-        Flag("xla_cpu_copy_insertion_use_region_analysis", True, "fewer copies of what is written in place", _OPTIONS),
+        Flag(
+            "xla_cpu_enable_fast_math", True, "sums in any order, no care for infinities", _OPTIONS
+        ),
+        Flag(
+            "xla_cpu_enable_concurrency_optimized_scheduler",
+            False,
+            "operations in an order for memory",
+            _OPTIONS,
+        ),
+        Flag(
+            "xla_cpu_copy_insertion_use_region_analysis",
+            True,
+            "fewer copies of what is written in place",
+            _OPTIONS,
+        ),
     ),
 }
 """Backend to flags that people set and runs do not. Of GPUs sources disagree (MaxText sets products by cuBLAS alone, JAX's page those by
@@ -84,7 +121,9 @@ def random_batch(program: Program) -> Any:
             batch[name] = random.integers(0, classes, leaf.shape, np.int32)
         else:
             batch[name] = (
-                np.ones(leaf.shape, np.float32) if name == "weights" else random.random(leaf.shape, np.float32)
+                np.ones(leaf.shape, np.float32)
+                if name == "weights"
+                else random.random(leaf.shape, np.float32)
             )
     return program.train_feed().shard_batch(batch)
 
@@ -110,7 +149,9 @@ def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[st
     """Losses and time of every set of flags over those of none."""
     program = assemble(config)
     platform = jax.devices()[0].platform
-    ours, trials = ({flag.name: flag.value for flag in table.get(platform, ())} for table in (FLAGS, TRIALS))
+    ours, trials = (
+        {flag.name: flag.value for flag in table.get(platform, ())} for table in (FLAGS, TRIALS)
+    )
     each = {name: {name: value} for name, value in (ours | trials | dict(extra)).items()}
     sets = {"none": {}, **each, **({"all": ours} if len(ours) > 1 else {})}
     steppers = {name: stepper(program, options) for name, options in sets.items()}
@@ -181,7 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(record))
     if args.json is not None:
         args.json.write_text(json.dumps(record, indent=2) + "\n")
-    return int(any(one["largest_difference"] > args.tolerance for name, one in record["sets"].items() if name != HALF))
+    return int(
+        any(
+            one["largest_difference"] > args.tolerance
+            for name, one in record["sets"].items()
+            if name != HALF
+        )
+    )
 
 
 if __name__ == "__main__":

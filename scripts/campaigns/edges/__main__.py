@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_campaign(name, args)
     results = read_results(args.docs)
     (args.docs / "edges.md").write_text(page(results))
-    return int(any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values()))
+    return int(
+        any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values())
+    )
 
 
 def run_campaign(name: str, args: Options) -> None:
@@ -105,11 +107,18 @@ def result_of(trial: Trial) -> dict[str, Any]:
     try:
         outcome = trial.run(folder)
     except Exception:
-        outcome = Outcome("wrong", "the trial itself failed: " + traceback.format_exc(limit=3)[-400:])
+        outcome = Outcome(
+            "wrong", "the trial itself failed: " + traceback.format_exc(limit=3)[-400:]
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = round(time.monotonic() - began, 1)
-    return {"group": trial.group, "verdict": outcome.verdict, "seconds": seconds, "detail": outcome.detail[:240]}
+    return {
+        "group": trial.group,
+        "verdict": outcome.verdict,
+        "seconds": seconds,
+        "detail": outcome.detail[:240],
+    }
 
 
 def write_results(file: Path, results: Mapping[str, Any]) -> None:
@@ -137,7 +146,9 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         for group in groups:
             members = [row for row in rows.values() if row["group"] == group]
             cells.append([group, *verdict_counts(members)])
-        sections.append(f"## {name}\n\n{CAMPAIGNS[name]}: [every trial](edges/{name}.json).\n\n{table(cells)}\n")
+        sections.append(
+            f"## {name}\n\n{CAMPAIGNS[name]}: [every trial](edges/{name}.json).\n\n{table(cells)}\n"
+        )
     return (
         f"# Faults at the edges\n\nMade by `{COMMAND}`. Each trial starts a command as a user would, while something around it is "
         "unusual. **ok** is a right result, or one line that says what is wrong.\n\n"

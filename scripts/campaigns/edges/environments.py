@@ -39,7 +39,9 @@ class Case(tiny_runs.Case):
     more: tuple[str, ...] = ()
 
     def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
-        words = " ".join(super().argv(folder, workdir, steps)).replace("every-steps 20", f"every-steps {EVERY}")
+        words = " ".join(super().argv(folder, workdir, steps)).replace(
+            "every-steps 20", f"every-steps {EVERY}"
+        )
         words = words.replace(f"text:{folder / 'text.txt'}", f"text:{self.shared / 'text.txt'}")
         return [*words.split(), "--log.no-tensorboard", *self.more]
 
@@ -129,8 +131,16 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     """Return the trials, two of each change: the run goes on, and is asked to go on exactly."""
     named = []
     for change in CHANGES:
-        named.append(Trial(change.name, change.group, partial(goes_on, change=change, shared=shared)))
-        named.append(Trial(f"{change.name}, exactly", change.group, partial(exactly, change=change, shared=shared)))
+        named.append(
+            Trial(change.name, change.group, partial(goes_on, change=change, shared=shared))
+        )
+        named.append(
+            Trial(
+                f"{change.name}, exactly",
+                change.group,
+                partial(exactly, change=change, shared=shared),
+            )
+        )
     return named
 
 
@@ -159,7 +169,9 @@ def begun(folder: Path, change: Change, shared: Path) -> Path:
 def ended(folder: Path, shared: Path, change: Change, more: Sequence[str]) -> list[Ended]:
     """Go on with the run of a folder under a change."""
     case = Case(shared=shared, processes=change.processes, more=(*change.more, *more))
-    session = Session(case, folder, "run", STEPS, dict.fromkeys(range(change.processes), change.sick), log="again")
+    session = Session(
+        case, folder, "run", STEPS, dict.fromkeys(range(change.processes), change.sick), log="again"
+    )
     codes = session.wait(4 * BOUND_S)
     return [Ended(code, session.output(index), 0.0) for index, code in enumerate(codes)]
 
@@ -167,7 +179,9 @@ def ended(folder: Path, shared: Path, change: Change, more: Sequence[str]) -> li
 def lines_of(output: str) -> list[str]:
     """Return the lines that tell a change of the environment."""
     return [
-        line for line in output.splitlines() if re.search(r"bits (can differ|stay the same)|no record of its env", line)
+        line
+        for line in output.splitlines()
+        if re.search(r"bits (can differ|stay the same)|no record of its env", line)
     ]
 
 
@@ -187,9 +201,14 @@ def goes_on(folder: Path, change: Change, shared: Path) -> Outcome:
         return Outcome("silent", f"{bits}, and no line {change.told!r}; told: {lines}")
     if not change.told and lines:
         return Outcome("wrong", f"told without a reason: {lines}")
-    can_differ = any("can differ" in line for line in lines) or change.group in ("older run", "config")
+    can_differ = any("can differ" in line for line in lines) or change.group in (
+        "older run",
+        "config",
+    )
     if not same and not can_differ:
-        return Outcome("silent", f"other bits, though no line says that they can differ; told: {lines}")
+        return Outcome(
+            "silent", f"other bits, though no line says that they can differ; told: {lines}"
+        )
     if change.told and change.bits != can_differ:
         return Outcome("wrong", f"says the wrong effect: {lines}")
     return Outcome("ok", f"{bits}; told: {lines[0] if lines else 'nothing'}")

@@ -40,7 +40,11 @@ def _tried(sample: Sample) -> Callable[[Path], Outcome]:
     def run(folder: Path) -> Outcome:
         prepare()
         sample.make(folder)
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+        size = sum(
+            file.stat().st_size
+            for file in folder.rglob("*")
+            if file.is_file() and not file.is_symlink()
+        )
         read = in_process(lambda: sample.read(folder), folder / "output.txt")
         return verdict(sample, read, size)
 

@@ -107,7 +107,11 @@ class Lab:
     @functools.cached_property
     def worker(self) -> workers.Worker:
         """The process from which commands are forked."""
-        environ = {**self.control.environ, **self.bucket.environ, "TMPDIR": str(self.folder / "tmp")}
+        environ = {
+            **self.control.environ,
+            **self.bucket.environ,
+            "TMPDIR": str(self.folder / "tmp"),
+        }
         (self.folder / "tmp").mkdir()
         worker = workers.Worker(MODULE, self.folder / "worker", environ)
         atexit.register(worker.end)
@@ -161,11 +165,16 @@ class Lab:
         joined = f"--distributed.coordinator localhost:{free_port()} --distributed.processes {processes}".split()
         pids: list[int] = []
         for index in range(processes):
-            question = {"start": [*words, *joined, "--distributed.process", str(index)], "environ": {}}
+            question = {
+                "start": [*words, *joined, "--distributed.process", str(index)],
+                "environ": {},
+            }
             pids.append(self.worker.ask(question, BOUND_S))
         for pid in pids:
             self.worker.ask({"go": pid}, BOUND_S)
-        answers = [self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S) for pid in pids]
+        answers = [
+            self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S) for pid in pids
+        ]
         return [Ended(code, output, time.monotonic() - began) for code, output in answers]
 
     def digests(self, maker: Maker, out: str) -> dict[str, Any]:
@@ -206,7 +215,9 @@ class Attempt:
         return self.lab.run(self.words(self.maker.words), self.environ, victim=victim)
 
 
-def attempt(lab: Lab, maker: Maker, folder: Path, *, bucket: bool = False, empty: bool = False) -> Attempt:
+def attempt(
+    lab: Lab, maker: Maker, folder: Path, *, bucket: bool = False, empty: bool = False
+) -> Attempt:
     """Return a command whose files lie in `folder/place`, or in the bucket."""
     place = folder / "place"
     place.mkdir()
@@ -261,7 +272,9 @@ def killed(
     else:
         lab.control.watch(None)
     if first.code != -signal.SIGKILL:
-        return judge(first, [0])  # operations differ by a few: the command had done all of them before
+        return judge(
+            first, [0]
+        )  # operations differ by a few: the command had done all of them before
     read = reading(tried, expected)
     if read.verdict != "ok":
         return read
@@ -296,7 +309,10 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     if digests != expected:
         return Outcome("silent", "a half was read as if it were complete")
     outcome = judge(ended, [0, 2])
-    if ended.code == 2 and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1:
+    if (
+        ended.code == 2
+        and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1
+    ):
         return Outcome("wrong", f"refused without one line: {ended.output[-200:]}")
     return replace(outcome, detail="complete" if ended.code == 0 else "refused")
 
@@ -323,7 +339,11 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
         return outcome
     digests = tried.lab.digests(tried.maker, tried.out)
     if digests != expected:
-        names = sorted(name for name in digests.keys() | expected.keys() if digests.get(name) != expected.get(name))
+        names = sorted(
+            name
+            for name in digests.keys() | expected.keys()
+            if digests.get(name) != expected.get(name)
+        )
         return Outcome("lost", f"{detail}: differs in {names[:6]}")
     traces = left_over(tried)
     if traces:
@@ -337,7 +357,9 @@ def left_over(tried: Attempt) -> list[str]:
     return sorted(name for name in names if any(trace in name for trace in OWN_TRACES))
 
 
-def full(lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: bool = False) -> Outcome:
+def full(
+    lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: bool = False
+) -> Outcome:
     """Let the disk be full from an operation on, then write the command again on a disk with room."""
     expected, calls = undisturbed(lab, name, empty=empty)
     if not calls[kind]:
@@ -370,13 +392,24 @@ def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
     if os.getuid() != 0:
         return Outcome("ok", "not tried: only root can mount a file system")
     expected, _ = undisturbed(lab, name)
-    size = sum(file.stat().st_size for file in lab.folder.glob("control-*/place/out/**/*") if file.is_file()) // 4
+    size = (
+        sum(
+            file.stat().st_size
+            for file in lab.folder.glob("control-*/place/out/**/*")
+            if file.is_file()
+        )
+        // 4
+    )
     place = folder / "place"
     place.mkdir()
     bytes_free = max(16384, int(share * size))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={bytes_free}", "tmpfs", str(place)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={bytes_free}", "tmpfs", str(place)], check=True
+    )
     try:
-        tried = Attempt(lab, MAKERS[name], folder, str(place / "out"), {"MUPAX_DATA": str(lab.folder / "data")})
+        tried = Attempt(
+            lab, MAKERS[name], folder, str(place / "out"), {"MUPAX_DATA": str(lab.folder / "data")}
+        )
         first = tried.run()
         if first.code == 0:
             return Outcome("ok", f"{bytes_free} bytes are enough")
@@ -384,7 +417,11 @@ def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
         if outcome.verdict == "ok" and left_of_failed(tried):
             return Outcome("wrong", f"a command that failed left {left_of_failed(tried)[:4]}")
         subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
-        return again(tried, expected, f"full at {bytes_free} bytes") if outcome.verdict == "ok" else outcome
+        return (
+            again(tried, expected, f"full at {bytes_free} bytes")
+            if outcome.verdict == "ok"
+            else outcome
+        )
     finally:
         subprocess.run(["umount", str(place)], check=False)
 
@@ -431,9 +468,7 @@ def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
     """Train on a disk that deletes nothing: every checkpoint is saved, and one line says what cannot be deleted."""
     place = folder / "place"
     place.mkdir()
-    words = (
-        f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 16 --checkpoint.every-steps 2 --workdir {place}/out"
-    )
+    words = f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 16 --checkpoint.every-steps 2 --workdir {place}/out"
     lab.source  # noqa: B018  the text is there from here on
     lab.control.watch(place / "out" / "checkpoints" / "2.deleting")
     lab.control.arm("unlink", "EACCES", 0, ALWAYS)
@@ -451,7 +486,9 @@ def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
         return Outcome("wrong", "nothing was to be deleted")
     told = ended[0].output.count("cannot be deleted")
     if told != 1 or "could not be saved" in ended[0].output:
-        return Outcome("wrong", f"said {told} times that something cannot be deleted: {ended[0].output[-200:]}")
+        return Outcome(
+            "wrong", f"said {told} times that something cannot be deleted: {ended[0].output[-200:]}"
+        )
     digests = lab.worker.ask({"made": f"{place}/out", "kind": "grow"}, BOUND_S)
     if (
         digests["arrays"].get("16")
@@ -506,8 +543,16 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     lab = Lab(shared)
     planned: list[Trial] = []
 
-    def add(title: str, group: str, run: Callable[..., Outcome], *words: Any, **options: Any) -> None:
-        planned.append(Trial(f"{group}: {title}", group.partition(" into ")[0], partial(run, lab, *words, **options)))
+    def add(
+        title: str, group: str, run: Callable[..., Outcome], *words: Any, **options: Any
+    ) -> None:
+        planned.append(
+            Trial(
+                f"{group}: {title}",
+                group.partition(" into ")[0],
+                partial(run, lab, *words, **options),
+            )
+        )
 
     for name, maker in MAKERS.items():
         for index, kind in enumerate(DISK_KINDS):
@@ -518,7 +563,16 @@ def trials(shared: Path, seed: int) -> list[Trial]:
                 title = f"{moment} {kind} at {share:.0%}"
                 add(title, name, killed, name, kind, moment, share)
                 if maker.makes_folder and kind in ("write", "rename", "fsync"):
-                    add(title, f"{name} into an empty folder", killed, name, kind, moment, share, empty=True)
+                    add(
+                        title,
+                        f"{name} into an empty folder",
+                        killed,
+                        name,
+                        kind,
+                        moment,
+                        share,
+                        empty=True,
+                    )
         add("killed after the last rename", name, killed, name, "rename", "killed after", 0.999)
         for index, kind in enumerate(FULL_KINDS):
             share = SHARES[(index + 1) % len(SHARES)]
@@ -601,11 +655,15 @@ def _digests(out: str, kind: str) -> dict[str, Any]:
         return json.loads(json.dumps({"config": config, "arrays": arrays}))
     if kind == "sweep":
         points = json.loads((path / "sweep.json").read_bytes())["points"]
-        return {point["key"]: [point["loss"], point["eval_loss"], point["curve"]] for point in points}
+        return {
+            point["key"]: [point["loss"], point["eval_loss"], point["curve"]] for point in points
+        }
     if path.is_file():
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     files = [
-        file for file in path.rglob("*") if file.is_file() and file.name != MARK and not file.name.endswith(".lock")
+        file
+        for file in path.rglob("*")
+        if file.is_file() and file.name != MARK and not file.name.endswith(".lock")
     ]
     names = {str(file).removeprefix(str(path)): file for file in files}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}

@@ -159,7 +159,9 @@ class _Paths(dict[str, Any]):
     """Inputs that words in braces stand for; they are made when they are needed first."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(place=case.place, folder=case.folder, name=case.name, short=case.name[:250])
+        super().__init__(
+            place=case.place, folder=case.folder, name=case.name, short=case.name[:250]
+        )
         self["out"] = case.folder / "out" / case.name
         self._inputs = case.inputs
 
@@ -174,7 +176,9 @@ class Inputs:
         self.folder = shared
         self._results: dict[str, Any] = {}
         tiny_runs.enter_prepared(shared)
-        (shared / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i} says so"}) + "\n" for i in range(900)))
+        (shared / "rows.jsonl").write_text(
+            "".join(json.dumps({"text": f"row {i} says so"}) + "\n" for i in range(900))
+        )
         (shared / "home").mkdir()
         os.environ["MUPAX_HOME"] = str(shared / "home")
 
@@ -188,7 +192,9 @@ class Inputs:
 
     def decoder(self) -> Path:
         """Return the workdir of a decoder's run of eight steps."""
-        return self._made_by("decoder", f"train {DECODER} --data.name text:{self.text()} --steps 8 --workdir")
+        return self._made_by(
+            "decoder", f"train {DECODER} --data.name text:{self.text()} --steps 8 --workdir"
+        )
 
     def images(self) -> Path:
         """Return the workdir of a vision transformer's run of eight steps."""
@@ -204,7 +210,9 @@ class Inputs:
 
     def tokenizer(self) -> Path:
         """Return the path of a tokenizer.json."""
-        return self._made_by("tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out")
+        return self._made_by(
+            "tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out"
+        )
 
     @cache  # noqa: B019 - one for the campaign
     def _made_by(self, name: str, command: str) -> Path:
@@ -245,7 +253,9 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     rare_names = list(RARE_NAMES)
     pairs: list[tuple[str, str]] = []
     for index, label in enumerate(QUICK):
-        turned = [rare_names[(seed + MANY * index + turn) % len(rare_names)] for turn in range(MANY)]
+        turned = [
+            rare_names[(seed + MANY * index + turn) % len(rare_names)] for turn in range(MANY)
+        ]
         pairs += [(label, title) for title in (*COMMON, *turned)]
     pairs += [(TRAINED, title) for title in NAMES]
     for title in COMMON:
@@ -263,7 +273,9 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     return all_trials
 
 
-def attempt(inputs: Callable[[], Inputs], label: str, act: Callable[[Case], Any], name: str, folder: Path) -> Outcome:
+def attempt(
+    inputs: Callable[[], Inputs], label: str, act: Callable[[Case], Any], name: str, folder: Path
+) -> Outcome:
     """Run one command under a name, and compare what it gives with what it gives under a plain name."""
     try:
         expected = inputs().expected(label, act)
@@ -335,7 +347,11 @@ def numbers_of(value: Any) -> Any:
     """Return JSON without texts and without what differs from one run to the next."""
     if isinstance(value, dict):
         items = value.items()
-        return {key: numbers_of(item) for key, item in items if key not in VOLATILE and "seconds" not in key}
+        return {
+            key: numbers_of(item)
+            for key, item in items
+            if key not in VOLATILE and "seconds" not in key
+        }
     if isinstance(value, list):
         return [numbers_of(item) for item in value]
     return None if isinstance(value, str) else value
@@ -353,7 +369,9 @@ def digests(folder: Path, ending: str) -> dict[str, str]:
         for name in names:
             if name.endswith(ending):
                 content = (Path(place) / name).read_bytes()
-                digests[str((Path(place) / name).relative_to(folder))] = hashlib.sha256(content).hexdigest()
+                digests[str((Path(place) / name).relative_to(folder))] = hashlib.sha256(
+                    content
+                ).hexdigest()
     return digests
 
 
@@ -470,7 +488,9 @@ def serve(case: Case) -> Any:
     until = time.monotonic() + 120
     while answer is None and time.monotonic() < until:
         with suppress(OSError):
-            answer = json.loads(urllib.request.urlopen(request, timeout=90).read())["choices"][0]["text"]
+            answer = json.loads(urllib.request.urlopen(request, timeout=90).read())["choices"][0][
+                "text"
+            ]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
     outcome = judge(Ended(forks.wait(pid, 60), output_of(out), 60.0), [0, 130])
@@ -533,39 +553,62 @@ MANY = 6
 ACTS: dict[str, Callable[[Case], Any]] = {
     TRAINED: Act((f"{TRAIN} --steps 4 --workdir={{place}}",), left("{place}", 4)),
     "train, resume": Act(
-        [f"{TRAIN} --ema.decay 0.9 --resume --workdir={{place}} --steps {steps}" for steps in (4, 8)],
+        [
+            f"{TRAIN} --ema.decay 0.9 --resume --workdir={{place}} --steps {steps}"
+            for steps in (4, 8)
+        ],
         left("{place}", 8),
     ),
     "two processes": two_processes,
-    "resume a moved run": Act(("train --resume --workdir {place} --steps 12",), left("{place}", 12), _RUN),
-    "train --dry-run": Act((f"{TRAIN} --dry-run --workdir {{place}}",), lambda case, _: case.place.exists()),
+    "resume a moved run": Act(
+        ("train --resume --workdir {place} --steps 12",), left("{place}", 12), _RUN
+    ),
+    "train --dry-run": Act(
+        (f"{TRAIN} --dry-run --workdir {{place}}",), lambda case, _: case.place.exists()
+    ),
     "relative names": relative_name,
     "eval WORKDIR --json": Act(("eval {place} --json {out}",), numbers("{out}"), _RUN),
     "eval WORKDIR/checkpoints/STEP": Act(
         ("eval {place}/checkpoints/4 --json {folder}/e.json",), numbers("{folder}/e.json"), _RUN
     ),
     "eval --data.name": Act(
-        ("eval {decoder} --data.name=text:{place} --json {folder}/e.json",), numbers("{folder}/e.json"), _TEXT
+        ("eval {decoder} --data.name=text:{place} --json {folder}/e.json",),
+        numbers("{folder}/e.json"),
+        _TEXT,
     ),
-    "generate": Act(("generate {place} --prompt def --tokens 12 --seed 3",), lambda case, output: output, _RUN),
+    "generate": Act(
+        ("generate {place} --prompt def --tokens 12 --seed 3",), lambda case, output: output, _RUN
+    ),
     "serve": serve,
     "export --out": Act(("export {decoder} --out {place}",), weights("{place}")),
     "export WORKDIR": Act(("export {place} --out {folder}/hf",), weights("{folder}/hf"), _RUN),
     "import": Act(
-        ("import {folder}/from/{name} --out {place}",), weights("{place}"), {"{folder}/from/{name}": "{exported}"}
+        ("import {folder}/from/{name} --out {place}",),
+        weights("{place}"),
+        {"{folder}/from/{name}": "{exported}"},
     ),
-    "convert --out": Act(("convert {decoder} --form mean-field --out {place}",), arrays("{place}", 8)),
-    "convert WORKDIR": Act(("convert {place} --form mean-field --out {out}",), arrays("{out}", 8), _RUN),
+    "convert --out": Act(
+        ("convert {decoder} --form mean-field --out {place}",), arrays("{place}", 8)
+    ),
+    "convert WORKDIR": Act(
+        ("convert {place} --form mean-field --out {out}",), arrays("{out}", 8), _RUN
+    ),
     "grow": Act(
         ("grow {place} --set width=32 --out {out}", "train --resume --workdir {out} --steps 10"),
         left("{out}", 10),
         _RUN,
     ),
     "checkpoints": Act(("checkpoints {place} --verify --json {out}",), numbers("{out}"), _RUN),
-    "noise": Act(("noise {place} --batches 4 --json {folder}/n.json",), numbers("{folder}/n.json"), _RUN),
+    "noise": Act(
+        ("noise {place} --batches 4 --json {folder}/n.json",), numbers("{folder}/n.json"), _RUN
+    ),
     "text:FILE": train_on("text:{place}", copies=_TEXT),
-    "text:FOLDER": train_on("text:{place}", copies={"{place}/{name}/a.txt": "{text}", "{place}/b.txt": "{text}"}),
-    "files in text:FOLDER": train_on("text:{folder}/texts", copies={"{folder}/texts/{name}": "{text}"}),
+    "text:FOLDER": train_on(
+        "text:{place}", copies={"{place}/{name}/a.txt": "{text}", "{place}/b.txt": "{text}"}
+    ),
+    "files in text:FOLDER": train_on(
+        "text:{folder}/texts", copies={"{folder}/texts/{name}": "{text}"}
+    ),
     "records:FOLDER": train_on("records:{place}", copies={"{place}/rows.jsonl": "{rows}"}),
     "images:FOLDER": Act(
         (f"train {IMAGES} --data.name=images:{_PICTURES} {_IMAGES}",),
@@ -574,16 +617,24 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     ),
     "classes in images:FOLDER": Act(
         (f"train {IMAGES} --data.name=images:{{folder}}/set {_IMAGES}", "eval {folder}/run"),
-        lambda case, _: {name: x["shape"] for name, x in tiny_runs.left_arrays(case.folder / "run", 4).items()},
+        lambda case, _: {
+            name: x["shape"] for name, x in tiny_runs.left_arrays(case.folder / "run", 4).items()
+        },
         {"{folder}/set/{name}": "{pictures}/red", "{folder}/set/zzz": "{pictures}/green"},
     ),
     "predict": Act(
         (f"predict {{place}} {_PICTURES} one.png --json",),
         lambda case, output: [numbers_of(json.loads(line)) for line in output.splitlines()],
-        {"{place}": "{images}", _PICTURES: "{pictures}", "{folder}/one.png": "{pictures}/red/0.png"},
+        {
+            "{place}": "{images}",
+            _PICTURES: "{pictures}",
+            "{folder}/one.png": "{pictures}/red/0.png",
+        },
     ),
     "finetune": Act(
-        (f"finetune {_PICTURES} --from {{place}} --steps 3 --data.batch-size 4 --workdir {{folder}}/tuned",),
+        (
+            f"finetune {_PICTURES} --from {{place}} --steps 3 --data.batch-size 4 --workdir {{folder}}/tuned",
+        ),
         left("{folder}/tuned", 3),
         {"{place}": "{images}", _PICTURES: "{pictures}"},
     ),
@@ -598,7 +649,9 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     ),
     "tune": Act((f"tune {_STUDY} {_TUNE} --out {{place}}",), lambda case, _: names_in(case.place)),
     "transfer": Act(
-        (f"transfer {_STUDY} --grow head_dim=4,8 --seeds 2 --max-seeds 2 --minutes 1 --out {{place}}",),
+        (
+            f"transfer {_STUDY} --grow head_dim=4,8 --seeds 2 --max-seeds 2 --minutes 1 --out {{place}}",
+        ),
         lambda case, _: names_in(case.place, (".html", ".png")),
     ),
     "plan --out": Act(
@@ -607,7 +660,10 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     ),
     "check --json --figure": Act(
         ("check lm-proxy --sizes 2 --seeds 2 --json {place} --figure {folder}/out/{short}.png",),
-        lambda case, _: [json_numbers(case.place), case.path("{folder}/out/{short}.png").stat().st_size > 0],
+        lambda case, _: [
+            json_numbers(case.place),
+            case.path("{folder}/out/{short}.png").stat().st_size > 0,
+        ],
         codes=(0, 1),
     ),
     "balance": Act(
@@ -617,8 +673,12 @@ ACTS: dict[str, Callable[[Case], Any]] = {
         ),
         numbers("{folder}/{short}.json"),
     ),
-    "data prepare": Act(("data prepare text:{place}",), lambda case, output: printed(output, "token"), _TEXT),
-    "data show": Act(("data show text:{place}",), lambda case, output: len(output.splitlines()) > 1, _TEXT),
+    "data prepare": Act(
+        ("data prepare text:{place}",), lambda case, output: printed(output, "token"), _TEXT
+    ),
+    "data show": Act(
+        ("data show text:{place}",), lambda case, output: len(output.splitlines()) > 1, _TEXT
+    ),
     "data tokenizer": Act(
         ("data tokenizer text:{out}/t.txt --size 300 --out {folder}/{short}.json",),
         lambda case, _: list(digests(case.folder, f"{case.name[:250]}.json").values()),
@@ -653,14 +713,44 @@ ACTS: dict[str, Callable[[Case], Any]] = {
 }
 """Every command with its trials' name."""
 QUICK = (
-    *("eval WORKDIR --json", "eval WORKDIR/checkpoints/STEP", "eval --data.name", "export --out", "export WORKDIR"),
-    *("import", "convert --out", "convert WORKDIR", "checkpoints", "--config FILE", "plan --out", "data prepare"),
+    *(
+        "eval WORKDIR --json",
+        "eval WORKDIR/checkpoints/STEP",
+        "eval --data.name",
+        "export --out",
+        "export WORKDIR",
+    ),
+    *(
+        "import",
+        "convert --out",
+        "convert WORKDIR",
+        "checkpoints",
+        "--config FILE",
+        "plan --out",
+        "data prepare",
+    ),
     *("data show", "data tokenizer", "push --dry-run"),
 )
 """Commands of about a second."""
 SLOW = (
-    *("train, resume", "two processes", "resume a moved run", "grow", "images:FOLDER", "classes in images:FOLDER"),
-    *("predict", "finetune", "sweep", "tune", "transfer", "check --json --figure", "balance", "working directory"),
+    *(
+        "train, resume",
+        "two processes",
+        "resume a moved run",
+        "grow",
+        "images:FOLDER",
+        "classes in images:FOLDER",
+    ),
+    *(
+        "predict",
+        "finetune",
+        "sweep",
+        "tune",
+        "transfer",
+        "check --json --figure",
+        "balance",
+        "working directory",
+    ),
     *("folders named in the environment", "--data.data-dir", "--init-from"),
 )
 """Commands that are tried with two names."""
@@ -672,11 +762,17 @@ WAYS: dict[str, Callable[[Case], Any]] = {
     "a dot": workdir_as("{folder}/./{name}"),
     "one up": workdir_as("{folder}/side/../{name}", folders=("{folder}/side",)),
     "up from a link": workdir_as(
-        "{folder}/link/../{name}", "{folder}/far/{name}", links={"{folder}/link": "{folder}/far/deep"}
+        "{folder}/link/../{name}",
+        "{folder}/far/{name}",
+        links={"{folder}/link": "{folder}/far/deep"},
     ),
     "link": workdir_as("{place}", "{folder}/[real]", links={"{place}": "{folder}/[real]"}),
     "this folder": Act((f"{TRAIN} --steps 4 --workdir .",), left("{place}", 4), cwd="{place}"),
-    "home": Act((f"{TRAIN} --steps 4 --workdir ~/{{name}}",), left("{place}", 4), environ={"HOME": "{folder}"}),
+    "home": Act(
+        (f"{TRAIN} --steps 4 --workdir ~/{{name}}",),
+        left("{place}", 4),
+        environ={"HOME": "{folder}"},
+    ),
     "1,800 characters": workdir_as(_DEEP, _DEEP),
 }
 """Ways of writing the workdir, whose folder has a plain name."""

@@ -23,7 +23,15 @@ from scripts.campaigns import tiny_runs
 from scripts.campaigns.edges import trial
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial
 from scripts.campaigns.injection import clock, links
-from scripts.campaigns.injection.calls import Action, option, strike, struck, variable, when, with_result
+from scripts.campaigns.injection.calls import (
+    Action,
+    option,
+    strike,
+    struck,
+    variable,
+    when,
+    with_result,
+)
 from scripts.campaigns.tiny_runs import Session
 
 STEPS, EVERY = 8, 4
@@ -124,7 +132,9 @@ def flipped_in(tree: Any, word: str) -> Any:
     leaves, structure = jax.tree.flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     chosen = next(number for number, path in enumerate(paths) if word in path)
-    values = [flipped(leaf) if number == chosen else leaf for number, (_, leaf) in enumerate(leaves)]
+    values = [
+        flipped(leaf) if number == chosen else leaf for number, (_, leaf) in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, values)
 
 
@@ -203,27 +213,54 @@ def _cuts() -> list[Fault]:
         index = number % 2
         mesh = ("data", "fsdp")[number // 2 % 2]
         sick = {index: when(*place, links.cut)}
-        faults.append(Fault(f"links of process {index} cut {moment} ({mesh})", "cut links", sick, _STALLED, mesh=mesh))
+        faults.append(
+            Fault(
+                f"links of process {index} cut {moment} ({mesh})",
+                "cut links",
+                sick,
+                _STALLED,
+                mesh=mesh,
+            )
+        )
     sick = {1: when(_STEP, 6, links.cut)}
-    faults.append(Fault("links of process 1 cut in step 6 (fsdp)", "cut links", sick, _STALLED, mesh="fsdp"))
+    faults.append(
+        Fault("links of process 1 cut in step 6 (fsdp)", "cut links", sick, _STALLED, mesh="fsdp")
+    )
     for index in (0, 1):
         sick = {index: when(_STEP, 6, links.cut)}
         faults.append(
-            Fault(f"links of process {index} cut in step 6 (default limit)", "cut links", sick, _STALLED, short=False)
+            Fault(
+                f"links of process {index} cut in step 6 (default limit)",
+                "cut links",
+                sick,
+                _STALLED,
+                short=False,
+            )
         )
     for index, place in ((0, (_STEP, 6)), (1, (_EVALUATION, 1)), (0, (_SAVE, 2))):
         sick = {index: when(*place, partial(links.cut, 4.0))}
         faults.append(
-            Fault(f"links of process {index} cut for 4 s at {place[0][1]} {place[1]}", "links cut for a while", sick)
+            Fault(
+                f"links of process {index} cut for 4 s at {place[0][1]} {place[1]}",
+                "links cut for a while",
+                sick,
+            )
         )
     for index in (0, 1):
         sick = {index: when(_STEP, 6, partial(links.cut, 20.0))}
         faults.append(
-            Fault(f"links of process {index} cut for 20 s (default limit)", "links cut for a while", sick, short=False)
+            Fault(
+                f"links of process {index} cut for 20 s (default limit)",
+                "links cut for a while",
+                sick,
+                short=False,
+            )
         )
     for index, call in ((0, 3), (1, 6)):
         sick = {index: when(_STEP, call, links.reset)}
-        faults.append(Fault(f"links of process {index} reset in step {call}", "links reset", sick, "error: "))
+        faults.append(
+            Fault(f"links of process {index} reset in step {call}", "links reset", sick, "error: ")
+        )
     return faults
 
 
@@ -232,7 +269,11 @@ def _stops() -> list[Fault]:
     for index, place in ((0, (_STEP, 5)), (1, (_SAVE, 2)), (0, (_COMPILE, 1))):
         sick = {index: when(*place, stop_for(2.0))}
         faults.append(
-            Fault(f"process {index} stopped for 2 s at {place[0][1]} {place[1]}", "stopped for a while", sick)
+            Fault(
+                f"process {index} stopped for 2 s at {place[0][1]} {place[1]}",
+                "stopped for a while",
+                sick,
+            )
         )
     for index, place in ((1, (_STEP, 5)), (1, (_SAVE, 2)), (0, (_STEP, 7))):
         sick = {index: when(*place, stop_for(None))}
@@ -245,9 +286,13 @@ def _stops() -> list[Fault]:
         (1, (_EVALUATION, 1), "evaluation"),
     ):
         sick = {index: when(*place, partial(time.sleep, 2.5 * SHORT_S))}
-        faults.append(Fault(f"process {index} slow by {2.5 * SHORT_S:.0f} s at {name}", "slow", sick))
+        faults.append(
+            Fault(f"process {index} slow by {2.5 * SHORT_S:.0f} s at {name}", "slow", sick)
+        )
     for index in (1,):
-        faults.append(Fault(f"process {index} slow by 5 s between steps", "slow", {index: slow_step(7, 5.0)}))
+        faults.append(
+            Fault(f"process {index} slow by 5 s between steps", "slow", {index: slow_step(7, 5.0)})
+        )
     return faults
 
 
@@ -269,7 +314,11 @@ def _differences() -> list[Fault]:
         Fault(f"other {name}", "other options", {1: struck(option(name, value))}, name, code=2)
         for name, value in options.items()
     ]
-    harmless = {"jax_log_compiles": True, "jax_traceback_filtering": "off", "jax_compilation_cache_max_size": 10**9}
+    harmless = {
+        "jax_log_compiles": True,
+        "jax_traceback_filtering": "off",
+        "jax_compilation_cache_max_size": 10**9,
+    }
     faults += [
         Fault(f"other {n}, which changes no number", "other options", {1: struck(option(n, v))})
         for n, v in harmless.items()
@@ -296,20 +345,48 @@ def _differences() -> list[Fault]:
     ]
     variables = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true", "NVIDIA_TF32_OVERRIDE": "0"}
     faults += [
-        Fault(f"other {name}", "other config", {1: struck(variable(name, value))}, f"has {name}=", code=2)
+        Fault(
+            f"other {name}",
+            "other config",
+            {1: struck(variable(name, value))},
+            f"has {name}=",
+            code=2,
+        )
         for name, value in variables.items()
     ]
     faults.append(
-        Fault("other order of examples", "other data", {1: other_order}, "other examples for batch 0", code=2)
+        Fault(
+            "other order of examples",
+            "other data",
+            {1: other_order},
+            "other examples for batch 0",
+            code=2,
+        )
     )
-    faults.append(Fault("other digest of the data", "other data", {1: other_digest}, "digest", code=2))
+    faults.append(
+        Fault("other digest of the data", "other data", {1: other_digest}, "digest", code=2)
+    )
     initial = "mupax.train.core.program", "Program.initial_state"
     for word in ("params", "opt_state", "ema", "step"):
         sick = {1: with_result(initial, partial(flipped_in, word=word))}
-        faults.append(Fault(f"other {word} at the start", "other state", sick, "before the first step state.", code=2))
+        faults.append(
+            Fault(
+                f"other {word} at the start",
+                "other state",
+                sick,
+                "before the first step state.",
+                code=2,
+            )
+        )
     sick = {1: with_result(_INPUTS, partial(flipped_in, word="lr"))}
     faults.append(
-        Fault("other learning rates at the start", "other state", sick, "before the first step inputs.", code=2)
+        Fault(
+            "other learning rates at the start",
+            "other state",
+            sick,
+            "before the first step inputs.",
+            code=2,
+        )
     )
     for index, step, word, mesh in (
         (1, 6, "params", "data"),
@@ -350,13 +427,20 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
     for index, code in enumerate(session.wait(0)):
         if index in fault.dead:
             continue
-        ended = Ended(None if seconds is None else code, session.output(index), seconds or _GIVE_UP_S)
+        ended = Ended(
+            None if seconds is None else code, session.output(index), seconds or _GIVE_UP_S
+        )
         outcome = trial.judge(ended, [0 if fault.says is None else fault.code])
         if outcome.verdict != "ok":
             return Outcome(outcome.verdict, f"process {index}: {outcome.detail}")
         if fault.says is not None and fault.says not in session.output(index):
-            return Outcome("silent", f"process {index} does not say {fault.says!r}: {session.output(index)[-160:]}")
-    detail = "went on" if fault.says is None else f"all ended after {seconds:.0f} s, exit {fault.code}"
+            return Outcome(
+                "silent",
+                f"process {index} does not say {fault.says!r}: {session.output(index)[-160:]}",
+            )
+    detail = (
+        "went on" if fault.says is None else f"all ended after {seconds:.0f} s, exit {fault.code}"
+    )
     if seconds is not None and fault.says is not None and seconds > BOUND_S:
         return Outcome("hung", detail)
     if fault.unsaved is not None and (folder / "run" / "checkpoints" / str(fault.unsaved)).exists():
@@ -368,7 +452,11 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
         if any(session.wait(_GIVE_UP_S)):
             return Outcome("lost", f"does not resume: {session.output()[-200:]}")
     other = tiny_runs.differences(tiny_runs.left(folder / "run", STEPS), expected)
-    return Outcome("silent", f"other bits: {other[:3]}") if other else Outcome("ok", f"{detail}, the right bits")
+    return (
+        Outcome("silent", f"other bits: {other[:3]}")
+        if other
+        else Outcome("ok", f"{detail}, the right bits")
+    )
 
 
 def wait(session: Session, dead: Sequence[int], struck: Path) -> float | None:
@@ -399,7 +487,12 @@ def with_text(folder: Path, shared: Path) -> None:
 
 # Clocks, in new interpreters: a library that is loaded first answers for the clock.
 
-_JUMPS = {"an hour ahead": 3600, "an hour back": -3600, "ten years ahead": 315_360_000, "back to 2001": -789_000_000}
+_JUMPS = {
+    "an hour ahead": 3600,
+    "an hour back": -3600,
+    "ten years ahead": 315_360_000,
+    "back to 2001": -789_000_000,
+}
 
 
 def _of_clocks(shared: Path) -> list[Trial]:
@@ -409,7 +502,12 @@ def _of_clocks(shared: Path) -> list[Trial]:
             "clock jumps",
             partial(clock_run, shared=shared, index=index, jump=jump),
         )
-        for index, jump in ((0, "an hour ahead"), (1, "an hour back"), (1, "ten years ahead"), (0, "back to 2001"))
+        for index, jump in (
+            (0, "an hour ahead"),
+            (1, "an hour back"),
+            (1, "ten years ahead"),
+            (0, "back to 2001"),
+        )
     ]
 
 
@@ -434,10 +532,16 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
         if any(codes):
             return Outcome("lost", f"started again: {codes} {outputs[0][-120:]}")
     other = tiny_runs.differences(tiny_runs.left(folder / "run", STEPS), expected)
-    return Outcome("silent", f"other bits: {other[:3]}") if other else Outcome("ok", f"{went_on}, the right bits")
+    return (
+        Outcome("silent", f"other bits: {other[:3]}")
+        if other
+        else Outcome("ok", f"{went_on}, the right bits")
+    )
 
 
-def _clock_session(folder: Path, shared: Path, index: int, seconds: int) -> tuple[list[int | None], list[str]]:
+def _clock_session(
+    folder: Path, shared: Path, index: int, seconds: int
+) -> tuple[list[int | None], list[str]]:
     """Start both processes, and move the clock of one. Return the exit codes, None for one that hangs, and the outputs."""
     library = clock.compiled(shared)
     port = tiny_runs.free_port()
@@ -498,17 +602,25 @@ def _of_studies(shared: Path) -> list[Trial]:
     for study in _STUDIES:
         for name, run_study in {
             "a second process in its folder": second_process,
-            "killed between points, another process goes on": partial(taken_over, sick=when(_POINT, 2, _kill)),
-            "killed in a point, another process goes on": partial(taken_over, sick=when(_POINT_STEP, 2, _kill)),
+            "killed between points, another process goes on": partial(
+                taken_over, sick=when(_POINT, 2, _kill)
+            ),
+            "killed in a point, another process goes on": partial(
+                taken_over, sick=when(_POINT_STEP, 2, _kill)
+            ),
             "stopped for good, a second process is refused": beside_stopped,
             "stopped for 3 s": partial(passes, sick=when(_POINT, 2, stop_for(3.0))),
             "slow by 5 s": partial(passes, sick=when(_POINT_STEP, 2, partial(time.sleep, 5.0))),
             "other random numbers when it goes on": partial(
-                other_environment, sick=struck(option("jax_default_prng_impl", "rbg")), name="jax_default_prng_impl"
+                other_environment,
+                sick=struck(option("jax_default_prng_impl", "rbg")),
+                name="jax_default_prng_impl",
             ),
             "the variables of a launcher of two processes": partial(passes, sick=_launched),
         }.items():
-            named.append(Trial(f"{study}: {name}", study, partial(run_study, shared=shared, study=study)))
+            named.append(
+                Trial(f"{study}: {name}", study, partial(run_study, shared=shared, study=study))
+            )
     return named
 
 
@@ -518,14 +630,19 @@ def _kill() -> None:
 
 def _launched() -> None:
     strike()
-    os.environ.update(JAX_COORDINATOR_ADDRESS="localhost:1", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="1")
+    os.environ.update(
+        JAX_COORDINATOR_ADDRESS="localhost:1", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="1"
+    )
 
 
 def points_of(folder: Path) -> list[str]:
     """Return the points of a study in a fixed order, without times and without the names that the path of the text goes into."""
     named = ("key", "seconds", "digest", "command")
     rows = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
-    return sorted(json.dumps({name: value for name, value in row.items() if name not in named}) for row in rows)
+    return sorted(
+        json.dumps({name: value for name, value in row.items() if name not in named})
+        for row in rows
+    )
 
 
 def control_of(study: str, shared: Path) -> list[str]:
@@ -551,7 +668,9 @@ def ended_well(session: Session, codes: Sequence[int] = (0,)) -> Outcome:
     began = time.monotonic()
     (code,) = session.wait(_GIVE_UP_S)
     seconds = time.monotonic() - began
-    return trial.judge(Ended(None if seconds >= _GIVE_UP_S else code, session.output(), seconds), codes)
+    return trial.judge(
+        Ended(None if seconds >= _GIVE_UP_S else code, session.output(), seconds), codes
+    )
 
 
 def same_points(folder: Path, shared: Path, study: str, detail: str) -> Outcome:
@@ -585,7 +704,11 @@ def second_process(folder: Path, shared: Path, study: str) -> Outcome:
     if second.verdict != "ok" or "in use by another" not in second.detail:
         return Outcome("wrong", f"the second: {second.detail}")
     outcome = ended_well(first)
-    return outcome if outcome.verdict != "ok" else same_points(folder, shared, study, second.detail[-80:])
+    return (
+        outcome
+        if outcome.verdict != "ok"
+        else same_points(folder, shared, study, second.detail[-80:])
+    )
 
 
 def taken_over(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
@@ -606,7 +729,11 @@ def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
     if second.verdict != "ok":
         return Outcome(second.verdict, f"the second: {second.detail}")
     outcome = ended_well(begin(folder, shared, study, "third"))
-    return outcome if outcome.verdict != "ok" else same_points(folder, shared, study, "refused, then taken over")
+    return (
+        outcome
+        if outcome.verdict != "ok"
+        else same_points(folder, shared, study, "refused, then taken over")
+    )
 
 
 def other_environment(folder: Path, shared: Path, study: str, sick: Action, name: str) -> Outcome:

@@ -47,14 +47,23 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     server = Shared(shared)
     groups = {
         "values": value_runs(),
-        "bodies": {name: partial(posted, fields=body, codes=(status,)) for name, (body, status) in BODIES.items()},
+        "bodies": {
+            name: partial(posted, fields=body, codes=(status,))
+            for name, (body, status) in BODIES.items()
+        },
         "heads": head_runs(),
         "paths": {name: partial(path_outcome, request=request) for name, request in PATHS.items()},
         "texts": text_runs(seed),
-        "clients that leave": {name: partial(leaving_outcome, **how) for name, how in LEAVING.items()},
+        "clients that leave": {
+            name: partial(leaving_outcome, **how) for name, how in LEAVING.items()
+        },
         "load": LOADS,
     }
-    listed = [shared_trial(server, group, name, run) for group, runs in groups.items() for name, run in runs.items()]
+    listed = [
+        shared_trial(server, group, name, run)
+        for group, runs in groups.items()
+        for name, run in runs.items()
+    ]
     listed.append(Trial(f"load: {REQUESTS} requests", "load", partial(memory_outcome, server)))
     return [*listed, *failure_trials(server), *command_trials(server)]
 
@@ -97,14 +106,23 @@ class Running:
         return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
     def post(
-        self, fields: Any, path: str = COMPLETIONS, timeout: float = 60, kind: str = "application/json"
+        self,
+        fields: Any,
+        path: str = COMPLETIONS,
+        timeout: float = 60,
+        kind: str = "application/json",
     ) -> tuple[int, Any]:
         """Return status and answer of a request."""
         content = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
         return self.ask("POST", path, content, {"Content-Type": kind}, timeout)
 
     def ask(
-        self, method: str, path: str, content: bytes | None = None, headers: Any = None, timeout: float = 60
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        headers: Any = None,
+        timeout: float = 60,
     ) -> tuple[int, Any]:
         """Return status and answer of any request. An answer that is no JSON is text."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
@@ -194,11 +212,18 @@ class Shared:
             status, answer = running.post(ORDINARY)
             health = running.ask("GET", "/health")[0]
         except TimeoutError:
-            return Outcome("hung", f"an ordinary request was not answered after it; {outcome.detail}")
+            return Outcome(
+                "hung", f"an ordinary request was not answered after it; {outcome.detail}"
+            )
         if (status, health) != (200, 200):
-            return Outcome("wrong", f"an ordinary request was {status} after it, /health {health}; {outcome.detail}")
+            return Outcome(
+                "wrong",
+                f"an ordinary request was {status} after it, /health {health}; {outcome.detail}",
+            )
         if self.expected is not None and answer["choices"] != self.expected:
-            return Outcome("silent", f"an ordinary request had another text after it; {outcome.detail}")
+            return Outcome(
+                "silent", f"an ordinary request had another text after it; {outcome.detail}"
+            )
         return outcome
 
 
@@ -211,7 +236,13 @@ def write_model(folder: Path) -> None:
     from mupax.zoo.definition import definition
 
     model = DecoderConfig(
-        width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=VOCABULARY, seq_len=CONTEXT, positions="rotary"
+        width=16,
+        depth=1,
+        num_heads=2,
+        mlp_ratio=2,
+        vocab_size=VOCABULARY,
+        seq_len=CONTEXT,
+        positions="rotary",
     )
     noise = np.random.default_rng(3)
     params: Any = {}
@@ -225,7 +256,9 @@ def write_model(folder: Path) -> None:
 def head(*lines: str, path: str = COMPLETIONS, version: str = "1.1") -> bytes:
     """Return the head of a request."""
     first = f"POST {path} HTTP/{version}"
-    return "\r\n".join([first, "Host: localhost", "Content-Type: application/json", *lines, "", ""]).encode("latin-1")
+    return "\r\n".join(
+        [first, "Host: localhost", "Content-Type: application/json", *lines, "", ""]
+    ).encode("latin-1")
 
 
 def shared_trial(server: Shared, group: str, name: str, run: Callable[[Running], Outcome]) -> Trial:
@@ -255,7 +288,15 @@ def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome
 # Values of fields
 
 HUGE = 10**400
-NUMBERS = {"huge": HUGE, "negative": -1, "string": "1", "list": [1], "object": {}, "true": True, "above": 1e30}
+NUMBERS = {
+    "huge": HUGE,
+    "negative": -1,
+    "string": "1",
+    "list": [1],
+    "object": {},
+    "true": True,
+    "above": 1e30,
+}
 VALUES: dict[str, dict[str, Any]] = {
     "temperature": NUMBERS,
     "top_p": NUMBERS,
@@ -319,7 +360,9 @@ def value_runs() -> dict[str, Callable[[Running], Outcome]]:
         for field, by_name in values.items():
             shown = field.encode("unicode_escape").decode()
             for name, value in by_name.items():
-                runs[f"{shown} {name}"] = partial(posted, fields={**ORDINARY, field: value}, codes=codes)
+                runs[f"{shown} {name}"] = partial(
+                    posted, fields={**ORDINARY, field: value}, codes=codes
+                )
     for name, messages in MESSAGES.items():
         fields = {"messages": messages, "max_tokens": 4}
         runs[f"messages {name}"] = partial(posted, fields=fields, codes=(400,), path=CHAT)
@@ -373,16 +416,31 @@ SMALL = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMALL), SMALL)
 SIZED = f"Content-Length: {len(SMALL)}"
 HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
-    "Content-Length and Transfer-Encoding": (head(SIZED, "Transfer-Encoding: chunked") + CHUNKED, (400,)),
-    "Transfer-Encoding and Content-Length": (head("Transfer-Encoding: chunked", SIZED) + CHUNKED, (400,)),
+    "Content-Length and Transfer-Encoding": (
+        head(SIZED, "Transfer-Encoding: chunked") + CHUNKED,
+        (400,),
+    ),
+    "Transfer-Encoding and Content-Length": (
+        head("Transfer-Encoding: chunked", SIZED) + CHUNKED,
+        (400,),
+    ),
     "Content-Length 0 and Transfer-Encoding": (
         head("Content-Length: 0", "Transfer-Encoding: chunked") + CHUNKED,
         (400,),
     ),
-    "Transfer-Encoding of HTTP/1.0": (head("Transfer-Encoding: chunked", version="1.0") + CHUNKED, (400,)),
+    "Transfer-Encoding of HTTP/1.0": (
+        head("Transfer-Encoding: chunked", version="1.0") + CHUNKED,
+        (400,),
+    ),
     "Transfer-Encoding gzip": (head("Transfer-Encoding: gzip, chunked") + CHUNKED, (400, 501)),
-    "Transfer-Encoding twice": (head("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + CHUNKED, (400, 501)),
-    "Transfer-Encoding of another name": (head("Transfer-Encoding: xchunked") + CHUNKED, (400, 501)),
+    "Transfer-Encoding twice": (
+        head("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + CHUNKED,
+        (400, 501),
+    ),
+    "Transfer-Encoding of another name": (
+        head("Transfer-Encoding: xchunked") + CHUNKED,
+        (400, 501),
+    ),
     "a space before the colon": (head("Transfer-Encoding : chunked", SIZED) + SMALL, (400,)),
     "a tab in Transfer-Encoding": (head("Transfer-Encoding:\tchunked", SIZED) + CHUNKED, (400,)),
     "two Content-Lengths": (head(SIZED, "Content-Length: 9") + SMALL, (400,)),
@@ -394,7 +452,10 @@ HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "Content-Length 17 MB": (head("Content-Length: 17000000"), (413,)),
     "Content-Length list": (head("Content-Length: 5, 6") + SMALL, (400,)),
     "no Content-Length": (head(), (411,)),
-    "a bare line feed": (head(SIZED, "Connection: close").replace(b"\r\n", b"\n", 2) + SMALL, (200, 400)),
+    "a bare line feed": (
+        head(SIZED, "Connection: close").replace(b"\r\n", b"\n", 2) + SMALL,
+        (200, 400),
+    ),
     "a folded line": (head("X: a\r\n b", SIZED, "Connection: close") + SMALL, (200, 400)),
     "a NUL in a header": (head("X: a\0b", SIZED) + SMALL, (400,)),
     "an escape in a header": (head("X: \x1b[2J", SIZED, "Connection: close") + SMALL, (200, 400)),
@@ -411,7 +472,10 @@ HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "a foreign Host": (b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n", (403,)),
     "an unknown type": (head(SIZED).replace(b"application/json", b"text/plain") + SMALL, (415,)),
     "a bad chunk size": (head("Transfer-Encoding: chunked") + b"zz\r\n", (400,)),
-    "a chunk size of 30 digits": (head("Transfer-Encoding: chunked") + b"f" * 30 + b"\r\n", (400, 413)),
+    "a chunk size of 30 digits": (
+        head("Transfer-Encoding: chunked") + b"f" * 30 + b"\r\n",
+        (400, 413),
+    ),
     "chunks past the limit": (
         head("Transfer-Encoding: chunked") + (b"100000\r\n" + b" " * 0x100000 + b"\r\n") * 17,
         (413,),
@@ -425,16 +489,23 @@ RIGHT_HEADS: dict[str, bytes] = {
     + b"0\r\n\r\n",
     "HTTP/1.0": head(SIZED, version="1.0") + SMALL,
     "Expect: 100-continue": head(SIZED, "Expect: 100-continue", "Connection: close") + SMALL,
-    "a charset": head(SIZED, "Connection: close").replace(b"application/json", b"application/json; charset=utf-8")
+    "a charset": head(SIZED, "Connection: close").replace(
+        b"application/json", b"application/json; charset=utf-8"
+    )
     + SMALL,
-    "an upgrade that is not known": head(SIZED, "Upgrade: h2c", "Connection: Upgrade, close") + SMALL,
+    "an upgrade that is not known": head(SIZED, "Upgrade: h2c", "Connection: Upgrade, close")
+    + SMALL,
 }
 
 
 def head_runs() -> dict[str, Callable[[Running], Outcome]]:
     """Return requests whose heads are wrong, or that two readers may read in two ways, by the names of their trials."""
-    wrong = {name: partial(head_outcome, sent=sent, codes=codes) for name, (sent, codes) in HEADS.items()}
-    return wrong | {name: partial(right_head_outcome, sent=sent) for name, sent in RIGHT_HEADS.items()}
+    wrong = {
+        name: partial(head_outcome, sent=sent, codes=codes) for name, (sent, codes) in HEADS.items()
+    }
+    return wrong | {
+        name: partial(right_head_outcome, sent=sent) for name, sent in RIGHT_HEADS.items()
+    }
 
 
 def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome:
@@ -451,7 +522,10 @@ def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome
 def right_head_outcome(running: Running, sent: bytes) -> Outcome:
     """Send a request that is right."""
     received = running.raw(sent)
-    is_right = b" 200 " in received.partition(b"HTTP/1.1 100 Continue\r\n\r\n")[2][:20] or b" 200 " in received[:20]
+    is_right = (
+        b" 200 " in received.partition(b"HTTP/1.1 100 Continue\r\n\r\n")[2][:20]
+        or b" 200 " in received[:20]
+    )
     return right(is_right, repr(received[:100]))
 
 
@@ -506,7 +580,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "stream": {"stream": True},
     "stream of n": {"stream": True, "n": 3, "stream_options": {"include_usage": True}},
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
-    "chat with logprobs": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
+    "chat with logprobs": {
+        "messages": [{"role": "user", "content": "hi"}],
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
 }
 CROWDS = {"8 of the same": 8, "3 endless texts": 3, "clients that leave": 4}
 
@@ -532,11 +610,14 @@ def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int
         if crowd == "8 of the same":
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
                 together = [
-                    texts_of(answer) for answer in pool.map(lambda _: running.post(fields_sent, path), range(count))
+                    texts_of(answer)
+                    for answer in pool.map(lambda _: running.post(fields_sent, path), range(count))
                 ]
         else:
             for number in range(count):
-                clients.enter_context(running.asking({**ENDLESS, "seed": number, "top_p": 0.5 + 0.1 * number}))
+                clients.enter_context(
+                    running.asking({**ENDLESS, "seed": number, "top_p": 0.5 + 0.1 * number})
+                )
             if crowd == "clients that leave":
                 clients.close()
             together = [texts_of(running.post(fields_sent, path))]
@@ -643,7 +724,9 @@ def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome
     return Outcome("ok", f"{len(good)} of {count} answered, the others 503")
 
 
-def among_endless_outcome(running: Running, count: int, fields: Any = None, health: bool = False) -> Outcome:
+def among_endless_outcome(
+    running: Running, count: int, fields: Any = None, health: bool = False
+) -> Outcome:
     """Ask for two tokens while others ask for texts without an end."""
     with ExitStack() as clients:
         for _ in range(count):
@@ -696,7 +779,9 @@ def slow_bodies_outcome(running: Running) -> Outcome:
     """Declare ten bodies of 16 MB and send little of them, while others are answered."""
     with ExitStack() as clients:
         for _ in range(10):
-            client = clients.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=60))
+            client = clients.enter_context(
+                socket.create_connection(("127.0.0.1", running.port), timeout=60)
+            )
             client.sendall(head("Content-Length: 16000000") + b"{")
         status, _ = running.post(ORDINARY)
     return right(status == 200, str(status))
@@ -716,7 +801,9 @@ def bodies_outcome(running: Running) -> Outcome:
     time.sleep(1)
     after = running.memory_mib()
     detail = f"{before:.0f} MiB before, {peak:.0f} at most, {after:.0f} after; {sorted(codes)}"
-    is_right = codes <= {400, 503} and peak - before < BODIES_MIB and after - before < BODIES_MIB / 4
+    is_right = (
+        codes <= {400, 503} and peak - before < BODIES_MIB and after - before < BODIES_MIB / 4
+    )
     return right(is_right, detail)
 
 
@@ -734,7 +821,9 @@ def one_connection_outcome(running: Running) -> Outcome:
     counts = {200: 0, 400: 0}
     for number in range(200):
         fields = ORDINARY if number % 2 else {**ORDINARY, "n": 0}
-        connection.request("POST", COMPLETIONS, json.dumps(fields), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", COMPLETIONS, json.dumps(fields), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         answer.read()
         counts[answer.status] = counts.get(answer.status, 0) + 1
@@ -759,7 +848,9 @@ LOADS: dict[str, Callable[[Running], Outcome]] = {
     "8 clients of 32 texts": partial(clients_outcome, count=8, fields={"n": 32}),
     "a short request among 8 endless ones": partial(among_endless_outcome, count=8),
     "a short request among 30 endless ones": partial(among_endless_outcome, count=30),
-    "a short request beside 32 endless texts": partial(among_endless_outcome, count=1, fields={"n": 32}),
+    "a short request beside 32 endless texts": partial(
+        among_endless_outcome, count=1, fields={"n": 32}
+    ),
     "health among 60 endless ones": partial(among_endless_outcome, count=60, health=True),
     "more connections than there may be": connections_outcome,
     "a client that reads nothing": reading_nothing_outcome,
@@ -795,7 +886,12 @@ def ordinary(random: np.random.Generator, number: int) -> dict[str, Any]:
     """Return a request as clients send them: one of several kinds, and of any length."""
     size = int(random.integers(1, CONTEXT))
     prompt = "".join(map(chr, random.integers(97, 123, size)))
-    fields = {**ORDINARY, "prompt": prompt, "seed": number, "max_tokens": int(random.integers(1, 40))}
+    fields = {
+        **ORDINARY,
+        "prompt": prompt,
+        "seed": number,
+        "max_tokens": int(random.integers(1, 40)),
+    }
     if number % 5 == 0:
         fields["stream"] = True
     elif number % 7 == 0:
@@ -832,7 +928,11 @@ def no_memory_outcome(server: Shared, folder: Path, room_mib: int, fields: Any) 
         size = int(re.findall(r"VmSize:\s+(\d+)", status)[0]) << 10
         resource.prlimit(running.process.pid, resource.RLIMIT_AS, (size + (room_mib << 20), -1))
         try:
-            code = large_status(running, fields) if isinstance(fields, bytes) else running.post(fields)[0]
+            code = (
+                large_status(running, fields)
+                if isinstance(fields, bytes)
+                else running.post(fields)[0]
+            )
         except (TimeoutError, http.client.HTTPException, ConnectionError) as error:
             code = repr(error)
         finally:
@@ -869,13 +969,24 @@ def command_trials(server: Shared) -> list[Trial]:
         "chat-template": ["--data.chat-template", "none.jinja"],
     }
     for name, flags in wrong.items():
-        listed.append(Trial(f"command: a wrong --{name}", "command", partial(refused_outcome, server, flags=flags)))
+        listed.append(
+            Trial(
+                f"command: a wrong --{name}",
+                "command",
+                partial(refused_outcome, server, flags=flags),
+            )
+        )
     for number in (signal.SIGINT, signal.SIGTERM):
         for load in ("idle", "generating", "streaming", "compiling"):
             run = partial(signal_outcome, server, number=number, load=load)
             listed.append(Trial(f"command: {number.name} while {load}", "command", run))
-    for name, flags in {"--max-seconds 1": ["--max-seconds", "1"], "--slots 1": ["--slots", "1"]}.items():
-        listed.append(Trial(f"command: {name}", "command", partial(limited_outcome, server, flags=flags)))
+    for name, flags in {
+        "--max-seconds 1": ["--max-seconds", "1"],
+        "--slots 1": ["--slots", "1"],
+    }.items():
+        listed.append(
+            Trial(f"command: {name}", "command", partial(limited_outcome, server, flags=flags))
+        )
     return listed
 
 
@@ -890,7 +1001,11 @@ def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: s
     with server.started() as running, ExitStack() as clients:
         if load != "idle":
             running.post(ORDINARY)
-            fields = {**ENDLESS, "prompt": "ab" if load == "compiling" else "to be", "stream": load == "streaming"}
+            fields = {
+                **ENDLESS,
+                "prompt": "ab" if load == "compiling" else "to be",
+                "stream": load == "streaming",
+            }
             client = clients.enter_context(running.asking(fields))
             if load == "streaming":
                 client.recv(100)
@@ -901,7 +1016,9 @@ def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: s
     time.sleep(0.2)
     if "Traceback" in running.output or "Exception ignored" in running.output:
         return Outcome("traceback", running.output[-200:])
-    is_right = code == 128 + number and seconds < 8  # on a machine with nothing else to do it takes 2 s
+    is_right = (
+        code == 128 + number and seconds < 8
+    )  # on a machine with nothing else to do it takes 2 s
     return right(is_right, f"exit {code} after {seconds:.1f} s")
 
 

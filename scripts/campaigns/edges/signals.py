@@ -36,7 +36,9 @@ _SIZES = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
     "--data.eval-examples 128 --optimizer.warmup-steps 2 --log.no-samples"
 )
-_SAVING = f"--steps {_STEPS} --ema.decay 0.9 --log.eval-every-steps 5 --checkpoint.every-steps 5 --resume"
+_SAVING = (
+    f"--steps {_STEPS} --ema.decay 0.9 --log.eval-every-steps 5 --checkpoint.every-steps 5 --resume"
+)
 _LM = f"lm-tiny --data.name text:TEXT --model.seq-len 16 {_SIZES}"
 _LONG = f"{_LM} --steps 1000000 --checkpoint.every-steps 1000000 --resume"
 
@@ -93,7 +95,12 @@ class Child:
     ) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        variables = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+        variables = {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "MPLBACKEND": "agg",
+            "OMP_NUM_THREADS": "1",
+        }
         variables |= {"TMPDIR": str(self.temporary), **(environ or {})}
 
         def set_signals() -> None:
@@ -173,7 +180,9 @@ class Child:
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
             return "a child process is still running"
-        names = sorted(path.name for path in self.temporary.iterdir() if path.name.startswith("mupax"))
+        names = sorted(
+            path.name for path in self.temporary.iterdir() if path.name.startswith("mupax")
+        )
         return f"left in TMPDIR: {', '.join(names[:3])}" if names else ""
 
 
@@ -213,7 +222,9 @@ def after(seconds: float) -> Moment:
 
 def saving(folder: Path) -> Moment:
     """Return the moment at which a run writes its first checkpoint."""
-    return Moment("while a checkpoint is saved", lambda child: any((folder / "checkpoints").glob("*")))
+    return Moment(
+        "while a checkpoint is saved", lambda child: any((folder / "checkpoints").glob("*"))
+    )
 
 
 class Shared:
@@ -235,7 +246,13 @@ class Shared:
 
     def words(self, command: str, out: Path) -> list[str]:
         """Return the words of a command with the paths of its inputs and outputs."""
-        makers = {"TEXT": self._text, "RUN": self._run, "HF": self._weights, "VIT": self._vit, "IMAGE": self._image}
+        makers = {
+            "TEXT": self._text,
+            "RUN": self._run,
+            "HF": self._weights,
+            "VIT": self._vit,
+            "IMAGE": self._image,
+        }
         words = []
         for word in shlex.split(command):
             word = word.replace("OUT", str(out))
@@ -282,7 +299,12 @@ class Shared:
 
 
 def interrupted(
-    shared: Shared, command: str, moment: Moment, numbers: Sequence[int], cache: bool, seconds: float = END_S
+    shared: Shared,
+    command: str,
+    moment: Moment,
+    numbers: Sequence[int],
+    cache: bool,
+    seconds: float = END_S,
 ) -> Callable[[Path], Outcome]:
     """Return a trial: a command gets signals at a moment, half a second apart, and ends by the first.
 
@@ -299,7 +321,9 @@ def interrupted(
             return Outcome("wrong", f"the moment did not come: {judge(child.end(0.1), ()).detail}")
         time.sleep(moment.pause)
         if child.process.poll() is not None:
-            return Outcome("wrong", f"it ended before the signal: {judge(child.end(0.1), ()).detail}")
+            return Outcome(
+                "wrong", f"it ended before the signal: {judge(child.end(0.1), ()).detail}"
+            )
         for index, number in enumerate(numbers):
             time.sleep(0.5 if index else 0)
             child.process.send_signal(number)
@@ -387,7 +411,9 @@ def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callab
         os.killpg(child.process.pid, ignored)
         time.sleep(3.0)
         if child.process.poll() is not None:
-            return Outcome("wrong", f"the ignored signal ended it: {judge(child.end(1), ()).detail}")
+            return Outcome(
+                "wrong", f"the ignored signal ended it: {judge(child.end(1), ()).detail}"
+            )
         child.process.send_signal(ending)
         return judge_end(child, child.end(BOUND_S), 128 + ending, 2 * END_S)
 
@@ -412,7 +438,9 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 def _trial(group: str, signals: str, moment: str, run: Callable[[Path], Outcome]) -> Trial:
     # The seconds of a moment depend on the seed; a name does not.
     clock = re.sub(r"after [\d.]+ s", "by the clock", moment)
-    return Trial(f"{group}: {signals} {re.sub(r'program [2-9]', 'a later program', clock)}", group, run)
+    return Trial(
+        f"{group}: {signals} {re.sub(r'program [2-9]', 'a later program', clock)}", group, run
+    )
 
 
 def _planned(
@@ -429,7 +457,9 @@ def _planned(
     return _trial(group, signals, moment.name, trial(inputs, command, moment, numbers, cache))
 
 
-def _computing_trials(inputs: Shared, name: str, command: str, choose: random.Random) -> list[Trial]:
+def _computing_trials(
+    inputs: Shared, name: str, command: str, choose: random.Random
+) -> list[Trial]:
     later = compiling(choose.randint(2, 4), choose.uniform(0, 0.3))
     by_clock = after(choose.uniform(0.15, 1.5))
     first = compiling(1)
@@ -450,7 +480,9 @@ def _computing_trials(inputs: Shared, name: str, command: str, choose: random.Ra
 
 
 def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
-    training = Moment("while points train", lambda child: "it/s" in child.output or _is_training(child))
+    training = Moment(
+        "while points train", lambda child: "it/s" in child.output or _is_training(child)
+    )
     plan = [
         ([signal.SIGINT], IMPORTING_JAX, True),
         ([signal.SIGINT], compiling(3), False),
@@ -505,7 +537,15 @@ def _run_trials(inputs: Shared) -> list[Trial]:
     for moment in early:
         for number in (signal.SIGINT, signal.SIGHUP):
             every.append(
-                _planned("train", interrupted, inputs, words, [number], moment, moment.name.endswith("imported"))
+                _planned(
+                    "train",
+                    interrupted,
+                    inputs,
+                    words,
+                    [number],
+                    moment,
+                    moment.name.endswith("imported"),
+                )
             )
 
     def at_saving(folder: Path) -> Moment:
@@ -515,8 +555,22 @@ def _run_trials(inputs: Shared) -> list[Trial]:
         return Moment("after the first rows", lambda child: (folder / "metrics.jsonl").exists())
 
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        every.append(_trial("train", number.name, "while it saves", saved_and_resumed(inputs, at_saving, [number])))
-        every.append(_trial("train", number.name, "after the first rows", saved_and_resumed(inputs, at_rows, [number])))
+        every.append(
+            _trial(
+                "train",
+                number.name,
+                "while it saves",
+                saved_and_resumed(inputs, at_saving, [number]),
+            )
+        )
+        every.append(
+            _trial(
+                "train",
+                number.name,
+                "after the first rows",
+                saved_and_resumed(inputs, at_rows, [number]),
+            )
+        )
     for number in (signal.SIGINT, signal.SIGHUP):
         run = saved_and_resumed(inputs, at_saving, [number], restart=True)
         every.append(_trial("train --restart", number.name, "while it saves", run))

@@ -19,7 +19,9 @@ BOUND_S = 60.0
 FAULTS = ("lost", "silent", "hung", "traceback", "crash", "wrong")
 """Verdicts that a trial must not get; the campaign's command exits with 1 if there is one."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-_CXX_TRACE = re.compile(r"\*\*\* SIG|Fatal Python error|terminate called|core dumped", re.IGNORECASE)
+_CXX_TRACE = re.compile(
+    r"\*\*\* SIG|Fatal Python error|terminate called|core dumped", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,13 @@ def start(
 
     Ctrl-C is caught there as in a terminal, also where this process is a background job that ignores it.
     """
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", **(environ or {})}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "MPLBACKEND": "agg",
+        **(environ or {}),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "mupax", *words],
         cwd=cwd,

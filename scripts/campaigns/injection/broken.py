@@ -17,11 +17,17 @@ def broken_bytes(content: bytes, draw: random.Random) -> bytes:
     """Bits flipped, bytes cut, doubled, moved or zeroed."""
     data = bytearray(content)
     for _ in range(draw.choice([1, 1, 1, 2, 5])):
-        start = draw.randrange(len(data) or 1) if draw.random() < 0.4 else draw.randrange(min(len(data), 400) or 1)
+        start = (
+            draw.randrange(len(data) or 1)
+            if draw.random() < 0.4
+            else draw.randrange(min(len(data), 400) or 1)
+        )
         end = min(len(data), start + draw.choice([1, 2, 8, 50, 1000]))
         match draw.randrange(7):
             case 0:
-                data[start : start + 1] = bytes([data[start] ^ (1 << draw.randrange(8))]) if data else b""
+                data[start : start + 1] = (
+                    bytes([data[start] ^ (1 << draw.randrange(8))]) if data else b""
+                )
             case 1:
                 del data[start:]
             case 2:
@@ -33,7 +39,9 @@ def broken_bytes(content: bytes, draw: random.Random) -> bytes:
             case 5:
                 data[start:end] = draw.randbytes(end - start)
             case 6:
-                data[start : start + 1] = draw.choice([b"9" * 30, b"-", b"[", b"{", b'"', b"1e999", b"\xff", b"null"])
+                data[start : start + 1] = draw.choice(
+                    [b"9" * 30, b"-", b"[", b"{", b'"', b"1e999", b"\xff", b"null"]
+                )
     return bytes(data)
 
 
@@ -61,5 +69,7 @@ def broken_header(content: bytes, draw: random.Random) -> bytes:
     """A safetensors file with `broken_json` for a header, its length right or not."""
     length = int.from_bytes(content[:8], "little")
     header = broken_json(content[8 : 8 + length], draw)
-    header_length = len(header) if draw.random() < 0.9 else draw.choice([0, 1, length, 2**31, 2**63, 2**64 - 1])
+    header_length = (
+        len(header) if draw.random() < 0.9 else draw.choice([0, 1, length, 2**31, 2**63, 2**64 - 1])
+    )
     return header_length.to_bytes(8, "little") + header + content[8 + length :]

@@ -13,12 +13,19 @@ from mupax.train.checkpoints import layout
 
 
 def _files(folder: Path, at_least: int = 1) -> list[Path]:
-    held = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != layout.MANIFEST]
+    held = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != layout.MANIFEST
+    ]
     return [path for path in held if path.stat().st_size >= at_least]
 
 
 def _older(folder: Path) -> Path:
-    return min((path for path in folder.parent.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    return min(
+        (path for path in folder.parent.iterdir() if path.name.isdigit()),
+        key=lambda path: int(path.name),
+    )
 
 
 def flip(folder: Path, choose: random.Random) -> str:
@@ -45,7 +52,9 @@ def zero(folder: Path, choose: random.Random) -> str:
         path = choose.choice(_files(folder))
         content = bytearray(path.read_bytes())
         start = choose.randrange(len(content))
-        stop = choose.choice([len(content), min(len(content), start + choose.choice([1, 16, 512, 4096]))])
+        stop = choose.choice(
+            [len(content), min(len(content), start + choose.choice([1, 16, 512, 4096]))]
+        )
         if any(content[start:stop]):
             content[start:stop] = bytes(stop - start)
             path.write_bytes(content)
@@ -54,7 +63,9 @@ def zero(folder: Path, choose: random.Random) -> str:
 
 def delete(folder: Path, choose: random.Random) -> str:
     """One file gone, or a whole folder."""
-    path = choose.choice([*_files(folder, 0), *(path for path in sorted(folder.rglob("*")) if path.is_dir())])
+    path = choose.choice(
+        [*_files(folder, 0), *(path for path in sorted(folder.rglob("*")) if path.is_dir())]
+    )
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     return path.name
 
@@ -85,7 +96,9 @@ def exchange(folder: Path, choose: random.Random) -> str:
             return "all arrays"
         path = choose.choice(_files(folder))
         before = older / path.relative_to(folder)
-        if not before.is_file():  # data files have names of their own: by what is beside them, in turn
+        if (
+            not before.is_file()
+        ):  # data files have names of their own: by what is beside them, in turn
             before = choose.choice(_files(older))
         if before.read_bytes() != path.read_bytes():
             shutil.copyfile(before, path)

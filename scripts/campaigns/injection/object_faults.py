@@ -48,7 +48,9 @@ class Bucket:
             str(self._proxy),
             str(self._emulator),
         ]
-        self._servers.enter_context(emulator.serving(emulator.command(self._emulator, self._url), self._emulator))
+        self._servers.enter_context(
+            emulator.serving(emulator.command(self._emulator, self._url), self._emulator)
+        )
         self._servers.enter_context(emulator.serving(proxy, self._proxy))
         emulator.new_bucket(self._url, _NAME)
         return self
@@ -83,7 +85,9 @@ class Bucket:
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         head = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self._proxy}/{path}", json.dumps(body).encode(), head)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._proxy}/{path}", json.dumps(body).encode(), head
+        )
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
 
@@ -112,7 +116,11 @@ class _State:
         """Around a request: counts it, and kills before or after it where it is the chosen one; whether to pass it on."""
         moment = ""
         with self.lock:
-            if self.pid and self.armed and (self.armed["kind"], self.armed["first"]) == (kind, self.calls[kind]):
+            if (
+                self.pid
+                and self.armed
+                and (self.armed["kind"], self.armed["first"]) == (kind, self.calls[kind])
+            ):
                 moment, self.fired = self.armed["moment"], self.fired + 1
             self.calls[kind] += 1
         if moment == "killed":
@@ -143,7 +151,9 @@ def serve(port: int, upstream: int) -> None:
                     self.close_connection = True
                     return
                 there = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
-                headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+                headers = {
+                    name: value for name, value in self.headers.items() if name.lower() not in _HOP
+                }
                 there.request(self.command, self.path, body, headers)
                 answer = there.getresponse()
                 content = answer.read()

@@ -10,7 +10,19 @@ import subprocess
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("faults.c")
-KINDS = ("open", "read", "pread", "write", "pwrite", "fsync", "rename", "unlink", "stat", "list", "mkdir")
+KINDS = (
+    "open",
+    "read",
+    "pread",
+    "write",
+    "pwrite",
+    "fsync",
+    "rename",
+    "unlink",
+    "stat",
+    "list",
+    "mkdir",
+)
 """Operations, as `enum kind` has them."""
 EFFECTS = {
     "EIO": (0, errno.EIO),
@@ -60,7 +72,9 @@ class Control:
             name = str(folder).encode()
             self._memory[_SIZE - _PATH_MAX : _SIZE - _PATH_MAX + len(name)] = name
 
-    def arm(self, kind: str, effect: str, first: int, times: int = 1, milliseconds: int = 500) -> None:
+    def arm(
+        self, kind: str, effect: str, first: int, times: int = 1, milliseconds: int = 500
+    ) -> None:
         """Let operations suffer.
 
         Args:

@@ -28,7 +28,9 @@ def best(curve: Curve) -> np.ndarray:
     seeds = curve.losses.shape[1]
     if seeds < 2:
         raise ValueError("one seed leaves no other to choose its best rate; measure at least 2")
-    leave_one_out = np.stack([np.delete(curve.losses, seed, axis=1).mean(axis=1) for seed in range(seeds)])
+    leave_one_out = np.stack(
+        [np.delete(curve.losses, seed, axis=1).mean(axis=1) for seed in range(seeds)]
+    )
     leave_one_out = np.where(np.isfinite(leave_one_out), leave_one_out, np.inf)
     if not np.isfinite(leave_one_out.min(axis=1)).all():
         raise ValueError("every rate of the grid diverged")
@@ -66,7 +68,9 @@ def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
     return doublings @ values / (doublings @ doublings)
 
 
-def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]) -> list[Row]:
+def rows(
+    what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]
+) -> list[Row]:
     """What half and a quarter of the best rate cost under one strategy over what they cost under another, its growth, and controls.
 
     Args:
@@ -87,11 +91,20 @@ def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]],
         for size, excesses, difference in zip(sizes, of, apart, strict=True):
             each = ", ".join(f"{name} {_interval(excesses[name])}" for name in (first, second))
             title_of = f"{title}, {first} minus {second}, {what} = {size}"
-            table.append(value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats."))
+            table.append(
+                value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats.")
+            )
         if len(sizes) > 1:
             seeds = min(map(len, apart))
             grown = growth(sizes, np.array([difference[:seeds] for difference in apart]))
-            table.append(value(f"growth of that difference per doubling of {what}", grown, predicted=0.0, above=True))
+            table.append(
+                value(
+                    f"growth of that difference per doubling of {what}",
+                    grown,
+                    predicted=0.0,
+                    above=True,
+                )
+            )
         for name in controls:
             for size, excesses, difference in zip(sizes, of, apart, strict=True):
                 if name not in excesses or not np.isfinite(excesses[name]).all():
@@ -100,10 +113,17 @@ def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]],
                 bound = {"note": own}
                 if mean(difference)[1] > 0:  # without the claim nothing tells the control from it
                     note = f"The bound is half of what {first} has. {own}"
-                    bound = {"predicted": float(difference.mean()) / 2, "above": True, "control": True, "note": note}
+                    bound = {
+                        "predicted": float(difference.mean()) / 2,
+                        "above": True,
+                        "control": True,
+                        "note": note,
+                    }
                 table.append(
                     value(
-                        f"{title}, {name}, minus {second}, {what} = {size}", excesses[name] - excesses[second], **bound
+                        f"{title}, {name}, minus {second}, {what} = {size}",
+                        excesses[name] - excesses[second],
+                        **bound,
                     )
                 )
     return table

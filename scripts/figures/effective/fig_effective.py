@@ -15,7 +15,10 @@ from scripts.figures.result import Data, Figure, Row, Settings, exponent, settin
 if TYPE_CHECKING:
     import matplotlib.figure
 
-OBSERVED = {"change residual": "change of the residual stream", "change logits": "change of the output"}
+OBSERVED = {
+    "change residual": "change of the residual stream",
+    "change logits": "change of the output",
+}
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
@@ -27,9 +30,13 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     from mupax.zoo.definition import definition
 
     grown = check.grow(configs.get("vit-tiny"), "heads", len(settings["width"]))
-    assert [one.width for one in grown] == settings["width"], "the check's models are of other widths"
+    assert [one.width for one in grown] == settings["width"], (
+        "the check's models are of other widths"
+    )
     definitions = [definition(one) for one in grown]
-    config = OptimizerConfig(name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12)
+    config = OptimizerConfig(
+        name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12
+    )
     series = check.Series(definitions, config, 1)
     data: dict[str, Any] = {"measured": {}, "theory": {}}
     for name in settings["presets"]:
@@ -63,8 +70,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     for one, (observed, what) in zip(axes, OBSERVED.items(), strict=True):
         for color, name in zip(panels.COLORS, settings["presets"], strict=False):
             values, predicted = data["measured"][name][observed], data["theory"][name][observed]
-            panels.power_law(one, settings["width"], np.asarray(values), name, color=color, predicted=predicted)
-        panels.label(one, f"{what.capitalize()}; dashed: theory", "width", "root mean square", legend=True)
+            panels.power_law(
+                one, settings["width"], np.asarray(values), name, color=color, predicted=predicted
+            )
+        panels.label(
+            one, f"{what.capitalize()}; dashed: theory", "width", "root mean square", legend=True
+        )
     return figure
 
 

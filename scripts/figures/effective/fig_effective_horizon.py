@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def rows(settings: Settings, data: Data) -> list[Row]:
     """What half and a quarter of the best rate cost, with the control, and the least losses."""
     curves = {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
-    table = excess.rows("n", settings["width"], curves, ["standard", "ntk", *settings["embeddings"]])
+    table = excess.rows(
+        "n", settings["width"], curves, ["standard", "ntk", *settings["embeddings"]]
+    )
     table += fig_effective_language.least(settings["width"], curves)
     return [row for row in table if math.isfinite(row.measured)]
 
@@ -33,7 +35,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         below = [(octaves, excess.excess(curve, octaves)) for octaves in (0.5, 1.0, 1.5, 2.0)]
         _points(left, curve.x, curve.losses, color, name)
         there = [(octaves, values) for octaves, values in below if np.isfinite(values).all()]
-        _points(right, [octaves for octaves, _ in there], [values for _, values in there], color, name)
+        _points(
+            right, [octaves for octaves, _ in there], [values for _, values in there], color, name
+        )
     panels.label(left, "Training loss", "log2 of the hidden rate", "nats")
     panels.label(right, "What lower rates cost", "octaves below the best", "nats")
     low, high = left.get_ylim()

@@ -80,7 +80,9 @@ def grid(settings: Settings, strategy: str, at: int) -> list[float]:
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Losses of every strategy as `rates.curves` reads them: rates `x` and `losses` [rates][seeds] per width."""
-    by_strategy: dict[str, Any] = {strategy: {"x": [], "losses": [], "first": []} for strategy in settings["grid"]}
+    by_strategy: dict[str, Any] = {
+        strategy: {"x": [], "losses": [], "first": []} for strategy in settings["grid"]
+    }
     for at in range(len(settings["width"])):
         for strategy, (x, losses) in of_width(settings, work, at).items():
             by_strategy[strategy]["x"].append(x)
@@ -101,8 +103,14 @@ def of_width(settings: Settings, work: Path, at: int) -> dict[str, Any]:
 
     width, seeds = settings["width"][at], settings["seeds"][at]
     points = [(strategy, x) for strategy in settings["grid"] for x in grid(settings, strategy, at)]
-    configs = [config(settings, strategy, width, 2.0**x, seed) for strategy, x in points for seed in range(seeds)]
-    losses = [rates.kept_loss(row.loss) for row in Sweep(work / str(width), evaluated=False).run(configs)]
+    configs = [
+        config(settings, strategy, width, 2.0**x, seed)
+        for strategy, x in points
+        for seed in range(seeds)
+    ]
+    losses = [
+        rates.kept_loss(row.loss) for row in Sweep(work / str(width), evaluated=False).run(configs)
+    ]
     by_strategy: dict[str, Any] = {strategy: ([], []) for strategy in settings["grid"]}
     for index, (strategy, x) in enumerate(points):
         by_strategy[strategy][0].append(x)
@@ -112,7 +120,10 @@ def of_width(settings: Settings, work: Path, at: int) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Figure 3: what rates below the best cost; figure 4: the least losses; figure 5: what twice the width gains, and transfer."""
-    widths, curves = settings["width"], {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
+    widths, curves = (
+        settings["width"],
+        {name: rates.curves(of_strategy) for name, of_strategy in data.items()},
+    )
     table = [
         *excess.rows("n", widths, curves, ["standard", "ntk", *settings["embeddings"]]),
         *least(widths, curves),
@@ -134,7 +145,11 @@ def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
         standard, ntk = (excess.least(curves[name][at]) for name in ("standard", "ntk"))
         note = f"Standard {standard.mean():.3f}, ntk {ntk.mean():.3f} nats; the paper (n = 1024, one seed each): 0.967 and 0.971."
         what = f"least loss, ntk minus standard, n = {width}"
-        table.append(excess.value(what, ntk - standard, predicted=0.0, tolerance=SAME, source="figure 4", note=note))
+        table.append(
+            excess.value(
+                what, ntk - standard, predicted=0.0, tolerance=SAME, source="figure 4", note=note
+            )
+        )
     return table
 
 
@@ -144,7 +159,9 @@ def _wider(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     for at, (width, twice) in enumerate(itertools.pairwise(widths)):
         gains = {name: gain(*curves[name][at : at + 2]) for name in ("standard", "ntk")}
         each = ", ".join(f"{name} {values.mean():+.3f}" for name, values in gains.items())
-        what = f"loss gained by n = {twice} at the best hidden rate of n = {width}, ntk minus standard"
+        what = (
+            f"loss gained by n = {twice} at the best hidden rate of n = {width}, ntk minus standard"
+        )
         table.append(
             excess.value(
                 what,
@@ -174,7 +191,8 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     """Transfer of the hidden rate, as the paper used it under both, and of ntk's own learning rate: two claims."""
     power = strategies.MAP["ntk"]
     own = [
-        replace(curve, x=curve.x + power * math.log2(width)) for width, curve in zip(widths, curves["ntk"], strict=True)
+        replace(curve, x=curve.x + power * math.log2(width))
+        for width, curve in zip(widths, curves["ntk"], strict=True)
     ]
     table = []
     for what, some in (
@@ -184,7 +202,11 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     ):
         analysis = analyse(widths, some)
         price = analysis.prices[-1].value
-        cost = f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
+        cost = (
+            f"costs {price:.2g} nats"
+            if math.isfinite(price)
+            else "diverges or lies outside the grid"
+        )
         table.append(
             Row(
                 what=f"octaves that the {what}, moves per doubling of n",
@@ -204,7 +226,10 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Loss against the hidden rate per strategy, a curve per n; and what half the best rate costs against n."""
     from mupax.train.studies.transfer import figure as transfer_figure
 
-    widths, curves = settings["width"], {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
+    widths, curves = (
+        settings["width"],
+        {name: rates.curves(of_strategy) for name, of_strategy in data.items()},
+    )
     figure, axes = panels.row(3, "Encoder-decoders under the effective theory's strategies")
     for one, name in zip(axes, ("standard", "ntk"), strict=False):
         transfer_figure.draw_study(one, analyse(widths, curves[name]), curves[name])

@@ -30,7 +30,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     data = replace(config.data, seed=0, **settings["data"])
     config = replace(config, model=model, data=data, optimizer=optimizer, steps=settings["steps"])
     planned = {
-        name: transfer.plan(config, "heads", settings["heads"], PresetConfig(name=name, base=None), name)
+        name: transfer.plan(
+            config, "heads", settings["heads"], PresetConfig(name=name, base=None), name
+        )
         for name in settings["presets"]
     }
     configs = {name: study.configs for name, study in planned.items()}
@@ -51,7 +53,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """Drift of the best learning rate between the two widths."""
     table = []
     for name, of_preset in data.items():
-        what = f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
+        what = (
+            f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
+        )
         row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
         prediction = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
         table.append(replace(row, note=f"{row.note} {prediction}"))

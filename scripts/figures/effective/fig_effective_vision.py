@@ -54,7 +54,9 @@ def config(settings: Settings, strategy: str, hidden: float, decay: float, seed:
         model=model,
         data=DataConfig(seed=0, **settings["data"]),
         preset=strategies.vision(strategy, model.sizes()["patch"]),
-        optimizer=OptimizerConfig(name="adamw", peak_lr=lr, weight_decay=decay * hidden / lr, **settings["optimizer"]),
+        optimizer=OptimizerConfig(
+            name="adamw", peak_lr=lr, weight_decay=decay * hidden / lr, **settings["optimizer"]
+        ),
         steps=settings["steps"],
         seed=seed,
     )
@@ -68,8 +70,12 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     for strategy, (low, high) in settings["grid"].items():
         x, seeds = [float(one) for one in range(low, high + 1)], range(settings["seeds"])
         points = [(decay, one, seed) for decay in settings["decay"] for one in x for seed in seeds]
-        rows = engine.run([config(settings, strategy, 2.0**one, 2.0**decay, seed) for decay, one, seed in points])
-        losses = [rates.kept_loss(math.inf if row.eval_loss is None else row.eval_loss) for row in rows]
+        rows = engine.run(
+            [config(settings, strategy, 2.0**one, 2.0**decay, seed) for decay, one, seed in points]
+        )
+        losses = [
+            rates.kept_loss(math.inf if row.eval_loss is None else row.eval_loss) for row in rows
+        ]
         shape = len(settings["decay"]), len(x), len(seeds)
         by_strategy[strategy] = {"x": x, "losses": np.array(losses, object).reshape(shape).tolist()}
     return by_strategy
@@ -98,7 +104,9 @@ def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Where each strategy's best rate and decay lie beside standard's, through the paper's map; what the map costs; how sharp they are."""
-    curves = {strategy: through_best(settings, of_strategy) for strategy, of_strategy in data.items()}
+    curves = {
+        strategy: through_best(settings, of_strategy) for strategy, of_strategy in data.items()
+    }
     alternatives = [strategy for strategy in data if strategy != "standard"]
     table = [_apart(settings, curves, strategy, of) for of in NEAR for strategy in alternatives]
     table.append(_through_wrong_map(settings, curves))
@@ -109,7 +117,11 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     for strategy in alternatives:
         note = f"{least[strategy].mean():.3f} and {least['standard'].mean():.3f} nats; the paper's top-1: {paper[strategy]} and 80.7 %."
         table.append(
-            excess.value(f"least loss, {strategy} minus standard", least[strategy] - least["standard"], note=note)
+            excess.value(
+                f"least loss, {strategy} minus standard",
+                least[strategy] - least["standard"],
+                note=note,
+            )
         )
     for strategy, of in curves.items():
         for which, curve in of.items():
@@ -137,14 +149,17 @@ def _apart(settings: Settings, curves: Any, strategy: str, of: str) -> Row:
         high=analysis.drift.high,
         predicted=0.0,
         tolerance=NEAR[of],
-        note=f"{trouble.capitalize()}. " * bool(trouble) + f"The paper's own best: {paper_best:+.1f}.",
+        note=f"{trouble.capitalize()}. " * bool(trouble)
+        + f"The paper's own best: {paper_best:+.1f}.",
     )
 
 
 def _through_wrong_map(settings: Settings, curves: Any) -> Row:
     """The same of ntk through the map of maximal update, whose power of n is lower by 1/2: it must be elsewhere."""
     standard, ntk = (curves[strategy]["hidden rate"] for strategy in ("standard", "ntk"))
-    octaves = (strategies.MAP["ntk"] - strategies.MAP["maximal-update"]) * math.log2(settings["model"]["width"])
+    octaves = (strategies.MAP["ntk"] - strategies.MAP["maximal-update"]) * math.log2(
+        settings["model"]["width"]
+    )
     analysis = analyse((1, 2), [standard, replace(ntk, x=ntk.x + octaves)])
     return Row(
         what="octaves from the best hidden rate of standard to that of ntk, through maximal update's map",
@@ -163,22 +178,35 @@ def _price(settings: Settings, data: Data, strategy: str) -> Row:
     what = f"loss of {strategy} at the best rate and decay of standard, through the map, less its least"
     (rate, decay), own = (_least_at(settings, data[name]) for name in ("standard", strategy))
     if rate not in data[strategy]["x"]:
-        return Row(what=what, measured=math.nan, low=math.nan, high=math.nan, kind="value", note="Outside its grid.")
+        return Row(
+            what=what,
+            measured=math.nan,
+            low=math.nan,
+            high=math.nan,
+            kind="value",
+            note="Outside its grid.",
+        )
     mapped, best = (
-        losses[settings["decay"].index(at[1]), data[strategy]["x"].index(at[0])] for at in ((rate, decay), own)
+        losses[settings["decay"].index(at[1]), data[strategy]["x"].index(at[0])]
+        for at in ((rate, decay), own)
     )
     return excess.value(what, mapped - best)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """A map of losses per strategy over hidden rate and decay; a ring on its least, a dashed one on standard's best."""
-    figure, axes = panels.row(len(data), "A ViT on digits: loss above each strategy's least", height=3.9)
+    figure, axes = panels.row(
+        len(data), "A ViT on digits: loss above each strategy's least", height=3.9
+    )
     best = {strategy: _least_at(settings, of_strategy) for strategy, of_strategy in data.items()}
     for one, (strategy, of_strategy) in zip(axes, data.items(), strict=True):
         _draw_surface(one, settings, of_strategy, best[strategy], best["standard"])
         least = surface(of_strategy).mean(axis=2).min()
         panels.label(
-            one, f"{strategy}: least {least:.2f} nats", "hidden rate h", "decay over h" if one is axes[0] else ""
+            one,
+            f"{strategy}: least {least:.2f} nats",
+            "hidden rate h",
+            "decay over h" if one is axes[0] else "",
         )
     return figure
 
@@ -191,7 +219,11 @@ def _least_at(settings: Settings, of_strategy: Data) -> tuple[float, float]:
 
 
 def _draw_surface(
-    axes: Axes, settings: Settings, of_strategy: Data, own: Sequence[float], standard: Sequence[float]
+    axes: Axes,
+    settings: Settings,
+    of_strategy: Data,
+    own: Sequence[float],
+    standard: Sequence[float],
 ) -> None:
     from matplotlib.patches import Rectangle
 
@@ -200,7 +232,9 @@ def _draw_surface(
     half, step = 0.5, (decay[1] - decay[0]) / 2
     sides = (x[0] - half, x[-1] + half, decay[0] - step, decay[-1] + step)
     axes.grid(False)
-    axes.imshow(above, origin="lower", extent=sides, aspect="auto", cmap="Blues", vmin=0, vmax=SHOWN)
+    axes.imshow(
+        above, origin="lower", extent=sides, aspect="auto", cmap="Blues", vmin=0, vmax=SHOWN
+    )
     for (row, column), value in np.ndenumerate(above):
         text = f"{value:.2f}" if np.isfinite(value) else "div."
         color = "white" if value > SHOWN * 0.6 else "#222222"
@@ -209,7 +243,15 @@ def _draw_surface(
         if x[0] <= place[0] <= x[-1]:
             corner = (place[0] - half * 0.94, place[1] - step * 0.94)
             axes.add_patch(
-                Rectangle(corner, 1.88 * half, 1.88 * step, fill=False, lw=1.8, ls=style, ec=panels.COLORS[1])
+                Rectangle(
+                    corner,
+                    1.88 * half,
+                    1.88 * step,
+                    fill=False,
+                    lw=1.8,
+                    ls=style,
+                    ec=panels.COLORS[1],
+                )
             )
     axes.set_xticks(x, [f"$2^{{{one:g}}}$" for one in x])
     axes.set_yticks(decay, [f"$2^{{{one:g}}}$" for one in decay])

@@ -65,12 +65,18 @@ def vision(strategy: str, patch: int) -> PresetConfig:
     """
     if family(strategy) != "standard":
         return _preset(strategy, {}, {}, fan_in=False)
-    stds = {f"stds.{role.value}": math.sqrt(variance) for role, variance in VARIANCES.items() if variance != 1}
+    stds = {
+        f"stds.{role.value}": math.sqrt(variance)
+        for role, variance in VARIANCES.items()
+        if variance != 1
+    }
     # `sp` multiplies patches by patch^-1/2, and with it what a step moves.
     return _preset(strategy, stds, {"patch_embedding": math.sqrt(patch)}, fan_in=False)
 
 
-def _preset(strategy: str, numbers: Mapping[str, float], rates: Mapping[str, float], *, fan_in: bool) -> PresetConfig:
+def _preset(
+    strategy: str, numbers: Mapping[str, float], rates: Mapping[str, float], *, fan_in: bool
+) -> PresetConfig:
     words = [f"{name}={value!r}" for name, value in numbers.items()]
     if family(strategy) != "standard":
         rates = {"mlp_in": math.sqrt(RATIO), "mlp_out": RATIO, **rates}

@@ -26,15 +26,23 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     return {"one_block": one, "stack": [errors for errors, _ in stacks], "curves": stacks[-1][1]}
 
 
-def _one_block(settings: Settings, *, head_dim: int, alpha_a: float, heads: list[int]) -> dict[str, Any]:
+def _one_block(
+    settings: Settings, *, head_dim: int, alpha_a: float, heads: list[int]
+) -> dict[str, Any]:
     """Nets with all their matrices, written apart from the solver (`scripts/figures/infinite/one_block.py`)."""
     from mupax.presets.infinite.heads import OneBlock, train
     from scripts.figures.infinite import one_block
 
     own = settings["one_block"]
-    block, steps = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=own["rate"]), max(settings["at"]) + 1
+    block, steps = (
+        OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=own["rate"]),
+        max(settings["at"]) + 1,
+    )
     images, classes = digits(own["images"])
-    inputs, targets = patches(images, own["patch_size"]).astype(float), np.where(classes % 2, 1.0, -1.0)
+    inputs, targets = (
+        patches(images, own["patch_size"]).astype(float),
+        np.where(classes % 2, 1.0, -1.0),
+    )
     kernel = np.einsum("psi,qti->psqt", inputs, inputs) / inputs.shape[-1]
 
     def limits(draws: int, *, responses: bool) -> np.ndarray | Any:
@@ -47,10 +55,16 @@ def _one_block(settings: Settings, *, head_dim: int, alpha_a: float, heads: list
     for count in heads:
         rngs = np.random.default_rng(count).spawn(own["parts"])
         parts = [
-            one_block.train(block, inputs, targets, steps=steps, heads=count, seeds=own["seeds"], rng=rng)
+            one_block.train(
+                block, inputs, targets, steps=steps, heads=count, seeds=own["seeds"], rng=rng
+            )
             for rng in rngs
         ]
-        nets.append(tuple(np.concatenate([getattr(part, x) for part in parts]) for x in ("outputs", "kernels")))
+        nets.append(
+            tuple(
+                np.concatenate([getattr(part, x) for part in parts]) for x in ("outputs", "kernels")
+            )
+        )
     return compared(
         settings["at"],
         nets,
@@ -78,7 +92,10 @@ def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, An
         "memory_of_nets": nets[0].memory.mean(0), "attention": right.attention.mean(0),
     }  # fmt: skip
     distances = compared(
-        settings["at"], [(net.logits, net.kernels) for net in nets], (right.logits, right.kernels), wrong.logits
+        settings["at"],
+        [(net.logits, net.kernels) for net in nets],
+        (right.logits, right.kernels),
+        wrong.logits,
     )
     return distances, curves
 
@@ -100,7 +117,9 @@ def run(settings: Settings, depth: int) -> Config:
         ),
         data=DataConfig(name="digits", batch_size=own["images"], augment=False),
         preset=PresetConfig(name="depth-mup", base=None, **constants),
-        optimizer=OptimizerConfig(name="sgd", peak_lr=own["rate"], momentum=own["momentum"], schedule="constant"),
+        optimizer=OptimizerConfig(
+            name="sgd", peak_lr=own["rate"], momentum=own["momentum"], schedule="constant"
+        ),
         steps=max(settings["at"]),
     )
 
@@ -114,7 +133,10 @@ def digits(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compared(
-    at: Any, nets: list[tuple[np.ndarray, np.ndarray]], limit: tuple[np.ndarray, np.ndarray], wrong: np.ndarray
+    at: Any,
+    nets: list[tuple[np.ndarray, np.ndarray]],
+    limit: tuple[np.ndarray, np.ndarray],
+    wrong: np.ndarray,
 ) -> dict[str, Any]:
     """How far nets are from the limit.
 
@@ -133,22 +155,35 @@ def compared(
     for index, name in enumerate(("outputs", "kernels")):
         middle = limit[index].mean(0)
         squares = [((x[index] - middle) ** 2)[:, at] for x in nets]
-        distances[name] = np.array([x.reshape(*x.shape[:2], -1).mean(-1) for x in squares]).transpose(2, 0, 1)
+        distances[name] = np.array(
+            [x.reshape(*x.shape[:2], -1).mean(-1) for x in squares]
+        ).transpose(2, 0, 1)
     last = at[-1]
     along = (wrong - limit[0].mean(0)).mean(0)[last].ravel()
-    largest, draws, other = (x[:, last].reshape(len(x), -1) @ along for x in (nets[-1][0], limit[0], wrong))
+    largest, draws, other = (
+        x[:, last].reshape(len(x), -1) @ along for x in (nets[-1][0], limit[0], wrong)
+    )
     error = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(draws))
     wide = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(other))
-    distances["apart"] = [(largest.mean() - draws.mean()) / error, (largest.mean() - other.mean()) / wide]
+    distances["apart"] = [
+        (largest.mean() - draws.mean()) / error,
+        (largest.mean() - other.mean()) / wide,
+    ]
     return distances
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Slopes at every time of every case, and the distances in standard errors."""
     table = []
-    cases = [f"one block, N = {x['head_dim']}, alpha_A = {x['alpha_a']:g}" for x in settings["one_block"]["cases"]]
+    cases = [
+        f"one block, N = {x['head_dim']}, alpha_A = {x['alpha_a']:g}"
+        for x in settings["one_block"]["cases"]
+    ]
     stacks = [f"stack of L = {depth}" for depth in settings["stack"]["depth"]]
-    sizes = [x["heads"] for x in settings["one_block"]["cases"]], [settings["stack"]["heads"]] * len(stacks)
+    sizes = (
+        [x["heads"] for x in settings["one_block"]["cases"]],
+        [settings["stack"]["heads"]] * len(stacks),
+    )
     for kind, names, all_heads in zip(("one_block", "stack"), (cases, stacks), sizes, strict=True):
         for name, heads, errors in zip(names, all_heads, data[kind], strict=True):
             for what in ("outputs", "kernels"):
@@ -169,27 +204,53 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Loss and memory of the deepest stack, and errors of the outputs against H."""
-    figure, (left, second, third, right) = panels.row(4, "The infinite limit in time, and nets that come to it")
+    figure, (left, second, third, right) = panels.row(
+        4, "The infinite limit in time, and nets that come to it"
+    )
     curves = {name: np.asarray(x) for name, x in data["curves"].items()}
     steps, own = np.arange(curves["limit"].shape[-1]), settings["stack"]
     left.plot(steps, curves["nets"].T, color=panels.SKY, alpha=0.35, linewidth=0.8)
     left.plot([], [], color=panels.SKY, label=f"our step, H = {own['heads'][0]}, by seed")
-    left.plot(steps, curves["without_response"].mean(0), ":", color=panels.ORANGE, label="without response terms")
+    left.plot(
+        steps,
+        curves["without_response"].mean(0),
+        ":",
+        color=panels.ORANGE,
+        label="without response terms",
+    )
     left.plot(steps, curves["limit"].mean(0), "--", color=panels.INK, label="limit")
-    panels.label(left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats", legend=True)
+    panels.label(
+        left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats", legend=True
+    )
     for color, step in zip(panels.COLORS, (0, *settings["at"]), strict=False):
         second.plot(steps, curves["memory"][step], color=color, label=f"s = {step}")
         second.plot(steps, curves["memory_of_nets"][step], "o", color=color, markersize=3)
-    panels.label(second, f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)", "step t", "", legend=True)
-    for color, case, errors in zip(panels.COLORS, settings["one_block"]["cases"], data["one_block"], strict=False):
+    panels.label(
+        second,
+        f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)",
+        "step t",
+        "",
+        legend=True,
+    )
+    for color, case, errors in zip(
+        panels.COLORS, settings["one_block"]["cases"], data["one_block"], strict=False
+    ):
         name = rf"N = {case['head_dim']}, $\\alpha_A$ = {case['alpha_a']:g}".replace("\\\\", "\\")
-        panels.power_law(third, case["heads"], errors["outputs"][-1], name, color=color, predicted=-1.0)
+        panels.power_law(
+            third, case["heads"], errors["outputs"][-1], name, color=color, predicted=-1.0
+        )
     for color, depth, errors in zip(panels.COLORS, own["depth"], data["stack"], strict=False):
-        panels.power_law(right, own["heads"], errors["outputs"][-1], f"L = {depth}", color=color, predicted=-1.0)
+        panels.power_law(
+            right, own["heads"], errors["outputs"][-1], f"L = {depth}", color=color, predicted=-1.0
+        )
     last = settings["at"][-1]
     for one, title in ((third, "One block"), (right, "Whole stack, our step")):
         panels.label(
-            one, f"{title}, after {last} steps; dashed: slope -1", "heads H", "squared error of the output", legend=True
+            one,
+            f"{title}, after {last} steps; dashed: slope -1",
+            "heads H",
+            "squared error of the output",
+            legend=True,
         )
     return figure
 

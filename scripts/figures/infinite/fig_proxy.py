@@ -9,7 +9,16 @@ import numpy as np
 
 from scripts.figures import panels
 from scripts.figures.infinite import fig_dynamics
-from scripts.figures.result import Data, Figure, Row, Settings, estimate, jackknife, mean, settings_of
+from scripts.figures.result import (
+    Data,
+    Figure,
+    Row,
+    Settings,
+    estimate,
+    jackknife,
+    mean,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -27,15 +36,21 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     images, targets = fig_dynamics.digits(own["images"])
 
     def config(head_dim: int) -> Any:
-        return fig_dynamics.run({**settings, "stack": {**own, "head_dim": head_dim}}, own["depth"][0])
+        return fig_dynamics.run(
+            {**settings, "stack": {**own, "head_dim": head_dim}}, own["depth"][0]
+        )
 
     limits = [
-        dynamics.limit(config(n), images, targets, heads=own["limit"] // n, draws=own["draws"], seed=n)
+        dynamics.limit(
+            config(n), images, targets, heads=own["limit"] // n, draws=own["draws"], seed=n
+        )
         for n in settings["limit_head_dims"]
     ]
     nets = [
         [
-            dynamics.finite(dynamics.with_heads(config(n), width // n), images, targets, seeds=own["seeds"])
+            dynamics.finite(
+                dynamics.with_heads(config(n), width // n), images, targets, seeds=own["seeds"]
+            )
             for width in settings["widths"]
         ]
         for n in settings["head_dims"]
@@ -43,7 +58,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     return {
         "limit": [of.logits[:, steps].reshape(own["draws"], -1) for of in limits],
         "limit_loss": [of.losses[:, steps] for of in limits],
-        "proxies": [[of.logits[:, steps].reshape(own["seeds"], -1) for of in at_n] for at_n in nets],
+        "proxies": [
+            [of.logits[:, steps].reshape(own["seeds"], -1) for of in at_n] for at_n in nets
+        ],
         "loss": [[of.losses[:, steps] for of in at_n] for at_n in nets],
     }
 
@@ -97,7 +114,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     errors = squared_errors(data, end)
     last = errors[-1] - (b / settings["head_dims"][-1]) ** 2
     of_seeds = mean(last.T @ np.asarray(settings["widths"], float) / len(last))
-    of_draws = jackknife(lambda draws: terms(settings, data, draws)[1], np.asarray(data["limit"]).shape[1])
+    of_draws = jackknife(
+        lambda draws: terms(settings, data, draws)[1], np.asarray(data["limit"]).shape[1]
+    )
     for what, interval in (
         ("a, the squared relative error of outputs times the width", of_seeds),
         ("b, the relative error times the head dimension as heads grow", of_draws),
@@ -126,7 +145,10 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     )  # fmt: skip
     for error in ERRORS:
         n, width = needed(a, b, error)
-        low, high = (width_of(a_end, b_end, n, error) for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True))
+        low, high = (
+            width_of(a_end, b_end, n, error)
+            for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True)
+        )
         what = f"width for an error of {error:.0%} at N = {n}"
         note = "The interval has both terms at the same end of theirs."
         table.append(estimate(what, (width, low, high), note=note))
@@ -173,11 +195,22 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     line = np.geomspace(widths[0], needed(a, b, ERRORS[-1])[1] * 1.5)
     limits = dict(zip(settings["limit_head_dims"], np.asarray(data["limit_loss"]), strict=True))
     for color, n, squares, losses in zip(
-        panels.COLORS, settings["head_dims"], squared_errors(data, end), np.asarray(data["loss"]), strict=False
+        panels.COLORS,
+        settings["head_dims"],
+        squared_errors(data, end),
+        np.asarray(data["loss"]),
+        strict=False,
     ):
         left.plot(line, 100 * np.sqrt(a / line + (b / n) ** 2), color=color, label=f"N = {n}")
         left.plot(widths, 100 * np.sqrt(squares.mean(-1)), "o", color=color, markersize=5)
-        right.plot(np.repeat(widths, losses.shape[-1]), losses.ravel(), ".", color=color, alpha=0.2, markersize=4)
+        right.plot(
+            np.repeat(widths, losses.shape[-1]),
+            losses.ravel(),
+            ".",
+            color=color,
+            alpha=0.2,
+            markersize=4,
+        )
         right.plot(widths, losses.mean(-1), "o-", color=color, markersize=5, label=f"N = {n}")
         right.axhline(limits[n].mean(), color=color, linestyle="--", linewidth=1.1)
     for error in ERRORS:
@@ -190,8 +223,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             textcoords="offset points",
             fontsize=8,
         )
-    panels.label(left, "Relative error of the output (dots: our step; lines: formula)", "width D", "%")
-    panels.label(right, "Loss after the same steps; dashed: infinitely many heads", "width D", "nats")
+    panels.label(
+        left, "Relative error of the output (dots: our step; lines: formula)", "width D", "%"
+    )
+    panels.label(
+        right, "Loss after the same steps; dashed: infinitely many heads", "width D", "nats"
+    )
     for one in (left, right):
         one.set_xscale("log", base=2)
         one.xaxis.set_major_formatter(lambda size, _: f"{size:g}")

@@ -40,7 +40,11 @@ def train(
     h = inputs.reshape(-1, size) @ normal((seeds, size, width)) / size**0.5  # [Z, R, D]
     z = (h - h.mean(-1, keepdims=True)) / h.std(-1, keepdims=True)
     w_q, w_k = (n ** (1 - alpha) * normal((seeds, width, width)) for _ in range(2))  # [in, out]
-    w_v, w_o, w = normal((seeds, width, width)), normal((seeds, width, width)), normal((seeds, width, 1))
+    w_v, w_o, w = (
+        normal((seeds, width, width)),
+        normal((seeds, width, width)),
+        normal((seeds, width, 1)),
+    )
     rate = block.rate * block.gamma0**2 * width
     outputs, kernels, attention = [], [], []
 
@@ -59,13 +63,21 @@ def train(
         p = np.exp(logits - logits.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         y = joined(p @ v)
-        after = (h + block.beta0 * root * y @ w_o).reshape(seeds, examples, positions, width).mean(2)
+        after = (
+            (h + block.beta0 * root * y @ w_o).reshape(seeds, examples, positions, width).mean(2)
+        )
         f = (after @ w)[..., 0] / (block.gamma0 * width)
         outputs.append(f - outputs[0] if outputs else f)
         kernels.append(after @ t(after) / width)
-        attention.append(np.stack([(logits**2).mean((1, 2, 3, 4)), (logits.mean(2) ** 2).mean((1, 2, 3))], -1))
-        error = (targets - (outputs[-1] if len(outputs) > 1 else 0 * f)) / examples  # centred: 0 at the start
-        df = error[..., None] / (block.gamma0 * width)  # minus the loss's gradient, through f to the readout's product
+        attention.append(
+            np.stack([(logits**2).mean((1, 2, 3, 4)), (logits.mean(2) ** 2).mean((1, 2, 3))], -1)
+        )
+        error = (
+            targets - (outputs[-1] if len(outputs) > 1 else 0 * f)
+        ) / examples  # centred: 0 at the start
+        df = error[..., None] / (
+            block.gamma0 * width
+        )  # minus the loss's gradient, through f to the readout's product
         dafter = np.repeat(df * t(w), positions, axis=1) / positions  # [Z, R, D]
         dy = split(block.beta0 * root * dafter @ t(w_o))
         dp = dy @ t(v)

@@ -56,7 +56,10 @@ def sampled(
         [X, T, X, T].
     """
     (inputs, rows), columns = queries.shape[:2], keys.shape[1]
-    of_queries, of_keys = _root(queries.reshape(inputs * rows, -1)), _root(keys.reshape(inputs * columns, -1))
+    of_queries, of_keys = (
+        _root(queries.reshape(inputs * rows, -1)),
+        _root(keys.reshape(inputs * columns, -1)),
+    )
     per_input = of_keys.reshape(inputs, columns, -1)
     total = np.zeros((inputs * rows, inputs * rows))
     (first, rank), most = (of_queries.shape[1], of_keys.shape[1]), max(rows, columns)
@@ -65,14 +68,20 @@ def sampled(
         count = min(at_once, heads - start)  # K heads at once: matrix products are over all of them
         if head_dim is None:
             draws = of_queries @ rng.standard_normal((first, count * rank))  # [X T, K rank]
-            logits = draws.reshape(inputs, rows * count, rank) @ per_input.swapaxes(1, 2)  # [X, T K, S]
+            logits = draws.reshape(inputs, rows * count, rank) @ per_input.swapaxes(
+                1, 2
+            )  # [X, T K, S]
         else:
             query, key = (
-                (root @ rng.standard_normal((root.shape[1], count * head_dim))).reshape(inputs, -1, count, head_dim)
+                (root @ rng.standard_normal((root.shape[1], count * head_dim))).reshape(
+                    inputs, -1, count, head_dim
+                )
                 for root in (of_queries, of_keys)
             )
             products = query.swapaxes(1, 2) @ key.transpose(0, 2, 3, 1)  # [X, K, T, S]
-            logits = head_dim**-alpha_a * products.swapaxes(1, 2).reshape(inputs, rows * count, columns)
+            logits = head_dim**-alpha_a * products.swapaxes(1, 2).reshape(
+                inputs, rows * count, columns
+            )
         logits = np.where(np.repeat(mask, count, axis=1), logits, -np.inf)
         values = (_softmax(logits) @ per_input).reshape(inputs * rows, count * rank)
         total += values @ values.T

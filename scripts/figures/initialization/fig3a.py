@@ -61,8 +61,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Squared error against H, and the kernel by layer beside the recursion."""
     figure, (left, middle, right) = panels.row(3, "The initial residual kernel as heads are added")
     for color, ends, one in zip(panels.COLORS, ENDS, data["squared"], strict=False):
-        panels.power_law(left, settings["heads"], one, finite_kernels.title(ends), color=color, predicted=-1.0)
-    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True)
+        panels.power_law(
+            left, settings["heads"], one, finite_kernels.title(ends), color=color, predicted=-1.0
+        )
+    panels.label(
+        left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True
+    )
     for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
         panels.by_layer(axes, ENDS, settings["heads"], data, alpha_l)
     panels.label(middle, r"Mean diagonal at $\alpha_L$ = 1", "block", r"$H^\ell$")

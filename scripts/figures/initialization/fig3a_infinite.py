@@ -42,9 +42,13 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     models = f"distance of the mean kernel of {settings['seeds']} models of H = N = {size}"
     table = []
     for ends, products, squared in zip(ENDS, data["products"], data["squared"], strict=True):
-        note = f"Squared, for one model of H = N = {settings['size'][0]}: {np.mean(squared[0]):.2g}."
+        note = (
+            f"Squared, for one model of H = N = {settings['size'][0]}: {np.mean(squared[0]):.2g}."
+        )
         table.append(
-            finite_kernels.of_mean(f"{models}, {finite_kernels.name(ends)}, from the recursion", products, note=note)
+            finite_kernels.of_mean(
+                f"{models}, {finite_kernels.name(ends)}, from the recursion", products, note=note
+            )
         )
     for ends, controls in zip(ENDS, data["controls"], strict=True):
         other = f"{models}, {finite_kernels.name(ends)}, from the recursion of alpha_A = {1.5 - ends[0]:g}"
@@ -54,11 +58,17 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Squared errors against the size, and the kernel by layer beside the recursion."""
-    figure, (left, middle, right) = panels.row(3, "The residual kernel as N and H go to infinity together")
+    figure, (left, middle, right) = panels.row(
+        3, "The residual kernel as N and H go to infinity together"
+    )
     for color, ends, squared in zip(panels.COLORS, ENDS, data["squared"], strict=False):
         panels.power_law(left, settings["size"], squared, finite_kernels.title(ends), color=color)
     panels.label(
-        left, "Every model's distance from the recursion", "N = H", "squared error over the limit's square", legend=True
+        left,
+        "Every model's distance from the recursion",
+        "N = H",
+        "squared error over the limit's square",
+        legend=True,
     )
     for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
         panels.by_layer(axes, ENDS, settings["size"], data, alpha_l)

@@ -27,7 +27,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for index, head_dim in enumerate(settings["head_dim"]):
         config = models.vit(head_dim=head_dim, heads=settings["heads"], depth=1)
-        program = models.at_initialization(config, lambda model: internals(model, images)["attention"][0])
+        program = models.at_initialization(
+            config, lambda model: internals(model, images)["attention"][0]
+        )
         heads = []
         for seed in range(settings["seeds"]):
             by_preset = program(seed, presets)  # [B, H, T, S] each
@@ -58,8 +60,16 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     figure, (left, right) = panels.row(2, "Attention logits over heads at initialization")
     centers = np.linspace(-4.1, 4.1, 42)[:-1] + 0.1
     for color, (head_dim, density) in zip(panels.COLORS, data["density"].items(), strict=False):
-        left.step(centers, density, where="mid", color=color, linewidth=1.4, label=f"N = {head_dim}")
-    left.plot(centers, np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi), "--", color=panels.GREY, label="Gaussian")
+        left.step(
+            centers, density, where="mid", color=color, linewidth=1.4, label=f"N = {head_dim}"
+        )
+    left.plot(
+        centers,
+        np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi),
+        "--",
+        color=panels.GREY,
+        label="Gaussian",
+    )
     panels.label(
         left,
         "Over heads and seeds, a pair of positions at a time",
@@ -67,10 +77,20 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         "density",
         legend=True,
     )
-    for color, alpha, variance in zip(panels.COLORS, settings["alpha_a"], data["variance"], strict=False):
+    for color, alpha, variance in zip(
+        panels.COLORS, settings["alpha_a"], data["variance"], strict=False
+    ):
         name = rf"$\alpha_A$ = {alpha:g}"
-        panels.power_law(right, settings["head_dim"], variance, name, color=color, predicted=1 - 2 * alpha)
-    panels.label(right, r"Dashed: slope $1 - 2\alpha_A$", "head dimension N", "variance over heads", legend=True)
+        panels.power_law(
+            right, settings["head_dim"], variance, name, color=color, predicted=1 - 2 * alpha
+        )
+    panels.label(
+        right,
+        r"Dashed: slope $1 - 2\alpha_A$",
+        "head dimension N",
+        "variance over heads",
+        legend=True,
+    )
     return figure
 
 

@@ -40,7 +40,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         program = models.at_initialization(config, look)
         moved.append(np.transpose([program(seed, presets) for seed in range(settings["seeds"])]))
         layers = [
-            kernels.residual_kernels(first, depth=depth, alpha_a=1.0, alpha_l=alpha, beta0=beta0).layers
+            kernels.residual_kernels(
+                first, depth=depth, alpha_a=1.0, alpha_l=alpha, beta0=beta0
+            ).layers
             for alpha in alphas
         ]
         limit.append([np.einsum("xsxs->xs", one[-1] - one[0]).mean() for one in layers])
@@ -68,10 +70,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     for color, alpha, moved, limit in zip(
         panels.COLORS, settings["alpha_l"], data["moved"], data["limit"], strict=False
     ):
-        panels.power_law(axes, depths, moved, rf"$\alpha_L$ = {alpha:g}", color=color, predicted=1 - 2 * alpha)
+        panels.power_law(
+            axes, depths, moved, rf"$\alpha_L$ = {alpha:g}", color=color, predicted=1 - 2 * alpha
+        )
         axes.plot(depths, limit, "x", color=panels.INK, markersize=7, zorder=4)
     axes.plot([], [], "x", color=panels.INK, label="recursion, N and H infinite")
-    panels.label(axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$", legend=True)
+    panels.label(
+        axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$", legend=True
+    )
     return figure
 
 

@@ -22,10 +22,14 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     def nets(depth: int, seeds: int, response: bool) -> np.ndarray:
         rngs = np.random.default_rng([depth, response]).spawn(seeds)
         hyperparameters = (depth, settings["width"], settings["rate"])
-        return np.stack([linear_net.one_step(*hyperparameters, rng, response=response) for rng in rngs])
+        return np.stack(
+            [linear_net.one_step(*hyperparameters, rng, response=response) for rng in rngs]
+        )
 
     return {
-        "kernels": {str(depth): nets(depth, settings["seeds"], True) for depth in settings["depth"]},
+        "kernels": {
+            str(depth): nets(depth, settings["seeds"], True) for depth in settings["depth"]
+        },
         "without_response": {str(depth): nets(depth, 8, False) for depth in settings["depth"]},
     }
 
@@ -37,10 +41,23 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         for depth in settings["depth"]:
             measured, low, high = mean(np.asarray(data[name][str(depth)])[:, -1])
             predicted = float(linear_net.limit(np.array(depth), settings["rate"]))
-            what = f"kernel of the last of {depth} layers after one step" + (", without response terms" * control)
-            note = f"Without response terms theory has {1 + settings['rate'] ** 2 * depth:.2f}." if control else ""
-            row = {"predicted": predicted, "tolerance": 0.02 * predicted, "kind": "value", "note": note}
-            table.append(Row(what=what, measured=measured, low=low, high=high, control=control, **row))
+            what = f"kernel of the last of {depth} layers after one step" + (
+                ", without response terms" * control
+            )
+            note = (
+                f"Without response terms theory has {1 + settings['rate'] ** 2 * depth:.2f}."
+                if control
+                else ""
+            )
+            row = {
+                "predicted": predicted,
+                "tolerance": 0.02 * predicted,
+                "kind": "value",
+                "note": note,
+            }
+            table.append(
+                Row(what=what, measured=measured, low=low, high=high, control=control, **row)
+            )
     return table
 
 
@@ -51,9 +68,19 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         layers = np.arange(1, depth + 1)
         measured = np.asarray(data["kernels"][str(depth)]).mean(axis=0)
         control = np.asarray(data["without_response"][str(depth)]).mean(axis=0)
-        one.plot(layers, linear_net.limit(layers, settings["rate"]), "--", color=panels.GREY, label="limit")
-        one.plot(layers, measured, "o", color=panels.BLUE, label=f"nets of width {settings['width']:,}")
-        one.plot(layers, control, "s", color=panels.ORANGE, markersize=4, label="without response terms")
+        one.plot(
+            layers,
+            linear_net.limit(layers, settings["rate"]),
+            "--",
+            color=panels.GREY,
+            label="limit",
+        )
+        one.plot(
+            layers, measured, "o", color=panels.BLUE, label=f"nets of width {settings['width']:,}"
+        )
+        one.plot(
+            layers, control, "s", color=panels.ORANGE, markersize=4, label="without response terms"
+        )
         panels.label(one, f"L = {depth}", r"layer $\ell$", r"$|h^\ell|^2 / N$", legend=True)
     return figure
 

@@ -33,8 +33,15 @@ def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
     side = first.shape[0] * first.shape[1]
     by_pair = []
     for alpha_a, alpha_l in ENDS:
-        rule = {"alpha_a": alpha_a, "alpha_l": alpha_l, "beta0": settings["beta0"], "depth": settings["depth"]}
-        one = kernels.residual_kernels(first, **rule, head_dim=head_dim, samples=settings["samples"])
+        rule = {
+            "alpha_a": alpha_a,
+            "alpha_l": alpha_l,
+            "beta0": settings["beta0"],
+            "depth": settings["depth"],
+        }
+        one = kernels.residual_kernels(
+            first, **rule, head_dim=head_dim, samples=settings["samples"]
+        )
         by_pair.append(one.layers.reshape(-1, side, side))
     return np.stack(by_pair)
 
@@ -56,8 +63,12 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
 
     config = models.vit(head_dim=head_dim, heads=heads, depth=settings["depth"])
     program = models.at_initialization(config, look)
-    presets = [models.absolute(alpha_a=one, alpha_l=other, beta0=settings["beta0"]) for one, other in ENDS]
-    return np.stack([np.stack(program(seed, presets)) for seed in range(settings["seeds"])], axis=1).astype(np.float64)
+    presets = [
+        models.absolute(alpha_a=one, alpha_l=other, beta0=settings["beta0"]) for one, other in ENDS
+    ]
+    return np.stack(
+        [np.stack(program(seed, presets)) for seed in range(settings["seeds"])], axis=1
+    ).astype(np.float64)
 
 
 def products(model_kernels: np.ndarray, limit: np.ndarray) -> np.ndarray:
@@ -67,7 +78,8 @@ def products(model_kernels: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """
     error = model_kernels[:, :, -1] - limit[:, None, -1]
     return (
-        np.einsum("psij,ptij->pst", error, error) / np.einsum("pij,pij->p", limit[:, -1], limit[:, -1])[:, None, None]
+        np.einsum("psij,ptij->pst", error, error)
+        / np.einsum("pij,pij->p", limit[:, -1], limit[:, -1])[:, None, None]
     )
 
 
@@ -85,7 +97,9 @@ def of_mean(what: str, product: Any, **more: Any) -> Row:
     more["note"] = (
         f"Squared: {one:.2g} for one model, {shared:+.1g} less the seeds' noise. {more.get('note', '')}".strip()
     )
-    measured, low, high = jackknife(lambda subset: math.sqrt(product[np.ix_(subset, subset)].mean()), len(product))
+    measured, low, high = jackknife(
+        lambda subset: math.sqrt(product[np.ix_(subset, subset)].mean()), len(product)
+    )
     row = {"predicted": 0.0, "tolerance": 0.03, "kind": "value", **more}
     return Row(what=what, measured=measured, low=max(low, 0.0), high=high, **row)
 
@@ -94,4 +108,6 @@ def sums(layers: np.ndarray) -> np.ndarray:
     """What is drawn of kernels [..., M, M]: mean of the diagonal and mean off it, [..., 2]."""
     side = layers.shape[-1]
     diagonal = np.einsum("...ii->...", layers) / side
-    return np.stack([diagonal, (layers.mean(axis=(-2, -1)) * side - diagonal) / (side - 1)], axis=-1)
+    return np.stack(
+        [diagonal, (layers.mean(axis=(-2, -1)) * side - diagonal) / (side - 1)], axis=-1
+    )

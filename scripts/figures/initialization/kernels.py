@@ -118,7 +118,9 @@ def residual_kernels(
     repeats = 1 if exact else 8
     (inputs, positions), everything = first.shape[:2], np.ones(1, bool)
 
-    def heads(queries: np.ndarray, keys: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def heads(
+        queries: np.ndarray, keys: np.ndarray, mask: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
         mask = np.broadcast_to(mask, (inputs, positions, keys.shape[1]))
         if exact:
             return attention_kernels.uniform(keys, mask)
@@ -131,14 +133,20 @@ def residual_kernels(
             bar = normalized(kernel)
             kernel = kernel + branch * heads(bar, bar, everything if mask is None else mask, rng)
             if memory is not None:
-                kernel = kernel + branch * heads(normalized(kernel), memory.kernel, memory.mask[:, None], rng)
+                kernel = kernel + branch * heads(
+                    normalized(kernel), memory.kernel, memory.mask[:, None], rng
+                )
             kernel = kernel + branch * mean_of(normalized(kernel))
             layers.append(kernel)
         return np.stack(layers)
 
     recursions = np.stack([recursion(rng) for rng in np.random.default_rng(seed).spawn(repeats)])
     layers = recursions.mean(axis=0)
-    spread = recursions.std(axis=0, ddof=1) / math.sqrt(repeats) if repeats > 1 else np.zeros_like(layers)
+    spread = (
+        recursions.std(axis=0, ddof=1) / math.sqrt(repeats)
+        if repeats > 1
+        else np.zeros_like(layers)
+    )
     return Kernels(layers, _rms(spread) / _rms(layers))
 
 
@@ -155,7 +163,9 @@ def activation_kernel(name: str) -> Callable[[np.ndarray], np.ndarray]:
         PresetError: no activation has this name.
     """
     if name not in ACTIVATIONS:
-        raise PresetError(f"no kernel is known for the activation {name!r}; write {', '.join(ACTIVATIONS)}")
+        raise PresetError(
+            f"no kernel is known for the activation {name!r}; write {', '.join(ACTIVATIONS)}"
+        )
     phi = ACTIVATIONS[name]
     return relu_kernel if phi is None else partial(_series, phi)
 
@@ -207,7 +217,9 @@ def _check(
     memory: Memory | None,
 ) -> None:
     if first.ndim != 4 or first.shape[:2] != first.shape[2:]:
-        raise PresetError(f"the first kernel has shape {first.shape}; write one of shape [X, S, X, S]")
+        raise PresetError(
+            f"the first kernel has shape {first.shape}; write one of shape [X, S, X, S]"
+        )
     if memory is not None and memory.kernel.shape != 2 * (len(first), memory.mask.shape[-1]):
         shapes = f"{memory.kernel.shape} with {memory.mask.shape} seen"
         raise PresetError(

@@ -16,7 +16,9 @@ def limit(layer: np.ndarray, rate: float) -> np.ndarray:
     return 1 + rate**2 * layer * (layer + 1) * (2 * layer + 1) / 6
 
 
-def one_step(depth: int, width: int, rate: float, rng: np.random.Generator, *, response: bool = True) -> np.ndarray:
+def one_step(
+    depth: int, width: int, rate: float, rng: np.random.Generator, *, response: bool = True
+) -> np.ndarray:
     """Kernels |h^l|^2 / N of layers 1 to L after one step.
 
     A layer's Gaussian matrix W acts on three vectors only: forward on h, backward on the signal g, and forward on the new h.
@@ -42,7 +44,9 @@ def one_step(depth: int, width: int, rate: float, rng: np.random.Generator, *, r
     g, backward = [normal(width)], []
     for layer in reversed(range(depth - 1)):
         u, v, size = _unit(h[layer]), _unit(g[0]), np.linalg.norm(g[0])
-        backward.insert(0, _without(u, normal(width)))  # W^T v less its part along u, which W u has fixed
+        backward.insert(
+            0, _without(u, normal(width))
+        )  # W^T v less its part along u, which W u has fixed
         g.insert(0, (u * (forward[layer] @ v) + backward[0]) * size / root)
     pushed = g if response else [normal(width) for _ in g]
     new = [h[0] + rate * pushed[0]]

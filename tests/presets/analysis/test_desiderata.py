@@ -16,9 +16,15 @@ from mupax.presets.analysis.model import LIMITS
 pytestmark = pytest.mark.core
 
 
-def failing(preset: str, dimension: str, **constants) -> dict[str, tuple[float | None, tuple[str, ...]]]:
+def failing(
+    preset: str, dimension: str, **constants
+) -> dict[str, tuple[float | None, tuple[str, ...]]]:
     cells = desiderata(presets.get(preset, **constants), dimension)
-    return {column: (cells[column].exponent, cells[column].of) for column in COLUMNS if not cells[column].holds}
+    return {
+        column: (cells[column].exponent, cells[column].of)
+        for column in COLUMNS
+        if not cells[column].holds
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,9 @@ def failing(preset: str, dimension: str, **constants) -> dict[str, tuple[float |
         ("depth-mup", {"alpha_l": 1.0}, "depth", {"signal": (-0.5, ("branches",))}),
     ],
 )
-def test_what_can_be_scaled_and_what_says_that_it_cannot(preset, constants, dimension, wrong) -> None:
+def test_what_can_be_scaled_and_what_says_that_it_cannot(
+    preset, constants, dimension, wrong
+) -> None:
     assert failing(preset, dimension, **constants) == wrong
 
 
@@ -65,7 +73,9 @@ def test_what_can_be_scaled_and_what_says_that_it_cannot(preset, constants, dime
 def test_what_an_encoder_adds(preset, constants, dimension, wrong) -> None:
     """What it gets back is a sum over the decoder's branches: L^(1/2 - alpha_l) at first."""
     cells = desiderata(presets.get(preset, **constants), dimension, encoder=True)
-    assert {column: cell.text(dimension) for column, cell in cells.items() if not cell.holds} == wrong
+    assert {
+        column: cell.text(dimension) for column, cell in cells.items() if not cell.holds
+    } == wrong
 
 
 def test_a_preset_without_a_rule_for_sgd_has_no_rates_to_ask() -> None:
@@ -76,9 +86,9 @@ def test_a_preset_without_a_rule_for_sgd_has_no_rates_to_ask() -> None:
 
 def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
     assert main(["presets", "desiderata", "mup", "--constant", "key_start=query"]) == 0
-    assert [line.split()[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("d_k")] == [
-        ["d_k", "can", "yes", "yes", "yes", "yes"]
-    ]
+    assert [
+        line.split()[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("d_k")
+    ] == [["d_k", "can", "yes", "yes", "yes", "yes"]]
     for preset, logits in ((presets.get("mup"), -0.5), (presets.get("mup", key_start="query"), 0)):
         limit = Limit(preset, "adam", LIMITS["head_dim"])
         assert limit.observables()["attention logits"] == logits

@@ -28,7 +28,13 @@ def _wrong(preset: Preset, optimizer: str) -> set[tuple[str, str]]:
         "output",
         "squared error of the kernel",
     }
-    return {(row, at) for row, of in table.items() if row not in apart for at, e in of.items() if e.verdict != "stable"}
+    return {
+        (row, at)
+        for row, of in table.items()
+        if row not in apart
+        for at, e in of.items()
+        if e.verdict != "stable"
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
@@ -41,13 +47,23 @@ def test_the_rules_of_experts_hold_in_width_number_and_size(name: str, optimizer
 @pytest.mark.parametrize(
     ("rival", "optimizer", "wrong"),
     [
-        ("dense", "adam", {("change of the stream", "expert_dim"), ("gradient over eps, block", "experts")}),
-        ("dense", "sgd", {("change of what experts write", "experts"), ("change of router's scores", "width")}),
+        (
+            "dense",
+            "adam",
+            {("change of the stream", "expert_dim"), ("gradient over eps, block", "experts")},
+        ),
+        (
+            "dense",
+            "sgd",
+            {("change of what experts write", "experts"), ("change of router's scores", "width")},
+        ),
         # Its larger start is for E that grows with n at a fixed m: alone, E makes what an expert writes larger.
         ("mssp", "adam", {("change of the stream", "experts")}),
     ],
 )
-def test_control_rules_that_are_not_theirs_fail(rival: str, optimizer: str, wrong: set[tuple[str, str]]) -> None:
+def test_control_rules_that_are_not_theirs_fail(
+    rival: str, optimizer: str, wrong: set[tuple[str, str]]
+) -> None:
     assert wrong <= _wrong(presets.get("mup", experts=rival), optimizer)
 
 
@@ -63,20 +79,41 @@ def _broken(role: Role, change: Callable[[Rule], Rule]) -> Preset:
 @pytest.mark.parametrize(
     ("role", "change", "wrong"),
     [
-        (Role.ROUTER, lambda row: row.times(adam=axis("embed")), ("change of router's scores", "width")),
-        (Role.EXPERT_IN, lambda row: row.times(adam=axis("embed") ** -1), ("gradient over eps, block", "width")),
-        (Role.EXPERT_OUT, lambda row: row.times(adam=axis("expert_dim")), ("change of the stream", "expert_dim")),
+        (
+            Role.ROUTER,
+            lambda row: row.times(adam=axis("embed")),
+            ("change of router's scores", "width"),
+        ),
+        (
+            Role.EXPERT_IN,
+            lambda row: row.times(adam=axis("embed") ** -1),
+            ("gradient over eps, block", "width"),
+        ),
+        (
+            Role.EXPERT_OUT,
+            lambda row: row.times(adam=axis("expert_dim")),
+            ("change of the stream", "expert_dim"),
+        ),
         # As if the sum over active experts were not their mean.
-        (Role.EXPERT_OUT, lambda row: row.times(eps=axis("experts")), ("gradient over eps, block", "experts")),
+        (
+            Role.EXPERT_OUT,
+            lambda row: row.times(eps=axis("experts")),
+            ("gradient over eps, block", "experts"),
+        ),
     ],
     ids=["router", "expert in", "expert out", "mean over active"],
 )
 def test_control_a_wrong_power_of_each_role_is_seen(
     role: Role, change: Callable[[Rule], Rule], wrong: tuple[str, str]
 ) -> None:
-    if role is Role.EXPERT_IN:  # too slow a rate stops what it moves, which others still move: its own weight shows it
+    if (
+        role is Role.EXPERT_IN
+    ):  # too slow a rate stops what it moves, which others still move: its own weight shows it
         slow = _broken(role, change)
-        right, broken = (Limit(p, "adam", EXPERT_LIMITS["width"], part="experts") for p in (presets.get("mup"), slow))
+        right, broken = (
+            Limit(p, "adam", EXPERT_LIMITS["width"], part="experts")
+            for p in (presets.get("mup"), slow)
+        )
         assert (right.d_hidden, broken.d_hidden) == (0.0, -1.0)
     else:
         assert wrong in _wrong(_broken(role, change), "adam")

@@ -19,13 +19,23 @@ pytestmark = pytest.mark.core
 
 RIGHT = (("sde", "batch"), ("complete-d", "batch"), ("complete-d", "tokens"))
 WORDS = {"lr": ("explodes", "frozen")}
-BASE: dict[str, Any] = {"peak_lr": 0.01, "weight_decay": 0.1, "eps": 1e-8, "b1": 0.95, "b2": 0.98, "warmup_steps": 512}
+BASE: dict[str, Any] = {
+    "peak_lr": 0.01,
+    "weight_decay": 0.1,
+    "eps": 1e-8,
+    "b1": 0.95,
+    "b2": 0.98,
+    "warmup_steps": 512,
+}
 STEPS = 4096
 
 
 def by_numbers(name: str, batch: float, tokens: float) -> dict[str, float]:
     """The same from an optimizer's numbers and a count of steps."""
-    run, steps = scaled(name, {"batch": batch, "tokens": tokens}, "adamw", BASE), STEPS * tokens / batch
+    run, steps = (
+        scaled(name, {"batch": batch, "tokens": tokens}, "adamw", BASE),
+        STEPS * tokens / batch,
+    )
     return {
         "displacement by noise": run["peak_lr"] * steps**0.5,
         "drift": run["peak_lr"] * steps / (1 / batch) ** 0.5,
@@ -43,32 +53,47 @@ def test_powers_are_those_of_the_numbers_that_the_rule_gives(name: str):
         base, there = by_numbers(name, 1, 1), by_numbers(name, batch, tokens)
         expected = {row: there[row] / base[row] for row in there}
         powers = observables(RULES[name])
-        assert {row: power({"batch": batch, "tokens": tokens}) for row, power in powers.items()} == pytest.approx(
-            expected
-        )
+        assert {
+            row: power({"batch": batch, "tokens": tokens}) for row, power in powers.items()
+        } == pytest.approx(expected)
 
 
 def test_what_goes_how_under_each_rule():
     powers = {
-        name: [formula(power) for power in observables(RULES[name]).values()] for name in ("none", "sde", "complete-d")
+        name: [formula(power) for power in observables(RULES[name]).values()]
+        for name in ("none", "sde", "complete-d")
     }
     assert powers["sde"] == ["T^0.5", "T", "T", "T^-1", "T^-1", "1", "1"]
     # Noise of a batch does not depend on T, and more tokens tell more: as the source has it.
     assert powers["complete-d"] == ["1", "T^0.5", "1", "1", "1", "T^0.5", "1"]
     # The control: nothing stays where the numbers are left alone.
-    assert powers["none"] == ["B^-0.5 T^0.5", "B^-0.5 T", "B^-1 T", "B T^-1", "B T^-1", "B^0.5", "B T^-1"]
+    assert powers["none"] == [
+        "B^-0.5 T^0.5",
+        "B^-0.5 T",
+        "B^-1 T",
+        "B T^-1",
+        "B T^-1",
+        "B^0.5",
+        "B T^-1",
+    ]
 
 
 def test_words():
     none, sde, complete = ({row: (at["batch"].verdict, at["tokens"].verdict) for row, at in verdicts(RULES[n]).items()}
                            for n in ("none", "sde", "complete-d"))  # fmt: skip
-    assert set(sde.values()) == {("stable", "explodes"), ("stable", "vanishes"), ("stable", "stable")}
+    assert set(sde.values()) == {
+        ("stable", "explodes"),
+        ("stable", "vanishes"),
+        ("stable", "stable"),
+    }
     assert none["displacement by noise"] == ("frozen", "explodes")
     assert none["drift"] == ("frozen", "stable")
     assert none["decay over the run"] == ("vanishes", "explodes")
     assert none["eps over noise"] == ("explodes", "stable")
     assert complete["eps over noise"] == ("stable", "explodes")
-    assert [row for row, words in complete.items() if words != ("stable", "stable")] == ["eps over noise"]
+    assert [row for row, words in complete.items() if words != ("stable", "stable")] == [
+        "eps over noise"
+    ]
 
 
 @pytest.mark.parametrize(("name", "grows"), RIGHT)
@@ -80,10 +105,16 @@ def test_right_rules_have_no_trouble_and_each_wrong_column_is_named(name: str, g
             power = (getattr(rule, column) or ONE) * axis(grows) ** exponent
             wrong = troubles(dataclasses.replace(rule, **{column: power}), grows)
             if (name, grows, column) == ("complete-d", "tokens", "eps") and exponent < 0:
-                assert wrong == {}  # its source lets eps over noise go as T^0.5: anything between is no worse
+                assert (
+                    wrong == {}
+                )  # its source lets eps over noise go as T^0.5: anything between is no worse
                 continue
-            more = ("drift",) if grows == "tokens" and exponent > -0.75 else ()  # which may grow with T
-            assert set(wrong) == {row for row, of in OBSERVABLES.items() if of == column} - set(more), (
+            more = (
+                ("drift",) if grows == "tokens" and exponent > -0.75 else ()
+            )  # which may grow with T
+            assert set(wrong) == {row for row, of in OBSERVABLES.items() if of == column} - set(
+                more
+            ), (
                 column,
                 exponent,
             )
@@ -109,7 +140,9 @@ def test_the_way_to_a_run_says_where_the_rule_holds():
     )  # fmt: skip
     assert {row["holds"] for row in sde} == {"yes"}
     apart = rows(decay="independent")[-1]
-    assert (apart["weight_decay"], apart["tau"]) == pytest.approx((8, 1))  # wd is the pull, lr*wd of the coupled
+    assert (apart["weight_decay"], apart["tau"]) == pytest.approx(
+        (8, 1)
+    )  # wd is the pull, lr*wd of the coupled
     assert rows(b1=0.85)[-1]["holds"] == "1-b1 = 1.2"
     assert [row["holds"] for row in rows(noise_scale=20)] == [
         "yes",
@@ -128,7 +161,10 @@ def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
     assert main(["presets", "limits", "mup", "--joint", "sde"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"(?m)^displacement by noise +stable +explodes T\^0\.5$", out)
-    assert "holds while B (1 - b1) < 1 and B (1 - b2) < 1, and for a batch well below the noise scale" in out
+    assert (
+        "holds while B (1 - b1) < 1 and B (1 - b2) < 1, and for a batch well below the noise scale"
+        in out
+    )
     assert main(["presets", "limits", "mup", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert entries["drift"]["batch"] == {"exponent": -0.5, "verdict": "frozen"}
@@ -137,7 +173,10 @@ def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
     assert "drift" not in capsys.readouterr().out
     table = ["table", "mup", "--model", "lm-tiny", "--joint", "sde", "--batch", "8:64"]
     assert main(["presets", *table]) == 0
-    assert re.search(r"(?m)^ +64 +1 +0\.125 +2\.828 +2\.828 +0\.3536 +8 +8 +0\.125 +1 +yes$", capsys.readouterr().out)
+    assert re.search(
+        r"(?m)^ +64 +1 +0\.125 +2\.828 +2\.828 +0\.3536 +8 +8 +0\.125 +1 +yes$",
+        capsys.readouterr().out,
+    )
     assert main(["presets", *table, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["joint"][-1]["tau"] == pytest.approx(1)
 
@@ -145,9 +184,15 @@ def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("limits mup --joint sde --optimizer sgd", "the joint rule sde is for adam and says nothing about sgd"),
+        (
+            "limits mup --joint sde --optimizer sgd",
+            "the joint rule sde is for adam and says nothing about sgd",
+        ),
         ("limits mup --joint sdf", "--joint needs one of 'complete-d', 'none', 'sde', not 'sdf'"),
-        ("table mup --model lm-tiny --joint sde --batch 8", "--batch is 8; write FROM:TO with two numbers above 0"),
+        (
+            "table mup --model lm-tiny --joint sde --batch 8",
+            "--batch is 8; write FROM:TO with two numbers above 0",
+        ),
         ("table mup --model lm-tiny --joint sde --optimizer muon", "says nothing about muon"),
     ],
 )

@@ -42,11 +42,18 @@ def test_alpha_a_half_starts_with_logits_and_moves_them_by_small_q_and_k(optimiz
 @pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
 def test_initial_variance_of_logits_over_heads(alpha_a: float):
     """N^(1-2aa): slopes 0, -1/2, -1."""
-    assert at(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0] == 1 - 2 * alpha_a
+    assert (
+        at(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0]
+        == 1 - 2 * alpha_a
+    )
 
 
-@pytest.mark.parametrize(("alpha_a", "first", "aligned"), [(1.0, -1, 0), (0.5, 0, 1), (0.75, -0.5, 0.5)])
-def test_squared_backward_signal_of_q_and_k_before_and_after_aligning(alpha_a: float, first: float, aligned: float):
+@pytest.mark.parametrize(
+    ("alpha_a", "first", "aligned"), [(1.0, -1, 0), (0.5, 0, 1), (0.75, -0.5, 0.5)]
+)
+def test_squared_backward_signal_of_q_and_k_before_and_after_aligning(
+    alpha_a: float, first: float, aligned: float
+):
     """-1 to 0 at aa = 1, 0 to +1 at 1/2, m_N^(1-aa) for any: SGD has a stable limit at aa = 1 alone."""
     preset = presets.get("mup", alpha_a=alpha_a)
     assert 2 * at(preset, "q, k backward signal, at first", N)[0] == first
@@ -65,8 +72,12 @@ def test_heads_to_infinity_is_stable_and_heads_stay_different(alpha_a: float, op
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 1.0])
-@pytest.mark.parametrize(("alpha_a", "in_head_dim"), [(1.0, (-1, "converges")), (0.5, (0, "stable"))])
-def test_the_residual_kernel_converges_with_squared_error_1_over_heads(alpha_a, in_head_dim, alpha_l: float):
+@pytest.mark.parametrize(
+    ("alpha_a", "in_head_dim"), [(1.0, (-1, "converges")), (0.5, (0, "stable"))]
+)
+def test_the_residual_kernel_converges_with_squared_error_1_over_heads(
+    alpha_a, in_head_dim, alpha_l: float
+):
     """In N it does so at aa = 1 alone: at 1/2 each of finitely many heads keeps its own random attention."""
     preset = presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l)
     assert at(preset, "squared error of the kernel", H) == (-1, "converges")
@@ -104,7 +115,10 @@ def test_alpha_l_1_has_no_brownian_term_and_every_weight_moves(optimizer: str):
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
 def test_squared_distance_through_the_stack(alpha_l: float):
     """|h^L - h^1|^2 goes as L^(1-2al): slopes 0, -1/2, -1."""
-    assert 2 * at(presets.get("depth-mup", alpha_l=alpha_l), "all blocks' share of the stream", L)[0] == 1 - 2 * alpha_l
+    assert (
+        2 * at(presets.get("depth-mup", alpha_l=alpha_l), "all blocks' share of the stream", L)[0]
+        == 1 - 2 * alpha_l
+    )
 
 
 @pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
@@ -113,7 +127,12 @@ def test_squared_distance_through_the_stack(alpha_l: float):
 def test_transfer_in_every_size_for_every_exponent(alpha_a: float, alpha_l: float, optimizer: str):
     """The best rate stays: output and logits move by Theta(1), eps and decay keep their meaning, in N, H and L."""
     by_observable = verdicts(presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l), optimizer)
-    for row in ("residual stream", "change of the stream", "change of the output", "lr * weight decay"):
+    for row in (
+        "residual stream",
+        "change of the stream",
+        "change of the output",
+        "lr * weight decay",
+    ):
         assert {entry.exponent for entry in by_observable[row].values()} == {0}, row
     for limit in (N, H):
         assert by_observable["change of attention logits"][limit].exponent == 0
@@ -151,7 +170,9 @@ def test_standard_parameterization_explodes_in_width():
 
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
-def test_what_comes_back_to_an_encoder_is_a_sum_over_independent_blocks_and_later_one_in_concert(optimizer, alpha_l):
+def test_what_comes_back_to_an_encoder_is_a_sum_over_independent_blocks_and_later_one_in_concert(
+    optimizer, alpha_l
+):
     preset = presets.get("depth-mup", alpha_l=alpha_l)
     assert at(preset, "signal into an encoder, at first", L, optimizer) == (0.5 - alpha_l, "stable")
     assert at(preset, "signal into an encoder, aligned", L, optimizer) == (0, "stable")
@@ -161,7 +182,9 @@ def test_what_comes_back_to_an_encoder_is_a_sum_over_independent_blocks_and_late
 
 def test_without_a_depth_rule_what_comes_back_to_an_encoder_explodes_once_aligned():
     mup = presets.get("mup")
-    assert at(mup, "signal into an encoder, at first", L)[0] == 0  # the stream grows as the sum does
+    assert (
+        at(mup, "signal into an encoder, at first", L)[0] == 0
+    )  # the stream grows as the sum does
     assert at(mup, "signal into an encoder, aligned", L)[0] == 0.5
     unscaled = dataclasses.replace(presets.get("depth-mup", alpha_l=1.0), branch=ONE)
     assert at(unscaled, "signal into an encoder, at first", L)[0] == 0
@@ -172,7 +195,11 @@ def test_control_a_memory_of_another_fan_in_is_seen_in_cross_attention_alone():
 
     def rule(spec):
         row = preset.rule(spec)
-        return dataclasses.replace(row, init_std=row.init_std * axis("memory") ** 0.5) if spec.part == "cross" else row
+        return (
+            dataclasses.replace(row, init_std=row.init_std * axis("memory") ** 0.5)
+            if spec.part == "cross"
+            else row
+        )
 
     wide = dataclasses.replace(preset, rule=rule)
     assert at(wide, "cross-attention logits", H)[1] == "explodes"
@@ -195,13 +222,20 @@ def test_effective_theory_goes_from_lazy_to_feature_learning(name: str, s: float
     for optimizer in ("adam", "sgd"):
         for limit in (N, H):
             expected = (s / 2 - 0.5, "lazy" if s < 1 else "stable")
-            assert at(preset, "change of v, MLP entries", limit, optimizer) == expected, (optimizer, limit)
+            assert at(preset, "change of v, MLP entries", limit, optimizer) == expected, (
+                optimizer,
+                limit,
+            )
         assert at(preset, "change of the output", H, optimizer) == (0, "stable")
-        assert at(preset, "change of the stream", H, optimizer)[1] == ("lazy" if s < 1 else "stable")
+        assert at(preset, "change of the stream", H, optimizer)[1] == (
+            "lazy" if s < 1 else "stable"
+        )
 
 
 @pytest.mark.parametrize(("optimizer", "power"), [("adam", 0.5), ("sgd", 1.0)])
-def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(optimizer: str, power: float):
+def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(
+    optimizer: str, power: float
+):
     """Its logit updates grow as m_N^1/2 under Adam and m_N under SGD; nothing else tells it from mup."""
     theory, mup = presets.get("maximal-update"), presets.get("mup")
     assert at(theory, "change of attention logits", N, optimizer) == (power, "explodes")
@@ -217,10 +251,16 @@ def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(optimi
 def test_what_the_disagreements_cost():
     drift = presets.get("completep", alpha_l=0.5)
     assert at(drift, "lr * weight decay", L) == (-0.5, "vanishes")
-    assert at(presets.get("completep", alpha_l=0.5, decay="rate"), "lr * weight decay", L) == (0, "stable")
+    assert at(presets.get("completep", alpha_l=0.5, decay="rate"), "lr * weight decay", L) == (
+        0,
+        "stable",
+    )
     assert at(presets.get("completep"), "gradient over eps, readout", H) == (-1, "vanishes")
     assert at(presets.get("u-mup"), "weight movement, embedding", H) == (-0.5, "frozen")
-    assert at(presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H) == (0, "stable")
+    assert at(presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H) == (
+        0,
+        "stable",
+    )
     assert at(presets.get("sp-layerwise"), "change of the output", H) == (0.5, "explodes")
     for exponent, verdict in {0.0: "stable", -0.5: "vanishes", -1.0: "vanishes"}.items():
         chosen = presets.get("mup", decay_width=exponent)
@@ -266,13 +306,20 @@ def test_control_dropped_readout_multiplier_and_dropped_depth_factor():
 
     def loud(spec):
         row = preset.rule(spec)
-        return dataclasses.replace(row, multiplier=row.multiplier * axis("embed")) if spec.role is Role.READOUT else row
+        return (
+            dataclasses.replace(row, multiplier=row.multiplier * axis("embed"))
+            if spec.role is Role.READOUT
+            else row
+        )
 
     def fast(spec):
         return preset.rule(spec).times(adam=axis("layers") ** 0.5 if spec.in_block else 1.0)
 
     assert at(dataclasses.replace(preset, rule=loud), "change of the output", H)[1] == "explodes"
-    assert at(dataclasses.replace(preset, rule=fast), "change of the stream", L) == (0.5, "explodes")
+    assert at(dataclasses.replace(preset, rule=fast), "change of the stream", L) == (
+        0.5,
+        "explodes",
+    )
 
 
 # Growing one axis alone (what section 2 allows with an eps correction)

@@ -30,7 +30,9 @@ SPECS = {
     "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
     "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
     "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention_out": block(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")),
+    "attention_out": block(
+        Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")
+    ),
     "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
     "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
     "query_bias": block(Role.BIAS, ("heads", "head_dim"), of=Role.QUERY),
@@ -46,20 +48,41 @@ SPECS = {
     "readout_bias": ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT),
 }
 
-FAN_IN = {"query": "D", "key": "D", "value": "D", "attention_out": "NH", "mlp_in": "D", "mlp_out": "F"}
+FAN_IN = {
+    "query": "D",
+    "key": "D",
+    "value": "D",
+    "attention_out": "NH",
+    "mlp_in": "D",
+    "mlp_out": "F",
+}
 MATRICES, ATTENTION = tuple(FAN_IN), ("query", "key")
-NO_DECAY = ("query_bias", "key_bias", "head_gain", "shared_gain", "norm_gain", "value_bias", "mlp_bias")
+NO_DECAY = (
+    "query_bias",
+    "key_bias",
+    "head_gain",
+    "shared_gain",
+    "norm_gain",
+    "value_bias",
+    "mlp_bias",
+)
 NO_DECAY += ("final_gain", "patch_bias", "readout_bias")
 
 
 def page(name: str, m: dict, aa: float, al: float | None, form: str) -> dict[str, Any]:
     """One row of the page as numbers. m: D, N, H, F, L ratios and Din; al None is no depth rule."""
     D, N = m["D"], m["N"]
-    sgd_L, adam_L, eps_L = (1, 1, 1) if al is None else (m["L"] ** (2 * al - 1), m["L"] ** (al - 1), m["L"] ** (-al))
+    sgd_L, adam_L, eps_L = (
+        (1, 1, 1) if al is None else (m["L"] ** (2 * al - 1), m["L"] ** (al - 1), m["L"] ** (-al))
+    )
     if name in FAN_IN:
         m_in = {"D": D, "NH": N * m["H"], "F": m["F"]}[FAN_IN[name]]
         if name in ATTENTION:
-            sgd, adam, eps = N ** (2 * aa - 2) * sgd_L, N ** (aa - 1) / m_in * adam_L, N ** (1 - aa) / D * eps_L
+            sgd, adam, eps = (
+                N ** (2 * aa - 2) * sgd_L,
+                N ** (aa - 1) / m_in * adam_L,
+                N ** (1 - aa) / D * eps_L,
+            )
             wd = m_in * N ** (1 - aa) * (1 if al is None else m["L"] ** (1 - al))
         else:
             sgd, adam, eps = D / m_in * sgd_L, adam_L / m_in, eps_L / D
@@ -69,15 +92,27 @@ def page(name: str, m: dict, aa: float, al: float | None, form: str) -> dict[str
         "token": (1, 1, D, 1, 1 / D, 1),
         "position": (1, 1, D, 1, 1 / D, 1),
         "patch": (m["Din"] ** -0.5, 1, D, 1, m["Din"] ** -0.5 / D, 1),
-        "query_bias": (1, 0, D * N ** (2 * aa - 2) * sgd_L, N ** (aa - 1) * adam_L, N ** (1 - aa) / D * eps_L, 0),
+        "query_bias": (
+            1,
+            0,
+            D * N ** (2 * aa - 2) * sgd_L,
+            N ** (aa - 1) * adam_L,
+            N ** (1 - aa) / D * eps_L,
+            0,
+        ),
         "shared_gain": (1, 1, N ** (2 * aa - 1) * sgd_L, N ** (aa - 1) * adam_L, N**-aa * eps_L, 0),
         "norm_gain": (1, 1, D * sgd_L, adam_L, eps_L / D, 0),
         "final_gain": (1, 1, D, 1, 1 / D, 0),
-        "readout": (1 / D, 1, D, 1, 1 / D, 1) if form == "readout-multiplier" else (1, 1 / D, 1 / D, 1 / D, 1, D),
+        "readout": (1 / D, 1, D, 1, 1 / D, 1)
+        if form == "readout-multiplier"
+        else (1, 1 / D, 1 / D, 1 / D, 1, D),
         "readout_bias": (1, 0, 1, 1, 1, 0),
     }
     rows |= {"key_bias": rows["query_bias"], "head_gain": (1, 1, *rows["query_bias"][2:])}
-    rows |= {"value_bias": (1, 0, *rows["norm_gain"][2:]), "mlp_bias": (1, 0, *rows["norm_gain"][2:])}
+    rows |= {
+        "value_bias": (1, 0, *rows["norm_gain"][2:]),
+        "mlp_bias": (1, 0, *rows["norm_gain"][2:]),
+    }
     rows |= {"patch_bias": (1, 0, *rows["final_gain"][2:])}
     return dict(zip(("multiplier", "std", "sgd", "adam", "eps", "wd"), rows[name], strict=True))
 
@@ -96,8 +131,12 @@ PAIRS = [*itertools.product((0.5, 0.75, 1.0), (0.5, 0.75, 1.0)), (1.0, None), (0
 def test_every_row_of_the_page(aa: float, al: float | None, optimizer: str):
     column = "adam" if optimizer.startswith("adam") else "sgd"
     constants: dict[str, Any] = {"alpha_a": aa} if al is None else {"alpha_a": aa, "alpha_l": al}
-    for sizes, base, form in itertools.product((WIDER, DEEPER), (BASE, None), ("readout-multiplier", "plain")):
-        preset = presets.get("mup" if al is None else "depth-mup", base=base, form=form, **constants)
+    for sizes, base, form in itertools.product(
+        (WIDER, DEEPER), (BASE, None), ("readout-multiplier", "plain")
+    ):
+        preset = presets.get(
+            "mup" if al is None else "depth-mup", base=base, form=form, **constants
+        )
         m, all_sizes = ratios(sizes, base), {**sizes, **FINITE}
         for name, spec in SPECS.items():
             row = page(name, m, aa, al, form)
@@ -123,8 +162,13 @@ def test_every_row_of_the_page(aa: float, al: float | None, optimizer: str):
                 assert factors.weight_decay == pytest.approx(row["wd"], rel=1e-12), name
             independent = preset.factors(spec, all_sizes, optimizer, "independent").weight_decay
             assert independent == (0 if name in NO_DECAY else 1), name
-        assert preset.logit_scale(all_sizes) == pytest.approx((base["head_dim"] ** -0.5 if base else 1) * m["N"] ** -aa)
-        assert preset.residual_scale(all_sizes, 0, "mlp") == (1, pytest.approx(1 if al is None else m["L"] ** -al))
+        assert preset.logit_scale(all_sizes) == pytest.approx(
+            (base["head_dim"] ** -0.5 if base else 1) * m["N"] ** -aa
+        )
+        assert preset.residual_scale(all_sizes, 0, "mlp") == (
+            1,
+            pytest.approx(1 if al is None else m["L"] ** -al),
+        )
 
 
 def test_control_the_page_tells_exponents_apart():
@@ -134,7 +178,10 @@ def test_control_the_page_tells_exponents_apart():
         rows = [page(name, m, aa, 1.0, "plain") for aa in (0.5, 0.75, 1.0)]
         assert len({round(row["adam"], 9) for row in rows}) == 3, name
     deep = ratios(DEEPER, BASE)
-    assert len({round(page("value", deep, 1.0, al, "plain")["eps"], 9) for al in (0.5, 0.75, 1.0)}) == 3
+    assert (
+        len({round(page("value", deep, 1.0, al, "plain")["eps"], 9) for al in (0.5, 0.75, 1.0)})
+        == 3
+    )
 
 
 WITH_BASE = [
@@ -152,7 +199,13 @@ def test_at_base_size_every_factor_is_exactly_one(name: str, optimizer: str):
         for key, spec in SPECS.items():
             factors = preset.factors(spec, {**BASE, **FINITE}, optimizer)
             decay = 0.0 if key in NO_DECAY else 1.0
-            assert (factors.multiplier, factors.init_std, factors.lr, factors.eps, factors.weight_decay) == (
+            assert (
+                factors.multiplier,
+                factors.init_std,
+                factors.lr,
+                factors.eps,
+                factors.weight_decay,
+            ) == (
                 1,
                 1,
                 1,
@@ -167,23 +220,36 @@ def test_mup_has_no_depth_anywhere_and_is_not_alpha_l_zero():
     deep = {**BASE, **FINITE, "layers": 64}
     mup = presets.get("mup", base=BASE)
     assert all(
-        mup.row(spec).lr(f).growth({"layers": 1.0}) == 0 for spec in SPECS.values() for f in ("adam", "sgd", "muon")
+        mup.row(spec).lr(f).growth({"layers": 1.0}) == 0
+        for spec in SPECS.values()
+        for f in ("adam", "sgd", "muon")
     )
     assert all(mup.row(spec).eps.growth({"layers": 1.0}) == 0 for spec in SPECS.values())
     assert mup.residual_scale(deep, 0, "mlp") == (1, 1)
     # alpha_l = 0 would have the SGD rate 1/L and the Adam rate 1/L in blocks.
-    assert mup.factors(SPECS["value"], deep, "sgd").lr == mup.factors(SPECS["value"], deep, "adam").lr == 1
-    with pytest.raises(PresetError, match=r"mup takes .* not alpha_l; alpha_l is a constant of depth-mup"):
+    assert (
+        mup.factors(SPECS["value"], deep, "sgd").lr
+        == mup.factors(SPECS["value"], deep, "adam").lr
+        == 1
+    )
+    with pytest.raises(
+        PresetError, match=r"mup takes .* not alpha_l; alpha_l is a constant of depth-mup"
+    ):
         presets.get("mup", alpha_l=0.0)
 
 
 def test_gamma0_multiplies_sgd_rates_by_its_square_divides_eps_and_sits_in_the_readout():
-    one, lazy = presets.get("depth-mup", base=BASE), presets.get("depth-mup", base=BASE, gamma0=0.25)
+    one, lazy = (
+        presets.get("depth-mup", base=BASE),
+        presets.get("depth-mup", base=BASE, gamma0=0.25),
+    )
     sizes = {**WIDER, **FINITE}
     for name, spec in SPECS.items():
         before, after = one.factors(spec, sizes, "sgd"), lazy.factors(spec, sizes, "sgd")
         assert after.lr / before.lr == 1 / 16, name
-        assert after.multiplier / before.multiplier == (4 if name in ("readout", "readout_bias") else 1), name
+        assert after.multiplier / before.multiplier == (
+            4 if name in ("readout", "readout_bias") else 1
+        ), name
         before, after = one.factors(spec, sizes, "adam"), lazy.factors(spec, sizes, "adam")
         assert after.lr / before.lr == 1, name
         assert after.eps / before.eps == pytest.approx(4), name
@@ -191,9 +257,17 @@ def test_gamma0_multiplies_sgd_rates_by_its_square_divides_eps_and_sits_in_the_r
 
 def test_muon_rows():
     """Derived on the page: sqrt(m_out/m_in) * L^(al-1), query and key also N^(aa-1); the rest stays on Adam."""
-    preset, sizes = presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5), {**DEEPER, **FINITE}
+    preset, sizes = (
+        presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5),
+        {**DEEPER, **FINITE},
+    )
     m = ratios(DEEPER, BASE)
-    fans = {"query": ("D", "NH"), "key": ("D", "NH"), "value": ("D", "NH"), "attention_out": ("NH", "D")}
+    fans = {
+        "query": ("D", "NH"),
+        "key": ("D", "NH"),
+        "value": ("D", "NH"),
+        "attention_out": ("NH", "D"),
+    }
     fans |= {"mlp_in": ("D", "F"), "mlp_out": ("F", "D")}
     size = {"D": m["D"], "NH": m["N"] * m["H"], "F": m["F"]}
     for name, spec in SPECS.items():
@@ -227,7 +301,9 @@ def test_growing_the_mlp_alone_corrects_eps_of_mlp_in_and_warns():
     factors = {name: preset.factors(spec, sizes) for name, spec in SPECS.items()}
     assert factors["mlp_in"].eps == factors["mlp_bias"].eps == 0.5
     assert (factors["mlp_out"].lr, factors["mlp_out"].eps) == (0.25, 1)
-    assert {factors[name].eps for name in ("query", "value", "readout", "token", "norm_gain")} == {1}
+    assert {factors[name].eps for name in ("query", "value", "readout", "token", "norm_gain")} == {
+        1
+    }
     (caution,) = preset.cautions(sizes)
     assert caution.startswith("mlp/embed is 4 times the base's")
 
@@ -235,10 +311,15 @@ def test_growing_the_mlp_alone_corrects_eps_of_mlp_in_and_warns():
 def test_growing_heads_but_not_kv_heads_corrects_keys_and_values_and_warns():
     sizes = {**BASE, **FINITE, "heads": 12, "embed": 24, "mlp": 48}
     preset = presets.get("mup", base=BASE)
-    adam, sgd = ({n: preset.factors(s, sizes, optimizer) for n, s in SPECS.items()} for optimizer in ("adam", "sgd"))
+    adam, sgd = (
+        {n: preset.factors(s, sizes, optimizer) for n, s in SPECS.items()}
+        for optimizer in ("adam", "sgd")
+    )
     for name in ("key", "value"):
         # m_G = 4: SGD * 1/4 and eps * 2 on top of eps 1/m_D.
-        assert (sgd[name].lr, adam[name].lr, adam[name].eps) == pytest.approx((0.25, 0.25, 2 / 4)), name
+        assert (sgd[name].lr, adam[name].lr, adam[name].eps) == pytest.approx(
+            (0.25, 0.25, 2 / 4)
+        ), name
     assert (sgd["query"].lr, adam["query"].eps) == pytest.approx((1, 0.25))
     (caution,) = preset.cautions(sizes)
     assert caution.startswith("heads/kv_heads is 4 times the base's")
@@ -248,7 +329,9 @@ def test_growing_heads_but_not_kv_heads_corrects_keys_and_values_and_warns():
 def test_heads_wider_than_the_stream_correct_eps():
     sizes = {**BASE, **FINITE, "head_dim": 8}
     preset = presets.get("mup", base=BASE)
-    assert [preset.factors(SPECS[name], sizes).eps for name in ("query", "key", "value", "mlp_in")] == [
+    assert [
+        preset.factors(SPECS[name], sizes).eps for name in ("query", "key", "value", "mlp_in")
+    ] == [
         0.5,
         0.5,
         0.5,

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.core
 OUT, IN = 7, 5
 
 
-def play(rng: np.random.Generator, draws: int, *, dense: bool, responses: bool = True) -> np.ndarray:
+def play(
+    rng: np.random.Generator, draws: int, *, dense: bool, responses: bool = True
+) -> np.ndarray:
     """Numbers of an adaptive game [draws, 6]: every vector is made of what came back for the last."""
     if dense:
         w = rng.standard_normal((draws, OUT, IN))
@@ -82,7 +84,9 @@ def test_directions_are_orthonormal_and_grow_by_what_they_lack():
         assert len(basis) - before == added
         np.testing.assert_allclose(at @ basis.rows, vectors, atol=1e-12)
         np.testing.assert_allclose(
-            basis.rows @ transposed(basis.rows), np.eye(len(basis)) + np.zeros((3, 1, 1)), atol=1e-12
+            basis.rows @ transposed(basis.rows),
+            np.eye(len(basis)) + np.zeros((3, 1, 1)),
+            atol=1e-12,
         )
 
 
@@ -103,7 +107,9 @@ def test_adaptive_play_has_the_dense_law_and_without_responses_it_has_not():
     draws = 20_000
     dense = play(np.random.default_rng(3), draws, dense=True)
     assert z_of(dense, play(np.random.default_rng(4), draws, dense=False)).max() < 4
-    assert z_of(dense, play(np.random.default_rng(5), draws, dense=False, responses=False)).max() > 20
+    assert (
+        z_of(dense, play(np.random.default_rng(5), draws, dense=False, responses=False)).max() > 20
+    )
 
 
 def test_several_matrices_share_the_directions_of_their_inputs():

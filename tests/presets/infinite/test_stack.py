@@ -23,7 +23,11 @@ def numbers(
     width = head_dim * heads
     in_block = {name: np.full(depth, width**-0.5) for name in BLOCK}
     rates = {name: np.full(depth, gamma0**2 * depth * rate) for name in BLOCK}
-    ends = {"patch": width * gamma0**2 * rate, "position": width * gamma0**2 * rate, "readout": rate / width}
+    ends = {
+        "patch": width * gamma0**2 * rate,
+        "position": width * gamma0**2 * rate,
+        "readout": rate / width,
+    }
     return LimitConfig(
         head_dim=head_dim, heads=heads, depth=depth, mlp=width, momentum=0.9, eps=1e-5, logit_scale=1 / head_dim,
         stds={**in_block, "patch": np.array(1.0), "position": np.array(1.0), "readout": np.array(1 / (gamma0 * width))},
@@ -35,7 +39,9 @@ def numbers(
 def outputs(seed: int, *, dense: bool = False, responses: bool = True) -> np.ndarray:
     """Losses and a centred logit before each step but the first, [DRAWS, 2 (STEPS - 1)]."""
     rng = np.random.default_rng(seed)
-    stack = Stack(numbers(), positions=3, patch=2, classes=3, rng=rng, draws=DRAWS, responses=responses)
+    stack = Stack(
+        numbers(), positions=3, patch=2, classes=3, rng=rng, draws=DRAWS, responses=responses
+    )
     if dense:
         for block in stack.blocks:
             for weight in block.weights.values():
@@ -63,7 +69,9 @@ def test_float32_is_the_same_path_to_its_rounding():
     small = dataclasses.replace(numbers(heads=64), momentum=0.0)
     losses = []
     for dtype in (np.float32, np.float64):
-        stack = Stack(small, positions=3, patch=2, classes=3, rng=np.random.default_rng(0), dtype=dtype)
+        stack = Stack(
+            small, positions=3, patch=2, classes=3, rng=np.random.default_rng(0), dtype=dtype
+        )
         inputs = np.random.default_rng(0).standard_normal((IMAGES, 3, 2))
         losses.append([stack.step(inputs, np.array([0, 2])).loss[0] for _ in range(3)])
         assert stack.blocks[0].weights["query"].dice.matrix().dtype == dtype
@@ -78,7 +86,9 @@ def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
     weights = []
     for _ in range(depth - 1):
         sides = Basis(width, (draws,)), Basis(width, (draws,))
-        weights.append(Weight(LazyGaussian(*sides, rng, responses=responses), width**-0.5, rate=0.0))
+        weights.append(
+            Weight(LazyGaussian(*sides, rng, responses=responses), width**-0.5, rate=0.0)
+        )
     first, last = rng.standard_normal((2, draws, 1, width))
     h, at = [first], []
     for weight in weights:

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.core
 FAMILY = ("mup", "mup-half", "depth-mup")
 
 
-def factor_pair(name: str, spec: ParamSpec, optimizer: str = "adam", **constants: Any) -> tuple[Scales, Scales]:
+def factor_pair(
+    name: str, spec: ParamSpec, optimizer: str = "adam", **constants: Any
+) -> tuple[Scales, Scales]:
     """Factors without and with the constants."""
     preset, other = presets.get(name, base=BASE), presets.get(name, base=BASE, **constants)
     return preset.factors(spec, BIG, optimizer), other.factors(spec, BIG, optimizer)
@@ -49,7 +51,9 @@ def test_the_family_has_one_list_of_constants_and_each_preset_those_that_it_does
     assert list(takes["mup-half"]) == everything[2:]
     for constant, parameter in takes["depth-mup"].items():
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        assert str(parameter.annotation).startswith("str") == isinstance(parameter.default, str), constant
+        assert str(parameter.annotation).startswith("str") == isinstance(parameter.default, str), (
+            constant
+        )
         assert all(takes[name][constant] == parameter for name in FAMILY if constant in takes[name])
 
 
@@ -67,13 +71,37 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
 @pytest.mark.parametrize(
     ("name", "constants", "message"),
     [
-        ("mup", {"readout_width": -0.75}, "mup: readout_width=-0.75 is not a choice; write -1 or -0.5"),
-        ("depth-mup", {"embedding_width": 1}, "depth-mup: embedding_width=1 is not a choice; write 0 or -0.5"),
+        (
+            "mup",
+            {"readout_width": -0.75},
+            "mup: readout_width=-0.75 is not a choice; write -1 or -0.5",
+        ),
+        (
+            "depth-mup",
+            {"embedding_width": 1},
+            "depth-mup: embedding_width=1 is not a choice; write 0 or -0.5",
+        ),
         ("sp", {"embedding_width": -0.5}, "sp: embedding_width=-0.5 is not a choice; write 0 or 1"),
-        ("mup", {"mlp_out": "fan-out"}, "mup: mlp_out=fan-out is not a choice; write fan-in or mean-field"),
-        ("mup", {"muon_scale": "max"}, "mup: muon_scale=max is not a choice; write spectral or rms"),
-        ("spectral", {"kv_norm": "none"}, "spectral: kv_norm=none is not a choice; write operator or expected"),
-        ("completep", {"eps_scope": "all"}, "eps_scope=all is not a choice; write blocks, everywhere or completed"),
+        (
+            "mup",
+            {"mlp_out": "fan-out"},
+            "mup: mlp_out=fan-out is not a choice; write fan-in or mean-field",
+        ),
+        (
+            "mup",
+            {"muon_scale": "max"},
+            "mup: muon_scale=max is not a choice; write spectral or rms",
+        ),
+        (
+            "spectral",
+            {"kv_norm": "none"},
+            "spectral: kv_norm=none is not a choice; write operator or expected",
+        ),
+        (
+            "completep",
+            {"eps_scope": "all"},
+            "eps_scope=all is not a choice; write blocks, everywhere or completed",
+        ),
     ],
 )
 def test_another_value_is_refused(name: str, constants: dict[str, Any], message: str):
@@ -104,7 +132,9 @@ def test_the_command_lists_values_sources_and_statuses(capsys: pytest.CaptureFix
 def test_a_readout_of_width_half_starts_larger_and_trains_at_the_same_rate(optimizer: str):
     for form in ("plain", "readout-multiplier"):
         plain, louder = (
-            presets.get("mup", base=BASE, form=form, readout_width=width).factors(READOUT, BIG, optimizer)
+            presets.get("mup", base=BASE, form=form, readout_width=width).factors(
+                READOUT, BIG, optimizer
+            )
             for width in (-1.0, -0.5)
         )
         acting = [f.multiplier * f.init_std for f in (plain, louder)]  # pyright: ignore[reportOperatorIssue]
@@ -128,8 +158,16 @@ def test_a_readout_of_width_half_starts_larger_and_trains_at_the_same_rate(optim
 def test_limits_of_a_readout_of_width_half(limit: str, optimizer: str):
     """Features move as under -1; the output starts at order one, and its first change is larger by the readout's start."""
     usual, louder = presets.get("mup"), presets.get("mup", readout_width=-0.5)
-    for observable in ("change of the stream", "change of v, MLP entries", "change of attention logits"):
-        assert at(louder, observable, limit, optimizer) == at(usual, observable, limit, optimizer) == (0, "stable")
+    for observable in (
+        "change of the stream",
+        "change of v, MLP entries",
+        "change of attention logits",
+    ):
+        assert (
+            at(louder, observable, limit, optimizer)
+            == at(usual, observable, limit, optimizer)
+            == (0, "stable")
+        )
     assert at(usual, "output", limit, optimizer) == (-0.5, "vanishes")
     assert at(louder, "output", limit, optimizer) == (0, "stable")
     assert at(usual, "change of the output", limit, optimizer) == (0, "stable")
@@ -144,7 +182,9 @@ def test_an_embedding_rate_of_width_half():
         for key, spec in ALL.items():
             one, other = factor_pair(name, spec, embedding_width=-0.5)
             slower = D**-0.5 if spec is TOKEN else 1.0
-            assert (other.lr, other.weight_decay) == pytest.approx((one.lr * slower, one.weight_decay / slower)), key  # pyright: ignore[reportOperatorIssue]
+            assert (other.lr, other.weight_decay) == pytest.approx(
+                (one.lr * slower, one.weight_decay / slower)
+            ), key  # pyright: ignore[reportOperatorIssue]
             assert (
                 factor_pair(name, spec, "sgd", embedding_width=-0.5)[0]
                 == factor_pair(name, spec, "sgd", embedding_width=-0.5)[1]
@@ -157,13 +197,18 @@ def test_an_embedding_rate_of_width_half():
 
 def test_sp_with_an_embedding_rate_of_width_has_of_mup_the_embedding_alone():
     sp, control, mup = (
-        presets.get(n, base=BASE, **c) for n, c in (("sp", {}), ("sp", {"embedding_width": 1}), ("mup", {}))
+        presets.get(n, base=BASE, **c)
+        for n, c in (("sp", {}), ("sp", {"embedding_width": 1}), ("mup", {}))
     )
     key = MATRICES["key"]
     for name, spec in ALL.items():
         embeds = name in ("token", "position", "patch")
-        assert control.factors(spec, BIG).lr == pytest.approx(D if embeds else sp.factors(spec, BIG).lr), name
-        assert dataclasses.replace(control.factors(spec, BIG, "sgd")) == sp.factors(spec, BIG, "sgd")
+        assert control.factors(spec, BIG).lr == pytest.approx(
+            D if embeds else sp.factors(spec, BIG).lr
+        ), name
+        assert dataclasses.replace(control.factors(spec, BIG, "sgd")) == sp.factors(
+            spec, BIG, "sgd"
+        )
     ratios = [p.factors(TOKEN, BIG).lr / p.factors(key, BIG).lr for p in (mup, control, sp)]  # pyright: ignore[reportOperatorIssue]
     assert ratios == pytest.approx([D, D, 1])
 
@@ -171,7 +216,8 @@ def test_sp_with_an_embedding_rate_of_width_has_of_mup_the_embedding_alone():
 @pytest.mark.parametrize("constants", [{"readout_width": -0.5}, {"embedding_width": -0.5}])
 def test_a_tied_readout_has_one_table(constants: dict[str, float]):
     with pytest.raises(
-        PresetError, match=r"a tied readout has one table, and .*_width wants two rules for it; untie it"
+        PresetError,
+        match=r"a tied readout has one table, and .*_width wants two rules for it; untie it",
     ):
         presets.get("mup", **constants).row(TIED)
     with pytest.raises(PresetError, match="untie it"):
@@ -188,13 +234,18 @@ def test_a_mean_field_mlp_moves_every_entry_where_it_grows_alone(optimizer: str)
         for how in ("fan-in", "mean-field")
     }
     fan_in, mean_field = limits["fan-in"], limits["mean-field"]
-    assert (fan_in.random("MLP out", fan_in.hidden), mean_field.random("MLP out", mean_field.hidden)) == (0, -0.5)
+    assert (
+        fan_in.random("MLP out", fan_in.hidden),
+        mean_field.random("MLP out", mean_field.hidden),
+    ) == (0, -0.5)
     assert mean_field.d_hidden == 0
     assert mean_field.features == 0
     # Under fan-in either no entry moves, or all move and the sum of their changes explodes.
     assert (fan_in.d_hidden, fan_in.features) == ((-0.5, 0.0) if optimizer == "sgd" else (0.0, 0.5))
     if optimizer == "adam":
-        assert all(limit.observables()["gradient over eps, block"] == 0 for limit in limits.values())
+        assert all(
+            limit.observables()["gradient over eps, block"] == 0 for limit in limits.values()
+        )
     even = {how: verdicts(presets.get("mup", mlp_out=how), optimizer) for how in limits}
     assert even["fan-in"] == even["mean-field"]
 
@@ -208,7 +259,8 @@ def test_a_mean_field_mlp_may_grow_alone_and_another_may_not():
     wide = {**BIG, "mlp": 3 * BIG["mlp"]}
     spec = MATRICES["mlp_out"]
     fan_in, mean_field = (
-        presets.get("mup", base=BASE, mlp_out=h).factors(spec, wide) for h in ("fan-in", "mean-field")
+        presets.get("mup", base=BASE, mlp_out=h).factors(spec, wide)
+        for h in ("fan-in", "mean-field")
     )
     assert mean_field.init_std == pytest.approx(fan_in.init_std * 3**-0.5)  # pyright: ignore[reportOperatorIssue]
     assert mean_field.lr == fan_in.lr == pytest.approx(1 / (3 * F))
@@ -231,14 +283,18 @@ def test_the_rms_scale_is_moonlights_times_the_root_of_the_width():
             for decay in ("coupled", "independent"):
                 scales: Any = rms.scales(spec, at_size, "muon", decay)
                 assert scales.lr == pytest.approx(0.2 * max(fans) ** 0.5 * slower), name
-                assert scales.weight_decay * (scales.lr if decay == "coupled" else 1) == pytest.approx(1), name
+                assert scales.weight_decay * (
+                    scales.lr if decay == "coupled" else 1
+                ) == pytest.approx(1), name
     non_matrices = {key: spec for key, spec in ALL.items() if key not in MATRICES}
     for spec in non_matrices.values():
         assert rms.scales(spec, {**sizes, **BIG}, "muon") == presets.get("mup", base=BASE).scales(
             spec, {**sizes, **BIG}, "muon"
         )
     for spec in ALL.values():
-        assert rms.scales(spec, BIG, "adam") == presets.get("mup", base=BASE).scales(spec, BIG, "adam")
+        assert rms.scales(spec, BIG, "adam") == presets.get("mup", base=BASE).scales(
+            spec, BIG, "adam"
+        )
 
 
 def test_control_moonlights_own_scale_moves_features_too_much():
@@ -247,7 +303,11 @@ def test_control_moonlights_own_scale_moves_features_too_much():
 
     def own(spec: ParamSpec) -> Any:
         row = usual.rule(spec)
-        return row if row.muon is None else dataclasses.replace(row, muon=row.muon * axis("embed") ** 0.5)
+        return (
+            row
+            if row.muon is None
+            else dataclasses.replace(row, muon=row.muon * axis("embed") ** 0.5)
+        )
 
     moonlight = dataclasses.replace(usual, rule=own)
     assert at(rms, "change of the stream", "heads", "muon") == (0, "stable")
@@ -257,7 +317,8 @@ def test_control_moonlights_own_scale_moves_features_too_much():
 @pytest.mark.parametrize("name", ["shampoo", "soap", "SOAP"])
 def test_an_optimizer_whose_table_nobody_could_read_is_refused_by_name(name: str):
     with pytest.raises(
-        PresetError, match=rf"no rule for the optimizer '{name}' \(no source's table of its rates could be verified"
+        PresetError,
+        match=rf"no rule for the optimizer '{name}' \(no source's table of its rates could be verified",
     ):
         presets.get("mup").family(name)
 
@@ -275,9 +336,13 @@ def test_the_expected_norm_of_shared_keys_is_mups_rule():
     for name in MATRICES:
         shared = name in ("key", "value")
         for optimizer in ("adam", "sgd"):
-            mup_factors, one, other = (p.factors(MATRICES[name], sizes, optimizer) for p in (mup, expected, operator))
+            mup_factors, one, other = (
+                p.factors(MATRICES[name], sizes, optimizer) for p in (mup, expected, operator)
+            )
             if shared:
-                assert (one.init_std, one.lr) == pytest.approx((mup_factors.init_std, mup_factors.lr))
+                assert (one.init_std, one.lr) == pytest.approx(
+                    (mup_factors.init_std, mup_factors.lr)
+                )
                 assert other.init_std == pytest.approx(3**-0.5)
             else:
                 assert one == other
@@ -303,7 +368,9 @@ def test_completed_has_the_eps_of_embeddings():
     theirs = presets.get("completep", base=BASE, eps_scope="completed")
     ours = presets.get("depth-mup", base=BASE, alpha_l=1.0)
     for name in ("token", "position", "patch", "readout", *MATRICES, "gain", "value_bias"):
-        assert theirs.factors(ALL[name], BIG).eps == pytest.approx(ours.factors(ALL[name], BIG).eps), name
+        assert theirs.factors(ALL[name], BIG).eps == pytest.approx(
+            ours.factors(ALL[name], BIG).eps
+        ), name
     assert theirs.factors(ALL["final_gain"], BIG).eps == 1
     for group in ("embedding", "readout"):
         row = f"gradient over eps, {group}"
@@ -323,9 +390,14 @@ def test_a_bias_inside_the_readouts_multiplier_learns_one_over_the_width():
 # Adam's eps of experts
 
 ROUTER = ParamSpec(role=Role.ROUTER, axes=("embed", "experts"), fan_in=("embed",), in_block=True)
-EXPERT_IN = ParamSpec(role=Role.EXPERT_IN, axes=("experts", "embed", "expert_dim"), fan_in=("embed",), in_block=True)
+EXPERT_IN = ParamSpec(
+    role=Role.EXPERT_IN, axes=("experts", "embed", "expert_dim"), fan_in=("embed",), in_block=True
+)
 EXPERT_OUT = ParamSpec(
-    role=Role.EXPERT_OUT, axes=("experts", "expert_dim", "embed"), fan_in=("expert_dim",), in_block=True
+    role=Role.EXPERT_OUT,
+    axes=("experts", "expert_dim", "embed"),
+    fan_in=("expert_dim",),
+    in_block=True,
 )
 W, L, M, E = axis("embed"), axis("layers"), axis("expert_dim"), axis("experts")
 GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",), in_block=True)
@@ -347,14 +419,18 @@ def test_eps_of_experts_is_the_papers_table_or_the_gradients(parameter: str):
     theirs = presets.get("depth-mup", alpha_l=1.0, experts_eps="table")
     assert ours.row(spec).eps == gradients
     assert theirs.row(spec).eps == table
-    assert dataclasses.replace(theirs.row(spec), eps=gradients) == ours.row(spec)  # and nothing else
+    assert dataclasses.replace(theirs.row(spec), eps=gradients) == ours.row(
+        spec
+    )  # and nothing else
 
 
 @pytest.mark.parametrize("parameter", ["router", "MLP in", "MLP out"])
 def test_the_default_follows_the_gradients_of_experts_and_the_papers_table_does_not(parameter: str):
     def over_eps(**constants: Any) -> list[float]:
         preset = presets.get("mup", **constants)
-        limits = [Limit(preset, "adam", growth, part="experts") for growth in EXPERT_LIMITS.values()]
+        limits = [
+            Limit(preset, "adam", growth, part="experts") for growth in EXPERT_LIMITS.values()
+        ]
         return [limit.gradient[parameter] - limit.x(limit.rows[parameter].eps) for limit in limits]
 
     assert over_eps() == pytest.approx([0.0] * len(EXPERT_LIMITS))

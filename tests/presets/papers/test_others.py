@@ -19,7 +19,9 @@ BIG = {"embed": 35, "heads": 5, "kv_heads": 5, "head_dim": 7, "mlp": 70, "layers
 D, NH, F, L = (35 / 6, 35 / 6, 70 / 12, 11 / 2)
 
 
-def block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...] = (), of: Role | None = None) -> ParamSpec:
+def block(
+    role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...] = (), of: Role | None = None
+) -> ParamSpec:
     return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
 
 
@@ -27,7 +29,9 @@ MATRICES = {
     "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
     "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
     "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention_out": block(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")),
+    "attention_out": block(
+        Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")
+    ),
     "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
     "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
 }
@@ -40,9 +44,18 @@ GAIN = block(Role.NORM_GAIN, ("embed",))
 FINAL_GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",))
 VALUE_BIAS = block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE)
 TIED = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
-FANS = {name: (NH if name == "attention_out" else F if name == "mlp_out" else D) for name in MATRICES}
+FANS = {
+    name: (NH if name == "attention_out" else F if name == "mlp_out" else D) for name in MATRICES
+}
 OUTS = {"query": NH, "key": NH, "value": NH, "attention_out": D, "mlp_in": F, "mlp_out": D}
-ALL = {**MATRICES, "token": TOKEN, "position": POSITION, "patch": PATCH, "gain": GAIN, "final_gain": FINAL_GAIN}
+ALL = {
+    **MATRICES,
+    "token": TOKEN,
+    "position": POSITION,
+    "patch": PATCH,
+    "gain": GAIN,
+    "final_gain": FINAL_GAIN,
+}
 ALL |= {"value_bias": VALUE_BIAS, "readout": READOUT, "readout_bias": READOUT_BIAS}
 ALL |= {"shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY)}
 ALL |= {"gain_per_head": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY)}
@@ -86,19 +99,36 @@ def test_effective_theory_in_absolute_numbers():
     preset = presets.get("ntk")
     n, n_out, n_patch = 35, 13, 12
     for optimizer, lrs in {
-        "adam": {"token": n**-0.5, "hidden": 1 / (n * n**0.5), "head": 1 / (n * n_out**0.5), "bias": n_out**-0.5},
+        "adam": {
+            "token": n**-0.5,
+            "hidden": 1 / (n * n**0.5),
+            "head": 1 / (n * n_out**0.5),
+            "bias": n_out**-0.5,
+        },
         "sgd": {"token": 1, "hidden": 1 / n, "head": 1 / n, "bias": 1},
     }.items():
         specs = {"token": TOKEN, "hidden": MATRICES["query"], "head": READOUT, "bias": READOUT_BIAS}
         for key, lr in lrs.items():
-            assert preset.scales(specs[key], BIG, optimizer).lr == pytest.approx(lr), (optimizer, key)
+            assert preset.scales(specs[key], BIG, optimizer).lr == pytest.approx(lr), (
+                optimizer,
+                key,
+            )
     for optimizer, lr, power in (("adam", 1 / (n_patch * n**0.5), 1), ("sgd", 1 / n_patch, 2)):
         patch: Any = preset.scales(PATCH, BIG, optimizer)
         assert patch.lr * patch.multiplier**power == pytest.approx(lr)
-    stds = {"query": 0.5, "key": 0.5, "value": 0.5, "attention_out": 1 / 3, "mlp_in": 0.4, "mlp_out": 1.6}
+    stds = {
+        "query": 0.5,
+        "key": 0.5,
+        "value": 0.5,
+        "attention_out": 1 / 3,
+        "mlp_in": 0.4,
+        "mlp_out": 1.6,
+    }
     for key, variance in stds.items():
         fan_in = math.prod(BIG[axis] for axis in MATRICES[key].fan_in)
-        assert preset.scales(MATRICES[key], BIG).init_std == pytest.approx((variance / fan_in) ** 0.5), key
+        assert preset.scales(MATRICES[key], BIG).init_std == pytest.approx(
+            (variance / fan_in) ** 0.5
+        ), key
         fan_in_init = presets.get("ntk", init="fan-in").scales(MATRICES[key], BIG).init_std
         assert fan_in_init == pytest.approx(fan_in**-0.5)
     assert preset.scales(POSITION, BIG).init_std == pytest.approx(0.02)
@@ -107,7 +137,10 @@ def test_effective_theory_in_absolute_numbers():
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_maximal_update_is_mup_plain_form_but_for_the_logits(optimizer: str):
-    theory, mup = presets.get("maximal-update", base=BASE), presets.get("mup", base=BASE, form="plain")
+    theory, mup = (
+        presets.get("maximal-update", base=BASE),
+        presets.get("mup", base=BASE, form="plain"),
+    )
     for key, spec in ALL.items():
         assert columns(theory, spec, optimizer) == pytest.approx(columns(mup, spec, optimizer)), key
     assert theory.logit_scale(BIG) / mup.logit_scale(BIG) == pytest.approx((7 / 2) ** 0.5)
@@ -129,12 +162,24 @@ def test_completep_is_depth_mup_with_its_own_decay_and_eps():
         theirs = presets.get("completep", base=BASE, eps_scope=scope)
         for key, spec in ALL.items():
             one, other = theirs.factors(spec, BIG), ours.factors(spec, BIG)
-            assert (one.multiplier, one.init_std, one.lr) == (other.multiplier, other.init_std, other.lr), key
+            assert (one.multiplier, one.init_std, one.lr) == (
+                other.multiplier,
+                other.init_std,
+                other.lr,
+            ), key
             assert one.weight_decay == pytest.approx(FANS.get(key, other.weight_decay)), key
-            summed = D / (7 / 2) if key == "shared_gain" else 1  # gradients of as many times the heads
-            assert one.eps == pytest.approx(summed / (D * L) if spec.in_block or scope == "everywhere" else 1), key
+            summed = (
+                D / (7 / 2) if key == "shared_gain" else 1
+            )  # gradients of as many times the heads
+            assert one.eps == pytest.approx(
+                summed / (D * L) if spec.in_block or scope == "everywhere" else 1
+            ), key
         assert theirs.logit_scale(BIG) == ours.logit_scale(BIG)
-        assert theirs.residual_scale(BIG, 0, "mlp") == ours.residual_scale(BIG, 0, "mlp") == (1, pytest.approx(1 / L))
+        assert (
+            theirs.residual_scale(BIG, 0, "mlp")
+            == ours.residual_scale(BIG, 0, "mlp")
+            == (1, pytest.approx(1 / L))
+        )
 
 
 def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
@@ -148,7 +193,8 @@ def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
         assert one.lr * one.weight_decay == pytest.approx(L**-0.5), key
         assert other.weight_decay == pytest.approx(FANS[key] * L**0.5), key
     with pytest.raises(
-        PresetError, match=r"completep: eps_scope=all is not a choice; write blocks, everywhere or completed"
+        PresetError,
+        match=r"completep: eps_scope=all is not a choice; write blocks, everywhere or completed",
     ):
         presets.get("completep", eps_scope="all")
 
@@ -161,7 +207,9 @@ def test_independent_decay_of_block_matrices_falls_with_width_as_the_constant_sa
         expected = (
             D**exponent
             if key in MATRICES and exponent
-            else presets.get("mup", base=BASE).factors(spec, BIG, "muon", "independent").weight_decay
+            else presets.get("mup", base=BASE)
+            .factors(spec, BIG, "muon", "independent")
+            .weight_decay
         )
         assert wd == pytest.approx(expected), key
 
@@ -186,9 +234,9 @@ def test_u_mup_rows():
         READOUT: (1 / 35, 1, 1, 1 / 35, 1),
     }
     for spec, expected in rows.items():
-        assert dataclasses.astuple(preset.scales(spec, BIG, "adam", "independent")) == pytest.approx(expected), (
-            spec.role
-        )
+        assert dataclasses.astuple(
+            preset.scales(spec, BIG, "adam", "independent")
+        ) == pytest.approx(expected), spec.role
     assert presets.get("u-mup", embedding_exponent=0.0).scales(TOKEN, BIG).lr == 1
     assert preset.logit_scale(BIG) == pytest.approx(1 / 7)
 
@@ -219,7 +267,9 @@ def test_spectral_is_mup_for_square_matrices():
     spectral, mup = presets.get("spectral", base=BASE), presets.get("mup", base=BASE, form="plain")
     for optimizer in ("adam", "sgd", "muon"):
         for key, spec in ALL.items():
-            assert columns(spectral, spec, optimizer) == pytest.approx(columns(mup, spec, optimizer)), (key, optimizer)
+            assert columns(spectral, spec, optimizer) == pytest.approx(
+                columns(mup, spec, optimizer)
+            ), (key, optimizer)
     assert spectral.logit_scale(BIG) == mup.logit_scale(BIG)
 
 
@@ -232,13 +282,21 @@ def test_spectral_rows_are_values_over_values_at_base():
         "mlp_out": (28, 56, 12, 6),
         "query": (56, 35, 6, 6),
     }.items():
-        std, std_base = (n_in**-0.5 * min(1, (n_out / n_in) ** 0.5)), (b_in**-0.5 * min(1, (b_out / b_in) ** 0.5))
+        std, std_base = (
+            (n_in**-0.5 * min(1, (n_out / n_in) ** 0.5)),
+            (b_in**-0.5 * min(1, (b_out / b_in) ** 0.5)),
+        )
         rates: dict[str, Any] = {"sgd": n_out / n_in / (b_out / b_in), "adam": b_in / n_in}
         rates["muon"] = rates["sgd"] ** 0.5
         for optimizer, lr in rates.items():
             factors = spectral.factors(MATRICES[key], sizes, optimizer)
-            assert (factors.init_std, factors.lr) == pytest.approx((std / std_base, lr)), (key, optimizer)
-        assert absolute.scales(MATRICES[key], sizes, "muon").lr == pytest.approx((n_out / n_in) ** 0.5)
+            assert (factors.init_std, factors.lr) == pytest.approx((std / std_base, lr)), (
+                key,
+                optimizer,
+            )
+        assert absolute.scales(MATRICES[key], sizes, "muon").lr == pytest.approx(
+            (n_out / n_in) ** 0.5
+        )
         assert absolute.scales(MATRICES[key], sizes).init_std == pytest.approx(std)
 
 
@@ -270,7 +328,11 @@ def test_sp_layerwise_rows():
 @pytest.mark.parametrize(
     ("name", "optimizer", "why"),
     [
-        ("ntk", "muon", r"\(the paper has SGD and AdamW\); it has one for adamw, adam, sgd, momentum"),
+        (
+            "ntk",
+            "muon",
+            r"\(the paper has SGD and AdamW\); it has one for adamw, adam, sgd, momentum",
+        ),
         ("hybrid", "lion", r"\(the paper has SGD and AdamW\)"),
         ("u-mup", "sgd", r"\(the paper has Adam only\); it has one for adamw, adam"),
         ("u-mup", "muon", r"\(the paper has Adam only\)"),
@@ -279,30 +341,44 @@ def test_sp_layerwise_rows():
         ("mup", "adafactor", r"'adafactor'; it has one for"),
     ],
 )
-def test_an_optimizer_without_a_rule_is_refused_with_the_reason(name: str, optimizer: str, why: str):
-    with pytest.raises(PresetError, match=rf"{name} has no rule for the optimizer '{optimizer}'.*{why}|{why}"):
+def test_an_optimizer_without_a_rule_is_refused_with_the_reason(
+    name: str, optimizer: str, why: str
+):
+    with pytest.raises(
+        PresetError, match=rf"{name} has no rule for the optimizer '{optimizer}'.*{why}|{why}"
+    ):
         presets.get(name).scales(TOKEN, BIG, optimizer)
 
 
 def test_what_cannot_be_is_refused():
     for wrong, text in {
-        lambda: presets.get("u-mup", base=BASE): r"u-mup has no base: its numbers are absolute; leave the base out",
+        lambda: presets.get(
+            "u-mup", base=BASE
+        ): r"u-mup has no base: its numbers are absolute; leave the base out",
         lambda: presets.get("u-mup").scales(
             TIED, BIG
         ): r"u-mup: a tied readout would need two rates, D\^-0.5 as embedding and 1",
-        lambda: presets.get("sp-layerwise").scales(TIED, BIG): r"sp-layerwise: a tied readout would need two rates",
+        lambda: presets.get("sp-layerwise").scales(
+            TIED, BIG
+        ): r"sp-layerwise: a tied readout would need two rates",
         lambda: presets.get("u-mup", form="table-9").scales(
             TOKEN, BIG
         ): r"u-mup has no table-9 form: it has no SGD rates",
-        lambda: presets.get("ntk", s=2.0): r"ntk: s=2 is outside \[0, 1\]; write 0 \(neural tangent\) to 1",
-        lambda: presets.get("ntk", init="normal"): r"ntk: init=normal is not a choice; write paper or fan-in",
+        lambda: presets.get(
+            "ntk", s=2.0
+        ): r"ntk: s=2 is outside \[0, 1\]; write 0 \(neural tangent\) to 1",
+        lambda: presets.get(
+            "ntk", init="normal"
+        ): r"ntk: init=normal is not a choice; write paper or fan-in",
         lambda: presets.get("u-mup", alpha_res=0.0): r"u-mup: alpha_res=0 must be positive",
     }.items():
         with pytest.raises(PresetError, match=text):
             wrong()
 
 
-@pytest.mark.parametrize("name", [name for name in presets.PRESETS if name not in ("sp", "u-mup", "sp-layerwise")])
+@pytest.mark.parametrize(
+    "name", [name for name in presets.PRESETS if name not in ("sp", "u-mup", "sp-layerwise")]
+)
 def test_a_tied_array_has_one_rate_and_one_eps(name: str):
     """As embedding and as readout in multiplier form; where they differ the preset must refuse, as the two left out do.
 
@@ -315,6 +391,11 @@ def test_a_tied_array_has_one_rate_and_one_eps(name: str):
         finite = dict.fromkeys(("classes", "vocab"), 0.0)
         for axis in ("embed", "head_dim", "layers"):
             growth = {axis: 1.0, **finite}
-            assert token.lr(family).growth(growth) == readout.lr(family).growth(growth), (optimizer, axis)
+            assert token.lr(family).growth(growth) == readout.lr(family).growth(growth), (
+                optimizer,
+                axis,
+            )
             assert token.eps.growth(growth) == readout.eps.growth(growth), (optimizer, axis)
-        assert preset.rule(TIED).multiplier.growth({"embed": 1.0}) == readout.multiplier.growth({"embed": 1.0})
+        assert preset.rule(TIED).multiplier.growth({"embed": 1.0}) == readout.multiplier.growth(
+            {"embed": 1.0}
+        )

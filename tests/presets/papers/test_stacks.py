@@ -35,7 +35,9 @@ def alone(spec: ParamSpec) -> ParamSpec:
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(name: str, form: str | None) -> None:
+def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(
+    name: str, form: str | None
+) -> None:
     preset = preset_of(name, form)
     if form == "table-9" and "sgd" in preset.no_rule:
         with pytest.raises(PresetError, match="no table-9 form"):
@@ -50,14 +52,22 @@ def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(name: str, 
         other = dataclasses.replace(preset, base=base)
         for optimizer in {"adamw", "sgd", "muon"} & set(preset.optimizers):
             expected = vars(other.scales(alone(spec), {**SIZES, "layers": depth}, optimizer))
-            assert vars(preset.scales(spec, SIZES, optimizer)) == pytest.approx(expected), (parameter, optimizer)
+            assert vars(preset.scales(spec, SIZES, optimizer)) == pytest.approx(expected), (
+                parameter,
+                optimizer,
+            )
 
 
 def test_the_depth_of_the_other_stack_is_told_apart() -> None:
     # Control: exchanged depths change rates wherever there is a depth rule.
-    preset, exchanged = preset_of("depth-mup", None, alpha_l=0.75), {**SIZES, "layers": 12, "encoder_layers": 10}
+    preset, exchanged = (
+        preset_of("depth-mup", None, alpha_l=0.75),
+        {**SIZES, "layers": 12, "encoder_layers": 10},
+    )
     for name in ("block.mlp.up", "encoder.block.mlp.up", "relative_bias", "encoder.relative_bias"):
-        assert preset.scales(SPECS[name], SIZES).lr != pytest.approx(preset.scales(SPECS[name], exchanged).lr)
+        assert preset.scales(SPECS[name], SIZES).lr != pytest.approx(
+            preset.scales(SPECS[name], exchanged).lr
+        )
 
 
 def test_keys_and_values_of_the_memory_have_its_width_as_fan_in() -> None:
@@ -76,13 +86,20 @@ def test_the_norm_that_queries_alone_read_has_the_row_of_their_bias() -> None:
         for name in ("block.cross_norm.gain", "block.cross_norm.bias"):
             scales = preset.scales(SPECS[name], SIZES, optimizer)
             assert (scales.lr, scales.eps) == pytest.approx((expected.lr, expected.eps))
-        assert preset.scales(SPECS["block.attention_norm.gain"], SIZES, optimizer).lr != pytest.approx(expected.lr)
+        assert preset.scales(
+            SPECS["block.attention_norm.gain"], SIZES, optimizer
+        ).lr != pytest.approx(expected.lr)
 
 
 def test_a_base_that_names_one_stack_means_both() -> None:
-    short = {name: size for name, size in BASE.base_sizes().items() if name not in ("memory", "encoder_layers")}
+    short = {
+        name: size
+        for name, size in BASE.base_sizes().items()
+        if name not in ("memory", "encoder_layers")
+    }
     preset, whole = (
-        presets.get("completep", base=base) for base in (short, {**short, "memory": 6, "encoder_layers": 2})
+        presets.get("completep", base=base)
+        for base in (short, {**short, "memory": 6, "encoder_layers": 2})
     )
     assert all(preset.scales(spec, SIZES) == whole.scales(spec, SIZES) for spec in SPECS.values())
 
@@ -97,8 +114,12 @@ def test_relative_biases(alpha_l: float) -> None:
         assert adam.lr == pytest.approx(depth ** (alpha_l - 1))
         assert sgd.lr == pytest.approx(heads * depth ** (2 * alpha_l - 2))
         assert adam.eps == pytest.approx(depth ** (1 - alpha_l) / heads)
-        each = dataclasses.replace(SPECS[name], axes=(SPECS[name].blocks, "distance", "heads"))  # a table per block
-        assert preset.scales(each, SIZES, "sgd").lr == pytest.approx(heads * depth ** (2 * alpha_l - 1))
+        each = dataclasses.replace(
+            SPECS[name], axes=(SPECS[name].blocks, "distance", "heads")
+        )  # a table per block
+        assert preset.scales(each, SIZES, "sgd").lr == pytest.approx(
+            heads * depth ** (2 * alpha_l - 1)
+        )
         assert preset.scales(each, SIZES).eps == pytest.approx(depth**-alpha_l / heads)
 
 
@@ -109,11 +130,16 @@ def test_branches_of_both_stacks() -> None:
             assert preset.residual_scale(SIZES, 0, branch, stack) == pytest.approx((1, expected))
     unit = preset_of("u-mup", None)
     for stack, layers in ((OWN, 10), (CROSSED, 10), (ENCODER, 12)):
-        scales = [unit.residual_scale(SIZES, i, b, stack) for i in range(layers) for b in stack.branches]
+        scales = [
+            unit.residual_scale(SIZES, i, b, stack) for i in range(layers) for b in stack.branches
+        ]
         # The stream's variance stays 1, and every branch of every block has the same share of its end.
         shares, stream = [], 1.0
         for skip, branch in scales:
-            stream, shares = skip**2 * stream + branch**2, [*(skip**2 * share for share in shares), branch**2]
+            stream, shares = (
+                skip**2 * stream + branch**2,
+                [*(skip**2 * share for share in shares), branch**2],
+            )
         assert stream == pytest.approx(1)
         assert shares == pytest.approx([shares[0]] * len(shares))
 
@@ -122,19 +148,25 @@ def test_groups_have_constants_of_their_own() -> None:
     assert [SPECS[f"{name}.query"].group for name in ("block.attention", "block.cross", "encoder.block.attention")] == [
         "block.query", "block.cross.query", "encoder.block.query",
     ]  # fmt: skip
-    one = presets.get("mup", base=BASE.base_sizes(), rates={"block.cross.query": 2.0, "encoder.norm_gain": 3.0})
+    one = presets.get(
+        "mup", base=BASE.base_sizes(), rates={"block.cross.query": 2.0, "encoder.norm_gain": 3.0}
+    )
     all_three = presets.get("mup", base=BASE.base_sizes(), rates={"query": 2.0})
     plain = preset_of("mup", None)
     for name, spec in SPECS.items():
         lr = plain.scales(spec, SIZES).lr
         times = 3 if spec.group == "encoder.norm_gain" else 2 if name == "block.cross.query" else 1
         assert one.scales(spec, SIZES).lr == pytest.approx(times * lr)
-        assert all_three.scales(spec, SIZES).lr == pytest.approx((2 if spec.role is Role.QUERY else 1) * lr)
+        assert all_three.scales(spec, SIZES).lr == pytest.approx(
+            (2 if spec.role is Role.QUERY else 1) * lr
+        )
 
 
 def test_a_tied_table_has_three_uses_and_one_row() -> None:
     assert TIED is not None
     assert "encoder.token" not in SPECS
-    assert presets.get("ntk", base=BASE.base_sizes()).factors(TIED, SIZES).multiplier == pytest.approx((15 / 6) ** -0.5)
+    assert presets.get("ntk", base=BASE.base_sizes()).factors(
+        TIED, SIZES
+    ).multiplier == pytest.approx((15 / 6) ** -0.5)
     separate = dataclasses.replace(MODEL, shared=False).parameters()
     assert separate["encoder.token"].axes == ("vocab", "embed")

@@ -67,10 +67,16 @@ def test_every_file_of_the_project_fits_the_schema():
         assert entry.optimizer["peak_lr"] == pytest.approx(2 ** optimum["value"], rel=1e-3)
 
 
-def test_what_drifts_or_rests_on_one_size_is_evidence_and_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_drifts_or_rests_on_one_size_is_evidence_and_not_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """But for the preset of the first run."""
-    shipped = {preset.use: preset.evidence for preset in map(tuned.load, tuned.FOLDER.glob("*.json"))}
-    assert {use for use, evidence in shipped.items() if evidence in ("drifts", "one size")} == {"mup:lm-laptop-v1"}
+    shipped = {
+        preset.use: preset.evidence for preset in map(tuned.load, tuned.FOLDER.glob("*.json"))
+    }
+    assert {use for use, evidence in shipped.items() if evidence in ("drifts", "one size")} == {
+        "mup:lm-laptop-v1"
+    }
     assert {preset.use for preset in map(tuned.load, EVIDENCE.glob("*.json"))} == set(tuned.MOVED)
 
     monkeypatch.chdir(tmp_path)
@@ -113,7 +119,9 @@ def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):
         ("provenance", None, "missing ['provenance']"),
     ],
 )
-def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, value: Any, message: str):
+def test_a_file_that_is_none_says_where_and_what(
+    mine: tuned.Tuned, at: str, value: Any, message: str
+):
     path = tuned.OWN_FOLDER / FILE
     fields = json.loads(path.read_text())
     *owners, name = at.split(".")
@@ -128,7 +136,9 @@ def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, val
 
 
 def test_a_name_that_is_none(mine: tuned.Tuned, tmp_path: Path):
-    with pytest.raises(PresetError, match=r"no tuned constants named 'yours'; write depth-mup, .*depth-mup:mine-v1"):
+    with pytest.raises(
+        PresetError, match=r"no tuned constants named 'yours'; write depth-mup, .*depth-mup:mine-v1"
+    ):
         tuned.find("depth-mup:yours")
     with pytest.raises(PresetError, match="is tuned for depth-mup"):
         tuned.find("mup:tuned/depth-mup.mine-v1.json")
@@ -139,7 +149,12 @@ def test_a_name_that_is_none(mine: tuned.Tuned, tmp_path: Path):
 
 def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
     preset = presets.get("depth-mup:mine-v1")
-    assert (preset.name, preset.base, preset.choices["alpha_l"], preset.choices["c_a"]) == ("depth-mup", BASE, 1.0, 0.5)
+    assert (preset.name, preset.base, preset.choices["alpha_l"], preset.choices["c_a"]) == (
+        "depth-mup",
+        BASE,
+        1.0,
+        0.5,
+    )
     other = presets.get("depth-mup:mine-v1", base={"embed": 8}, alpha_l=0.5)
     assert (other.base, other.choices["alpha_l"], other.choices["c_a"]) == ({"embed": 8}, 0.5, 0.5)
 
@@ -164,16 +179,17 @@ def test_the_evidence_follows_from_the_drift_and_not_from_an_older_verdict(
     drift = {"value": value, "low": low, "high": high}
     grown = {"axis": "heads", "sizes": [2, 4], "verdict": written, "drift": drift}
     study = tuned_preset().provenance
-    assert tuned_preset(provenance={**study, "transfer": [*study["transfer"], grown]}).evidence == evidence
+    assert (
+        tuned_preset(provenance={**study, "transfer": [*study["transfer"], grown]}).evidence
+        == evidence
+    )
     assert tuned_preset(provenance={**study, "transfer": []}).evidence == "one size"
 
 
 def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     assert main(["presets", "tuned"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    expected = (
-        f"depth-mup:mine-v1 project, tuned/{FILE} adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
-    )
+    expected = f"depth-mup:mine-v1 project, tuned/{FILE} adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
     assert any(line.startswith(expected) for line in lines)
     assert main(["presets", "tuned", "depth-mup:mine-v1"]) == 0
     shown = capsys.readouterr().out
@@ -202,17 +218,27 @@ def test_one_in_the_users_own_folder_is_found_from_any_project(
     tuned.save(tuned_preset(), folder / FILE)
     assert tuned.find("depth-mup:mine-v1") == tuned_preset()
     assert main(["presets", "tuned"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("depth-mup:mine-v1")]
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("depth-mup:mine-v1")
+    ]
     assert str(folder / FILE) in line
     assert "user" in line
 
     # The project's own goes before it, and what is no tuned preset hides nothing.
-    tuned.save(tuned_preset(optimizer={**tuned_preset().optimizer, "peak_lr": 0.5}), Path("tuned", FILE))
+    tuned.save(
+        tuned_preset(optimizer={**tuned_preset().optimizer, "peak_lr": 0.5}), Path("tuned", FILE)
+    )
     assert tuned.find("depth-mup:mine-v1").optimizer["peak_lr"] == 0.5
     for name in ("tune.json", ".mup.hidden.json"):
         Path("tuned", name).write_text("{}")
     assert main(["presets", "tuned"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("depth-mup:mine-v1")]
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("depth-mup:mine-v1")
+    ]
     assert "project" in line
     Path("tuned", "mup.broken.json").write_text("{}")
     assert main(["presets", "tuned", "--json"]) == 2
@@ -220,7 +246,9 @@ def test_one_in_the_users_own_folder_is_found_from_any_project(
     assert "mup.broken.json" in err
     listed = {f"{entry['preset']}:{entry['name']}": entry["path"] for entry in json.loads(out)}
     assert listed["depth-mup:mine-v1"] == f"tuned/{FILE}"
-    assert len(listed) == 1 + sum(len(list(folder.glob("*.json"))) for folder in (tuned.FOLDER, tuned.PUBLISHED))
+    assert len(listed) == 1 + sum(
+        len(list(folder.glob("*.json"))) for folder in (tuned.FOLDER, tuned.PUBLISHED)
+    )
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tuned.user_folder() == tmp_path / ".config" / "mupax" / "tuned"

@@ -21,7 +21,9 @@ UP_RATES = (0.1, 0.3, 0.7)
 
 TABLE = Table(
     scales={
-        "block.mlp_in": Scales(multiplier=1.0, init_std=0.5, lr=UP_RATES, eps=1.0, weight_decay=0.2),
+        "block.mlp_in": Scales(
+            multiplier=1.0, init_std=0.5, lr=UP_RATES, eps=1.0, weight_decay=0.2
+        ),
         "readout": Scales(multiplier=0.1 + 0.2, init_std=1e-3, lr=1 / 3, eps=2.0, weight_decay=0.5),
     },
     logits=0.25,
@@ -41,14 +43,19 @@ def test_gives_what_was_measured():
     assert preset.logit_scale(SIZES) == 0.25
     assert preset.residual_scale(SIZES, 2, "attention") == (0.9, 0.5)
     assert preset.residual_scale(SIZES, 2, "mlp") == (0.8, 0.125)
-    assert measured(dataclasses.replace(TABLE, residual=())).residual_scale(SIZES, 1, "mlp") == (1.0, 1.0)
+    assert measured(dataclasses.replace(TABLE, residual=())).residual_scale(SIZES, 1, "mlp") == (
+        1.0,
+        1.0,
+    )
 
 
 def test_rate_times_coupled_decay_is_the_independent_decay():
     preset = measured(TABLE)
     up, readout = (preset.scales(spec, SIZES) for spec in (UP, READOUT))
     assert isinstance(up.weight_decay, tuple)
-    assert [rate * decay for rate, decay in zip(UP_RATES, up.weight_decay, strict=True)] == pytest.approx([0.2] * 3)
+    assert [
+        rate * decay for rate, decay in zip(UP_RATES, up.weight_decay, strict=True)
+    ] == pytest.approx([0.2] * 3)
     assert readout.lr * readout.weight_decay == pytest.approx(0.5)
 
 
@@ -72,7 +79,10 @@ def test_its_numbers_take_no_constants(tmp_path, capsys: pytest.CaptureFixture[s
     [
         (lambda p: p.scales(UP, {**SIZES, "embed": 14}), "embed=7 and the model has 14"),
         (lambda p: p.scales(UP, {"embed": 7}), "layers=3 and the model has None"),
-        (lambda p: p.scales(UP, SIZES, "sgd"), r"'sgd' \(it was measured with adamw\); it has one for adamw, adam"),
+        (
+            lambda p: p.scales(UP, SIZES, "sgd"),
+            r"'sgd' \(it was measured with adamw\); it has one for adamw, adam",
+        ),
         (lambda p: p.scales(UP, SIZES, "lion"), "measured with adamw"),
         (lambda p: p.scales(GAIN, SIZES), "no row 'norm_gain'"),
         (lambda p: p.row(UP), "no power law"),
@@ -107,10 +117,16 @@ def _cell(group: str, column: str, value):
         (_cell("readout", "lr", "1"), "readout lr is '1'; write a finite number above 0"),
         (_cell("readout", "lr", True), "readout lr is True"),
         (_cell("readout", "lr", 0.0), "readout lr is 0.0; write a finite number above 0"),
-        (_cell("readout", "init_std", -1.0), "readout init_std is -1.0; write a finite number of at least 0"),
+        (
+            _cell("readout", "init_std", -1.0),
+            "readout init_std is -1.0; write a finite number of at least 0",
+        ),
         (_cell("readout", "eps", float("nan")), "NaN is no number"),
         (_cell("readout", "lr", 10**400), "a number of 401 digits"),
-        (_cell("readout", "lr", 1e308), r"readout lr is 1e\+308; write a finite number above 0, from 1e-30 to 1e\+30"),
+        (
+            _cell("readout", "lr", 1e308),
+            r"readout lr is 1e\+308; write a finite number above 0, from 1e-30 to 1e\+30",
+        ),
         (_cell("block.mlp_in", "lr", [0.1, 0.2]), "block.mlp_in lr has 2 numbers for 3 layers"),
         (_cell("block.mlp_in", "lr", [0.1, 0.2, [0.3]]), "block.mlp_in lr is "),
     ],

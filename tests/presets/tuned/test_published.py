@@ -44,7 +44,9 @@ def faults(tuned: find.Tuned, preset: presets.Preset, table: Table) -> list[str]
     if table.tied_readout is not None:
         assert table.config.tied_readout is not None
         # The readout multiplies the embedding's table as the embedding's own multiplier has left it.
-        readout = preset.scales(table.config.tied_readout, sizes, tuned.optimizer["name"]).multiplier
+        readout = preset.scales(
+            table.config.tied_readout, sizes, tuned.optimizer["name"]
+        ).multiplier
         token = preset.scales(specs["token_embedding"], sizes, tuned.optimizer["name"]).multiplier
         compare("tied readout", readout * token, table.tied_readout)  # pyright: ignore
     assert set(missing) <= {"token_embedding"}, (
@@ -65,7 +67,9 @@ def test_the_table_is_the_sources_at_each_of_its_sizes(use: str) -> None:
     tuned, preset = find.find(use), presets.get(use)
     assert tuned.evidence == "published"
     tables = SOURCES[use]()
-    assert [table.model for table in tables] == [entry["model"] for entry in tuned.provenance["tables"]]
+    assert [table.model for table in tables] == [
+        entry["model"] for entry in tuned.provenance["tables"]
+    ]
     for table in tables:
         assert faults(tuned, preset, table) == []
 
@@ -76,7 +80,9 @@ def test_the_file_says_what_the_sources_rule_gives(use: str) -> None:
         assert entry["sizes"] == table.config.base_sizes()
         for group, numbers in entry["groups"].items():
             assert numbers == table.groups[group]
-        assert (entry["logits"], entry["branch"]) == pytest.approx((table.logits, table.branch), rel=SAME)
+        assert (entry["logits"], entry["branch"]) == pytest.approx(
+            (table.logits, table.branch), rel=SAME
+        )
         assert entry["tied_readout"] == table.tied_readout
 
 
@@ -87,13 +93,17 @@ def test_control_a_changed_constant_is_a_difference(use: str) -> None:
     for table in tables:
         tied = [table.config.tied_readout] if table.config.tied_readout else []
         for spec in (*table.config.parameters().values(), *tied):
-            if spec.tied or any(number is not None for number in table.groups.get(spec.group, {}).values()):
+            if spec.tied or any(
+                number is not None for number in table.groups.get(spec.group, {}).values()
+            ):
                 read |= {f"{column}.{name}" for column in COLUMNS for name in names(spec)}
     unread = {"stds.readout"} if tables[0].config.tied_readout else set()
     if use == "sp:deit":
         unread.add("stds.patch_embedding")  # which the source leaves to a library
     factors = {
-        name: x for name, x in tuned.constants.items() if name in read - unread or name in ("c_a", "decay_width")
+        name: x
+        for name, x in tuned.constants.items()
+        if name in read - unread or name in ("c_a", "decay_width")
     }
     for name, value in factors.items():
         changed: dict[str, Any] = {name: float(value) * 1.5 or 0.25}
@@ -118,25 +128,41 @@ def test_another_model_gets_what_applies_to_it(capsys: pytest.CaptureFixture[str
     assert main(words.split()) == 0
     rows = {row["group"]: row for row in json.loads(capsys.readouterr().out)}
     assert "position" not in rows
-    matrices = [row for group, row in rows.items() if group.startswith("block.") and "gain" not in group]
+    matrices = [
+        row for group, row in rows.items() if group.startswith("block.") and "gain" not in group
+    ]
     assert [row["lr"] for row in matrices] == pytest.approx([256 / 2048] * len(matrices))
-    assert [row["eps"] for group, row in rows.items() if group != "readout"] == pytest.approx([1.0] * (len(rows) - 1))
+    assert [row["eps"] for group, row in rows.items() if group != "readout"] == pytest.approx(
+        [1.0] * (len(rows) - 1)
+    )
     assert rows["block.mlp_out"]["init_std"] == pytest.approx(0.08 * (1024 / 8192 / 32) ** 0.5)
     own = ["presets", "table", "mup:lm-heads-v1", "--model", "gpt2"]
-    assert main(own) == 2  # control: constants of a preset that was measured here mean something else, and are refused
+    assert (
+        main(own) == 2
+    )  # control: constants of a preset that was measured here mean something else, and are refused
     assert "a tied readout has only a multiplier" in capsys.readouterr().err
-    assert main([*words.split(), "--preset.stds.position", "2"]) == 2  # what the command line names is not left out
+    assert (
+        main([*words.split(), "--preset.stds.position", "2"]) == 2
+    )  # what the command line names is not left out
     assert "stds.position" in capsys.readouterr().err
 
 
-def test_the_list_groups_what_was_measured_here_and_what_others_published(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_groups_what_was_measured_here_and_what_others_published(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["presets", "tuned"]) == 0
     text = capsys.readouterr().out
     here, there = text.index("measured here"), text.index("published")
     assert here < text.index("mup:lm-laptop-v1") < there < text.index("mup:cerebras-gpt")
     assert main(["presets", "tuned", "mup:cerebras-gpt"]) == 0
     shown = capsys.readouterr().out
-    for words in ("verified", "111m_mup.yaml", "f1fd1e091dc67917b91ec213ecd63e48fd144477", "The Pile", "not known"):
+    for words in (
+        "verified",
+        "111m_mup.yaml",
+        "f1fd1e091dc67917b91ec213ecd63e48fd144477",
+        "The Pile",
+        "not known",
+    ):
         assert words in shown
     assert main(["presets", "tuned", "mup:cerebras-gpt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["provenance"]["evidence"] == "published"

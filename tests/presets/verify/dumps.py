@@ -26,7 +26,11 @@ Contents = dict[str, Any]
 
 
 def dump(
-    preset: Preset, model: ModelConfig, base: ModelConfig, optimizer: str = "adamw", decay: Decay = "coupled"
+    preset: Preset,
+    model: ModelConfig,
+    base: ModelConfig,
+    optimizer: str = "adamw",
+    decay: Decay = "coupled",
 ) -> Contents:
     """What `verify` reads of a model under a preset relative to a base: values, not factors.
 
@@ -63,18 +67,28 @@ def dump(
 def decoder(width: int, heads: int = 4, depth: int = 2, **fields: Any) -> DecoderConfig:
     """A small decoder with biases and learned positions."""
     return DecoderConfig(
-        width=width, num_heads=heads, depth=depth, vocab_size=11, seq_len=5, **{"mlp_ratio": 4, **fields}
+        width=width,
+        num_heads=heads,
+        depth=depth,
+        vocab_size=11,
+        seq_len=5,
+        **{"mlp_ratio": 4, **fields},
     )
 
 
-def changed(contents: Mapping[str, Any], change: Callable[[str, Contents], Contents | None]) -> Contents:
+def changed(
+    contents: Mapping[str, Any], change: Callable[[str, Contents], Contents | None]
+) -> Contents:
     """The dump where every parameter's entry has what `change` makes of it.
 
     Args:
         contents: of a file.
         change: name and entry to the fields that differ, None without any.
     """
-    return {n: entry if n == "model" else {**entry, **(change(n, entry) or {})} for n, entry in contents.items()}
+    return {
+        n: entry if n == "model" else {**entry, **(change(n, entry) or {})}
+        for n, entry in contents.items()
+    }
 
 
 def verified(folder: Path, *files: Contents, flags: tuple[str, ...] = ()) -> tuple[int, Contents]:

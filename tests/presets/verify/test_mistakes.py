@@ -18,30 +18,42 @@ pytestmark = pytest.mark.core
 Pair = tuple[Contents, Contents]
 """Of a model and of a larger one."""
 TIMES = 8
-MATRICES = [f"block.attention.{name}" for name in ("query", "key", "value", "out")] + ["block.mlp.up", "block.mlp.down"]
+MATRICES = [f"block.attention.{name}" for name in ("query", "key", "value", "out")] + [
+    "block.mlp.up",
+    "block.mlp.down",
+]
 TABLES = ["token", "position"]
 
 
-def pair(preset: Preset | None = None, optimizer: str = "adamw", axis: str = "heads", **fields: Any) -> Pair:
+def pair(
+    preset: Preset | None = None, optimizer: str = "adamw", axis: str = "heads", **fields: Any
+) -> Pair:
     """Right dumps of a model and of one that is eight times as wide or deep."""
     preset = preset or presets.get("mup")
     small = decoder(16, **fields)
     sizes: dict[str, dict[str, Any]] = {
         "heads": {"width": 16 * TIMES, "heads": 4 * TIMES}, "head_dim": {"width": 16 * TIMES}, "depth": {"width": 16, "depth": 2 * TIMES}
     }  # fmt: skip
-    return dump(preset, small, small, optimizer), dump(preset, decoder(**sizes[axis], **fields), small, optimizer)
+    return dump(preset, small, small, optimizer), dump(
+        preset, decoder(**sizes[axis], **fields), small, optimizer
+    )
 
 
 def but(names: list[str], files: Pair, **columns: Callable[[Contents], float]) -> Pair:
     """The pair where the large model has other columns of some parameters, as a function of what it should have."""
     small, large = files
-    return small, changed(large, lambda n, e: {c: f(e) for c, f in columns.items()} if n in names else None)
+    return small, changed(
+        large, lambda n, e: {c: f(e) for c, f in columns.items()} if n in names else None
+    )
 
 
 def forward(files: Pair, **factors: float) -> Pair:
     """The pair where the large model's forward pass has other factors, times what it should have."""
     small, large = files
-    return small, {**large, "model": {**large["model"], **{key: large["model"][key] * x for key, x in factors.items()}}}
+    return small, {
+        **large,
+        "model": {**large["model"], **{key: large["model"][key] * x for key, x in factors.items()}},
+    }
 
 
 def everything(files: Pair, **columns: float) -> Pair:
@@ -191,4 +203,7 @@ def test_what_the_remedy_writes_is_right(mistake: str, tmp_path: Path):
         for name in finding["names"]:
             large[name][column] = number
     code, report = verified(tmp_path, small, large)
-    assert (code, [f for f in report["lines"][0]["findings"] if f["severity"] == "fault"]) == (0, [])
+    assert (code, [f for f in report["lines"][0]["findings"] if f["severity"] == "fault"]) == (
+        0,
+        [],
+    )

@@ -36,7 +36,8 @@ NAMES_BY_ROLE = {
 
 
 @pytest.mark.parametrize(
-    ("role", "name"), [(role, name) for role, paths in NAMES_BY_ROLE.items() for name in paths.split()]
+    ("role", "name"),
+    [(role, name) for role, paths in NAMES_BY_ROLE.items() for name in paths.split()],
 )
 def test_a_name_says_what_a_parameter_is(role: str, name: str):
     assert names.label(names.merged(name)).role == role
@@ -52,7 +53,9 @@ def test_every_parameter_of_the_zoo_is_known(model: str):
         if spec.role.value.startswith("expert") or "router" in name:
             assert label.role == "none", name
         elif spec.of is not None and spec.role.value == "norm_gain" and label.role == "norm_gain":
-            assert label.leaf == "gain", name  # of what a branch writes, whose row is that of other gains
+            assert label.leaf == "gain", (
+                name
+            )  # of what a branch writes, whose row is that of other gains
         else:
             assert label.role.split(".")[0] in (role.value, spec.of.value if spec.of else ""), name
         assert label.in_block == spec.in_block, name
@@ -60,13 +63,16 @@ def test_every_parameter_of_the_zoo_is_known(model: str):
 
 
 def test_layers_are_merged_by_their_number():
-    assert names.merged("model.layers.11.mlp.up_proj.weight") == names.merged("model.layers.2.mlp.up_proj.weight")
+    assert names.merged("model.layers.11.mlp.up_proj.weight") == names.merged(
+        "model.layers.2.mlp.up_proj.weight"
+    )
     assert names.merged("layer1.0.conv1.weight") == "layer1.0.conv1.weight"
 
 
 @pytest.mark.parametrize("text", ["readout", "=readout", "*.out=readot", "*.out="])
 def test_a_role_that_is_none_is_refused(text: str):
     with pytest.raises(
-        PresetError, match=r"write PATTERN=ROLE, such as '\*\.out\.weight=readout'; roles are token_embedding"
+        PresetError,
+        match=r"write PATTERN=ROLE, such as '\*\.out\.weight=readout'; roles are token_embedding",
     ):
         names.read_overrides([text])

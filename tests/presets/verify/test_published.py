@@ -32,9 +32,7 @@ OLMO = """model: {{d_model: {width}, n_heads: {heads}, n_layers: {layers}, mlp_h
   layer_norm_with_affine: true, vocab_size: 100278, embedding_size: 100352, init_fn: normal, init_std: {std}, activation_type: swiglu}}
 optimizer: {{name: adamw, learning_rate: 3.0e-4, weight_decay: 0.1, eps: 1.0e-8, decay_norm_and_bias: true, decay_embeddings: false}}
 """
-NANOGPT = (
-    "--n_layer={layers} --n_head={heads} --n_embd={width} --init_std={std} --learning_rate=6e-4 --weight_decay=0.1"
-)
+NANOGPT = "--n_layer={layers} --n_head={heads} --n_embd={width} --init_std={std} --learning_rate=6e-4 --weight_decay=0.1"
 FILES = {
     "mup:cerebras-gpt": ("yaml", CEREBRAS, 0.08, 1),
     "sp:olmo2": ("yaml", OLMO, 0.02, 2),
@@ -72,18 +70,26 @@ def differences(use: str, paths: list[Path]) -> list[str]:
             gain = "norm_gain" in group
             for column in ("std", "lr", "wd", "eps", "multiplier"):
                 theirs = getattr(entry, column)
-                if theirs is None or (gain and column == "wd"):  # OLMo decays gains, which the file of the preset says
+                if theirs is None or (
+                    gain and column == "wd"
+                ):  # OLMo decays gains, which the file of the preset says
                     continue
                 if not math.isclose(theirs, own[column], rel_tol=1e-9):
-                    wrong.append(f"{table.model} {entry.role} {column}: {theirs} and not {own[column]}")
+                    wrong.append(
+                        f"{table.model} {entry.role} {column}: {theirs} and not {own[column]}"
+                    )
     return wrong
 
 
 @pytest.mark.parametrize("use", FILES)
-def test_a_reader_finds_in_the_sources_config_what_the_preset_gives(use: str, tmp_path: Path) -> None:
+def test_a_reader_finds_in_the_sources_config_what_the_preset_gives(
+    use: str, tmp_path: Path
+) -> None:
     std = FILES[use][2]
     assert differences(use, written(use, tmp_path, std)) == []
-    assert differences(use, written(use, tmp_path, 2 * std))  # control: the config says something else
+    assert differences(
+        use, written(use, tmp_path, 2 * std)
+    )  # control: the config says something else
 
 
 def test_verify_holds_the_sources_configs_against_the_preset(

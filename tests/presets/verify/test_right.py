@@ -25,7 +25,13 @@ _VIT: dict[str, Any] = {
     "pool": "cls",
     "qk_norm": True,
 }
-_ED: dict[str, Any] = {"vocab_size": 11, "seq_len": 5, "target_len": 3, "positions": "relative", "tied": False}
+_ED: dict[str, Any] = {
+    "vocab_size": 11,
+    "seq_len": 5,
+    "target_len": 3,
+    "positions": "relative",
+    "tied": False,
+}
 FAMILIES: dict[str, ModelConfig] = {
     "vit": ViTConfig(width=8, num_heads=2, depth=2, layer_scale=0.1, **_VIT),
     "decoder": decoder(8, heads=2, activation="swiglu"),
@@ -35,7 +41,8 @@ CASES = [
     (name, tuple(constants.items()), optimizer, family)
     for name, constants in ORDER
     for family in FAMILIES
-    if family == "decoder" or dict(ORDER)[name] == constants  # of several exponents of a preset the decoder has all
+    if family == "decoder"
+    or dict(ORDER)[name] == constants  # of several exponents of a preset the decoder has all
     for optimizer in presets.get(name, **dict(constants)).optimizers
     if optimizer not in ("adam", "momentum")  # whose columns are those of adamw and sgd
 ]
@@ -70,7 +77,9 @@ def test_a_presets_own_table_is_right_and_is_recognized(
 
 
 @pytest.mark.parametrize("axis", ["heads", "head_dim", "depth"])
-@pytest.mark.parametrize("name", ["sp", "mup", "mup-half", "completep", "maximal-update", "hybrid", "sp-layerwise"])
+@pytest.mark.parametrize(
+    "name", ["sp", "mup", "mup-half", "completep", "maximal-update", "hybrid", "sp-layerwise"]
+)
 def test_what_is_meant_is_right_along_every_axis(name: str, axis: str, tmp_path: Path):
     """A preset that is not stable along an axis is none to be held against, unless it is named, with a caution."""
     base, preset = FAMILIES["decoder"], presets.get(name)
@@ -81,7 +90,10 @@ def test_what_is_meant_is_right_along_every_axis(name: str, axis: str, tmp_path:
     told = [finding["names"][0] for finding in line["findings"]]
     root = axis == "head_dim" and name not in ("mup", "completep")
     itself = (axis == "depth" and name != "completep") or name in ("sp", "hybrid", "sp-layerwise")
-    itself |= (name, axis) == ("maximal-update", "head_dim")  # whose queries and keys are not slowed down
+    itself |= (name, axis) == (
+        "maximal-update",
+        "head_dim",
+    )  # whose queries and keys are not slowed down
     assert told == ["attention logits"] * root + [f"{name} itself"] * itself
 
 
@@ -89,30 +101,44 @@ def test_what_is_meant_is_right_along_every_axis(name: str, axis: str, tmp_path:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_multiplier_may_be_in_any_place(form: presets.Form, optimizer: str, tmp_path: Path):
     base, preset = FAMILIES["decoder"], presets.get("mup", form=form)
-    code, report = verified(tmp_path, *(dump(preset, m, base, optimizer) for m in (base, grown(base, "heads"))))
+    code, report = verified(
+        tmp_path, *(dump(preset, m, base, optimizer) for m in (base, grown(base, "heads")))
+    )
     assert (code, report["lines"][0]["findings"], report["lines"][0]["reference"]) == (0, [], "mup")
 
 
 @pytest.mark.parametrize(("tied", "decay"), [(True, "coupled"), (False, "independent")])
 def test_a_tied_readout_and_independent_decay_are_right(tied: bool, decay: Any, tmp_path: Path):
     base, preset = decoder(8, tied=tied), presets.get("mup")
-    code, report = verified(tmp_path, *(dump(preset, m, base, "adamw", decay) for m in (base, grown(base, "heads"))))
+    code, report = verified(
+        tmp_path, *(dump(preset, m, base, "adamw", decay) for m in (base, grown(base, "heads")))
+    )
     assert (code, report["lines"][0]["findings"]) == (0, [])
 
 
 def test_two_lines_of_growth_are_held_against_one_base(tmp_path: Path):
     base, preset = FAMILIES["decoder"], presets.get("completep")
-    models = (base, grown(base, "heads"), grown(base, "depth"), grown(grown(base, "heads"), "heads"))
+    models = (
+        base,
+        grown(base, "heads"),
+        grown(base, "depth"),
+        grown(grown(base, "heads"), "heads"),
+    )
     code, report = verified(tmp_path, *(dump(preset, model, base) for model in models))
     assert code == 0
-    assert [(line["times"], line["findings"]) for line in report["lines"]] == [(4.0, []), (16.0, [])]
+    assert [(line["times"], line["findings"]) for line in report["lines"]] == [
+        (4.0, []),
+        (16.0, []),
+    ]
 
 
 MUP = json.loads((CONFIGS / "mup.json").read_text())
 """What `mup` 1.0.0 gives an MLP, a CNN and a Transformer of PyTorch at widths 32 (the base) and 128, under MuAdamW and MuSGD."""
 
 
-@pytest.mark.parametrize("case", [f"{m} {o}" for m in ("mlp", "cnn", "transformer") for o in ("adamw", "sgd")])
+@pytest.mark.parametrize(
+    "case", [f"{m} {o}" for m in ("mlp", "cnn", "transformer") for o in ("adamw", "sgd")]
+)
 def test_what_microsofts_package_makes_is_right(case: str, tmp_path: Path):
     code, report = verified(tmp_path, *MUP[case])
     (line,) = report["lines"]
@@ -131,7 +157,9 @@ def test_what_microsofts_package_makes_of_a_tied_table_is_not(tmp_path: Path):
 def test_nor_without_base_shapes(tmp_path: Path):
     code, report = verified(tmp_path, *MUP["no base"])
     assert code == 1
-    assert [mistake["mistake"] for mistake in report["lines"][0]["published"]] == ["base shapes of the target"]
+    assert [mistake["mistake"] for mistake in report["lines"][0]["published"]] == [
+        "base shapes of the target"
+    ]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -143,7 +171,13 @@ def test_multipliers_moved_at_random_are_the_same_parameterization(optimizer: st
         def one(name: str, entry: Contents) -> Contents:
             theta = 2 ** random.uniform(-5, 5)
             slower = theta**2 if optimizer == "sgd" else theta
-            columns = {"std": 1 / theta, "lr": 1 / slower, "eps": theta, "wd": slower, "multiplier": theta}
+            columns = {
+                "std": 1 / theta,
+                "lr": 1 / slower,
+                "eps": theta,
+                "wd": slower,
+                "multiplier": theta,
+            }
             return {column: entry[column] * by for column, by in columns.items()}
 
         return changed(contents, one)
@@ -165,14 +199,24 @@ def test_layers_with_names_of_their_own_grow_in_number(tmp_path: Path):
             for name, entry in contents.items() if name != "model"
             for i in range(layers if name.startswith("block.") else 1)
         }  # fmt: skip
-        return {**split, "model": {key: value for key, value in contents["model"].items() if key != "layers"}}
+        return {
+            **split,
+            "model": {key: value for key, value in contents["model"].items() if key != "layers"},
+        }
 
     files = [unstacked(dump(preset, model, base)) for model in (base, grown(base, "depth"))]
     code, report = verified(tmp_path, *files)
     (line,) = report["lines"]
-    assert (code, line["findings"], line["grows"]) == (0, [], {"layers": 1.0, "encoder_layers": 1.0})
+    assert (code, line["findings"], line["grows"]) == (
+        0,
+        [],
+        {"layers": 1.0, "encoder_layers": 1.0},
+    )
     wrong = changed(
-        files[1], lambda n, e: {"eps": e["eps"] / 4} if "up" in n else {"lr": e["lr"] * 4} if "down" in n else None
+        files[1],
+        lambda n, e: (
+            {"eps": e["eps"] / 4} if "up" in n else {"lr": e["lr"] * 4} if "down" in n else None
+        ),
     )
     code, report = verified(tmp_path, files[0], wrong)
     assert code == 1

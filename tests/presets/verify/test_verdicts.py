@@ -17,7 +17,12 @@ from tests.presets.verify.test_right import grown
 
 pytestmark = pytest.mark.core
 
-QUERIES = [("attn.q_proj", "attn.k_proj"), ("attn_q", "attn_k"), ("attn.w1", "attn.w2"), ("mixer.left", "mixer.right")]
+QUERIES = [
+    ("attn.q_proj", "attn.k_proj"),
+    ("attn_q", "attn_k"),
+    ("attn.w1", "attn.w2"),
+    ("mixer.left", "mixer.right"),
+]
 """Names of queries and keys: known, unknown, and taken for an MLP's."""
 
 
@@ -28,7 +33,14 @@ def network(
     times, rate = width / 64, 6e-4
 
     def entry(shape: list[int], std: float, lr: float = 1.0, multiplier: float = 1.0) -> Contents:
-        return {"shape": shape, "std": std, "lr": lr * rate, "wd": 0.0, "eps": 1e-8 / times, "multiplier": multiplier}
+        return {
+            "shape": shape,
+            "std": std,
+            "lr": lr * rate,
+            "wd": 0.0,
+            "eps": 1e-8 / times,
+            "multiplier": multiplier,
+        }
 
     def matrix(shape: list[int]) -> Contents:
         return entry(shape, shape[1] ** -0.5, 1 / times)
@@ -45,7 +57,9 @@ def network(
     return {**contents, "model": {**about, **model}}
 
 
-def shown(capsys: pytest.CaptureFixture[str], folder: Path, *files: Contents, flags: tuple[str, ...] = ()) -> Any:
+def shown(
+    capsys: pytest.CaptureFixture[str], folder: Path, *files: Contents, flags: tuple[str, ...] = ()
+) -> Any:
     """Return the exit code of `verify` and what it prints, in one line."""
     paths = [folder / f"{index}.json" for index in range(len(files))]
     for path, contents in zip(paths, files, strict=True):
@@ -64,7 +78,9 @@ def test_attention_by_the_root_is_wrong_whatever_queries_are_called(
     code, text = shown(capsys, tmp_path, *right)
     assert code == 0
     assert text.startswith("RIGHT: ")
-    root = [network(width, query=query, key=key, attention=(width / 4) ** -0.5) for width in (64, 256)]
+    root = [
+        network(width, query=query, key=key, attention=(width / 4) ** -0.5) for width in (64, 256)
+    ]
     code, text = shown(capsys, tmp_path, *root)
     assert code == 1
     assert text.startswith("WRONG: 1 wrong")
@@ -76,8 +92,13 @@ def test_attention_by_the_root_is_a_caution_under_any_preset_that_has_it(
     without: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     base = decoder(16)
-    files = [dump(presets.get("mup-half"), model, base) for model in (base, grown(base, "head_dim"))]
-    files = [{name: {k: v for k, v in e.items() if k not in without} for name, e in x.items()} for x in files]
+    files = [
+        dump(presets.get("mup-half"), model, base) for model in (base, grown(base, "head_dim"))
+    ]
+    files = [
+        {name: {k: v for k, v in e.items() if k not in without} for name, e in x.items()}
+        for x in files
+    ]
     for flags in ((), ("--preset", "mup-half")):
         code, text = shown(capsys, tmp_path, *files, flags=flags)
         assert code == 0
@@ -87,14 +108,22 @@ def test_attention_by_the_root_is_a_caution_under_any_preset_that_has_it(
         assert ("the files do not say" in text) == bool(without)
 
 
-def test_attention_at_a_fixed_head_is_of_no_concern(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, text = shown(capsys, tmp_path, *(network(width, head_dim=16, attention=0.25) for width in (64, 256)))
+def test_attention_at_a_fixed_head_is_of_no_concern(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, text = shown(
+        capsys, tmp_path, *(network(width, head_dim=16, attention=0.25) for width in (64, 256))
+    )
     assert code == 0
     assert "attention logits" not in text
 
 
-def test_names_that_were_taken_for_hidden_matrices_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    _, text = shown(capsys, tmp_path, *(network(width, query="attn_q", key="attn_k") for width in (64, 256)))
+def test_names_that_were_taken_for_hidden_matrices_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    _, text = shown(
+        capsys, tmp_path, *(network(width, query="attn_q", key="attn_k") for width in (64, 256))
+    )
     assert (
         "note: taken for hidden matrices by their shapes, as their names say nothing: h.*.attn_q.weight, h.*.attn_k.weight"
         in text
@@ -104,10 +133,15 @@ def test_names_that_were_taken_for_hidden_matrices_are_listed(tmp_path: Path, ca
     assert "taken for" not in text
 
 
-def test_attention_without_a_name_or_a_head_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_attention_without_a_name_or_a_head_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     names = {"query": "left", "key": "right"}
     files = [network(width, **names) for width in (64, 256)]
-    files = [{n.replace("v_proj", "third").replace("o_proj", "fourth"): e for n, e in x.items()} for x in files]
+    files = [
+        {n.replace("v_proj", "third").replace("o_proj", "fourth"): e for n, e in x.items()}
+        for x in files
+    ]
     assert shown(capsys, tmp_path, *files)[0] == 0
     bare = [{**x, "model": {k: v for k, v in x["model"].items() if k != "head_dim"}} for x in files]
     code, text = shown(capsys, tmp_path, *bare)
@@ -125,8 +159,12 @@ def test_an_overwritten_scheduler_is_named_with_any_number_of_layers(
     def one_rate(name: str, entry: Contents) -> Contents:
         return {"lr": 6e-4 * (1 + noise * random.random())}
 
-    _, text = shown(capsys, tmp_path, *(changed(network(width, layers), one_rate) for width in (64, 256)))
-    assert "a scheduler that sets the rate of all groups to its own undoes those of the groups" in text
+    _, text = shown(
+        capsys, tmp_path, *(changed(network(width, layers), one_rate) for width in (64, 256))
+    )
+    assert (
+        "a scheduler that sets the rate of all groups to its own undoes those of the groups" in text
+    )
     _, text = shown(capsys, tmp_path, *(network(width, layers) for width in (64, 256)))
     assert "scheduler" not in text
 
@@ -136,7 +174,9 @@ def test_a_readout_that_starts_too_small_is_one_caution(
     optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     base = decoder(16)
-    files = [dump(presets.get("mup"), model, base, optimizer) for model in (base, grown(base, "heads"))]
+    files = [
+        dump(presets.get("mup"), model, base, optimizer) for model in (base, grown(base, "heads"))
+    ]
     files[1]["readout"]["std"] /= 4
     code, text = shown(capsys, tmp_path, *files)
     assert code == 0
@@ -155,13 +195,41 @@ TABLE = "wte.weight"
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
-        (TABLE, [256], "wte.weight has the shape [256, 64] in 0.json and [256] in 1.json, which is another number"),
-        (TABLE, [256, 128], "wte.weight has the shape [256, 64] in 0.json and [256, 128] in 1.json, and no parameter"),
-        (TABLE, [256, 64], "wte.weight has the shape [256, 64] in 0.json and [256, 64] in 1.json, and no parameter"),
-        ("lm_head.weight", [256, 256, 1], "lm_head.weight has the shape [256, 64] in 0.json and [256, 256, 1]"),
-        ("h.{}.attn.v_proj.weight", [128, 256], "h.*.attn.v_proj.weight has the shape [64, 64] in 0.json and [128"),
-        ("h.{}.ln_1.weight", [64], "h.*.ln_1.weight has the shape [64] in 0.json and [64] in 1.json: it is 1 times"),
-        ("h.{}.mlp.c_proj.weight", [256, 512], "h.*.mlp.c_fc.weight has the shape [256, 64] in 0.json and [1024, 256]"),
+        (
+            TABLE,
+            [256],
+            "wte.weight has the shape [256, 64] in 0.json and [256] in 1.json, which is another number",
+        ),
+        (
+            TABLE,
+            [256, 128],
+            "wte.weight has the shape [256, 64] in 0.json and [256, 128] in 1.json, and no parameter",
+        ),
+        (
+            TABLE,
+            [256, 64],
+            "wte.weight has the shape [256, 64] in 0.json and [256, 64] in 1.json, and no parameter",
+        ),
+        (
+            "lm_head.weight",
+            [256, 256, 1],
+            "lm_head.weight has the shape [256, 64] in 0.json and [256, 256, 1]",
+        ),
+        (
+            "h.{}.attn.v_proj.weight",
+            [128, 256],
+            "h.*.attn.v_proj.weight has the shape [64, 64] in 0.json and [128",
+        ),
+        (
+            "h.{}.ln_1.weight",
+            [64],
+            "h.*.ln_1.weight has the shape [64] in 0.json and [64] in 1.json: it is 1 times",
+        ),
+        (
+            "h.{}.mlp.c_proj.weight",
+            [256, 512],
+            "h.*.mlp.c_fc.weight has the shape [256, 64] in 0.json and [1024, 256]",
+        ),
     ],
 )
 def test_shapes_that_are_of_no_one_model_are_refused(
@@ -185,10 +253,15 @@ def test_a_vocabulary_that_was_padded_is_no_other_shape(tmp_path: Path):
 
 @pytest.mark.parametrize("axis", ["heads", "head_dim"])
 @pytest.mark.parametrize("without", [(), ("eps",), ("eps", "wd", "lr"), ("std",)])
-def test_of_presets_that_fit_equally_well_mup_is_first(axis: str, without: tuple[str, ...], tmp_path: Path):
+def test_of_presets_that_fit_equally_well_mup_is_first(
+    axis: str, without: tuple[str, ...], tmp_path: Path
+):
     base = decoder(16)
     files = [dump(presets.get("mup"), model, base) for model in (base, grown(base, axis))]
-    files = [{name: {k: v for k, v in e.items() if k not in without} for name, e in x.items()} for x in files]
+    files = [
+        {name: {k: v for k, v in e.items() if k not in without} for name, e in x.items()}
+        for x in files
+    ]
     assert verified(tmp_path, *files)[1]["lines"][0]["reference"] == "mup"
 
 
@@ -209,7 +282,9 @@ def anything(random: Random) -> tuple[list[Contents], tuple[str, ...]]:
         for parameter in random.sample(names, random.choice([1, 1, 3, len(names)])):
             files[1][parameter][column] *= factor
     if random.random() < 0.3:
-        files[1]["model"][random.choice(["attention", "branch"])] *= 4.0 ** random.choice([-1, -0.5, 0.5, 1])
+        files[1]["model"][random.choice(["attention", "branch"])] *= 4.0 ** random.choice(
+            [-1, -0.5, 0.5, 1]
+        )
     if random.random() < 0.2:
         files = [changed(x, lambda n, e: {"std": 0.0} if n == "readout" else None) for x in files]
     return files, ("--preset", name) if random.random() < 0.3 else ()
@@ -232,11 +307,15 @@ def test_exit_code_verdict_and_consequences_agree_for_any_dump(
         verdicts.add(verdict)
         assert (verdict == "wrong") == (code == 1) == ("fault" in severities), text
         assert (verdict == "right") == (not severities), text
-        head = {"wrong": "WRONG: ", "caution": "RIGHT, with a caution: ", "right": "RIGHT: "}[verdict]
+        head = {"wrong": "WRONG: ", "caution": "RIGHT, with a caution: ", "right": "RIGHT: "}[
+            verdict
+        ]
         assert text.startswith(head), text
         if verdict != "wrong":
             assert "explode" not in text, text
-            assert not any(entry["verdict"] in ("explodes", "lazy") for entry in limits.values()), text
+            assert not any(entry["verdict"] in ("explodes", "lazy") for entry in limits.values()), (
+                text
+            )
         if verdict == "right":
             assert not limits, text
     assert len(verdicts) > 1  # the dumps are not all alike

@@ -15,7 +15,9 @@ from scripts.bench import in_turns
 
 TINY = ["--tiny", "--rounds", "1"]
 NEEDS_TORCH = [
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch (extra torch) is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None, reason="PyTorch (extra torch) is not installed"
+    ),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # its compiler's own
 ]
 
@@ -34,9 +36,16 @@ NEEDS_TORCH = [
         pytest.param("torch_parts", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
     ],
 )
-def test_benchmark_runs_and_its_page_is_made(name: str, words: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_benchmark_runs_and_its_page_is_made(
+    name: str, words: list[str], tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / f"{name}.json"
-    assert importlib.import_module(f"scripts.bench.{bench.MODULES[name]}").main([*words, "--json", str(out)]) == 0
+    assert (
+        importlib.import_module(f"scripts.bench.{bench.MODULES[name]}").main(
+            [*words, "--json", str(out)]
+        )
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed == json.loads(out.read_text())
     assert printed["benchmark"] == name
@@ -48,10 +57,14 @@ def test_benchmark_runs_and_its_page_is_made(name: str, words: list[str], tmp_pa
 
 def test_turns_alternate_and_the_first_step_of_a_turn_does_not_count() -> None:
     order: list[str] = []
-    seconds = in_turns.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps_per_turn=1)
+    seconds = in_turns.in_turns(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps_per_turn=1
+    )
     assert "".join(order) == "ab" + "aabb" + "bbaa"
     assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
-    assert in_turns.compared({"a": [1.0, 3.0, 2.0], "b": [2.0, 2.0, 2.0]}, "a")["ratio"] == {"b": 1.0}
+    assert in_turns.compared({"a": [1.0, 3.0, 2.0], "b": [2.0, 2.0, 2.0]}, "a")["ratio"] == {
+        "b": 1.0
+    }
 
 
 def test_the_committed_page_is_what_its_files_give() -> None:

@@ -13,17 +13,26 @@ from scripts.bench import commits
 
 def git(root: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", "-C", root, *who, *words], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", root, *who, *words], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def committed(root: Path, cycles: int, text: str) -> dict[str, str]:
     """The commit of a step with so many cycles, and its day."""
-    report = {"recipe": "lm-8b", "topology": "v5e:16x16", "estimated_cycles": cycles, "compile_seconds": 3.0}
+    report = {
+        "recipe": "lm-8b",
+        "topology": "v5e:16x16",
+        "estimated_cycles": cycles,
+        "compile_seconds": 3.0,
+    }
     (root / "docs").mkdir(exist_ok=True)
     (root / "docs" / "pods.json").write_text(json.dumps({"pods": [report], "text": text}))
     git(root, "add", "-A")
     git(root, "commit", "-m", text, "--date", "2026-01-02T00:00:00")
-    return dict(zip(("commit", "date"), git(root, "log", "-1", "--format=%h %cs").split(), strict=True))
+    return dict(
+        zip(("commit", "date"), git(root, "log", "-1", "--format=%h %cs").split(), strict=True)
+    )
 
 
 def test_a_report_is_of_the_first_commit_that_has_its_figures(tmp_path: Path) -> None:
@@ -32,7 +41,12 @@ def test_a_report_is_of_the_first_commit_that_has_its_figures(tmp_path: Path) ->
     compiled = committed(tmp_path, 7, "compiled again")
     last = committed(tmp_path, 7, "another page")
     assert compiled["commit"] != last["commit"]
-    report = {"recipe": "lm-8b", "topology": "v5e:16x16", "estimated_cycles": 7, "compile_seconds": 3.0}
+    report = {
+        "recipe": "lm-8b",
+        "topology": "v5e:16x16",
+        "estimated_cycles": 7,
+        "compile_seconds": 3.0,
+    }
     assert commits.first_committed(report, tmp_path) == compiled
     assert commits.first_committed(report | {"estimated_cycles": 8}, tmp_path) is None
     assert commits.first_committed(report, tmp_path / "docs" / "none") is None

@@ -37,7 +37,9 @@ def test_every_model_and_the_sweep_come_before_other_batches_and_variants() -> N
     ]
     assert first[-1] == Point(SWEEP)
     assert all(one.batch_size == BATCHES[one.model][0] for one in first[:-1])
-    assert len({one.text for one in points}) == len(points) == 4 * sum(map(len, BATCHES.values())) + 1
+    assert (
+        len({one.text for one in points}) == len(points) == 4 * sum(map(len, BATCHES.values())) + 1
+    )
     assert {one.batch_size for one in plan(["gpt2"], ["torch"], [3, 5], tiny=False)} == {3, 5}
 
 
@@ -49,7 +51,14 @@ def test_time_ends_the_run_and_says_what_it_left_out(capsys: pytest.CaptureFixtu
         now[0] += min(timeout_s, 100.0)
         if point.batch_size >= 4:
             return {"failed": "out of memory"}
-        return {"step_s": 0.1, "units_per_s": 5.0, "unit": "token", "mfu": None, "device": "cpu", "flops_per_s": 1.0}
+        return {
+            "step_s": 0.1,
+            "units_per_s": 5.0,
+            "unit": "token",
+            "mfu": None,
+            "device": "cpu",
+            "flops_per_s": 1.0,
+        }
 
     points = [Point("gpt2", "torch", size) for size in (4, 8, 2, 1, 3)]
     rows, left_out = measure(points, run, 210.0, 120.0, lambda: now[0])
@@ -72,7 +81,9 @@ def test_time_ends_the_run_and_says_what_it_left_out(capsys: pytest.CaptureFixtu
         ("cpu", None),
     ],
 )
-def test_a_card_has_the_peak_of_its_whole_name(device: str, mfu: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_has_the_peak_of_its_whole_name(
+    device: str, mfu: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mupax.zoo import families
 
     monkeypatch.setattr(gpu_point, "jax_point", lambda config: lambda: None)
@@ -84,8 +95,20 @@ def test_a_card_has_the_peak_of_its_whole_name(device: str, mfu: float | None, m
     assert point["mfu"] == (mfu and pytest.approx(mfu))
 
 
-def test_a_gpu_point_runs_here_and_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["mupax", "vit-s16", "2", "--variant", '{"layers": "scan"}', "--tiny", "--steps", "2", "--profile"]
+def test_a_gpu_point_runs_here_and_is_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "mupax",
+        "vit-s16",
+        "2",
+        "--variant",
+        '{"layers": "scan"}',
+        "--tiny",
+        "--steps",
+        "2",
+        "--profile",
+    ]
     assert gpu_point.main([*words, str(tmp_path)]) == 0
     point = json.loads(capsys.readouterr().out)
     assert point["units_per_s"] > 0
@@ -96,14 +119,18 @@ def test_a_gpu_point_runs_here_and_is_traced(tmp_path: Path, capsys: pytest.Capt
 def test_a_point_that_does_not_run_says_its_last_line_and_the_command_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Point, "command", lambda *_: [gpu_mfu.sys.executable, "-c", "raise MemoryError('8 GiB')"])
+    monkeypatch.setattr(
+        Point, "command", lambda *_: [gpu_mfu.sys.executable, "-c", "raise MemoryError('8 GiB')"]
+    )
     out = tmp_path / "gpu.json"
     assert gpu_mfu.main(["--models", "gpt2", "--sides", "torch", "--tiny", "--json", str(out)]) == 1
     assert "torch gpt2 2: does not run (MemoryError: 8 GiB)" in capsys.readouterr().out
     assert json.loads(out.read_text())["points"][0]["failed"] == "MemoryError: 8 GiB"
 
 
-def test_a_point_that_takes_too_long_ends_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_that_takes_too_long_ends_with_what_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     monkeypatch.setattr(Point, "command", lambda *_: [gpu_mfu.sys.executable, "-c", code])
     began = gpu_mfu.time.monotonic()
@@ -113,7 +140,9 @@ def test_a_point_that_takes_too_long_ends_with_what_it_started(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--minutes", "0"]])
-def test_no_steps_and_no_minutes_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_steps_and_no_minutes_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         gpu_mfu.main(words)
     assert "write at least 1 step, and more than no minutes" in capsys.readouterr().err

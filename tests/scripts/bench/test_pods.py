@@ -11,7 +11,10 @@ import pytest
 from scripts import ROOT
 from scripts.bench import commits, pods
 
-COMMITTED = {(r["recipe"], r["topology"]): r for r in json.loads((ROOT / "docs" / "pods.json").read_text())["pods"]}
+COMMITTED = {
+    (r["recipe"], r["topology"]): r
+    for r in json.loads((ROOT / "docs" / "pods.json").read_text())["pods"]
+}
 POD = pods.PODS[0]
 
 
@@ -24,17 +27,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def figures(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(r["recipe"], r["topology"]): r for r in json.loads((folder / "pods.json").read_text())["pods"]}
+    return {
+        (r["recipe"], r["topology"]): r
+        for r in json.loads((folder / "pods.json").read_text())["pods"]
+    }
 
 
 def test_the_committed_page_is_what_its_figures_make(folder: Path) -> None:
-    assert pods.document(json.loads((folder / "pods.json").read_text())) == (ROOT / "docs" / "pods.md").read_text()
+    assert (
+        pods.document(json.loads((folder / "pods.json").read_text()))
+        == (ROOT / "docs" / "pods.md").read_text()
+    )
 
 
-def test_one_pod_is_compiled_and_the_others_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pod_is_compiled_and_the_others_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = []
     monkeypatch.setattr(
-        pods, "compiled", lambda *pod: compiled.append(pod) or {**COMMITTED[pod], "estimated_cycles": 12_345}
+        pods,
+        "compiled",
+        lambda *pod: compiled.append(pod) or {**COMMITTED[pod], "estimated_cycles": 12_345},
     )
     assert pods.main(["--only", " ".join(POD)]) == 0
     assert compiled == [POD]
@@ -58,7 +71,9 @@ def test_a_report_from_a_file_is_taken_as_of_this_program(
     }
 
 
-def test_without_a_choice_every_pod_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_choice_every_pod_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled, one = [], COMMITTED[POD]
 
     def report(recipe: str, topology: str) -> dict[str, Any]:

@@ -50,7 +50,11 @@ def test_the_baseline_trains_as_the_run_does_at_base_size() -> None:
     run_program = assemble(config, jax.devices()[:1])
     np.testing.assert_allclose(run_program.inputs.factors.multiplier["readout"], 1.0)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 257), np.int32)
-    batch: Any = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 256), np.float32)}
+    batch: Any = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((8, 256), np.float32),
+    }
     state = run_program.initial_state()
     params = jax.tree.map(jnp.array, state.params)
     table = preset_cost.schedule_table(config.optimizer, config.steps)
@@ -67,12 +71,17 @@ def test_the_baseline_trains_as_the_run_does_at_base_size() -> None:
 @pytest.mark.tpu
 def test_a_preset_costs_nothing_on_tpu() -> None:
     run_program = preset_cost.on_chip("v5e:2x2", 256, 2, 8)
-    ours, folded = (preset_cost.counted(make(run_program)) for make in (preset_cost.with_preset, preset_cost.folded))
+    ours, folded = (
+        preset_cost.counted(make(run_program))
+        for make in (preset_cost.with_preset, preset_cost.folded)
+    )
     assert 1 < ours["flops"] / folded["flops"] < 1.005
     assert 0.995 < ours["bytes"] / folded["bytes"] < 1.005
     # Control: a skip that is data is seen, by its memory traffic; the compiler counts even less arithmetic with it.
     skip = {"block.skip": np.ones((2, 2), np.float32)}
-    factors = run_program.inputs.factors._replace(forward={**run_program.inputs.factors.forward, **skip})
+    factors = run_program.inputs.factors._replace(
+        forward={**run_program.inputs.factors.forward, **skip}
+    )
     more = dataclasses.replace(run_program, inputs=run_program.inputs._replace(factors=factors))
     assert preset_cost.counted(more.compile_train())["bytes"] / folded["bytes"] > 1.015
 
@@ -82,14 +91,26 @@ def test_control_one_product_over_activations_is_seen() -> None:
     run_program = program(256, 4, "depth-mup")
     skip = {"block.skip": np.ones((4, 2), np.float32)}
     run = run_program.inputs._replace(
-        factors=run_program.inputs.factors._replace(forward={**run_program.inputs.factors.forward, **skip})
+        factors=run_program.inputs.factors._replace(
+            forward={**run_program.inputs.factors.forward, **skip}
+        )
     )
     batch = preset_cost.abstract_batch(run_program.config.model, 8)
     compiled = (
-        trace_train_step(run_program.definition, run_program.tx, run_program.abstract, run_program.layout, run, batch)
+        trace_train_step(
+            run_program.definition,
+            run_program.tx,
+            run_program.abstract,
+            run_program.layout,
+            run,
+            batch,
+        )
         .lower()
         .compile()
     )
-    more, without = preset_cost.counted(compiled), preset_cost.counted(preset_cost.with_preset(run_program))
+    more, without = (
+        preset_cost.counted(compiled),
+        preset_cost.counted(preset_cost.with_preset(run_program)),
+    )
     assert more["flops"] > 1.001 * without["flops"]
     assert more["bytes"] > 1.03 * without["bytes"]

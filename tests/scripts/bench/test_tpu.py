@@ -43,21 +43,35 @@ def test_a_report_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     added = json.loads(file.read_text())
     assert added["rows"][-1]["says"] == "half of it"
     # Of MaxText's 2.517e9 cycles, 0.380 and 4.35 GB; what is gathered is no sum.
-    shown = "| half of it | 2.000e9 | 0.795 | 0.50 | 2.17 | 0.50 | 17.0 + 6.0 | abc1234, 2026-01-02 |"
+    shown = (
+        "| half of it | 2.000e9 | 0.795 | 0.50 | 2.17 | 0.50 | 17.0 + 6.0 | abc1234, 2026-01-02 |"
+    )
     lines = tpu.part(added).splitlines()
-    assert lines.index(f"| {SHAPE}, MaxText | 2.517e9 |  | 0.380 GB | 4.35 |  |  |  |") < lines.index(shown)
-    assert lines.index(shown) < next(i for i, line in enumerate(lines) if line.startswith("| 8 B, v6e:16x16"))
+    assert lines.index(
+        f"| {SHAPE}, MaxText | 2.517e9 |  | 0.380 GB | 4.35 |  |  |  |"
+    ) < lines.index(shown)
+    assert lines.index(shown) < next(
+        i for i, line in enumerate(lines) if line.startswith("| 8 B, v6e:16x16")
+    )
 
 
 @pytest.mark.parametrize(
     ("report", "shape", "message"),
     [
-        (REPORT, "8 B, v5e:8x8", "no shape is named '8 B, v5e:8x8'; write one of 1.2 B, v5e:4x4, 4x2048, "),
+        (
+            REPORT,
+            "8 B, v5e:8x8",
+            "no shape is named '8 B, v5e:8x8'; write one of 1.2 B, v5e:4x4, 4x2048, ",
+        ),
         (REPORT | {"fits": False}, SHAPE, "is of a step that does not fit"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    report: dict[str, Any], shape: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: dict[str, Any],
+    shape: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before, path = tpu.FILE.read_text(), tmp_path / "report.json"
     path.write_text(json.dumps(report))

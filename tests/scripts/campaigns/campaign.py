@@ -21,6 +21,8 @@ def campaign(module: ModuleType, words: str, folder: Path) -> Any:
     page = folder / "page.md"
     command = [sys.executable, "-m", module.__name__, *shlex.split(words), "--page", str(page)]
     environ = os.environ | {"XLA_FLAGS": " ".join(QUICKLY)}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(page.with_suffix(".json").read_text())

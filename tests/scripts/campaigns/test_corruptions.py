@@ -37,12 +37,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         for step in STEPS:
             random = np.random.default_rng(step)
             params = {
-                name: jnp.asarray(random.normal(size=(31, 53)).astype(np.float32)) for name in ("token", "readout")
+                name: jnp.asarray(random.normal(size=(31, 53)).astype(np.float32))
+                for name in ("token", "readout")
             }
             states[step] = TrainState(jnp.asarray(step, jnp.int32), params, (), None, health)
             checkpoints.save(step, states[step], {"digest": "d"})
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), states[STEPS[0]])
-    return Saved("small", workdir, {"digest": "d"}, abstract, {step: bits(state) for step, state in states.items()})
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), states[STEPS[0]]
+    )
+    return Saved(
+        "small",
+        workdir,
+        {"digest": "d"},
+        abstract,
+        {step: bits(state) for step, state in states.items()},
+    )
 
 
 @pytest.fixture
@@ -59,10 +68,14 @@ def test_every_kind_of_damage_is_found_and_nothing_wrong_is_restored(
     assert [result for result in results if not result["good"]] == []
     outcomes = {(result["kind"], result["outcome"]) for result in results}
     assert outcomes == {(kind, outcome) for kind in KINDS for outcome in ("fell back", "refused")}
-    assert f"{count} corruptions took 7 s; 0 did not end as they must" in page(results, {"disk": 7, "bucket": 0})
+    assert f"{count} corruptions took 7 s; 0 did not end as they must" in page(
+        results, {"disk": 7, "bucket": 0}
+    )
 
 
-def test_every_kind_of_damage_is_found_in_a_bucket(saved: Saved, no_control: None, tmp_path: Path, bucket: str) -> None:
+def test_every_kind_of_damage_is_found_in_a_bucket(
+    saved: Saved, no_control: None, tmp_path: Path, bucket: str
+) -> None:
     results = list(campaign([saved], len(KINDS), FIRST, tmp_path, bucket))
     assert [result for result in results if not result["good"]] == []
     assert {result["outcome"] for result in results} >= {"fell back"}
@@ -70,7 +83,9 @@ def test_every_kind_of_damage_is_found_in_a_bucket(saved: Saved, no_control: Non
 
 def test_what_is_known_is_not_run_again(saved: Saved, no_control: None, tmp_path: Path) -> None:
     kinds = list(KINDS)[:3]
-    (result,) = campaign([saved], 3, 0, tmp_path, skip={("small", kinds[0], 0), ("small", kinds[2], 0)})
+    (result,) = campaign(
+        [saved], 3, 0, tmp_path, skip={("small", kinds[0], 0), ("small", kinds[2], 0)}
+    )
     assert (result["kind"], result["seed"]) == (kinds[1], 0)
 
 

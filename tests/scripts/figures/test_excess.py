@@ -38,7 +38,9 @@ def test_a_true_claim_reproduces_and_its_control_fails():
     by_control = rows(flat=0.05, growth=0.2, control=0.05)
     assert {row.verdict for row in by_control[False]} == {"reproduces"}
     assert {row.verdict for row in by_control[True]} == {"control: fails as it must"}
-    half, quarter = (next(row for row in by_control[False] if part in row.what) for part in ("half", "quarter"))
+    half, quarter = (
+        next(row for row in by_control[False] if part in row.what) for part in ("half", "quarter")
+    )
     assert half.measured == pytest.approx(0.25, abs=0.03)
     assert quarter.measured == pytest.approx(4 * 0.25, abs=0.03)
     grown = next(row for row in by_control[False] if "growth" in row.what)
@@ -48,9 +50,13 @@ def test_a_true_claim_reproduces_and_its_control_fails():
 @pytest.mark.core
 def test_a_false_claim_does_not_and_neither_does_a_control_like_the_first():
     by_control = rows(flat=0.6, growth=-0.1, control=0.3)
-    assert {row.verdict for row in by_control[False] if row.predicted is not None} == {"does not reproduce"}
+    assert {row.verdict for row in by_control[False] if row.predicted is not None} == {
+        "does not reproduce"
+    }
     by_control = rows(flat=0.05, growth=0.2, control=0.5)
-    assert "control: does not fail, so the check shows nothing" in {row.verdict for row in by_control[True]}
+    assert "control: does not fail, so the check shows nothing" in {
+        row.verdict for row in by_control[True]
+    }
     by_control = rows(flat=0.3, growth=0.0, control=0.3)
     assert not by_control[True], "where the claim does not hold a control shows nothing"
     claims = [row for row in by_control[False] if row.predicted is not None]
@@ -83,4 +89,6 @@ def test_what_the_grid_lacks_is_no_number():
 @pytest.mark.core
 def test_of_one_size_nothing_grows():
     curves = {"standard": [curve(0.5)], "ntk": [curve(0.1, seed=1)]}
-    assert [row.what[-6:] for row in excess.rows("n", (64,), curves, list(curves))] == ["n = 64"] * 2
+    assert [row.what[-6:] for row in excess.rows("n", (64,), curves, list(curves))] == [
+        "n = 64"
+    ] * 2

@@ -19,7 +19,13 @@ RECORDS = sorted((DOCS / "figures").glob("fig*.json"))
 
 
 def row(measured: float, low: float, high: float, **more: object) -> Row:
-    return Row(what="", measured=measured, low=low, high=high, **{"predicted": -1.0, "tolerance": 0.1, **more})
+    return Row(
+        what="",
+        measured=measured,
+        low=low,
+        high=high,
+        **{"predicted": -1.0, "tolerance": 0.1, **more},
+    )
 
 
 @pytest.mark.core
@@ -60,7 +66,9 @@ def test_the_jackknife_of_a_mean_is_its_interval():
     np.testing.assert_allclose(interval, result.mean(values), rtol=1e-12)
 
 
-def test_a_figure_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_figure_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     """A tiny version of a real one: record, picture and page; then drawn from the record alone."""
     calls = []
 
@@ -115,8 +123,13 @@ def test_rows_follow_from_the_numbers(path: Path):
     again = result.record(figure, record["settings"], record["data"])
     assert len(again["rows"]) == len(record["rows"])
     for result_row, there in zip(again["rows"], record["rows"], strict=True):
-        for name, value in there.items():  # sums differ in their last digits between builds of numpy
-            assert result_row[name] == (pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value)
+        for (
+            name,
+            value,
+        ) in there.items():  # sums differ in their last digits between builds of numpy
+            assert result_row[name] == (
+                pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+            )
     assert path.with_suffix(".png").exists()
     assert path.stat().st_size < 1_000_000
 

@@ -30,12 +30,16 @@ def test_activation_kernels_are_gaussian_averages(name: str):
     for c in (-0.7, 0.0, 0.3, 0.95):
         other = c * grid[:, None] + math.sqrt(1 - c * c) * grid
         expected = density * PHI[name](grid) @ PHI[name](other) @ density
-        np.testing.assert_allclose(kernels.activation_kernel(name)(np.array(c)), expected, rtol=2e-4)
+        np.testing.assert_allclose(
+            kernels.activation_kernel(name)(np.array(c)), expected, rtol=2e-4
+        )
 
 
 @pytest.mark.core
 def test_relu_is_the_arc_cosine_kernel():
-    np.testing.assert_allclose(kernels.relu_kernel(np.array([1, 0, -1])), [1 / 2, 1 / (2 * math.pi), 0], atol=1e-15)
+    np.testing.assert_allclose(
+        kernels.relu_kernel(np.array([1, 0, -1])), [1 / 2, 1 / (2 * math.pi), 0], atol=1e-15
+    )
     angle = 1.1
     expected = (math.sin(angle) + (math.pi - angle) * math.cos(angle)) / (2 * math.pi)
     np.testing.assert_allclose(kernels.relu_kernel(np.cos(angle)), expected, rtol=1e-14)
@@ -68,11 +72,15 @@ def test_uniform_attention_by_hand():
     c, eps2 = 0.4, 0.25
     first = np.array([[1.0, c], [c, 1.0]]).reshape(1, 2, 1, 2)
     kernel = (
-        kernels.residual_kernels(first, depth=2, alpha_a=1.0, alpha_l=1.0, activation="relu").layers[1].reshape(2, 2)
+        kernels.residual_kernels(first, depth=2, alpha_a=1.0, alpha_l=1.0, activation="relu")
+        .layers[1]
+        .reshape(2, 2)
     )
     diagonal, off = 1 + eps2 * (1 + c) / 2, c + eps2 * (1 + c) / 2
     phi = kernels.relu_kernel(np.array([1.0, off / diagonal]))
-    np.testing.assert_allclose(kernel, np.array([[diagonal, off], [off, diagonal]]) + eps2 * phi[[[0, 1], [1, 0]]])
+    np.testing.assert_allclose(
+        kernel, np.array([[diagonal, off], [off, diagonal]]) + eps2 * phi[[[0, 1], [1, 0]]]
+    )
 
 
 def test_sampled_attention_tends_to_its_limits():
@@ -80,14 +88,18 @@ def test_sampled_attention_tends_to_its_limits():
     everything = np.ones((2, 3, 3), bool)
 
     def drawn(alpha_a: float, head_dim: int | None) -> np.ndarray:
-        return attention_kernels.sampled(bar, bar, everything, alpha_a, head_dim, 20_000, np.random.default_rng(0))
+        return attention_kernels.sampled(
+            bar, bar, everything, alpha_a, head_dim, 20_000, np.random.default_rng(0)
+        )
 
     gaussian, uniform = drawn(0.5, None), attention_kernels.uniform(bar, everything)
     room = 0.012  # five standard errors of 20,000 heads
     np.testing.assert_allclose(drawn(0.5, 32), gaussian, atol=room)
     np.testing.assert_allclose(drawn(1.0, 200), uniform, atol=room)
     assert abs(gaussian - uniform).max() > 10 * room, "the two limits are told apart"
-    assert abs(drawn(1.0, 2) - uniform).max() > 5 * room, "few dimensions per head are not the limit"
+    assert abs(drawn(1.0, 2) - uniform).max() > 5 * room, (
+        "few dimensions per head are not the limit"
+    )
 
 
 def test_the_sampling_error_is_the_error():
@@ -106,7 +118,10 @@ def test_the_sampling_error_is_the_error():
 def test_finite_models_follow_the_recursion_and_no_other():
     """Means of 12 small models at both ends of both exponents; the recursion of any other pair is far off."""
     settings = {"images": 2, "depth": 5, "beta0": 4.0, "samples": 1000, "seeds": 12}
-    model_kernels, limits = finite_kernels.finite(settings, 8, 16), finite_kernels.limits(settings, 8)
+    model_kernels, limits = (
+        finite_kernels.finite(settings, 8, 16),
+        finite_kernels.limits(settings, 8),
+    )
 
     def distance(pair: int, other: int) -> float:
         return math.sqrt(finite_kernels.products(model_kernels[[pair]], limits[[other]]).mean())
@@ -123,29 +138,43 @@ def test_masks_and_a_memory_by_hand():
     """Uniform attention of two positions with products 1 and c: a causal one of their means, and those of the memory that is seen."""
     c, m, eps2 = 0.4, 0.7, 0.25
     first, memory_kernel = (np.array([[1.0, x], [x, 1.0]]).reshape(1, 2, 1, 2) for x in (c, m))
-    rule = {"depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, "activation": "relu", "mask": np.tri(2, dtype=bool)}
+    rule = {
+        "depth": 2,
+        "alpha_a": 1.0,
+        "alpha_l": 1.0,
+        "activation": "relu",
+        "mask": np.tri(2, dtype=bool),
+    }
     mean, causal = (1 + c) / 2, np.array([[1.0, (1 + c) / 2], [(1 + c) / 2, (1 + c) / 2]])
     for mask, cross in (([[True, True]], (1 + m) / 2), ([[True, False]], 1.0)):
         memory = kernels.Memory(memory_kernel, np.array(mask))
         kernel = kernels.residual_kernels(first, **rule, memory=memory).layers[1].reshape(2, 2)
         before = first.reshape(2, 2) + eps2 * (causal + cross)
         size = np.sqrt(np.diag(before))
-        np.testing.assert_allclose(kernel, before + eps2 * kernels.relu_kernel(before / np.outer(size, size)))
+        np.testing.assert_allclose(
+            kernel, before + eps2 * kernels.relu_kernel(before / np.outer(size, size))
+        )
     assert causal[1, 1] == mean
 
 
 def test_sampled_attention_to_another_sequence_tends_to_its_limits_and_sees_no_padding():
     queries = kernels.normalized(kernels.input_kernel(patches()))
     keys = kernels.normalized(kernels.input_kernel(patches(positions=4)))
-    mask = np.broadcast_to(np.array([[True, True, False, True], [True, False, False, False]])[:, None], (2, 3, 4))
+    mask = np.broadcast_to(
+        np.array([[True, True, False, True], [True, False, False, False]])[:, None], (2, 3, 4)
+    )
 
-    def drawn(keys: np.ndarray, alpha_a: float, head_dim: int | None, mask: np.ndarray = mask) -> np.ndarray:
+    def drawn(
+        keys: np.ndarray, alpha_a: float, head_dim: int | None, mask: np.ndarray = mask
+    ) -> np.ndarray:
         rng = np.random.default_rng(0)
         return attention_kernels.sampled(queries, keys, mask, alpha_a, head_dim, 10_000, rng)
 
     room = 0.018  # five standard errors of 10,000 heads
     np.testing.assert_allclose(drawn(keys, 0.5, 32), drawn(keys, 0.5, None), atol=room)
-    np.testing.assert_allclose(drawn(keys, 1.0, 200), attention_kernels.uniform(keys, mask), atol=room)
+    np.testing.assert_allclose(
+        drawn(keys, 1.0, 200), attention_kernels.uniform(keys, mask), atol=room
+    )
     assert abs(drawn(keys, 0.5, None) - attention_kernels.uniform(keys, mask)).max() > 5 * room
     # One key that is seen is all that is attended to, whatever the padding beside it.
     np.testing.assert_allclose(drawn(keys, 0.5, None)[1, :, 1], 1.0, rtol=1e-9)
@@ -154,7 +183,14 @@ def test_sampled_attention_to_another_sequence_tends_to_its_limits_and_sees_no_p
 
 def test_finite_encoder_decoders_follow_the_recursion_with_attention_to_the_encoder():
     """Means of 12 small models of the zoo; without the cross term, or causal masks, they are elsewhere."""
-    settings = {"alpha_l": [0.5], "depth": 1, "encoder_depth": 2, "beta0": 1.0, "samples": 400, "seeds": 12}
+    settings = {
+        "alpha_l": [0.5],
+        "depth": 1,
+        "encoder_depth": 2,
+        "beta0": 1.0,
+        "samples": 400,
+        "seeds": 12,
+    }
     model_kernels = fig_cross.finite(settings, alpha_a=1.0, head_dim=8, heads=16)
 
     def distance(wrong: str) -> float:
@@ -171,7 +207,10 @@ def test_finite_encoder_decoders_follow_the_recursion_with_attention_to_the_enco
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"activation": "swiglu"}, "no kernel is known for the activation 'swiglu'; write gelu, gelu_exact, relu"),
+        (
+            {"activation": "swiglu"},
+            "no kernel is known for the activation 'swiglu'; write gelu, gelu_exact, relu",
+        ),
         ({"alpha_l": 0.4}, r"alpha_l=0.4 is outside \[0.5, 1\]"),
         ({"alpha_a": 1.2}, r"alpha_a=1.2 is outside \[0.5, 1\]"),
         ({"depth": 0}, "depth=0: write a whole number of at least 1"),
@@ -179,10 +218,19 @@ def test_finite_encoder_decoders_follow_the_recursion_with_attention_to_the_enco
             {"memory": kernels.Memory(np.ones((1, 3, 1, 3)), np.ones((2, 3), bool))},
             r"the memory has shapes \(1, 3, 1, 3\) with \(2, 3\) seen; write \[2, S, 2, S\] and \[2, S\]",
         ),
-        ({"first": np.eye(3)}, r"the first kernel has shape \(3, 3\); write one of shape \[X, S, X, S\]"),
+        (
+            {"first": np.eye(3)},
+            r"the first kernel has shape \(3, 3\); write one of shape \[X, S, X, S\]",
+        ),
     ],
 )
 def test_errors_say_what_to_write(change: dict, text: str):
-    arguments = {"first": kernels.input_kernel(patches()), "depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, **change}
+    arguments = {
+        "first": kernels.input_kernel(patches()),
+        "depth": 2,
+        "alpha_a": 1.0,
+        "alpha_l": 1.0,
+        **change,
+    }
     with pytest.raises(PresetError, match=text):
         kernels.residual_kernels(arguments.pop("first"), **arguments)

@@ -17,7 +17,13 @@ KERNEL = np.einsum("psi,qti->psqt", INPUTS, INPUTS) / INPUTS.shape[-1]
 
 def limit(block: OneBlock, *, responses: bool = True) -> Trajectory:
     return heads.train(
-        block, KERNEL, TARGETS, steps=STEPS, heads=6000, rng=np.random.default_rng(1), responses=responses
+        block,
+        KERNEL,
+        TARGETS,
+        steps=STEPS,
+        heads=6000,
+        rng=np.random.default_rng(1),
+        responses=responses,
     )
 
 
@@ -27,10 +33,19 @@ def test_nets_come_to_the_limit_as_heads_are_added(head_dim: int, alpha_a: float
     expected, wrong, errors = limit(block), limit(block, responses=False), []
     for count in (12, 48):
         nets = one_block.train(
-            block, INPUTS, TARGETS, steps=STEPS, heads=count, seeds=SEEDS, rng=np.random.default_rng(count)
+            block,
+            INPUTS,
+            TARGETS,
+            steps=STEPS,
+            heads=count,
+            seeds=SEEDS,
+            rng=np.random.default_rng(count),
         )
         errors.append(
-            [((x - y) ** 2).mean() for x, y in ((nets.outputs, expected.outputs), (nets.kernels, expected.kernels))]
+            [
+                ((x - y) ** 2).mean()
+                for x, y in ((nets.outputs, expected.outputs), (nets.kernels, expected.kernels))
+            ]
         )
     assert np.all(np.abs(np.log2(np.divide(*errors)) - 2) < 0.5)  # as 1/H over two octaves
     noise = nets.outputs[:, 1:].std(0) / SEEDS**0.5
@@ -42,5 +57,7 @@ def test_nets_come_to_the_limit_as_heads_are_added(head_dim: int, alpha_a: float
 def test_at_the_start_the_limit_is_gaussian() -> None:
     start = limit(OneBlock(head_dim=4, alpha_a=0.5))
     assert not start.outputs[0].any()
-    assert start.attention[0, 0] == pytest.approx(1, rel=0.05)  # Theta(1) logits, whose mean over heads is 0
+    assert start.attention[0, 0] == pytest.approx(
+        1, rel=0.05
+    )  # Theta(1) logits, whose mean over heads is 0
     assert start.attention[0, 1] < 1e-3

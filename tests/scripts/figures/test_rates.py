@@ -27,10 +27,14 @@ def _made_up(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> d
     def run(configs):
         return [_row(config, drift) for config in configs]
 
-    monkeypatch.setattr("mupax.train.studies.sweep.sweep.Sweep.run", lambda self, configs: run(configs))
+    monkeypatch.setattr(
+        "mupax.train.studies.sweep.sweep.Sweep.run", lambda self, configs: run(configs)
+    )
     grown = [fig2a._config(fig2a.FIGURE.small, {"alpha_a": 1.0}, size) for size in SIZES]
     grown = [
-        dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0**-6))
+        dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0**-6)
+        )
         for config in grown
     ]
     studies = rates.measure({"one": grown}, SIZES, LIMITS, tmp_path)
@@ -40,12 +44,18 @@ def _made_up(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> d
 def _row(config, drift: float) -> Row:
     at = math.log2(config.model.width / config.model.num_heads / SIZES[0])
     away = math.log2(config.optimizer.peak_lr) + 6 - drift * at
-    loss = math.inf if away > 0.9 else 2 - 0.1 * at + 0.05 * away**2 + 0.001 * config.seed * (1 + 0.1 * away)
+    loss = (
+        math.inf
+        if away > 0.9
+        else 2 - 0.1 * at + 0.05 * away**2 + 0.001 * config.seed * (1 + 0.1 * away)
+    )
     return Row("", "", loss, None, None, (loss,), 1, 0.1, "in turn")
 
 
 @pytest.mark.parametrize("drift", [0.0, -1.0])
-def test_a_drift_is_found_and_judged(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_drift_is_found_and_judged(
+    drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     study = _made_up(drift, monkeypatch, tmp_path)
     row = rates.row("drift", SIZES, study, predicted=0)
     assert row.measured == pytest.approx(drift, abs=0.05)
@@ -58,7 +68,9 @@ def test_divergence_and_runs_that_were_not_made_survive_the_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     study = _made_up(0.0, monkeypatch, tmp_path)
-    assert any(loss == rates.DIVERGED for of_size in study["losses"] for rate in of_size for loss in rate)
+    assert any(
+        loss == rates.DIVERGED for of_size in study["losses"] for rate in of_size for loss in rate
+    )
     curves = rates.curves(study)
     assert np.isinf(curves[0].losses).any()
     study["losses"][0][0][1] = None
@@ -69,7 +81,10 @@ def test_the_runs_of_figure_2a(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     configs_by_name = {}
     monkeypatch.setattr(rates, "measure", lambda configs, *rest: configs_by_name.update(configs))
     fig2a.FIGURE.measure(fig2a.FIGURE.small, tmp_path)
-    assert [(name, grown[0].preset.name, grown[0].preset.alpha_a) for name, grown in configs_by_name.items()] == [
+    assert [
+        (name, grown[0].preset.name, grown[0].preset.alpha_a)
+        for name, grown in configs_by_name.items()
+    ] == [
         ("alpha_A = 1", "depth-mup", 1.0),
         ("alpha_A = 1/2", "depth-mup", 0.5),
         ("sp", "sp", None),
@@ -81,7 +96,9 @@ def test_the_runs_of_figure_2a(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def _three() -> dict:
     x = [[-1.0, -0.5, 0.0, 0.5, 1.0]] * 4
     losses = [[[1 + v * v] * 3 for v in x[0]]] * 4
-    return {name: {"x": x, "losses": losses, "first": [3] * 4} for name in fig2a.FIGURE.small["rules"]}
+    return {
+        name: {"x": x, "losses": losses, "first": [3] * 4} for name in fig2a.FIGURE.small["rules"]
+    }
 
 
 def test_the_runs_of_the_effective_theory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -37,14 +37,18 @@ def test_runs_are_measured_once_and_shared(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_is_the_trainers_own_and_looks_change_nothing() -> None:
-    config = training.vit(head_dim=2, heads=3, depth=2, rate=0.5, steps=3, batch_size=5, patch_size=16)
+    config = training.vit(
+        head_dim=2, heads=3, depth=2, rate=0.5, steps=3, batch_size=5, patch_size=16
+    )
     trainer = training.Trainer(config)
     names = trainer.names(Role.QUERY, Role.KEY)
     assert len(names) == 2
     losses, moved = trainer.train(
         config,
         at=[0, 3],
-        look=lambda snapshot: [float(np.abs(snapshot.params[n] - snapshot.start[n]).max()) for n in names],
+        look=lambda snapshot: [
+            float(np.abs(snapshot.params[n] - snapshot.start[n]).max()) for n in names
+        ],
     )
     assert moved[0] == [0, 0]
     assert min(moved[1]) > 0
@@ -57,12 +61,17 @@ def test_the_authors_constants() -> None:
     program = training.assemble(
         training.vit(head_dim=2, heads=3, depth=1, rate=1, steps=1, patch_size=16, batch_size=8)
     )
-    plain, changed = program.inputs.factors, training.with_constants(program.inputs, program, 4.0).factors
+    plain, changed = (
+        program.inputs.factors,
+        training.with_constants(program.inputs, program, 4.0).factors,
+    )
     for name, spec in program.definition.specs.items():
         ends = spec.role in (Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)
         assert changed.lr[name] == pytest.approx(plain.lr[name] * (4 if ends else 1))
         pair = spec.role in (Role.QUERY, Role.KEY)
-        assert changed.multiplier[name] == pytest.approx(plain.multiplier[name] * (np.sqrt(0.5) if pair else 1))
+        assert changed.multiplier[name] == pytest.approx(
+            plain.multiplier[name] * (np.sqrt(0.5) if pair else 1)
+        )
 
 
 @pytest.mark.parametrize(("exponent", "nearer"), [(-1.05, "central limit"), (-1.9, "caption")])
@@ -73,7 +82,9 @@ def test_the_verdict_on_the_variance_over_heads(exponent: float, nearer: str) ->
     powers = np.stack([np.stack([x**-1.0, x**exponent]), np.ones((2, len(x)))])[None, ..., None]
     data = {"variance": powers * noise}
     rows = fig2b.rows(settings, data)
-    trained = {row.source: row for row in rows if "alpha_A = 1," in row.what and "after 9" in row.what}
+    trained = {
+        row.source: row for row in rows if "alpha_A = 1," in row.what and "after 9" in row.what
+    }
     good = next(row for source, row in trained.items() if nearer in source)
     assert good.verdict == "reproduces"
     assert [row.verdict for row in trained.values() if row is not good] == ["does not reproduce"]
@@ -87,7 +98,9 @@ def test_movement_of_weights_has_a_slope_per_rule_and_time() -> None:
     noise = 1 + 0.02 * np.random.default_rng(0).standard_normal((len(x), 4))
     data = {"moved": [[x ** (rule["alpha_l"] - 1) * noise] * 2 for rule in settings["rules"]]}
     assert {row.verdict for row in fig5a.rows(settings, data)} == {"reproduces"}
-    assert "does not reproduce" in {row.verdict for row in fig5a.rows(settings, {"moved": data["moved"][::-1]})}
+    assert "does not reproduce" in {
+        row.verdict for row in fig5a.rows(settings, {"moved": data["moved"][::-1]})
+    }
     fig5a.draw(settings, data)
 
 

@@ -148,10 +148,15 @@ IN_WINDOW = {"window", "inner", "worker", "worker.<locals>.write"}
 
 
 @pytest.mark.parametrize(
-    ("opens", "names"), [((WINDOW,), IN_WINDOW), ((EARLY, WINDOW), {"early", *IN_WINDOW})], ids=["one", "two"]
+    ("opens", "names"),
+    [((WINDOW,), IN_WINDOW), ((EARLY, WINDOW), {"early", *IN_WINDOW})],
+    ids=["one", "two"],
 )
 def test_a_trace_has_the_functions_of_its_windows_on_all_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: tuple[traces.Function, ...], names: set[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opens: tuple[traces.Function, ...],
+    names: set[str],
 ) -> None:
     monkeypatch.setattr(traces, "QUIET_S", 0.2)
     part = traces.Part(opens, ends=WINDOW, on_disk="r?w")
@@ -166,7 +171,12 @@ def test_a_trace_can_leave_out_what_is_called_elsewhere(tmp_path: Path) -> None:
     root = write(tmp_path, {"train/run.py": RUN})
     with pytest.raises(RuntimeError, match=r"late of train/run\.py never ran"):
         traced(root, traces.Part((late,), within=traces.Function("train/run.py", "inner"))).result()
-    assert traced(root, traces.Part((late,), within=traces.Function("train/run.py", "run"))).result()["functions"] == 1
+    assert (
+        traced(root, traces.Part((late,), within=traces.Function("train/run.py", "run"))).result()[
+            "functions"
+        ]
+        == 1
+    )
 
 
 def test_a_trace_whose_function_has_moved_says_so(tmp_path: Path) -> None:
@@ -215,12 +225,17 @@ def small_tree(root: Path) -> Path:
         "presets/small.py": SMALL,
         "tests/presets/test_small.py": TEST,
     }
-    marks = "\n".join(f"    {name}: x" for name in ("alone", "parity", "tpu", "schedulers", "release"))
+    marks = "\n".join(
+        f"    {name}: x" for name in ("alone", "parity", "tpu", "schedulers", "release")
+    )
     return write(root, {**files, "pytest.ini": f"[pytest]\npythonpath = .\nmarkers =\n{marks}\n"})
 
 
 def test_mutants_are_all_changes_of_the_tree() -> None:
-    lines = [f"{m.kind} {m.function}: {m.before} -> {m.after}" for m in mutants.mutants_of("presets/small.py", SMALL)]
+    lines = [
+        f"{m.kind} {m.function}: {m.before} -> {m.after}"
+        for m in mutants.mutants_of("presets/small.py", SMALL)
+    ]
     assert lines == [
         "constant : 3 -> 4",
         "return below: return x < LIMIT -> return None",
@@ -307,6 +322,8 @@ def test_the_choice_of_modules_changes_little_when_a_module_comes(tmp_path: Path
     assert len({mutant.path for mutant in before}) == 8
     assert before == mutants.chosen(root, 8)
     assert before != mutants.chosen(root, 8, seed=1)
-    assert "zoo/m11.py" not in [mutant.path for mutant in mutants.chosen(root, 12)]  # it has no tests
+    assert "zoo/m11.py" not in [
+        mutant.path for mutant in mutants.chosen(root, 12)
+    ]  # it has no tests
     write(root, {"tests/zoo/test_m11.py": ""})
     assert len(set(before) - set(mutants.chosen(root, 8))) <= 1

@@ -15,8 +15,16 @@ from scripts.house.compiled import without_metadata
 
 
 def test_differences_name_what_was_removed_added_and_changed() -> None:
-    before = {"losses": {"a": [1.0, 2.0]}, "flags": {"eval": ["--step", "--json"]}, "recipes": {"old": "1"}}
-    now = {"losses": {"a": [1.0, 2.5]}, "flags": {"eval": ["--json", "--samples"]}, "recipes": {"new": "1"}}
+    before = {
+        "losses": {"a": [1.0, 2.0]},
+        "flags": {"eval": ["--step", "--json"]},
+        "recipes": {"old": "1"},
+    }
+    now = {
+        "losses": {"a": [1.0, 2.5]},
+        "flags": {"eval": ["--json", "--samples"]},
+        "recipes": {"new": "1"},
+    }
     assert list(house.differences(before, before)) == []
     assert list(house.differences(before, now)) == [
         'recipes/old: removed, was "1"',
@@ -29,7 +37,9 @@ def test_differences_name_what_was_removed_added_and_changed() -> None:
 
 def test_an_order_and_a_last_digit_are_differences() -> None:
     assert list(house.differences({"a": ["x", "y"]}, {"a": ["y", "x"]})) == ["a: in another order"]
-    assert list(house.differences({"a": 0.1}, {"a": 0.10000000000000002})) == ["a: 0.1 -> 0.10000000000000002"]
+    assert list(house.differences({"a": 0.1}, {"a": 0.10000000000000002})) == [
+        "a: 0.1 -> 0.10000000000000002"
+    ]
 
 
 def test_compare_exits_with_one_where_something_differs(
@@ -48,7 +58,9 @@ def test_compare_exits_with_one_where_something_differs(
         "sizes: product: 3 -> 4",
         "sizes: 1 differences",
     ]
-    assert house.main(["compare", str(tmp_path), "--only", "losses"]) == 1  # what was never recorded is no success
+    assert (
+        house.main(["compare", str(tmp_path), "--only", "losses"]) == 1
+    )  # what was never recorded is no success
     assert "not recorded" in capsys.readouterr().out
 
 
@@ -56,7 +68,9 @@ def test_every_command_is_in_the_inventory() -> None:
     recorded = {" ".join(words[:count]) for words in commands.COMMANDS.values() for count in (1, 2)}
     for command in table.commands().values():
         assert command.name in recorded
-        assert {f"{command.name} {row.name}" for row in command.subcommands} - recorded <= {"checkpoints list"}
+        assert {f"{command.name} {row.name}" for row in command.subcommands} - recorded <= {
+            "checkpoints list"
+        }
     assert "--tokens" in inventory.flags(commands.COMMANDS["generate"])
 
 
@@ -73,7 +87,9 @@ def test_a_digest_of_a_preset_changes_with_one_constant(monkeypatch: pytest.Monk
     lines = list(tables.lines("mup", None, "vit"))
     monkeypatch.setitem(tables.CONSTANTS, "rates.query", 2.25)
     changed = [
-        (line, other) for line, other in zip(lines, tables.lines("mup", None, "vit"), strict=True) if line != other
+        (line, other)
+        for line, other in zip(lines, tables.lines("mup", None, "vit"), strict=True)
+        if line != other
     ]
     assert changed
     assert all("query" in line and "constants True" in line for line, _ in changed)

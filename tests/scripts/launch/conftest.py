@@ -34,8 +34,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mupax", "presets", "scripts", "train", "zoo"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
-    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
-    (folder / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    words = (
+        "def",
+        "return",
+        "import",
+        "class",
+        "self",
+        "value",
+        "lambda",
+        "yield",
+        "while",
+        "None",
+    )
+    (folder / "text.txt").write_text(
+        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
+    )
     return folder
 
 
@@ -57,9 +70,13 @@ def whole(checkout: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    train = shlex.split(f"{sys.executable} -m train {TINY} --workdir whole --distributed.coordinator localhost:{port}")
+    train = shlex.split(
+        f"{sys.executable} -m train {TINY} --workdir whole --distributed.coordinator localhost:{port}"
+    )
     count = ["--distributed.processes", "2", "--distributed.process"]
-    running = [subprocess.Popen([*train, *count, index], cwd=checkout, env=environment) for index in "01"]
+    running = [
+        subprocess.Popen([*train, *count, index], cwd=checkout, env=environment) for index in "01"
+    ]
     try:
         assert [process.wait(300) for process in running] == [0, 0]
     finally:

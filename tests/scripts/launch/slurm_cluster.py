@@ -86,7 +86,9 @@ class Cluster:
 
     def output(self, *command: str) -> str:
         """What a command prints; it must succeed."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -128,9 +130,19 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     text = CONFIG.format(host=host, folder=folder, ports=_free_ports(3), expire=_EXPIRE_S)
     (folder / "slurm.conf").write_text(text)
     variables = {**environment, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
-    munge = [f"--{name}={folder}/munge.{name.removesuffix('-file')}" for name in ("key-file", "pid-file", "log-file")]
+    munge = [
+        f"--{name}={folder}/munge.{name.removesuffix('-file')}"
+        for name in ("key-file", "pid-file", "log-file")
+    ]
     commands = [
-        ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--seed-file={folder}/seed", *munge],
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={folder}/munge.socket",
+            f"--seed-file={folder}/seed",
+            *munge,
+        ],
         ["slurmctld", "-D"],
         *(["slurmd", "-D", "-N", name] for name in (host, f"{host}-2")),
     ]
@@ -138,7 +150,9 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     try:
         with (folder / "daemons.log").open("w") as log:
             for command in commands:
-                daemons.append(subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=log))
+                daemons.append(
+                    subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=log)
+                )
                 until = time.monotonic() + 20
                 while command[0] == "munged" and not (folder / "munge.socket").exists():
                     assert time.monotonic() < until, (folder / "daemons.log").read_text()
@@ -147,7 +161,10 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         while (
             "2"
             not in subprocess.run(
-                ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=variables, capture_output=True, text=True
+                ["sinfo", "-h", "-t", "idle", "-o", "%D"],
+                env=variables,
+                capture_output=True,
+                text=True,
             ).stdout
         ):
             assert time.monotonic() < until, (folder / "daemons.log").read_text()[-3000:]

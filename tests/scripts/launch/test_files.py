@@ -20,9 +20,7 @@ from tests.scripts.launch.conftest import ROOT
 pytestmark = pytest.mark.schedulers
 
 FOLDER = ROOT / "scripts/launch"
-GKE = (
-    "--name run --image r.io/p/m:1 --accelerator tpu-v5-lite-podslice --topology 16x16 --hosts 64 --chips 4 --slices 2"
-)
+GKE = "--name run --image r.io/p/m:1 --accelerator tpu-v5-lite-podslice --topology 16x16 --hosts 64 --chips 4 --slices 2"
 XPK = "--xpk cluster --name run --image r.io/p/m:1 --topology v5litepod-256 --slices 2"
 
 SKYPILOT = """
@@ -63,11 +61,15 @@ print(json.dumps([read.xpk_subcommands, read.tpu_type, read.num_slices, read.max
 def run(packages: Path, program: str, *words: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(packages), "HOME": str(home)}
     command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, cwd=home, capture_output=True, text=True, timeout=120
+    )
 
 
 def script(*words: str) -> str:
-    done = subprocess.run([str(FOLDER / "gke.sh"), *words], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [str(FOLDER / "gke.sh"), *words], capture_output=True, text=True, timeout=60, check=True
+    )
     return done.stdout
 
 
@@ -84,10 +86,16 @@ def test_skypilot(tool: Callable[..., Path], tmp_path: Path) -> None:
     assert (nodes, spot, recovery["strategy"]) == (2, True, "EAGER_NEXT_REGION")
     assert variables["WORKDIR"].startswith("gs://")
 
-    told = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    told = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+    }
     shown = command.replace("exec .venv/bin/python -u -m train", r"printf '%s\n'")
     assert shown != command
-    done = subprocess.run(["bash", "-c", shown], env={**variables, **told}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", shown], env={**variables, **told}, capture_output=True, text=True, check=True
+    )
     words = done.stdout.splitlines()
     words[words.index("--workdir") + 1] = "run"
     parsed = config(words)
@@ -102,11 +110,16 @@ def test_skypilot(tool: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_jobset(tool: Callable[..., Path], tmp_path: Path) -> None:
-    text = script(*GKE.split(), "--claim", "disk", "--dry-run", "--", "lm-1b", "--workdir", "/shared/run")
+    text = script(
+        *GKE.split(), "--claim", "disk", "--dry-run", "--", "lm-1b", "--workdir", "/shared/run"
+    )
     files = {
         ("", ""): "",
         ("maxRestarts:", "maxRestart:"): ".spec.failurePolicy.maxRestart",
-        ("terminationGracePeriodSeconds: 300", "terminationGracePeriodSeconds: long"): "terminationGracePeriodSeconds",
+        (
+            "terminationGracePeriodSeconds: 300",
+            "terminationGracePeriodSeconds: long",
+        ): "terminationGracePeriodSeconds",
         ("- containerPort: 8471", "- port: 8471"): "containers[0].ports[0].port",
     }
     paths = [tmp_path / f"{number}.yaml" for number in range(len(files))]
@@ -123,7 +136,9 @@ def test_jobset(tool: Callable[..., Path], tmp_path: Path) -> None:
 
 
 def test_xpk(tool: Callable[..., Path], tmp_path: Path) -> None:
-    xpk_command = script(*XPK.split(), "--dry-run", "--", "lm-1b", "--workdir", "run", "--mesh.fsdp", "-1")
+    xpk_command = script(
+        *XPK.split(), "--dry-run", "--", "lm-1b", "--workdir", "run", "--mesh.fsdp", "-1"
+    )
     program, *words = shlex.split(xpk_command)
     done = run(tool("xpk"), PARSED, *words, home=tmp_path)
     assert (program, done.returncode) == ("xpk", 0), done.stderr[-3000:]
@@ -132,6 +147,11 @@ def test_xpk(tool: Callable[..., Path], tmp_path: Path) -> None:
     words_of_run = shlex.split(command)
     assert config(words_of_run[words_of_run.index("train") + 1 :]).config.resume
 
-    done = run(tool("xpk"), PARSED, *(word.replace("--tpu-type", "--tpu-tipe") for word in words), home=tmp_path)
+    done = run(
+        tool("xpk"),
+        PARSED,
+        *(word.replace("--tpu-type", "--tpu-tipe") for word in words),
+        home=tmp_path,
+    )
     assert done.returncode == 2
     assert "--tpu-type" in done.stderr

@@ -52,19 +52,49 @@ def test_what_they_start_is_a_command_line_of_this_project() -> None:
 
 
 def test_slurm() -> None:
-    output = launch("slurm.sh", "--nodes", "4", "--gpus", "8", "--partition", "big", "--dry-run", "--", *WORDS[:-1])
+    output = launch(
+        "slurm.sh",
+        "--nodes",
+        "4",
+        "--gpus",
+        "8",
+        "--partition",
+        "big",
+        "--dry-run",
+        "--",
+        *WORDS[:-1],
+    )
     lines = output.splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
-    for option in ("nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "partition=big", "signal=TERM@120"):
+    for option in (
+        "nodes=4",
+        "ntasks-per-node=1",
+        "gpus-per-node=8",
+        "partition=big",
+        "signal=TERM@120",
+    ):
         assert f"#SBATCH --{option}" in lines
     assert lines[-1].startswith("srun --kill-on-bad-exit=1 ")
     assert train_words(lines[-1]) == (*WORDS, *RESTART)
-    assert "gpus-per-node" not in launch("slurm.sh", "--nodes", "4", "--gpus", "0", "--dry-run", "--", "lm-1b")
+    assert "gpus-per-node" not in launch(
+        "slurm.sh", "--nodes", "4", "--gpus", "0", "--dry-run", "--", "lm-1b"
+    )
 
 
 def test_tpu_vm() -> None:
     archive, copy, install, run = launch(
-        "tpu_vm.sh", "--tpu", "pod", "--zone", "z", "--project", "p", "--dry-run", "--", *WORDS[:-1], "--seed", "1 2"
+        "tpu_vm.sh",
+        "--tpu",
+        "pod",
+        "--zone",
+        "z",
+        "--project",
+        "p",
+        "--dry-run",
+        "--",
+        *WORDS[:-1],
+        "--seed",
+        "1 2",
     ).splitlines()
     assert shlex.split(archive)[:2] == ["git", "archive"]
     for line in (copy, install, run):
@@ -104,7 +134,11 @@ def test_gke() -> None:
     [
         ("slurm.sh", "--gpus 8 -- lm-1b", "error: --nodes is missing"),
         ("slurm.sh", "--nodes 2 --gpus 8", "error: the recipe is missing; write it after --"),
-        ("slurm.sh", "--node 2", "error: no option is named --node; the recipe and its flags come after --"),
+        (
+            "slurm.sh",
+            "--node 2",
+            "error: no option is named --node; the recipe and its flags come after --",
+        ),
         ("slurm.sh", "--nodes", "error: --nodes needs a value after it"),
         ("tpu_vm.sh", "--tpu a -- lm-1b", "error: --zone is missing"),
         ("gke.sh", "--name r --image i --topology 4x4 -- lm-1b", "error: --accelerator is missing"),
@@ -133,4 +167,6 @@ def test_a_name_that_would_change_the_template_is_refused() -> None:
         "--",
         "x",
     ]
-    assert "error: a'b has a character that no name here has" in launch("gke.sh", "--name", "a'b", *flags, code=2)
+    assert "error: a'b has a character that no name here has" in launch(
+        "gke.sh", "--name", "a'b", *flags, code=2
+    )

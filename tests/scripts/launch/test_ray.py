@@ -34,9 +34,22 @@ if "mupax.train" in sys.orig_argv and sys.orig_argv[-1] == "1" and not Path({mar
 
 
 def ray(checkout: Path, environment: dict[str, str], packages: Path, words: str, *more: str) -> Any:
-    variables = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join([*more, str(packages)])}
-    command = [sys.executable, str(checkout / "scripts/launch/ray_train.py"), "--workers", "2", "--", *words.split()]
-    return subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=300)
+    variables = {
+        **environment,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": os.pathsep.join([*more, str(packages)]),
+    }
+    command = [
+        sys.executable,
+        str(checkout / "scripts/launch/ray_train.py"),
+        "--workers",
+        "2",
+        "--",
+        *words.split(),
+    ]
+    return subprocess.run(
+        command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_two_workers_train_and_a_lost_one_is_started_again(
@@ -48,7 +61,9 @@ def test_two_workers_train_and_a_lost_one_is_started_again(
 ) -> None:
     packages = tool("ray")
     (tmp_path / "sitecustomize.py").write_text(KILL.format(mark=str(tmp_path / "killed")))
-    words = TINY.replace("text.txt", str(checkout / "text.txt")).replace("every-steps 100000", "every-steps 5")
+    words = TINY.replace("text.txt", str(checkout / "text.txt")).replace(
+        "every-steps 100000", "every-steps 5"
+    )
     words += f" --steps {SHORT} --workdir {checkout / 'ray'}"
     done = ray(checkout, environment, packages, words, str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
@@ -59,7 +74,9 @@ def test_two_workers_train_and_a_lost_one_is_started_again(
     assert trained == whole[:SHORT]
 
 
-def test_bad_input_starts_no_worker(checkout: Path, environment: dict[str, str], tool: Callable[..., Path]) -> None:
+def test_bad_input_starts_no_worker(
+    checkout: Path, environment: dict[str, str], tool: Callable[..., Path]
+) -> None:
     done = ray(checkout, environment, tool("ray"), "lm-tiny --no-such-flag")
     assert done.returncode == 2, done.stderr
     assert "error: no flag is named --no-such-flag" in done.stderr

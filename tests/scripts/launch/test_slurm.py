@@ -26,7 +26,16 @@ def test_a_job_is_stopped_and_requeued_and_killed_and_ends_as_if_it_had_not(
 ) -> None:
     workdir = checkout / "slurm"
     with cluster(tmp_path, environment) as slurm:
-        script = [str(ROOT / "scripts/launch/slurm.sh"), "--nodes", "2", "--gpus", "0", "--time", "10", "--"]
+        script = [
+            str(ROOT / "scripts/launch/slurm.sh"),
+            "--nodes",
+            "2",
+            "--gpus",
+            "0",
+            "--time",
+            "10",
+            "--",
+        ]
         submitted = subprocess.run(
             [*script, *TINY.split(), "--workdir", "slurm"],
             cwd=checkout, env=slurm.environment, capture_output=True, text=True, check=True,
@@ -43,18 +52,29 @@ def test_a_job_is_stopped_and_requeued_and_killed_and_ends_as_if_it_had_not(
         assert slurm.wait(job, STOPPED) == "COMPLETED", log.read_text()[-3000:]
     output = log.read_text()
     assert f"resuming lm-tiny at step {first} of {STEPS}" in output
-    assert output.count(f"resuming lm-tiny at step {second} of {STEPS}") == 2  # requeued, and after the kill
+    assert (
+        output.count(f"resuming lm-tiny at step {second} of {STEPS}") == 2
+    )  # requeued, and after the kill
     assert rows(workdir) == whole
-    attempts = [json.loads(line) for path in workdir.glob("attempts*") for line in path.read_text().splitlines()]
+    attempts = [
+        json.loads(line)
+        for path in workdir.glob("attempts*")
+        for line in path.read_text().splitlines()
+    ]
     assert {row["code"] for row in attempts} >= {143, 138, 1, -9, 0}
-    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 1 s (1 of 5)" in output
+    assert (
+        "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 1 s (1 of 5)"
+        in output
+    )
 
 
 def trains(slurm: Cluster, job: str, workdir: Path, log: Path, step: int) -> None:
     """Wait until the job has done a step."""
     until = time.monotonic() + 240
     while len(rows(workdir)) < step:
-        assert time.monotonic() < until, log.read_text()[-3000:] if log.exists() else slurm.state(job)
+        assert time.monotonic() < until, (
+            log.read_text()[-3000:] if log.exists() else slurm.state(job)
+        )
         assert slurm.state(job) not in STOPPED, log.read_text()[-3000:]
         time.sleep(0.05)
 
@@ -65,14 +85,24 @@ def stopped(slurm: Cluster, job: str, workdir: Path, log: Path, name: str, step:
     slurm.output("scancel", f"--signal={name}", job)
     assert slurm.wait(job, STOPPED) == "FAILED", log.read_text()[-3000:]
     (saved,) = re.findall(rf"stopped by SIG{name} at step (\d+) of {STEPS}, saved", log.read_text())
-    assert max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()) == int(saved)
+    assert max(
+        int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()
+    ) == int(saved)
     return int(saved)
 
 
 def kill_one(workdir: Path) -> None:
     """SIGKILL for one process of the run; its supervisor stays."""
-    words = [(path, path.read_bytes().split(b"\0")) for path in Path("/proc").glob("[0-9]*/cmdline") if readable(path)]
-    mine = [path for path, command in words if workdir.name.encode() in command and b"--restart" not in command]
+    words = [
+        (path, path.read_bytes().split(b"\0"))
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if readable(path)
+    ]
+    mine = [
+        path
+        for path, command in words
+        if workdir.name.encode() in command and b"--restart" not in command
+    ]
     assert len(mine) == 2, mine
     os.kill(int(mine[1].parent.name), signal.SIGKILL)
 

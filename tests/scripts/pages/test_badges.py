@@ -21,7 +21,9 @@ def test_every_badge_is_what_pyproject_declares() -> None:
 
 
 def test_the_readme_shows_every_badge_in_its_words() -> None:
-    shown = dict(re.findall(r"!\[([^\]]*)\]\(docs/badges/(\w+)\.svg\)", (ROOT / "README.md").read_text()))
+    shown = dict(
+        re.findall(r"!\[([^\]]*)\]\(docs/badges/(\w+)\.svg\)", (ROOT / "README.md").read_text())
+    )
     texts = badges.texts(PROJECT["project"])
     assert sorted(shown.values()) == sorted(texts)
     for words, name in shown.items():
@@ -29,10 +31,19 @@ def test_the_readme_shows_every_badge_in_its_words() -> None:
 
 
 def test_what_they_say_is_so() -> None:
-    declared = {version for _, value in badges.texts(PROJECT["project"]).values() for version in value.split(" | ")}
-    (supported,) = re.findall(r"^supported=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    declared = {
+        version
+        for _, value in badges.texts(PROJECT["project"]).values()
+        for version in value.split(" | ")
+    }
+    (supported,) = re.findall(
+        r"^supported=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
+    )
     assert set(supported.split()) < declared
-    assert PROJECT["project"]["requires-python"] == f">={min(supported.split(), key=lambda v: int(v[2:]))}"
+    assert (
+        PROJECT["project"]["requires-python"]
+        == f">={min(supported.split(), key=lambda v: int(v[2:]))}"
+    )
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert (ROOT / "mupax" / "py.typed").exists()
     assert "pyright" in declared
@@ -54,7 +65,9 @@ def test_control_another_pyproject_has_other_badges(text: str, tmp_path: Path) -
     assert len(changed.items() - badges.badges().items()) == 1
 
 
-@pytest.mark.parametrize("text", ["Programming Language :: Python", 'license = "Apache-2.0"', "Typing :: Typed"])
+@pytest.mark.parametrize(
+    "text", ["Programming Language :: Python", 'license = "Apache-2.0"', "Typing :: Typed"]
+)
 def test_what_is_not_declared_gets_no_badge(text: str) -> None:
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     project = tomllib.loads("\n".join(line for line in lines if text not in line))["project"]

@@ -26,7 +26,12 @@ def test_the_film_is_of_the_commands_and_as_wide_as_its_terminal() -> None:
 
 def test_frames_that_show_the_same_or_are_too_near_are_one() -> None:
     a, b, c = (((text, WHITE, False),) for text in "abc")
-    frames = [film.Frame((a,), 0.5), film.Frame((a,), 0.5), film.Frame((b,), 0.01), film.Frame((c,), 0.5)]
+    frames = [
+        film.Frame((a,), 0.5),
+        film.Frame((a,), 0.5),
+        film.Frame((b,), 0.01),
+        film.Frame((c,), 0.5),
+    ]
     assert film.merged(frames) == [film.Frame((a,), 1.0), film.Frame((c,), 0.51)]
 
 

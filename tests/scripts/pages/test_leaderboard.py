@@ -19,7 +19,11 @@ def test_the_page_is_made_of_the_records() -> None:
 
 def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> None:
     study = tmp_path / "a"
-    shutil.copytree(leaderboard.FOLDERS[0] / "heads", study, ignore=shutil.ignore_patterns("points.jsonl", "*.png"))
+    shutil.copytree(
+        leaderboard.FOLDERS[0] / "heads",
+        study,
+        ignore=shutil.ignore_patterns("points.jsonl", "*.png"),
+    )
     rows = leaderboard.rows([tmp_path])
     assert {row.preset for row in rows} == {"mup", "mup-half", "sp"}
     assert rows[-1].preset == "sp"  # the dearest
@@ -34,9 +38,12 @@ def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("My_Study", "small letters"), ("heads", "choose another name"), ("../x", "small letters")]
+    ("name", "why"),
+    [("My_Study", "small letters"), ("heads", "choose another name"), ("../x", "small letters")],
 )
-def test_a_name_that_cannot_be_is_refused(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_cannot_be_is_refused(
+    name: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert leaderboard.main([name, "lm-tiny", "--grow", "heads=2,4"]) == 2
     assert why in capsys.readouterr().err
 

@@ -68,7 +68,9 @@ def test_a_link_of_the_site(
     assert problem is None or f"a.html: {problem}" in capsys.readouterr().out
 
 
-def test_a_site_that_is_not_built_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_that_is_not_built_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert links.main([str(tmp_path)]) == 2
     assert "make site" in capsys.readouterr().err
 
@@ -76,7 +78,10 @@ def test_a_site_that_is_not_built_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_addresses_in_documents_and_code_can_be_right() -> None:
     texts = {path: text for path, text in papers.citing().items() if not path.startswith("tests/")}
     texts["docs/papers.md"] = papers.PAGE.read_text()
-    assert sum(text.count("https://arxiv.org/abs/") for text in texts.values()) > len(papers.PAPERS) - 1
+    assert (
+        sum(text.count("https://arxiv.org/abs/") for text in texts.values())
+        > len(papers.PAPERS) - 1
+    )
     assert links.wrong_addresses(texts) == []
 
 

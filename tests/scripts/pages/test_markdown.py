@@ -29,5 +29,7 @@ def test_only_the_part_changes_and_twice_is_once():
     ],
 )
 def test_a_page_without_both_markers_is_refused(page: str):
-    with pytest.raises(ValueError, match="needs one line <!-- a: begin --> and after it one line <!-- a: end -->"):
+    with pytest.raises(
+        ValueError, match="needs one line <!-- a: begin --> and after it one line <!-- a: end -->"
+    ):
         replaced(page, "a", "new")

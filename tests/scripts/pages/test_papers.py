@@ -26,7 +26,9 @@ def test_numbers_cited_are_those_of_their_papers(texts: dict[str, str]) -> None:
 
 
 def test_the_page_is_made_of_what_cites(texts: dict[str, str]) -> None:
-    assert papers.PAGE.read_text() == papers.page(texts), "write it again: python -m scripts.pages.papers"
+    assert papers.PAGE.read_text() == papers.page(texts), (
+        "write it again: python -m scripts.pages.papers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,10 @@ def test_what_may_stand_before_a_number(right: str) -> None:
     [
         ("Bordelon et al. 2024 (2405.15713)", "2405.15713 is no paper of scripts/pages/papers.py"),
         ("Bordelon et al. 2023 (2405.15712)", "2023 beside 2405.15712, which is of 2024"),
-        ("(Pehlevan 2022, arXiv 2203.03466)", "Pehlevan beside 2203.03466, which is by Yang et al."),
+        (
+            "(Pehlevan 2022, arXiv 2203.03466)",
+            "Pehlevan beside 2203.03466, which is by Yang et al.",
+        ),
         ("Tensor Programs VI (2203.03466)", "Tensor Programs VI beside 2203.03466"),
         ("Doe et al. 2024 (2405.15712)", "Doe beside 2405.15712, which is by Bordelon"),
     ],

@@ -21,11 +21,13 @@ def site(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
     (folder / "deep").mkdir(parents=True)
     Image.new("RGB", (90, 50), "red").save(folder / "red.png")
-    style = "<style>body{margin:0} @media (prefers-color-scheme: dark){body{background:#000}}</style>"
-    tall = (
-        '<div style="height:4210px"></div><pre style="overflow:auto"><i style="display:block;width:700px">x</i></pre>'
+    style = (
+        "<style>body{margin:0} @media (prefers-color-scheme: dark){body{background:#000}}</style>"
     )
-    (folder / "good.html").write_text(f'<!doctype html>{style}<img src="red.png" loading="lazy">{tall}')
+    tall = '<div style="height:4210px"></div><pre style="overflow:auto"><i style="display:block;width:700px">x</i></pre>'
+    (folder / "good.html").write_text(
+        f'<!doctype html>{style}<img src="red.png" loading="lazy">{tall}'
+    )
     (folder / "deep" / "bad.html").write_text(
         f'<!doctype html>{style}<div style="width:2003px">x</div><img src="../red.png"><img src="gone.png">'
     )
@@ -52,7 +54,9 @@ def test_problems_name_what_is_wrong() -> None:
     assert next(shots.problems(wrong | {"widest": ""}, 400)) == "is 401 pixels wide"
 
 
-def test_pages_are_named_and_a_wrong_name_is_refused(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_are_named_and_a_wrong_name_is_refused(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert shots.pages(site) == ["deep/bad", "good"]
     assert shots.pages(site, ["good"]) == ["good"]
     assert shots.main([str(site), str(site / "out"), "--pages", "god"]) == 2
@@ -70,7 +74,9 @@ def test_without_a_browser_it_says_what_to_install(
 
 
 @needs_a_browser
-def test_a_browser_measures_and_pictures(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_browser_measures_and_pictures(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     words = ["--widths", "390", "--schemes", "light", "dark"]
     assert shots.main([str(site), str(out), "--pages", "good", *words]) == 0
@@ -79,9 +85,17 @@ def test_a_browser_measures_and_pictures(site: Path, tmp_path: Path, capsys: pyt
         scheme: [Image.open(out / scheme / "390" / f"good-{k}.png").convert("RGB") for k in (0, 1)]
         for scheme in shots.SCHEMES
     }
-    assert [picture.size for picture in pieces["light"]] == [(390, shots.PART_HEIGHT), pieces["dark"][1].size]
-    assert pieces["light"][0].getpixel((45, 25)) == pieces["dark"][0].getpixel((45, 25)) == (255, 0, 0)
-    assert [pieces[scheme][0].getpixel((300, 3000)) for scheme in shots.SCHEMES] == [(255, 255, 255), (0, 0, 0)]
+    assert [picture.size for picture in pieces["light"]] == [
+        (390, shots.PART_HEIGHT),
+        pieces["dark"][1].size,
+    ]
+    assert (
+        pieces["light"][0].getpixel((45, 25)) == pieces["dark"][0].getpixel((45, 25)) == (255, 0, 0)
+    )
+    assert [pieces[scheme][0].getpixel((300, 3000)) for scheme in shots.SCHEMES] == [
+        (255, 255, 255),
+        (0, 0, 0),
+    ]
 
     assert shots.main([str(site), str(out), "--widths", "390"]) == 1
     assert capsys.readouterr().out.splitlines()[:2] == [

@@ -26,7 +26,9 @@ from tests.fixtures import generate_uncached
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
+    ),
 ]
 
 TOLERANCE = 1e-4
@@ -47,7 +49,11 @@ def presets_in_turn() -> list[tuple[str, str, str]]:
         "mup, mean-field form": ("Llama, tied", "MBart, untied"),
         "sp": ("ViT",),
     }
-    return [case for case in parity.cases() if case[2] in ("mup", "depth-mup") or case[0] in models_by_preset[case[2]]]
+    return [
+        case
+        for case in parity.cases()
+        if case[2] in ("mup", "depth-mup") or case[0] in models_by_preset[case[2]]
+    ]
 
 
 @pytest.mark.parametrize("case", presets_in_turn(), ids=", ".join)
@@ -59,21 +65,27 @@ def test_logits_agree(case: tuple[str, str, str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["sp", "mup", "depth-mup"])
 @pytest.mark.parametrize("model", models.WRITTEN)
-def test_logits_of_what_is_written_as_another_model_agree(model: str, preset: str, tmp_path: Path) -> None:
+def test_logits_of_what_is_written_as_another_model_agree(
+    model: str, preset: str, tmp_path: Path
+) -> None:
     row = parity.measure(model, "out", preset, tmp_path)
     assert row.largest > 0.1, "the logits are too small to compare"
     assert row.difference < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["block.attention.query", "block.mlp.down", "readout"])
-def test_control_without_folding_logits_differ(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_folding_logits_differ(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scales = plain.scales
 
     def without(*arguments: Any) -> Any:
         return {**scales(*arguments), name: np.ones(())}
 
     monkeypatch.setattr(plain, "scales", without)
-    assert parity.measure("Llama, untied", "out", "depth-mup", tmp_path).difference > 100 * TOLERANCE
+    assert (
+        parity.measure("Llama, untied", "out", "depth-mup", tmp_path).difference > 100 * TOLERANCE
+    )
 
 
 SANDWICH = dataclasses.replace(
@@ -82,7 +94,9 @@ SANDWICH = dataclasses.replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "preset"), [("lm-tiny", "mup"), ("lm-tiny", "depth-mup"), ("gemma2", "depth-mup")])
+@pytest.mark.parametrize(
+    ("model", "preset"), [("lm-tiny", "mup"), ("lm-tiny", "depth-mup"), ("gemma2", "depth-mup")]
+)
 def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -96,7 +110,9 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     record = plain.preset_record(preset_config, parameterization, built, factors)
     files.write_huggingface(
-        source.WeightsSource(model, folded, dict.fromkeys(folded, np.ones(())), record, []), tmp_path / "hf", "float32"
+        source.WeightsSource(model, folded, dict.fromkeys(folded, np.ones(())), record, []),
+        tmp_path / "hf",
+        "float32",
     )
 
     prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
@@ -109,10 +125,16 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = torch.from_numpy(prompt[None].astype(np.int64))
     output_ids = theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=length,
+        do_sample=False,
+        pad_token_id=0,
     )
     np.testing.assert_array_equal(output_ids[0].numpy(), ours)
-    assert len(set(ours[len(prompt) :].tolist())) > 10, "the text repeats one token, which proves little"
+    assert len(set(ours[len(prompt) :].tolist())) > 10, (
+        "the text repeats one token, which proves little"
+    )
     assert theirs.config.mupax["described"] == parameterization.describe()
 
 
@@ -135,12 +157,17 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     ids = {"bos_token_id": 3, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 2}
     files.write_huggingface(
-        source.WeightsSource(model, folded, dict.fromkeys(folded, np.ones(())), {}, []), tmp_path / "hf", "float32", ids
+        source.WeightsSource(model, folded, dict.fromkeys(folded, np.ones(())), {}, []),
+        tmp_path / "hf",
+        "float32",
+        ids,
     )
     inputs, mask, targets = parity.inputs_of(model)
     text, forward = np.full_like(targets, 2), jax.jit(built.apply)
     for t in range(targets.shape[1] - 1):
-        logits = forward(params, factors.multiplier, factors.forward, *map(jnp.asarray, (inputs, mask, text)))
+        logits = forward(
+            params, factors.multiplier, factors.forward, *map(jnp.asarray, (inputs, mask, text))
+        )
         text[:, t + 1] = np.argmax(logits[:, t], axis=-1)
     theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf").generate(
         torch.from_numpy(inputs.astype(np.int64)), attention_mask=torch.from_numpy(mask.astype(np.int64)),
@@ -154,16 +181,24 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
 def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**huggingface.to_huggingface(models.MODELS[name]), "query_pre_attn_scalar": 3}  # of heads of 10
+    fields = {
+        **huggingface.to_huggingface(models.MODELS[name]),
+        "query_pre_attn_scalar": 3,
+    }  # of heads of 10
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
     read, inputs = trained.read(tmp_path), parity.inputs_of(models.GEMMA)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
-    params, theirs = transplant.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
+    params, theirs = (
+        transplant.place(read, built, factors),
+        parity.transformers_logits(tmp_path, *inputs),
+    )
     for times, close in ((1, True), ((3 / 10) ** 0.5, False)):  # the control: as the file has them
         queries = {f"block.attention.{last}": times * params[f"block.attention.{last}"]}
-        ours = built.apply({**params, **queries}, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
+        ours = built.apply(
+            {**params, **queries}, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)
+        )
         assert (np.abs(ours - theirs).max() < TOLERANCE) == close
     assert np.abs(theirs).max() > 0.1
 
@@ -178,7 +213,9 @@ def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
     params = transplant.place(read, built, factors)
-    ours = jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
+    ours = jax.jit(built.apply)(
+        params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)
+    )
     theirs = parity.transformers_logits(tmp_path, *inputs)
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
     assert np.abs(theirs).max() > 0.1
@@ -202,11 +239,15 @@ def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
         np.testing.assert_array_equal(half[name], value.astype(jnp.bfloat16).astype(np.float32))
     (tmp_path / "parts").mkdir()
     write_tensors(
-        tmp_path / "parts", weights.to_huggingface(config, whole), metadata={"format": "pt"}, shard_bytes=20_000
+        tmp_path / "parts",
+        weights.to_huggingface(config, whole),
+        metadata={"format": "pt"},
+        shard_bytes=20_000,
     )
     (tmp_path / "parts" / "config.json").write_text((tmp_path / "one" / "config.json").read_text())
     assert len(Tensors(tmp_path / "parts").shapes) > 5
     (tokens,) = parity.inputs_of(config)
     np.testing.assert_array_equal(
-        parity.transformers_logits(tmp_path / "parts", tokens), parity.transformers_logits(tmp_path / "one", tokens)
+        parity.transformers_logits(tmp_path / "parts", tokens),
+        parity.transformers_logits(tmp_path / "one", tokens),
     )

@@ -13,7 +13,9 @@ from scripts.parity import models
 
 pytestmark = pytest.mark.core
 
-ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| (\d\.\de[-+]\d\d) \| (\d\.\de[-+]\d\d) \|", re.MULTILINE)
+ROW = re.compile(
+    r"^\| ([^|]+) \| ([^|]+) \| (\d\.\de[-+]\d\d) \| (\d\.\de[-+]\d\d) \|", re.MULTILINE
+)
 BOUND = 1e-4
 SAME = {"mt5": "t5"}
 """Layouts that are read as another one, tensor by tensor."""
@@ -21,11 +23,15 @@ SAME = {"mt5": "t5"}
 
 def rows() -> list[tuple[str, str, float, float]]:
     page = parts(parity.DOCUMENT.read_text(), "parity")[1]
-    return [(model, preset, float(into), float(out)) for model, preset, into, out in ROW.findall(page)]
+    return [
+        (model, preset, float(into), float(out)) for model, preset, into, out in ROW.findall(page)
+    ]
 
 
 def test_the_page_has_every_case_that_the_command_measures() -> None:
-    assert {(model, preset) for model, preset, *_ in rows()} == {(model, preset) for model, _, preset in parity.cases()}
+    assert {(model, preset) for model, preset, *_ in rows()} == {
+        (model, preset) for model, _, preset in parity.cases()
+    }
     assert {way for _, way, _ in parity.cases()} == {"in", "out"}
 
 

@@ -27,7 +27,10 @@ def test_a_forecast_that_was_changed_afterwards_is_refused(tmp_path: Path):
 
 def test_sp_is_off_by_more_than_mup():
     board = json.loads((forecasts.DOCS / "forecasts.json").read_text())["forecasts"]
-    mup, sp = (forecasts.summary([entry for entry in board if entry["preset"] == name]) for name in ("mup", "sp"))
+    mup, sp = (
+        forecasts.summary([entry for entry in board if entry["preset"] == name])
+        for name in ("mup", "sp")
+    )
     assert mup["median_error"] < sp["median_error"]
 
 
@@ -35,9 +38,14 @@ def test_sp_is_off_by_more_than_mup():
 def test_the_page_is_what_was_scored():
     content = json.loads((forecasts.DOCS / "forecasts.json").read_text())
     text = (forecasts.DOCS / "forecasts.md").read_text()
-    assert forecasts.page(text, content) == text, "write it again: python -m scripts.studies.forecasts"
+    assert forecasts.page(text, content) == text, (
+        "write it again: python -m scripts.studies.forecasts"
+    )
     for name, of_folder in content["summary"].items():
-        assert forecasts.summary([entry for entry in content["forecasts"] if entry["from"] == name]) == of_folder
+        assert (
+            forecasts.summary([entry for entry in content["forecasts"] if entry["from"] == name])
+            == of_folder
+        )
 
 
 @pytest.mark.core

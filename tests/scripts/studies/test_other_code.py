@@ -27,7 +27,8 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """An example of one block, which compiles in half of the time."""
     if request.param.startswith("equinox"):
         pytest.importorskip(
-            "equinox", reason="an environment older than the lock file: requirements-dev.txt has equinox"
+            "equinox",
+            reason="an environment older than the lock file: requirements-dev.txt has equinox",
         )
     module = importlib.import_module(f"examples.{request.param}")
     monkeypatch.setattr(module, "DEPTH", 1)
@@ -52,14 +53,18 @@ def test_an_example_passes_the_check_and_without_rules_fails(example: ModuleType
     for name, right in (("mup", True), ("sp", False)):
         preset = presets.get(name, base=example.base(WIDTHS[0]))
         expected = theory.of(preset, definitions[0], definitions[-1], ADAM.name)
-        findings = check.judge(series.measure(preset, batch(definitions[0]), seeds=2), WIDTHS, expected)
+        findings = check.judge(
+            series.measure(preset, batch(definitions[0]), seeds=2), WIDTHS, expected
+        )
         assert len(findings) > 20
         assert check.passes(findings) == right, [f for f in findings if not f.ok]
 
 
 def test_an_example_trains_at_two_widths(example: ModuleType):
     for width in (16, 32):
-        losses = jax.jit(example.run(width, presets.get("mup", base=example.base(16)), 20))(2**-5, 0)
+        losses = jax.jit(example.run(width, presets.get("mup", base=example.base(16)), 20))(
+            2**-5, 0
+        )
         assert losses[-5:].mean() < losses[0] - 0.5
 
 

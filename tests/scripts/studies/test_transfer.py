@@ -50,7 +50,9 @@ def test_the_losses_are_those_of_the_rows(name: str) -> None:
         for size in study["sizes"]:
             for point in size["points"]:
                 row = rows[point["key"]]
-                assert point["loss"] == (None if row["loss"] is None else pytest.approx(row["loss"], abs=1e-6))
+                assert point["loss"] == (
+                    None if row["loss"] is None else pytest.approx(row["loss"], abs=1e-6)
+                )
                 words = row["command"].split()
                 rate = float(words[words.index("--optimizer.peak-lr") + 1])
                 assert rate == pytest.approx(2.0 ** point["log2_lr"])
@@ -90,15 +92,23 @@ def test_the_batch_follows_the_square_root_and_the_horizon_no_source() -> None:
     assert constant["value"] > 0.3
     assert constant["low"] > TOLERANCE
     rule, constant = (study["drift_octaves_per_doubling"] for study in RECORDS["tokens"]["studies"])
-    assert not [exponent for exponent in (-0.5, -0.32, 0.31) if constant["low"] <= exponent <= constant["high"]]
+    assert not [
+        exponent
+        for exponent in (-0.5, -0.32, 0.31)
+        if constant["low"] <= exponent <= constant["high"]
+    ]
     assert constant["low"] <= 0 <= constant["high"]
     assert rule["low"] > TOLERANCE  # of the wrong sign here
 
 
 def _curve(points: list[dict[str, Any]], first: int) -> Curve:
-    losses = {(p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"] for p in points}
+    losses = {
+        (p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"] for p in points
+    }
     seeds = sorted({seed for _, seed in losses})
-    rates = sorted({rate for rate, _ in losses if all((rate, seed) in losses for seed in seeds[:SEEDS])})
+    rates = sorted(
+        {rate for rate, _ in losses if all((rate, seed) in losses for seed in seeds[:SEEDS])}
+    )
     table = [[losses.get((rate, seed), math.nan) for seed in seeds] for rate in rates]
     assert all((rate / STEP).is_integer() for rate in rates)
     return Curve(np.array(rates), np.array(table), first)

@@ -32,7 +32,9 @@ from tests.fixtures.programs import shared_programs
 __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 
 WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
-MODEL = "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 48 --model.vocab-size 300"
+MODEL = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 48 --model.vocab-size 300"
+)
 TRAINING = (
     "--data.batch-size 16 --data.eval-examples 32 --data.eval-batch-size 32 --optimizer.warmup-steps 1 --steps 4 "
     "--checkpoint.every-steps 2 --log.no-tensorboard --log.no-samples"
@@ -79,7 +81,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_texts(path / "texts", 0)
     write_texts(path / "other", 1)
     turns = [(f"self {i}", f"value {i % 7}") for i in range(400)]
-    chats = [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}] for ask, answer in turns]
+    chats = [
+        [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        for ask, answer in turns
+    ]
     (path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     (path / "template.jinja").write_text(TEMPLATE)
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
@@ -107,7 +112,11 @@ def test_every_manifest_names_the_files_with_size_and_digest(project: Path) -> N
     assert record["tokenizer"]["name"] == "bpe:300"
     assert record["tokenizer"]["separator"] == {"text": "<|endoftext|>", "id": 0}
     facts = json.loads((workdir / "config.json").read_text())["data"]
-    assert record["tokenizer"]["key"] == facts["tokenizer"] == Subwords(workdir / "assets" / "tokenizer.json").key
+    assert (
+        record["tokenizer"]["key"]
+        == facts["tokenizer"]
+        == Subwords(workdir / "assets" / "tokenizer.json").key
+    )
 
 
 def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewhere: Path) -> None:
@@ -117,11 +126,18 @@ def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewher
     prompt = "--prompt def --tokens 6 --temperature 0"
     with contextlib.chdir(project):
         before = succeeded(f"generate lm {prompt}")
-    assert succeeded(f"generate lm {prompt}") == succeeded(f"generate lm/checkpoints/4 {prompt}") == before
+    assert (
+        succeeded(f"generate lm {prompt}")
+        == succeeded(f"generate lm/checkpoints/4 {prompt}")
+        == before
+    )
     succeeded("eval lm --data.name text:new --json new.json")
     assert json.loads(Path("new.json").read_text())["data_of_the_run"] is False
     assert main(["export", "lm", "--out", "exported"]) == 0
-    assert Path("exported/tokenizer.json").read_bytes() == Path("lm/assets/tokenizer.json").read_bytes()
+    assert (
+        Path("exported/tokenizer.json").read_bytes()
+        == Path("lm/assets/tokenizer.json").read_bytes()
+    )
     assert succeeded(f"generate exported {prompt}") == before
     succeeded("convert lm --form plain --out plain")
     assert succeeded(f"generate plain {prompt}") == before
@@ -130,7 +146,9 @@ def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewher
     assert named(Path("grown"), 4) == named(Path("lm"), 4)
 
     few = f"--steps 2 {' '.join(TRAINING.split()[:6])} --optimizer.warmup-steps 1 --log.no-tensorboard"
-    succeeded(f"finetune chat.jsonl --from lm --data.chat-template template.jinja --workdir chat {few}")
+    succeeded(
+        f"finetune chat.jsonl --from lm --data.chat-template template.jinja --workdir chat {few}"
+    )
     assert set(named(Path("chat"), 2)) == {
         f"assets/{name}" for name in ("assets.json", "tokenizer.json", "chat_template.jinja")
     }
@@ -142,7 +160,10 @@ def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewher
     assert template is not None
     assert template.source == TEMPLATE
     succeeded(f"finetune new --from chat --workdir text {few}")
-    assert Path("text/assets/tokenizer.json").read_bytes() == Path("exported/tokenizer.json").read_bytes()
+    assert (
+        Path("text/assets/tokenizer.json").read_bytes()
+        == Path("exported/tokenizer.json").read_bytes()
+    )
 
 
 def grown_copy(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +219,10 @@ def test_what_is_lost_comes_back_when_the_run_goes_on_with_its_data(
     assert not Path("lm/assets").exists()
     Path("texts/1-0.txt").unlink()
     succeeded(f"{BPE} --workdir lm --resume")
-    assert Path("lm/assets/tokenizer.json").read_bytes() == (project / "lm/assets/tokenizer.json").read_bytes()
+    assert (
+        Path("lm/assets/tokenizer.json").read_bytes()
+        == (project / "lm/assets/tokenizer.json").read_bytes()
+    )
     assert not assets.problems(Path("lm"), named(Path("lm"), 4))
 
 
@@ -208,7 +232,11 @@ def of_an_older_version(workdir: Path) -> None:
     for file in workdir.glob("checkpoints/*/manifest.json"):
         body = json.loads(file.read_text())["manifest"]
         del body["assets"]
-        content = {"format": "mupax-checkpoint-2", "digest": layout._digest_of(body), "manifest": body}
+        content = {
+            "format": "mupax-checkpoint-2",
+            "digest": layout._digest_of(body),
+            "manifest": body,
+        }
         file.write_text(json.dumps(content))
 
 
@@ -220,7 +248,9 @@ def test_a_run_of_an_older_version_is_read_from_the_cache_and_gets_its_files_whe
     code, _, err = run("generate lm --prompt a --tokens 2")  # nothing has its tokenizer any more
     assert code == 2
     assert "lm/assets" in err
-    shutil.copytree(project / "lm" / "assets", "lm/assets", ignore=shutil.ignore_patterns("assets.json"))
+    shutil.copytree(
+        project / "lm" / "assets", "lm/assets", ignore=shutil.ignore_patterns("assets.json")
+    )
     succeeded("generate lm --prompt a --tokens 2")
     shutil.rmtree("lm/assets")
     monkeypatch.setenv("MUPAX_DATA", str(project / "cache"))
@@ -236,7 +266,9 @@ def test_a_run_of_an_older_version_is_read_from_the_cache_and_gets_its_files_whe
         succeeded(f"generate lm --step {step} --prompt a --tokens 2")
 
 
-def test_a_branch_has_the_files_too(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_has_the_files_too(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(project / "lm", tmp_path / "lm")
     succeeded(f"{BPE} --workdir {tmp_path}/lm --resume --resume-from 2")
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
@@ -244,7 +276,9 @@ def test_a_branch_has_the_files_too(project: Path, tmp_path: Path, monkeypatch: 
     succeeded("generate lm/branches/4 --prompt a --tokens 2")
 
 
-def test_another_chat_template_leaves_earlier_checkpoints_theirs(project: Path, tmp_path: Path) -> None:
+def test_another_chat_template_leaves_earlier_checkpoints_theirs(
+    project: Path, tmp_path: Path
+) -> None:
     chat = f"train lm-tiny --data.name chat:chat.jsonl {MODEL} {TRAINING} --workdir {tmp_path}/chat"
     succeeded(f"{chat} --data.chat-template template.jinja")
     other = tmp_path / "other.jinja"
@@ -264,7 +298,10 @@ def test_another_chat_template_leaves_earlier_checkpoints_theirs(project: Path, 
 
 def test_eval_reads_other_texts_by_the_tokenizer_of_the_run(project: Path, tmp_path: Path) -> None:
     file = tmp_path / "record.jsonl"
-    lines = [json.dumps({"text": text}) for text in (project / "other" / "1-0.txt").read_text().splitlines()]
+    lines = [
+        json.dumps({"text": text})
+        for text in (project / "other" / "1-0.txt").read_text().splitlines()
+    ]
     file.write_text("\n".join(lines))
     (tmp_path / "hf").mkdir()
     for split in ("train", "validation"):
@@ -314,13 +351,18 @@ def test_a_run_that_starts_from_another_takes_its_tokenizer(project: Path, tmp_p
     flags = BPE.replace("text:texts", "text:other")
     out = succeeded(f"{flags} --init-from lm --workdir {tmp_path}/next")
     assert "training a tokenizer" not in out
-    assert (tmp_path / "next/assets/tokenizer.json").read_bytes() == (project / "lm/assets/tokenizer.json").read_bytes()
+    assert (tmp_path / "next/assets/tokenizer.json").read_bytes() == (
+        project / "lm/assets/tokenizer.json"
+    ).read_bytes()
     assert "other text then" not in out
 
 
 def test_a_bucket_holds_them(bucket: str, project: Path) -> None:
     workdir = path_of(f"{bucket}/run")
-    files = {name: (project / "lm" / "assets" / name).read_bytes() for name in ("tokenizer.json", "assets.json")}
+    files = {
+        name: (project / "lm" / "assets" / name).read_bytes()
+        for name in ("tokenizer.json", "assets.json")
+    }
     files["chat_template.jinja"] = TEMPLATE.encode()
     entries = assets.write(workdir, files)
     assert assets.write(workdir, files) == entries
@@ -330,12 +372,18 @@ def test_a_bucket_holds_them(bucket: str, project: Path) -> None:
     template = templates.find(str(run_assets.tokenizer))
     assert template is not None
     assert template.source == TEMPLATE
-    assert data_assets.end_ids(str(run_assets.tokenizer), Subwords(path_of(str(run_assets.tokenizer)))) == {0}
-    assets.write(workdir, {name: content for name, content in files.items() if name != "chat_template.jinja"})
+    assert data_assets.end_ids(
+        str(run_assets.tokenizer), Subwords(path_of(str(run_assets.tokenizer)))
+    ) == {0}
+    assets.write(
+        workdir, {name: content for name, content in files.items() if name != "chat_template.jinja"}
+    )
     assert templates.find(str(run_assets.tokenizer)) is None
 
 
-def data_of(name: str, recipe: str = "lm-tiny", **fields: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+def data_of(
+    name: str, recipe: str = "lm-tiny", **fields: Any
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files that a run on such data keeps, and the content of assets.json."""
     config = RECIPES[recipe]()
     model: Any = config.model
@@ -359,7 +407,9 @@ def data_of(name: str, recipe: str = "lm-tiny", **fields: Any) -> tuple[dict[str
     ],
     ids=["text", "stream", "records", "hf"],
 )
-def test_every_kind_of_text_has_its_tokenizer(name: str, fields: dict[str, Any], project: Path) -> None:
+def test_every_kind_of_text_has_its_tokenizer(
+    name: str, fields: dict[str, Any], project: Path
+) -> None:
     (project / "records").mkdir(exist_ok=True)
     for split in ("train", "validation"):
         lines = (json.dumps({"code": f"{split} def self {i} value"}) for i in range(99))
@@ -405,7 +455,9 @@ def test_what_lies_beside_a_tokenizer_file_is_kept(project: Path, tmp_path: Path
     folder.mkdir()
     shutil.copy(project / "lm" / "assets" / "tokenizer.json", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "!"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "!"})
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     file = folder / "tokenizer.json"
     eos = Subwords(file).find("!")
@@ -424,7 +476,9 @@ def test_what_lies_beside_a_tokenizer_file_is_kept(project: Path, tmp_path: Path
     assert data_assets.end_ids(copied, Subwords(Path(copied))) == {0, 7, 8, eos}
 
 
-def test_a_broken_template_beside_the_tokenizer_does_not_end_a_run_on_text(project: Path, tmp_path: Path) -> None:
+def test_a_broken_template_beside_the_tokenizer_does_not_end_a_run_on_text(
+    project: Path, tmp_path: Path
+) -> None:
     shutil.copy(project / "lm" / "assets" / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     files, _ = data_of("text:texts", tokenizer=str(tmp_path / "tokenizer.json"))

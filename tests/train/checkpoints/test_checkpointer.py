@@ -43,7 +43,10 @@ class Done:
 
 
 def write_text(path: Path, seed: int) -> None:
-    words, choose = ("def", "return", "import", "class", "self", "value", "lambda", "yield"), random.Random(seed)
+    words, choose = (
+        ("def", "return", "import", "class", "self", "value", "lambda", "yield"),
+        random.Random(seed),
+    )
     path.write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
 
 
@@ -93,7 +96,11 @@ def checkpoints(workdir: Path | str) -> list[int]:
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
     """The metrics without what a clock says."""
     records = metrics.read(path_of(workdir) / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in records if "perf_data_wait" not in row]
+    return [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for row in records
+        if "perf_data_wait" not in row
+    ]
 
 
 def interrupted(source: str, name: str, step: int) -> Path:
@@ -146,7 +153,16 @@ def test_what_a_smaller_keep_deletes_is_said_when_the_run_goes_on(
     whole: Done, untrained: list[tuple[int, int | None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree("whole", "fewer")
-    words = [*TINY.split(), "--steps", str(STEPS + 3), "--workdir", "fewer", "--resume", "--resume-change", "schedule"]
+    words = [
+        *TINY.split(),
+        "--steps",
+        str(STEPS + 3),
+        "--workdir",
+        "fewer",
+        "--resume",
+        "--resume-change",
+        "schedule",
+    ]
     assert main(["train", *words, "--checkpoint.keep", "1"]) == 0
     printed = capsys.readouterr().out
     assert "changed since: checkpoint.keep 2 -> 1" in printed
@@ -169,7 +185,9 @@ def test_a_finished_run_is_not_trained_again(whole: Done) -> None:
 
 
 @pytest.mark.core
-def test_neither_a_picture_nor_a_pipe_that_cannot_be_written_makes_an_error_of_a_finished_run(whole: Done) -> None:
+def test_neither_a_picture_nor_a_pipe_that_cannot_be_written_makes_an_error_of_a_finished_run(
+    whole: Done,
+) -> None:
     copy = Path(shutil.copytree("whole", "unseen"))
     (copy / "loss.png").unlink()
     (copy / "loss.png").mkdir()
@@ -184,9 +202,14 @@ def test_neither_a_picture_nor_a_pipe_that_cannot_be_written_makes_an_error_of_a
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
-        assert main(["train", *TINY.split(), "--steps", str(STEPS), "--workdir", "unseen", "--resume"]) == 0
+        assert (
+            main(["train", *TINY.split(), "--steps", str(STEPS), "--workdir", "unseen", "--resume"])
+            == 0
+        )
     (line,) = err.getvalue().splitlines()
-    assert line.startswith("standard output takes nothing any more ([Errno 32] Broken pipe); the run goes on")
+    assert line.startswith(
+        "standard output takes nothing any more ([Errno 32] Broken pipe); the run goes on"
+    )
 
 
 def test_a_finished_run_can_go_further(whole: Done) -> None:
@@ -199,7 +222,9 @@ def test_a_finished_run_can_go_further(whole: Done) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("exists", [True, False])
-def test_resume_without_a_run_starts_one_and_says_so(exists: bool, tmp_path: Path, untrained: list) -> None:
+def test_resume_without_a_run_starts_one_and_says_so(
+    exists: bool, tmp_path: Path, untrained: list
+) -> None:
     workdir = tmp_path / "new"
     if exists:
         workdir.mkdir()
@@ -210,7 +235,9 @@ def test_resume_without_a_run_starts_one_and_says_so(exists: bool, tmp_path: Pat
 
 
 @pytest.mark.core
-def test_resume_before_the_first_checkpoint_starts_again_and_says_so(whole: Done, untrained: list) -> None:
+def test_resume_before_the_first_checkpoint_starts_again_and_says_so(
+    whole: Done, untrained: list
+) -> None:
     copy = Path("early")
     shutil.copytree("whole", copy)
     shutil.rmtree(copy / "checkpoints")
@@ -229,12 +256,29 @@ def test_an_unfinished_checkpoint_is_not_used(whole: Done, untrained: list) -> N
     assert untrained == [(6, 6)]
 
 
-def test_restored_arrays_lie_where_this_run_wants_them(whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restored_arrays_lie_where_this_run_wants_them(
+    whole: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(loop, "train_with_rollbacks", lambda *arguments: calls.append(arguments) or arguments[1].state)
+    monkeypatch.setattr(
+        loop,
+        "train_with_rollbacks",
+        lambda *arguments: calls.append(arguments) or arguments[1].state,
+    )
     monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
     assert (
-        train("--workdir", "whole", "--resume", "--mesh.data", "1", "--mesh.fsdp", "4", "--mesh.tensor", "2").code == 0
+        train(
+            "--workdir",
+            "whole",
+            "--resume",
+            "--mesh.data",
+            "1",
+            "--mesh.fsdp",
+            "4",
+            "--mesh.tensor",
+            "2",
+        ).code
+        == 0
     )
     (session, position), = calls  # fmt: skip
     state = position.state
@@ -242,14 +286,18 @@ def test_restored_arrays_lie_where_this_run_wants_them(whole: Done, monkeypatch:
         lambda leaf: leaf.sharding, session.program.abstract
     )
     assert int(state.step) == STEPS
-    assert not np.array_equal(state.params["token"], session.program.initial_state().params["token"])
+    assert not np.array_equal(
+        state.params["token"], session.program.initial_state().params["token"]
+    )
 
 
 # Damage and failing disks, seen from a run
 
 
 def flip_a_bit(workdir: Path, step: int) -> None:
-    file = max((workdir / "checkpoints" / str(step)).rglob("d/*"), key=lambda path: path.stat().st_size)
+    file = max(
+        (workdir / "checkpoints" / str(step)).rglob("d/*"), key=lambda path: path.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
@@ -286,7 +334,9 @@ def test_where_no_checkpoint_is_good_nothing_is_overwritten(whole: Done, untrain
 
 @pytest.mark.core
 @pytest.mark.parametrize("lasts", [True, False])
-def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_end_training(
+    lasts: bool, whole: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, name = layout.write, f"full-{lasts}"
 
     def full(folder: Path, listing: layout.Manifest) -> None:
@@ -300,7 +350,10 @@ def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch
     assert rows(name) == rows("whole")  # every step was trained, and told
     output = " ".join(done.out.split())
     for step in (2, 4):
-        assert f"checkpoint {step} could not be saved: No space left on device; there is no other yet" in output
+        assert (
+            f"checkpoint {step} could not be saved: No space left on device; there is no other yet"
+            in output
+        )
     assert checkpoints(name) == ([] if lasts else [6, STEPS])
     assert (f"error: checkpoint {STEPS} could not be saved" in " ".join(done.err.split())) == lasts
 
@@ -310,7 +363,9 @@ def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) ->
     with workdir.locked(Path("whole"), Processes()):
         done = train("--workdir", "whole", "--resume")
     assert done.code == 2
-    assert f"the workdir whole is in use by another run (process {os.getpid()} on" in " ".join(done.err.split())
+    assert f"the workdir whole is in use by another run (process {os.getpid()} on" in " ".join(
+        done.err.split()
+    )
     assert not untrained
 
 
@@ -332,7 +387,9 @@ def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) ->
         ("--data.batch-size 32", "has data.batch_size 16, not 32"),
     ],
 )
-def test_another_run_is_not_continued(words: str, message: str, whole: Done, untrained: list) -> None:
+def test_another_run_is_not_continued(
+    words: str, message: str, whole: Done, untrained: list
+) -> None:
     before = Path("whole/config.json").read_text()
     done = train("--workdir", "whole", "--resume", *words.split())
     assert done.code == 2
@@ -349,11 +406,15 @@ def test_control_what_may_change_on_the_way(whole: Done, untrained: list) -> Non
     words = "--optimizer.peak-lr 0.1 --accumulation-steps 2 --model.compute.layers unrolled --mesh.fsdp 2 --log.no-tensorboard"
     assert train("--workdir", "changed", "--resume", *words.split()).code == 0
     assert untrained == [(STEPS, STEPS)]
-    assert json.loads(Path("changed/config.json").read_text())["config"]["optimizer"]["peak_lr"] == 0.1
+    assert (
+        json.loads(Path("changed/config.json").read_text())["config"]["optimizer"]["peak_lr"] == 0.1
+    )
 
 
 @pytest.mark.core
-def test_another_text_is_not_continued_and_leaves_the_record(whole: Done, folder: Path, untrained: list) -> None:
+def test_another_text_is_not_continued_and_leaves_the_record(
+    whole: Done, folder: Path, untrained: list
+) -> None:
     before = Path("whole/config.json").read_text()
     write_text(folder / "text.txt", 1)
     try:
@@ -381,7 +442,9 @@ def test_what_a_run_leaves_in_its_first_moments_does_not_keep_it_out(
     done = train("--workdir", str(tmp_path), *words)
     assert done.code == 0, done.err
     assert untrained == [(0, None)]
-    assert {".writable", ".config.json.partial"}.isdisjoint(path.name for path in tmp_path.iterdir())
+    assert {".writable", ".config.json.partial"}.isdisjoint(
+        path.name for path in tmp_path.iterdir()
+    )
 
 
 @pytest.mark.core

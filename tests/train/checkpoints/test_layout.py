@@ -64,7 +64,9 @@ def saved(workdir: Path, first: dict[type[Path], dict[str, bytes]]) -> Path:
                 assert checkpoints.wait() is None
         (workdir / "config.json").write_text('{"config": {}}')
         files = [path for path in workdir.rglob("*") if path.is_file()]
-        first[type(workdir)] = {path.relative_to(workdir).as_posix(): path.read_bytes() for path in files}
+        first[type(workdir)] = {
+            path.relative_to(workdir).as_posix(): path.read_bytes() for path in files
+        }
     else:
         for name, content in first[type(workdir)].items():
             (workdir / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,11 @@ def saved(workdir: Path, first: dict[type[Path], dict[str, bytes]]) -> Path:
 
 
 def left(workdir: Path) -> set[str]:
-    return {path.relative_to(workdir).parts[1] for path in (workdir / "checkpoints").rglob("*") if path.is_file()}
+    return {
+        path.relative_to(workdir).parts[1]
+        for path in (workdir / "checkpoints").rglob("*")
+        if path.is_file()
+    }
 
 
 def test_every_bit_comes_back_and_the_oldest_is_deleted(saved: Path) -> None:
@@ -105,7 +111,9 @@ def test_what_a_kill_leaves_behind_the_manifest_counts(saved: Path) -> None:
     assert left(saved) == {"3", "5"}
 
 
-def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_loses_its_manifest_before_anything_else(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone: list[str] = []
     unlink = type(saved).unlink
 
@@ -114,7 +122,9 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monke
         unlink(self, **how)
 
     monkeypatch.setattr(type(saved), "unlink", noted)
-    monkeypatch.setattr("mupax.train.checkpoints.layout.delete_tree", lambda path: gone.append(path.name))
+    monkeypatch.setattr(
+        "mupax.train.checkpoints.layout.delete_tree", lambda path: gone.append(path.name)
+    )
     with Checkpoints(saved, CheckpointConfig(keep=2)) as checkpoints:
         gone.clear()
         checkpoints.layout.delete(3)
@@ -122,7 +132,9 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monke
     assert steps(saved / "checkpoints") == [5]
 
 
-def test_a_damaged_one_is_marked_and_taken_back_once_whole(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_one_is_marked_and_taken_back_once_whole(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved / "checkpoints"
     file = data_file_of(folder / "5")
     whole = file.read_bytes()
@@ -136,7 +148,9 @@ def test_a_damaged_one_is_marked_and_taken_back_once_whole(saved: Path, capsys: 
     assert command.main([str(saved)]) == 0
     assert "set aside, " in capsys.readouterr().out
     flip(data_file_of(folder / "3"))
-    with pytest.raises(WorkdirError, match=r"those set aside \(3, 5\) were read again and are damaged"):
+    with pytest.raises(
+        WorkdirError, match=r"those set aside \(3, 5\) were read again and are damaged"
+    ):
         restored(saved)
     file.write_bytes(whole)
     state, notes = restored(saved)
@@ -175,7 +189,10 @@ def data_file_of(step: Path) -> Path:
     """The file that the arrays are in."""
     if isinstance(step, Path):
         return data_file(step)
-    return max((path for path in step.rglob("*") if "/d/" in str(path)), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in step.rglob("*") if "/d/" in str(path)),
+        key=lambda path: path.stat().st_size,
+    )
 
 
 @pytest.fixture(params=["disk", "mounted"])
@@ -221,7 +238,9 @@ def test_a_checkpoint_is_saved_whatever_becomes_of_an_older_one(
     assert same(state, state_at(9))
 
 
-def test_a_checkpoint_that_is_being_saved_is_not_damaged(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_being_saved_is_not_damaged(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved / "checkpoints"
     whole = (folder / "5" / checkpoints_layout.MANIFEST).read_bytes()
     (folder / "5" / checkpoints_layout.MANIFEST).unlink()

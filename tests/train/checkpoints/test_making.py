@@ -76,14 +76,18 @@ def half_mark() -> None:
     Path("out", f".{workdir.MARK}.partial").write_bytes(b"{")
 
 
-@pytest.mark.parametrize("left", [killed_before_rename, inside, half_mark], ids=["beside", "inside", "half of a mark"])
+@pytest.mark.parametrize(
+    "left", [killed_before_rename, inside, half_mark], ids=["beside", "inside", "half of a mark"]
+)
 def test_the_same_command_makes_a_folder_of_which_a_kill_left_half(left: Any, here: Path) -> None:
     left()
     assert run("import weights --out out")[0] == 0
     assert names(here) == {"weights", "out"}
     assert names(here / "out") == ENTRIES
     assert run("export out --out again")[0] == 0
-    assert (here / "again" / "model.safetensors").read_bytes() == (here / "weights" / "model.safetensors").read_bytes()
+    assert (here / "again" / "model.safetensors").read_bytes() == (
+        here / "weights" / "model.safetensors"
+    ).read_bytes()
 
 
 READERS = (
@@ -122,7 +126,9 @@ def test_control_a_folder_of_an_older_version_has_no_mark_and_is_read(here: Path
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["missing", "empty"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full disk", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full disk", "Ctrl-C"]
+)
 def test_a_command_that_fails_leaves_nothing(
     there: bool, error: BaseException, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +201,9 @@ def test_in_a_bucket_the_mark_alone_tells(bucket: str, here: Path) -> None:
     assert run(f"export {out} --out again")[0] == 0
 
 
-def test_a_copy_that_a_killed_process_left_is_deleted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_a_killed_process_left_is_deleted(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(here))
     left = {name: here / f"mupax-scratch-{name}" for name in ("abandoned", "running", "new")}
     for name, folder in left.items():

@@ -45,13 +45,19 @@ def state_at(step: int, devices: int = 8) -> TrainState:
         "block.mlp": placed(random.normal(size=(3, 40)).astype(jnp.bfloat16), None, "fsdp"),
         "gain": placed(np.ones(5, np.float32)),
     }
-    moments = ({"mu": placed(random.normal(size=(16, 151)).astype(np.float32), "fsdp")}, None, [placed(np.zeros(2))])
+    moments = (
+        {"mu": placed(random.normal(size=(16, 151)).astype(np.float32), "fsdp")},
+        None,
+        [placed(np.zeros(2))],
+    )
     health = jax.tree.map(placed, TrainState._field_defaults["health"])
     return TrainState(placed(np.int32(step)), params, moments, None, health)
 
 
 def abstract(state: TrainState) -> TrainState:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
+    )
 
 
 def same(one: TrainState, other: TrainState) -> bool:
@@ -78,7 +84,9 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def data_file(step: Path) -> Path:
     """The file that the arrays are in."""
-    return max((path for path in step.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in step.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
 
 def flip(path: Path, bit: int = 4001) -> None:
@@ -110,7 +118,11 @@ def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) ->
     folder = saved / "checkpoints" / "5"
     listing = verified(folder)
     assert listing.data == FACTS
-    assert {name: len(entry["shards"]) for name, entry in listing.arrays.items() if name.startswith("params")} == {
+    assert {
+        name: len(entry["shards"])
+        for name, entry in listing.arrays.items()
+        if name.startswith("params")
+    } == {
         "params.token": 8,
         "params.block.mlp": 8,
         "params.gain": 1,
@@ -156,12 +168,21 @@ def test_a_flipped_bit_is_named_set_aside_and_the_one_before_used(run: Path) -> 
     content = file.read_bytes()
     at = content.index(np.asarray(state_at(5).params["token"])[:2].tobytes())
     flip(file, 8 * at + 1)
-    with pytest.raises(layout.DamagedError, match=r"has other contents than were written, which spoils params\.token$"):
+    with pytest.raises(
+        layout.DamagedError,
+        match=r"has other contents than were written, which spoils params\.token$",
+    ):
         verified(damaged)
     state, notes = restored(run)
     assert same(state, state_at(3))
     assert len(notes) == 1
-    for words in ("checkpoint 5 is damaged", file.name, "params.token", "set-aside/5", "going back to checkpoint 3"):
+    for words in (
+        "checkpoint 5 is damaged",
+        file.name,
+        "params.token",
+        "set-aside/5",
+        "going back to checkpoint 3",
+    ):
         assert words in notes[0]
     assert steps(run / "checkpoints") == [3]
     assert (run / "checkpoints" / "set-aside" / "5" / layout.MANIFEST).is_file()
@@ -192,7 +213,10 @@ def _exchanged(folder: Path) -> None:
 
 DAMAGE: dict[str, Any] = {
     "truncated": (lambda folder: os.truncate(data_file(folder), 100), "has 100 bytes, not"),
-    "zeroed": (lambda folder: data_file(folder).write_bytes(bytes(data_file(folder).stat().st_size)), "other contents"),
+    "zeroed": (
+        lambda folder: data_file(folder).write_bytes(bytes(data_file(folder).stat().st_size)),
+        "other contents",
+    ),
     "missing": (lambda folder: data_file(folder).unlink(), "is missing"),
     "swapped": (_swapped, "bytes, not"),
     "exchanged": (_exchanged, "is missing"),
@@ -222,13 +246,17 @@ def test_where_none_is_good_the_run_refuses_and_goes_on_refusing(run: Path) -> N
     for step in ("3", "5"):
         flip(data_file(run / "checkpoints" / step))
     for _ in range(2):
-        with pytest.raises(WorkdirError, match=r"no good checkpoint is left .*\(3, 5\).*Nothing was overwritten"):
+        with pytest.raises(
+            WorkdirError, match=r"no good checkpoint is left .*\(3, 5\).*Nothing was overwritten"
+        ):
             restored(run)
     assert sorted(path.name for path in (run / "checkpoints" / "set-aside").iterdir()) == ["3", "5"]
 
 
 @pytest.mark.core
-def test_arrays_that_differ_behind_right_files_are_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_differ_behind_right_files_are_found(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = ocp.load
 
     def wrong(path: str, *arguments: Any) -> Any:
@@ -248,16 +276,23 @@ def test_another_state_or_other_data_is_refused_and_not_set_aside(run: Path) -> 
     target = abstract(state_at(0))
     with Checkpoints(run, CheckpointConfig(keep=2)) as checkpoints:
         with pytest.raises(
-            WorkdirError, match="trained on primes with digest d1, this machine has primes with digest d2"
+            WorkdirError,
+            match="trained on primes with digest d1, this machine has primes with digest d2",
         ):
             checkpoints.restore(target, {**FACTS, "digest": "d2"})
         with pytest.raises(
-            WorkdirError, match=r"checkpoint 5 has another state than this run: ema\.gain is missing there"
+            WorkdirError,
+            match=r"checkpoint 5 has another state than this run: ema\.gain is missing there",
         ):
             checkpoints.restore(target._replace(ema={"gain": target.params["gain"]}), FACTS)
         gain = target.params["gain"]
-        half = {**target.params, "gain": jax.ShapeDtypeStruct(gain.shape, jnp.bfloat16, sharding=gain.sharding)}
-        with pytest.raises(WorkdirError, match=r"params\.gain is float32 \[\d+\] there and bfloat16 \[\d+\] here"):
+        half = {
+            **target.params,
+            "gain": jax.ShapeDtypeStruct(gain.shape, jnp.bfloat16, sharding=gain.sharding),
+        }
+        with pytest.raises(
+            WorkdirError, match=r"params\.gain is float32 \[\d+\] there and bfloat16 \[\d+\] here"
+        ):
             checkpoints.restore(target._replace(params=half), FACTS)
     assert steps(run / "checkpoints") == [3, 5]
 
@@ -287,14 +322,23 @@ def test_a_manifest_of_a_stranger_reads_no_file_outside(run: Path) -> None:
 
 
 @pytest.mark.core
-def test_a_save_that_fails_is_told_and_tried_again_at_the_next(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_told_and_tried_again_at_the_next(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes: list[str] = []
     with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(layout, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            patch.setattr(
+                layout,
+                "write",
+                lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+            )
             checkpoints.save(6, state_at(6), FACTS)
             assert "No space left on device" in (checkpoints.wait() or "")
-        assert steps(run / "checkpoints") == [3, 5]  # none was deleted for the one that is not there
+        assert steps(run / "checkpoints") == [
+            3,
+            5,
+        ]  # none was deleted for the one that is not there
         assert not list((run / "checkpoints").glob("6*"))
         assert "checkpoint 6 could not be saved" in notes[0]
         assert "the last good one is 5" in notes[0]
@@ -322,7 +366,9 @@ def test_a_disk_that_gives_back_something_else_is_found_before_an_older_one_is_d
 
 
 @pytest.mark.core
-def test_a_disk_that_is_too_slow_does_not_stop_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_slow_does_not_stop_training(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes, disk = [], threading.Event()
     write = layout.write
 
@@ -360,12 +406,14 @@ def save_under_a_limit(run: Path) -> None:
 def test_a_real_limit_on_files_fails_the_save_and_not_the_run(run: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     name = "tests.train.checkpoints.test_manifest"
-    code = (
-        f"import sys; from pathlib import Path; from {name} import save_under_a_limit as save; save(Path(sys.argv[1]))"
-    )
+    code = f"import sys; from pathlib import Path; from {name} import save_under_a_limit as save; save(Path(sys.argv[1]))"
     environ = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(run)], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(run)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert steps(run / "checkpoints") == [5, 7]
@@ -375,11 +423,16 @@ def test_a_real_limit_on_files_fails_the_save_and_not_the_run(run: Path) -> None
 
 
 @pytest.mark.core
-def test_the_command_lists_health_and_verifies(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_lists_health_and_verifies(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert command.main([str(run), "--verify", "--json", str(tmp_path / "a" / "all.json")]) == 0
     rows = json.loads((tmp_path / "a" / "all.json").read_text())
     assert [row["step"] for row in rows] == [3, 5]
-    assert all(row["arrays"] > 5 and row["bytes"] > 1000 and row["verified"] and not row["damaged"] for row in rows)
+    assert all(
+        row["arrays"] > 5 and row["bytes"] > 1000 and row["verified"] and not row["damaged"]
+        for row in rows
+    )
     flip(data_file(run / "checkpoints" / "5"))
     assert command.main([str(run)]) == 0  # what sizes show
     assert command.main([str(run), "--verify"]) == 1

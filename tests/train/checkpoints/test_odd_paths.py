@@ -84,9 +84,15 @@ def loaded(checkpoint: Path) -> list[float]:
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_checkpoint_is_saved_under_any_name_and_moves_to_any_other(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_under_any_name_and_moves_to_any_other(
+    name: str, tmp_path: Path
+) -> None:
     checkpoint = save(tmp_path / name / "run")
-    names = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.parent.name != "d")
+    names = sorted(
+        str(path.relative_to(checkpoint))
+        for path in checkpoint.rglob("*")
+        if path.parent.name != "d"
+    )
     assert [entry for entry in os.listdir(tmp_path) if entry != name] == []
     (tmp_path / name).rename(tmp_path / "]moved[")
     moved = tmp_path / "]moved[" / "run" / "checkpoints" / "3"
@@ -96,10 +102,14 @@ def test_a_checkpoint_is_saved_under_any_name_and_moves_to_any_other(name: str, 
     assert checkpoints_folder.metadata(checkpoint)["a"].shape == (3,)
     assert checkpoints_folder.damaged_arrays(checkpoint, layout.read(checkpoint).arrays) == []
     plain = save(tmp_path / "plainly")
-    assert names == sorted(str(path.relative_to(plain)) for path in plain.rglob("*") if path.parent.name != "d")
+    assert names == sorted(
+        str(path.relative_to(plain)) for path in plain.rglob("*") if path.parent.name != "d"
+    )
 
 
-def test_without_open_folders_a_link_is_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_open_folders_a_link_is_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "_OPEN_FOLDERS", tmp_path / "none")
     with plainly_named(tmp_path / "[a]" / "b") as name:
         assert "[a]" not in name
@@ -135,7 +145,9 @@ def test_a_lock_that_is_a_file_lies_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["50%", "%41", "a#b", "a?b", "[a]", "a|b", "a\\b", "a b", "caf\u00e9"])
+@pytest.mark.parametrize(
+    "name", ["50%", "%41", "a#b", "a?b", "[a]", "a|b", "a\\b", "a b", "caf\u00e9"]
+)
 def test_a_bucket_has_percent_encoded_urls(name: str) -> None:
     spec = tensorstore.KvStore.Spec(storage_url(f"gs://bucket/{name}/")).to_json()
     assert spec == {"driver": "gcs", "bucket": "bucket", "path": f"{name}/"}

@@ -32,7 +32,9 @@ def losses(workdir: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "words"), [("adamw", "--model.no-bias"), ("muon", "--ema.decay 0.5")], ids=["adamw", "muon"]
+    ("optimizer", "words"),
+    [("adamw", "--model.no-bias"), ("muon", "--ema.decay 0.5")],
+    ids=["adamw", "muon"],
 )
 def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_path: Path) -> None:
     with tarfile.open(ROOT / "tests" / "fixtures" / "runs-of-0.1.0.tar.xz") as archive:
@@ -40,10 +42,26 @@ def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_pat
     workdir = tmp_path / optimizer
     assert manifest_of(workdir, 3)["format"] == "mupax-checkpoint-1"
     before = losses(workdir)
-    command = [sys.executable, "-m", "mupax", "train", *WORDS.split(), *words.split(), "--optimizer.name", optimizer]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as it had
+    command = [
+        sys.executable,
+        "-m",
+        "mupax",
+        "train",
+        *WORDS.split(),
+        *words.split(),
+        "--optimizer.name",
+        optimizer,
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }  # one device, as it had
     done = subprocess.run(
-        [*command, "--workdir", str(workdir)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [*command, "--workdir", str(workdir)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "resuming vit-digits at step 3 of 6" in done.stdout
@@ -53,4 +71,6 @@ def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_pat
     assert list(after) == [1, 2, 3, 4, 5, 6]
     # Another jax rounds in another order. The norm that gradients are clipped by is summed in another since: a last bit.
     same = (jax.__version__, sys.version_info[:2]) == ("0.10.2", (3, 11))
-    np.testing.assert_allclose(list(after.values()), list(before.values()), rtol=1.2e-7 if same else 1e-4)
+    np.testing.assert_allclose(
+        list(after.values()), list(before.values()), rtol=1.2e-7 if same else 1e-4
+    )

@@ -16,7 +16,15 @@ from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.folder import steps
 from mupax.train.run.report import metrics
 from tests.fixtures.programs import shared_programs
-from tests.train.checkpoints.test_checkpointer import STEPS, Done, folder, rows, train, untrained, whole
+from tests.train.checkpoints.test_checkpointer import (
+    STEPS,
+    Done,
+    folder,
+    rows,
+    train,
+    untrained,
+    whole,
+)
 
 __all__ = ["folder", "shared_programs", "untrained", "whole"]  # fixtures
 
@@ -49,14 +57,22 @@ def test_a_run_has_a_name_which_its_checkpoints_bear(whole: Done, untrained: lis
 
 
 REFUSED = {
-    "another run": ({"record": {"run": "f" * 16}}, "is of another run (ffffffffffffffff; the one in this workdir is"),
-    "a newer version": ({"format": "mupax-checkpoint-9"}, "has the format mupax-checkpoint-9, and this version reads"),
+    "another run": (
+        {"record": {"run": "f" * 16}},
+        "is of another run (ffffffffffffffff; the one in this workdir is",
+    ),
+    "a newer version": (
+        {"format": "mupax-checkpoint-9"},
+        "has the format mupax-checkpoint-9, and this version reads",
+    ),
 }
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_checkpoint_of_another_run_or_version_is_refused_and_stays(case: str, whole: Done, untrained: list) -> None:
+def test_a_checkpoint_of_another_run_or_version_is_refused_and_stays(
+    case: str, whole: Done, untrained: list
+) -> None:
     changes, message = REFUSED[case]
     copy = Path(shutil.copytree("whole", case))
     edit_manifest(copy, STEPS, **changes)
@@ -84,7 +100,9 @@ def command(*words: str) -> Done:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("left", [b"", b'{"run": "a", "conf', b"[1]", b'{"config": 3}', None], ids=repr)
+@pytest.mark.parametrize(
+    "left", [b"", b'{"run": "a", "conf', b"[1]", b'{"config": 3}', None], ids=repr
+)
 def test_half_a_config_json_is_written_again_as_the_newest_checkpoint_has_it(
     left: bytes | None, whole: Done, untrained: list
 ) -> None:

@@ -18,7 +18,15 @@ from mupax.train.checkpoints.folder import WorkdirError, steps
 from mupax.train.config.sections import CheckpointConfig
 from scripts.campaigns.injection import shim
 from tests.fixtures.xla import QUICKLY
-from tests.train.checkpoints.test_manifest import FACTS, abstract, data_file, flip, restored, same, state_at
+from tests.train.checkpoints.test_manifest import (
+    FACTS,
+    abstract,
+    data_file,
+    flip,
+    restored,
+    same,
+    state_at,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 READING = ("open", "read", "pread", "stat", "list")
@@ -49,7 +57,9 @@ def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
                 control.watch(workdir)
                 control.arm(kind, effect, 0, times)
                 try:
-                    with Checkpoints(workdir, CheckpointConfig(keep=2), note=lambda _: None) as checkpoints:
+                    with Checkpoints(
+                        workdir, CheckpointConfig(keep=2), note=lambda _: None
+                    ) as checkpoints:
                         state = checkpoints.restore(target, FACTS)
                     outcome = "right" if same(state, state_at(5, 1)) else "wrong"
                 except Exception as error:
@@ -70,9 +80,15 @@ def test_no_error_of_a_disk_costs_a_checkpoint(saved: Path, tmp_path: Path) -> N
         "control = shim.Control(file, file); "
         "print(json.dumps(test.suffer(Path(sys.argv[2]), control)))"
     )
-    environ = {**os.environ, **shim.Control(tmp_path / "control", library).environ, "PYTHONPATH": str(ROOT)}
+    environ = {
+        **os.environ,
+        **shim.Control(tmp_path / "control", library).environ,
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", code, str(tmp_path / "control"), str(saved)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) == 2 * len(READING) * len(EFFECTS)
@@ -102,11 +118,16 @@ def test_what_was_set_aside_and_is_whole_is_taken_back(saved: Path, tmp_path: Pa
     assert (folder / "set-aside" / "5").is_dir()
     # Control: where it is damaged too, none is good.
     flip(data_file(folder / "3"))
-    with pytest.raises(WorkdirError, match=r"no good checkpoint is left .* \(3, 5\) were read again and are damaged"):
+    with pytest.raises(
+        WorkdirError,
+        match=r"no good checkpoint is left .* \(3, 5\) were read again and are damaged",
+    ):
         restored(run, state_at(0, 1))
 
 
-def test_what_only_one_read_sees_is_no_damage(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_one_read_sees_is_no_damage(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mupax.train.checkpoints import folder
 
     digest, wrong = folder._file_digest, []
@@ -138,7 +159,9 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "train", *words.split(), "--workdir", str(tmp_path / "run")]
     environ = {**os.environ, **control.environ, "XLA_FLAGS": " ".join(QUICKLY)}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "No space left on device" in line
@@ -152,7 +175,10 @@ def test_whatever_orbax_makes_of_an_unwell_disk_is_tried_again(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = checkpointer.ocp.load
-    errors = [Exception("Encountered error while reading array index"), ValueError("there is no checkpoint")]
+    errors = [
+        Exception("Encountered error while reading array index"),
+        ValueError("there is no checkpoint"),
+    ]
 
     def failing(*arguments: object) -> object:
         if errors:

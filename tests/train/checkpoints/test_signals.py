@@ -20,10 +20,21 @@ __all__ = ["folder"]  # fixtures
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, folder: Path) -> None:
+def test_a_signal_saves_and_the_run_goes_on(
+    number: signal.Signals, code: int, folder: Path
+) -> None:
     """SIGHUP as a closed ssh session sends it: the terminal is gone, and whatever is written to it fails."""
     workdir = Path(number.name)
-    command = [sys.executable, "-m", "train", *TINY.split(), "--workdir", str(workdir), "--steps", "1000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "train",
+        *TINY.split(),
+        "--workdir",
+        str(workdir),
+        "--steps",
+        "1000000",
+    ]
     command += ["--checkpoint.every-steps", "1000000", "--log.no-tensorboard", "--resume"]
     environment = {
         **os.environ,
@@ -37,7 +48,10 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     with subprocess.Popen(command, env=environment, **streams) as child:
         try:
             until = time.monotonic() + 200
-            while not (workdir / "metrics.jsonl").exists() or not (workdir / "metrics.jsonl").stat().st_size:
+            while (
+                not (workdir / "metrics.jsonl").exists()
+                or not (workdir / "metrics.jsonl").stat().st_size
+            ):
                 assert child.poll() is None, child.communicate()
                 assert time.monotonic() < until
                 time.sleep(0.05)
@@ -51,11 +65,21 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     (step,) = checkpoints(workdir)
     if number == signal.SIGTERM:
         assert "Traceback" not in err
-        message = f"stopped by {number.name} at step {step} of 1000000, saved; the same command goes on"
+        message = (
+            f"stopped by {number.name} at step {step} of 1000000, saved; the same command goes on"
+        )
         assert message in " ".join(out.split())
     assert rows(workdir)[-1]["step"] == step
     # One device saved it, eight go on.
-    done = train("--workdir", str(workdir), "--resume", "--steps", str(step + 2), "--resume-change", "schedule")
+    done = train(
+        "--workdir",
+        str(workdir),
+        "--resume",
+        "--steps",
+        str(step + 2),
+        "--resume-change",
+        "schedule",
+    )
     assert done.code == 0, done.err
     assert f"resuming lm-tiny at step {step} of {step + 2}" in done.out
     assert [row["step"] for row in rows(workdir) if "loss" in row] == list(range(1, step + 3))
@@ -102,9 +126,13 @@ sys.exit(stop.exit_code)
         ("SIGHUP", 129, "", "stopped by SIGHUP with nothing to save: checkpoints are as they were"),
     ],
 )  # fmt: skip
-def test_a_first_signal_is_noted_and_a_second_one_ends_at_once(words: str, code: int, out: str, err: str) -> None:
+def test_a_first_signal_is_noted_and_a_second_one_ends_at_once(
+    words: str, code: int, out: str, err: str
+) -> None:
     command = [sys.executable, "-c", LISTENING, *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout.strip()) == (code, out), done.stderr
     assert done.stderr.startswith(err)
     assert len(done.stderr.splitlines()) == bool(err)
@@ -152,10 +180,14 @@ def test_what_nohup_or_a_background_job_ignores_stays_ignored(number: signal.Sig
 
 @pytest.mark.core
 def test_handlers_are_those_from_before() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+    before = [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    ]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
     with StopRequest() as stop:
         assert signal.getsignal(signal.SIGTERM) == stop._note
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, before[1])
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    ] == before

@@ -48,7 +48,9 @@ def test_a_process_that_cannot_save_is_not_waited_for_and_its_reason_is_what_all
 def test_control_a_save_that_only_takes_long_is_waited_for() -> None:
     released = threading.Event()
     threading.Timer(1.2, released.set).start()
-    assert on_two_processes(lambda processes: checkpointer.wait(Response(False, released), processes, "8")) == [
+    assert on_two_processes(
+        lambda processes: checkpointer.wait(Response(False, released), processes, "8")
+    ) == [
         None,
         None,
     ]

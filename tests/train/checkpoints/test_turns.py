@@ -15,7 +15,9 @@ from mupax.train.config.sections import CheckpointConfig
 from tests.train.checkpoints.test_manifest import FACTS, abstract, same, state_at
 
 
-def test_two_runs_in_one_process_take_turns_with_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_in_one_process_take_turns_with_orbax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Orbax numbers its operations per process: of saves at the same time some failed, and some waited minutes for nothing.
     at_work, most, start, load = [0], [0], ocp.save_async, ocp.load
 
@@ -54,7 +56,9 @@ def test_two_runs_in_one_process_take_turns_with_orbax(tmp_path: Path, monkeypat
         with Checkpoints(tmp_path / name, CheckpointConfig(keep=1), note=notes.append) as saves:
             for step in (1, 2, 3):
                 saves.save(step, state_at(step, devices=1), FACTS, last=True)
-            return same(saves.restore(abstract(state_at(3, devices=1)), FACTS), state_at(3, devices=1))
+            return same(
+                saves.restore(abstract(state_at(3, devices=1)), FACTS), state_at(3, devices=1)
+            )
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(run, "abc")) == [True] * 3
@@ -62,13 +66,18 @@ def test_two_runs_in_one_process_take_turns_with_orbax(tmp_path: Path, monkeypat
     assert most == [1]
 
 
-def test_a_save_that_is_interrupted_leaves_orbax_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_interrupted_leaves_orbax_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp, "save_async", interrupted)
-        with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as saves, pytest.raises(KeyboardInterrupt):
+        with (
+            Checkpoints(tmp_path, CheckpointConfig(keep=1)) as saves,
+            pytest.raises(KeyboardInterrupt),
+        ):
             saves.save(1, state_at(1), FACTS)
     with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as saves:
         saves.save(2, state_at(2), FACTS)

@@ -35,12 +35,16 @@ def test_a_second_run_on_a_workdir_is_refused_until_the_first_is_gone(tmp_path: 
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     root = str(Path(__file__).resolve().parents[3])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}) as other:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root}
+    ) as other:
         assert other.stdout is not None
         try:
             assert other.stdout.readline() == b"held\n"
             with (
-                pytest.raises(WorkdirError, match=rf"in use by another run \(process {other.pid} on"),
+                pytest.raises(
+                    WorkdirError, match=rf"in use by another run \(process {other.pid} on"
+                ),
                 locked(tmp_path, Processes()),
             ):
                 pass
@@ -101,7 +105,9 @@ for last in range(100):
 def test_a_run_killed_at_any_of_its_first_file_operations_starts_again(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[3])
     command = [sys.executable, "-c", MOMENTS, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     left = [set(line.split()[1:]) for line in done.stdout.splitlines()]
     assert len(left) >= 6, "the kills did not come between file operations"
@@ -128,10 +134,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def owner_of(place: Path) -> Path:
-    return next(place / name for name in (".lock", ".owner") if (place / name).exists() and (place / name).read_bytes())
+    return next(
+        place / name
+        for name in (".lock", ".owner")
+        if (place / name).exists() and (place / name).read_bytes()
+    )
 
 
-def test_a_living_owner_is_refused_and_one_that_has_left_is_forgotten(place: Path, capsys: Capture) -> None:
+def test_a_living_owner_is_refused_and_one_that_has_left_is_forgotten(
+    place: Path, capsys: Capture
+) -> None:
     with locked(place, Processes()):
         with (
             pytest.raises(WorkdirError, match=rf"in use by another run \(process {os.getpid()} on"),
@@ -192,10 +204,14 @@ def test_a_run_that_was_thought_dead_ends_when_it_comes_back(place: Path) -> Non
             if messages:
                 break
     assert "was taken over by process 7 on other" in messages[0]
-    assert json.loads((place / "owner").read_bytes())["token"] == "b", "what is another's is not given back"
+    assert json.loads((place / "owner").read_bytes())["token"] == "b", (
+        "what is another's is not given back"
+    )
 
 
-def test_of_two_that_see_a_free_folder_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_see_a_free_folder_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 10.0)
     barrier, free, outcomes = threading.Barrier(2), lock.Owned._free, []
 

@@ -27,10 +27,19 @@ ADDRESSES = [
     ("train lm-tiny --workdir=S3://bucket/run --dry-run", "--workdir is S3://bucket/run"),
     ("train lm-tiny --init-from hf://org/model", "--init-from is hf://org/model"),
     ("train lm-tiny --data.name text:az://bucket/text", "--data.name is text:az://bucket/text"),
-    ("train vit-digits --data.name images:s3://bucket/images", "--data.name is images:s3://bucket/images"),
+    (
+        "train vit-digits --data.name images:s3://bucket/images",
+        "--data.name is images:s3://bucket/images",
+    ),
     ("train lm-tiny --data.data-dir s3://bucket/tfds", "--data.data-dir is s3://bucket/tfds"),
-    ("train lm-tiny --data.tokenizer https://host/tokenizer.json", "--data.tokenizer is https://host/tokenizer.json"),
-    ("train lm-tiny --preset measured:gs://bucket/table.json", "--preset is measured:gs://bucket/table.json"),
+    (
+        "train lm-tiny --data.tokenizer https://host/tokenizer.json",
+        "--data.tokenizer is https://host/tokenizer.json",
+    ),
+    (
+        "train lm-tiny --preset measured:gs://bucket/table.json",
+        "--preset is measured:gs://bucket/table.json",
+    ),
     ("eval s3://bucket/run", "the path is s3://bucket/run"),
     ("eval nowhere --json gs://bucket/numbers.json", "--json is gs://bucket/numbers.json"),
     ("generate s3://bucket/run --prompt a", "the path is s3://bucket/run"),
@@ -40,9 +49,16 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), ADDRESSES, ids=[words.partition("://")[0] for words, _ in ADDRESSES])
+@pytest.mark.parametrize(
+    ("words", "message"), ADDRESSES, ids=[words.partition("://")[0] for words, _ in ADDRESSES]
+)
 def test_an_address_is_no_path(
-    words: str, message: str, capsys: Capture, started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    message: str,
+    capsys: Capture,
+    started: list[Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every one of them names a folder of this machine to pathlib, which would be made and then lost with the machine."""
     monkeypatch.chdir(tmp_path)
@@ -63,7 +79,9 @@ def test_an_address_is_no_path_in_a_config_of_code() -> None:
         InitConfig(init_from="s3://b/r")
 
 
-def test_a_bucket_needs_a_package_and_a_name(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_needs_a_package_and_a_name(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert "--workdir: gs://b/r needs gcsfs; run `pip install 'mupax[gcs]'`" in refused(
         capsys, *["train", "lm-tiny", "--workdir", "gs://b/r"]
@@ -72,8 +90,12 @@ def test_a_bucket_needs_a_package_and_a_name(capsys: Capture, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["[a]", "*", "a?b", "a#b"])
-def test_a_bucket_has_no_place_that_reads_as_a_pattern(name: str, capsys: Capture, started: list[Config]) -> None:
-    assert f"--workdir: gs://b/{name} has " in refused(capsys, "train", "lm-tiny", "--workdir", f"gs://b/{name}")
+def test_a_bucket_has_no_place_that_reads_as_a_pattern(
+    name: str, capsys: Capture, started: list[Config]
+) -> None:
+    assert f"--workdir: gs://b/{name} has " in refused(
+        capsys, "train", "lm-tiny", "--workdir", f"gs://b/{name}"
+    )
     assert not started
 
 
@@ -91,4 +113,6 @@ def test_weights_come_from_no_address_and_go_to_none(capsys: Capture) -> None:
 
 def test_control_an_address_in_a_prompt_is_text(capsys: Capture) -> None:
     for words in (["--prompt", "https://host"], ["--prompt=https://host"]):
-        assert "nowhere: no run and no weights there" in refused(capsys, "generate", "nowhere", *words)
+        assert "nowhere: no run and no weights there" in refused(
+            capsys, "generate", "nowhere", *words
+        )

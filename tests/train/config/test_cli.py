@@ -38,7 +38,10 @@ pytestmark = pytest.mark.core
         ("compile", "this needs RECIPE|FILE and --topology CHIP:AxB"),
         ("sweep lm-tiny --seed-count 2", "did you mean --seed"),
         ("sweep lm-tiny --seeds 0", "--seeds is 0; write a number of at least 1"),
-        ("sweep lm-tiny --how both", "--how needs one of 'auto', 'in-turn', 'together', not 'both'"),
+        (
+            "sweep lm-tiny --how both",
+            "--how needs one of 'auto', 'in-turn', 'together', not 'both'",
+        ),
         ("sweep lm-tny", "no recipe is named 'lm-tny'; did you mean lm-tiny?"),
         ("checkpoints w --verfy", "no flag is named --verfy; did you mean --verify?"),
         ("generate w --prompt a --tokens many", "--tokens needs a whole number, not 'many'"),
@@ -85,16 +88,22 @@ def test_the_folder_of_compiled_programs_is_of_the_process_and_no_part_of_a_run(
     monkeypatch.setenv("MUPAX_COMPILATION_CACHE", "before")  # what a test sets is taken back
     assert printed(capsys, "lm-tiny") == RECIPES["lm-tiny"]().resolved()
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "before"
-    assert printed(capsys, "lm-tiny", "--compilation-cache", "none") == RECIPES["lm-tiny"]().resolved()
+    assert (
+        printed(capsys, "lm-tiny", "--compilation-cache", "none") == RECIPES["lm-tiny"]().resolved()
+    )
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "none"
     words = ["lm-tiny", "--compilation-cache", "folder"]
-    sweep.points(*command_line.parse_known(sweep.Sweep, "", words))  # as of every command with a recipe's flags
+    sweep.points(
+        *command_line.parse_known(sweep.Sweep, "", words)
+    )  # as of every command with a recipe's flags
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "folder"
     capsys.readouterr()
     assert "gs:// is no folder of this machine" in refused(
         capsys, "train", "lm-tiny", "--compilation-cache", "gs://bucket/a"
     )
-    assert "did you mean --compilation-cache?" in refused(capsys, "train", "lm-tiny", "--compilation-cash", "none")
+    assert "did you mean --compilation-cache?" in refused(
+        capsys, "train", "lm-tiny", "--compilation-cash", "none"
+    )
 
 
 def test_flags_change_fields(capsys: Capture) -> None:
@@ -112,7 +121,9 @@ def test_flags_change_fields(capsys: Capture) -> None:
         data=dataclasses.replace(base.data, batch_size=4),
         checkpoint=dataclasses.replace(base.checkpoint, every_steps=5),
         log=dataclasses.replace(base.log, tensorboard=False, eval_every_steps=None),
-        model=dataclasses.replace(base.model, compute=dataclasses.replace(base.model.compute, layers="unrolled")),
+        model=dataclasses.replace(
+            base.model, compute=dataclasses.replace(base.model.compute, layers="unrolled")
+        ),
     )
 
 
@@ -131,8 +142,12 @@ def test_a_text_may_begin_with_dashes(capsys: Capture) -> None:
             parsed = command_line.parse(Generate, "", ["run", "--prompt", text, "--tokens", "5"])
             assert (parsed.prompt, parsed.tokens) == (text, 5)
     # Control: flags of the command are not taken for a text that was left out.
-    assert "--prompt needs a value" in refused(capsys, "generate", "run", "--prompt", "--tokens", "5")
-    assert "--data.separator needs a value" in refused(capsys, "train", "lm-tiny", "--data.separator", "--steps", "5")
+    assert "--prompt needs a value" in refused(
+        capsys, "generate", "run", "--prompt", "--tokens", "5"
+    )
+    assert "--data.separator needs a value" in refused(
+        capsys, "train", "lm-tiny", "--data.separator", "--steps", "5"
+    )
 
 
 def test_the_last_of_a_repeated_flag_counts(capsys: Capture) -> None:
@@ -147,7 +162,10 @@ def test_preset_is_an_alias(flag: list[str], capsys: Capture) -> None:
 def test_an_older_name_of_a_preset_is_read_and_not_written(capsys: Capture) -> None:
     assert printed(capsys, "lm-tiny", "--preset", "standard").preset.name == "sp"
     written = to_json(RECIPES["lm-tiny"]())
-    assert from_json({**written, "preset": {**written["preset"], "name": "standard"}}).preset.name == "sp"
+    assert (
+        from_json({**written, "preset": {**written["preset"], "name": "standard"}}).preset.name
+        == "sp"
+    )
 
 
 def test_preset_constants(capsys: Capture) -> None:
@@ -169,10 +187,19 @@ def test_every_other_constant_of_a_preset_has_a_way(capsys: Capture) -> None:
         assert config.preset.constants == words
         assert preset_of(config).name == name
     config = printed(
-        capsys, "lm-tiny", "--preset", "completep", "--preset.constants", "eps-scope=everywhere", "alpha_l=0.75"
+        capsys,
+        "lm-tiny",
+        "--preset",
+        "completep",
+        "--preset.constants",
+        "eps-scope=everywhere",
+        "alpha_l=0.75",
     )
     assert preset_of(config).choices == {"eps_scope": "everywhere", "alpha_l": 0.75}
-    assert preset_of(from_json(json.loads(json.dumps(to_json(config))))).choices == preset_of(config).choices
+    assert (
+        preset_of(from_json(json.loads(json.dumps(to_json(config))))).choices
+        == preset_of(config).choices
+    )
 
 
 def test_model_fields_are_checked_again(capsys: Capture) -> None:
@@ -184,7 +211,9 @@ def test_model_fields_are_checked_again(capsys: Capture) -> None:
 def test_another_model_by_name(capsys: Capture) -> None:
     config = printed(capsys, "gpt2-c4", "--model", "gpt2-medium", "--model.depth", "3")
     recipe = RECIPES["gpt2-c4"]()
-    assert config.model == dataclasses.replace(configs.get("gpt2-medium"), depth=3, compute=recipe.model.compute)
+    assert config.model == dataclasses.replace(
+        configs.get("gpt2-medium"), depth=3, compute=recipe.model.compute
+    )
 
 
 def test_a_short_run_inside_its_warm_up_is_said(capsys: Capture, started: list[Config]) -> None:
@@ -210,14 +239,20 @@ def test_help_lists_recipes(capsys: Capture) -> None:
 def listed(capsys: Capture, *words: str) -> set[str]:
     """Return the names, of those before aliases, of the flags that a help lists."""
     assert main(["train", *words]) == 0
-    names = {field.names[0] for field in command_line.flag_fields(Command(config=RECIPES[words[0]]()))}
+    names = {
+        field.names[0] for field in command_line.flag_fields(Command(config=RECIPES[words[0]]()))
+    }
     first_lines = re.findall(r"^[│ ] (--?[a-z].*)$", capsys.readouterr().out, re.MULTILINE)
     found_flags = {flag for line in first_lines for flag in re.findall(r"--[\w.-]+", line)}
-    assert len(names & found_flags) == len([line for line in first_lines if not line.startswith("-h")])
+    assert len(names & found_flags) == len(
+        [line for line in first_lines if not line.startswith("-h")]
+    )
     return names & found_flags
 
 
-@pytest.mark.parametrize(("name", "columns"), [("lm-tiny", "80"), ("vit-s16-imagenet", "200"), ("ed-tiny", "120")])
+@pytest.mark.parametrize(
+    ("name", "columns"), [("lm-tiny", "80"), ("vit-s16-imagenet", "200"), ("ed-tiny", "120")]
+)
 def test_help_of_a_recipe_has_the_flags_in_use(
     name: str, columns: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,17 +266,24 @@ def test_help_of_a_recipe_has_the_flags_in_use(
 
 
 def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) -> None:
-    every_flag = {field.names[0] for field in command_line.flag_fields(Command(config=RECIPES["lm-tiny"]()))}
+    every_flag = {
+        field.names[0] for field in command_line.flag_fields(Command(config=RECIPES["lm-tiny"]()))
+    }
     sections = ("run", "model", "faults")
     by_section = {section: listed(capsys, "lm-tiny", "--help", section) for section in sections}
     assert "--model.rotary-fraction" in by_section["model"]
     assert by_section == {
-        section: {flag for flag in every_flag if cli.section_of(flag) == section} for section in sections
+        section: {flag for flag in every_flag if cli.section_of(flag) == section}
+        for section in sections
     }
-    assert "write all, or one of run, model" in refused(capsys, "train", "lm-tiny", "--help", "modell")
+    assert "write all, or one of run, model" in refused(
+        capsys, "train", "lm-tiny", "--help", "modell"
+    )
 
 
-def test_help_without_boxes_has_the_flags_in_use_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_without_boxes_has_the_flags_in_use_too(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where the terminal has ASCII alone."""
     boxed = listed(capsys, "lm-tiny", "--help")
     monkeypatch.setattr(command_line._Held, "encoding", "ascii")
@@ -250,7 +292,12 @@ def test_help_without_boxes_has_the_flags_in_use_too(capsys: Capture, monkeypatc
 
 def test_a_flag_that_help_leaves_out_still_works(capsys: Capture, started: list[Config]) -> None:
     assert "--model.rotary-fraction" not in listed(capsys, "lm-tiny", "--help")
-    assert main(["train", "lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]) == 0
+    assert (
+        main(
+            ["train", "lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]
+        )
+        == 0
+    )
     (config,) = started
     assert isinstance(config.model, DecoderConfig)
     assert (config.model.rotary_fraction, config.faults.spike_deviations) == (0.5, 9)
@@ -261,7 +308,9 @@ def test_help_all_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None
     assert main(["train", name, "--help", "all"]) == 0
     out = capsys.readouterr().out
     assert [
-        flag for flag in command_line.flags(RECIPES[name]()) if f"{flag} " not in out and f"{flag}," not in out
+        flag
+        for flag in command_line.flags(RECIPES[name]())
+        if f"{flag} " not in out and f"{flag}," not in out
     ] == []
     assert "--recipe" not in out
     assert (inspect.getdoc(RECIPES[name]) or "").splitlines()[0] in out
@@ -306,4 +355,6 @@ def test_control_tyro_reads_all_other_words(words: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(command_line.tyro, "cli", cli_of_tyro)
     with pytest.raises(RecursionError):
-        command_line.parse_known(Command, "x", shlex.split(words), Command(config=RECIPES["lm-tiny"]()))
+        command_line.parse_known(
+            Command, "x", shlex.split(words), Command(config=RECIPES["lm-tiny"]())
+        )

@@ -34,7 +34,10 @@ def test_a_wrong_first_word(words: str, message: str, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--optimizer.peak-lrr 3", "no flag is named --optimizer.peak-lrr; did you mean --optimizer.peak-lr?"),
+        (
+            "--optimizer.peak-lrr 3",
+            "no flag is named --optimizer.peak-lrr; did you mean --optimizer.peak-lr?",
+        ),
         ("--optimizer.peak_lrr=3", "did you mean --optimizer.peak-lr?"),
         ("--peak-lr 3", "did you mean --optimizer.peak-lr?"),
         ("--batch-size 3", "did you mean --data.batch-size"),
@@ -69,7 +72,10 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
             "--optimizer.name shampoo",
             "no optimizer is named 'shampoo' (no source's table of its rates could be verified: 2512.05620",
         ),
-        ("--optimizer.name sdg", "no optimizer is named 'sdg'; write adamw, adam, sgd, momentum, muon, lion"),
+        (
+            "--optimizer.name sdg",
+            "no optimizer is named 'sdg'; write adamw, adam, sgd, momentum, muon, lion",
+        ),
         ("--steps 0", "steps is 0; write a number of at least 1"),
         ("--seed -1", "seed is -1"),
         ("--data.batch-size 16 --accumulation-steps 5", "write accumulation_steps 4"),
@@ -94,9 +100,15 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
         ("--preset mop", "did you mean 'mup'?"),
         ("--preset mup:mine", "the preset mup has no tuned constants named 'mine'; write mup"),
         ("--preset.name=mup:mine", "no tuned constants named 'mine'"),
-        ("--preset measured:none.json --preset.base None", "none.json: no table of measured scales"),
+        (
+            "--preset measured:none.json --preset.base None",
+            "none.json: no table of measured scales",
+        ),
         ("--preset ntk --preset.constants s=2", "ntk: s=2 is outside [0, 1]"),
-        ("--preset ntk --preset.constants s=high", "ntk: s=high is not a finite number; write one, such as s=0"),
+        (
+            "--preset ntk --preset.constants s=high",
+            "ntk: s=high is not a finite number; write one, such as s=0",
+        ),
         ("--preset ntk --preset.constants s", "the constant 's': write NAME=VALUE, such as s=0.5"),
         (
             "--preset mup --preset.constants s=1",
@@ -110,9 +122,18 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
             "--preset completep --preset.constants eps_scope=all",
             "eps_scope=all is not a choice; write blocks, everywhere or completed",
         ),
-        ("--optimizer.name momentum --optimizer.momentum 0", "is plain SGD; write optimizer.name sgd"),
-        ("--optimizer.name lion --optimizer.momentum 0.5", "--optimizer.momentum is not read by lion"),
-        ("--optimizer.name momentum --optimizer.eps 1e-6", "--optimizer.eps is not read by momentum"),
+        (
+            "--optimizer.name momentum --optimizer.momentum 0",
+            "is plain SGD; write optimizer.name sgd",
+        ),
+        (
+            "--optimizer.name lion --optimizer.momentum 0.5",
+            "--optimizer.momentum is not read by lion",
+        ),
+        (
+            "--optimizer.name momentum --optimizer.eps 1e-6",
+            "--optimizer.eps is not read by momentum",
+        ),
         ("--preset depth-mup --preset.alpha-l 0.3", "alpha_l=0.3"),
         ("--preset sp --preset.beta0 2", "beta0"),
         ("--preset.base vit-s16", "preset.base vit-s16 is a vit and the model a decoder"),
@@ -126,7 +147,10 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
             "--optimizer.momentum 0.8",
             "--optimizer.momentum is not read by adamw; leave it out, or write --optimizer.name sgd",
         ),
-        ("--optimizer.name adam --optimizer.weight-decay 0.1", "--optimizer.weight-decay is not read by adam"),
+        (
+            "--optimizer.name adam --optimizer.weight-decay 0.1",
+            "--optimizer.weight-decay is not read by adam",
+        ),
         (
             "--optimizer.decay-steps 10",
             "is not read by schedule cosine; leave it out, or write --optimizer.schedule wsd",
@@ -135,7 +159,9 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
         ("--data.no-augment", "--data.no-augment is not read with the data python_corpus"),
     ],
 )
-def test_values_that_do_not_fit(words: str, message: str, capsys: Capture, started: list[Config]) -> None:
+def test_values_that_do_not_fit(
+    words: str, message: str, capsys: Capture, started: list[Config]
+) -> None:
     assert message in refused(capsys, "train", "lm-tiny", *words.split())
     assert not started
 
@@ -143,21 +169,45 @@ def test_values_that_do_not_fit(words: str, message: str, capsys: Capture, start
 def test_control_the_same_flags_pass_where_they_are_read(capsys: Capture) -> None:
     printed(capsys, "lm-tiny", "--optimizer.name", "sgd", "--optimizer.momentum", "0.8")
     printed(capsys, "lm-tiny", "--optimizer.name", "adam")
-    printed(capsys, "lm-tiny", "--optimizer.name", "muon", "--optimizer.momentum", "0.95", "--optimizer.eps", "1e-6")
+    printed(
+        capsys,
+        "lm-tiny",
+        "--optimizer.name",
+        "muon",
+        "--optimizer.momentum",
+        "0.95",
+        "--optimizer.eps",
+        "1e-6",
+    )
     printed(capsys, "lm-tiny", "--optimizer.name", "lion", "--optimizer.b2", "0.99")
     printed(capsys, "vit-digits", "--data.split", "writer", "--data.no-augment")
-    wsd = "--steps 70 --optimizer.warmup-steps 11 --optimizer.schedule wsd --optimizer.decay-steps 59"
+    wsd = (
+        "--steps 70 --optimizer.warmup-steps 11 --optimizer.schedule wsd --optimizer.decay-steps 59"
+    )
     printed(capsys, "lm-tiny", *wsd.split())
-    printed(capsys, "lm-tiny", "--model", "vit-tiny", "--data.name", "digits", "--preset.base", "vit-proxy")
+    printed(
+        capsys,
+        "lm-tiny",
+        "--model",
+        "vit-tiny",
+        "--data.name",
+        "digits",
+        "--preset.base",
+        "vit-proxy",
+    )
 
 
-def test_messages_hold_on_a_terminal_with_colours(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_hold_on_a_terminal_with_colours(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["train", "lm-tiny", "--optimizer.schedule", "sdg"]) == 2
     err = capsys.readouterr().err
     assert "\x1b" not in err
-    assert "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'" in err
+    assert (
+        "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'" in err
+    )
 
 
 def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
@@ -172,4 +222,7 @@ def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
         name, *argv = words.split()
         with pytest.raises(MupaxError, match=re.escape(text)):
             cli.parse(name, RECIPES[name], argv)
-    assert cli.parse("r2c2-c4", RECIPES["r2c2-c4"], ["--data.noise-span", "4"]).config.data.noise_span == 4
+    assert (
+        cli.parse("r2c2-c4", RECIPES["r2c2-c4"], ["--data.noise-span", "4"]).config.data.noise_span
+        == 4
+    )

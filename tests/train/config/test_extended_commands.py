@@ -90,11 +90,20 @@ REFUSES: dict[str, tuple[str, str]] = {
         f"transfer own-everything {SHORT} --grow width=8,16 --out transfer --dry-run",
         "the zoo's transformers only",
     ),
-    "check": ("check own-everything --grow depth --sizes 2 --seeds 1 --dry-run", "the zoo's transformers only"),
-    "compile": ("compile own-everything --topology v5e:2x2 --dry-run", "the TPU compiler is not installed"),
+    "check": (
+        "check own-everything --grow depth --sizes 2 --seeds 1 --dry-run",
+        "the zoo's transformers only",
+    ),
+    "compile": (
+        "compile own-everything --topology v5e:2x2 --dry-run",
+        "the TPU compiler is not installed",
+    ),
     "plan score": ("plan score plan.json run", "a plan without a forecast"),
     "grow": ("grow run --set depth=2 --out grown", "the zoo's transformers only"),
-    "presets balance": ("presets balance own-everything --out balance.json", "cannot be taken apart into layers"),
+    "presets balance": (
+        "presets balance own-everything --out balance.json",
+        "cannot be taken apart into layers",
+    ),
     "generate": ("generate run --prompt a", "and generate is for decoders and encoder-decoders"),
     "serve": ("serve run", "and serve is for decoders"),
     "export": ("export run --out exported", "own_all"),
@@ -185,7 +194,9 @@ def command(line: str) -> int:
 
 
 @pytest.mark.parametrize(("typed", "line"), [*READS.items(), *READS_OF_THE_ZOO.items()])
-def test_a_command_reads_what_is_of_ones_own(typed: str, line: str, place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_command_reads_what_is_of_ones_own(
+    typed: str, line: str, place: Path, capsys: pytest.CaptureFixture[str]
+):
     code = command(line)
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -195,7 +206,9 @@ def test_a_command_reads_what_is_of_ones_own(typed: str, line: str, place: Path,
 
 
 @pytest.mark.parametrize("typed", REFUSES)
-def test_a_command_refuses_what_is_of_ones_own(typed: str, place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_command_refuses_what_is_of_ones_own(
+    typed: str, place: Path, capsys: pytest.CaptureFixture[str]
+):
     line, told = REFUSES[typed]
     assert command(line) == 2
     assert told in capsys.readouterr().err

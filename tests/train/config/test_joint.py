@@ -23,7 +23,10 @@ FOUR = ("--data.batch-size", "64", "--steps", "200")
 
 
 def test_a_run_without_a_joint_rule_is_as_it_was(capsys: Capture):
-    for config in (printed(capsys, "lm-tiny", *FOUR), printed(capsys, "lm-tiny", *FOUR, "--joint", "none")):
+    for config in (
+        printed(capsys, "lm-tiny", *FOUR),
+        printed(capsys, "lm-tiny", *FOUR, "--joint", "none"),
+    ):
         assert config.scaled_optimizer is config.optimizer
         assert config.preset == RECIPES["lm-tiny"]().preset
     before = to_json(config)
@@ -38,8 +41,17 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
     assert config.preset.base == "lm-proxy,batch=16,tokens=1638400"
     assert opt == RECIPES["lm-tiny"]().optimizer
     # Independent decay is lr*wd: four times.
-    expected = {"peak_lr": 0.016, "b1": 0.6, "b2": 0.8, "eps": 5e-9, "weight_decay": 0.0012, "warmup_steps": 12}
-    assert dataclasses.asdict(config.scaled_optimizer) == pytest.approx({**dataclasses.asdict(opt), **expected})
+    expected = {
+        "peak_lr": 0.016,
+        "b1": 0.6,
+        "b2": 0.8,
+        "eps": 5e-9,
+        "weight_decay": 0.0012,
+        "warmup_steps": 12,
+    }
+    assert dataclasses.asdict(config.scaled_optimizer) == pytest.approx(
+        {**dataclasses.asdict(opt), **expected}
+    )
     at_the_base = printed(capsys, "lm-tiny", "--joint", "sde")
     assert at_the_base.scaled_optimizer == at_the_base.optimizer
     assert from_json(to_json(config)) == config
@@ -55,7 +67,10 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
         ("embed=64,batch=8,tokens=819200", "embed=64,batch=8,tokens=819200"),
         ("None", "None,batch=16,tokens=1638400"),
         # Recipes bring their own: gpt2-c4 has 1024 positions, which are eight examples here.
-        ("gpt2-c4", "embed=768,heads=12,kv_heads=12,head_dim=64,mlp=3072,layers=12,batch={},tokens={}"),
+        (
+            "gpt2-c4",
+            "embed=768,heads=12,kv_heads=12,head_dim=64,mlp=3072,layers=12,batch={},tokens={}",
+        ),
         ("lm-tiny", "lm-tiny,batch=16,tokens=1638400"),
     ],
 )
@@ -63,44 +78,78 @@ def test_what_a_base_says_of_batch_and_tokens_holds(base: str, expected: str, ca
     other = RECIPES["gpt2-c4"]()
     batch = other.data.batch_size
     expected = expected.format(batch * 8, batch * other.model.units * other.steps)
-    argv = ("lm-tiny", "--joint", "sde", "--preset.base", base, "--data.batch-size", "32", "--optimizer.b2", "0.9999")
+    argv = (
+        "lm-tiny",
+        "--joint",
+        "sde",
+        "--preset.base",
+        base,
+        "--data.batch-size",
+        "32",
+        "--optimizer.b2",
+        "0.9999",
+    )
     argv += ("--optimizer.b1", "0.999")
     assert printed(capsys, *argv).preset.base == expected
 
 
 def test_a_tuned_preset_brings_the_batch_and_tokens_of_its_study(capsys: Capture):
     every = (find.load(path) for path in find.files().values())
-    study = next(each for each in every if each.preset == "mup" and each.optimizer["name"] == "adam")
+    study = next(
+        each for each in every if each.preset == "mup" and each.optimizer["name"] == "adam"
+    )
     unit = study.provenance["seen"] // (study.provenance["steps"] * study.provenance["batch"])
     argv = ("lm-tiny", "--preset", study.use, "--joint", "complete-d", "--model.seq-len", str(unit))
     config = printed(capsys, *argv)
     assert config.preset.base is not None
-    assert f"batch={study.provenance['batch']},tokens={study.provenance['seen']}" in config.preset.base
+    assert (
+        f"batch={study.provenance['batch']},tokens={study.provenance['seen']}" in config.preset.base
+    )
 
 
 def test_batches_count_tokens_where_examples_change_their_length(capsys: Capture):
     config = printed(capsys, "lm-tiny", "--joint", "sde", "--model.seq-len", "64")
     assert config.preset.base == "lm-proxy,batch=32,tokens=1638400"
-    assert config.scaled_optimizer.peak_lr == pytest.approx(0.008 * 0.5**0.5)  # half the tokens in a step
+    assert config.scaled_optimizer.peak_lr == pytest.approx(
+        0.008 * 0.5**0.5
+    )  # half the tokens in a step
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--joint sde --data.batch-size 256 --steps 50", "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)"),
+        (
+            "--joint sde --data.batch-size 256 --steps 50",
+            "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)",
+        ),
         ("--joint complete-d --steps 50", "b1 would be 1 - 16 x 0.1 = -0.6"),
-        ("--joint sde --optimizer.name muon", "the joint rule sde is for adam and says nothing about muon"),
-        ("--joint complete-d --optimizer.name sgd", "the joint rule complete-d is for adam and says nothing about sgd"),
+        (
+            "--joint sde --optimizer.name muon",
+            "the joint rule sde is for adam and says nothing about muon",
+        ),
+        (
+            "--joint complete-d --optimizer.name sgd",
+            "the joint rule complete-d is for adam and says nothing about sgd",
+        ),
         ("--joint sde --data.batch-size 64 --noise-scale 40", "a batch of 64 is above it"),
         ("--joint sde --data.batch-size 8 --noise-scale 12", "a batch of 16 is above it"),
-        ("--joint sde --noise-scale -3", "preset.noise_scale is -3.0; write a number of examples above 0"),
+        (
+            "--joint sde --noise-scale -3",
+            "preset.noise_scale is -3.0; write a number of examples above 0",
+        ),
         ("--joint sd", "--joint/--preset.joint needs one of 'complete-d', 'none', 'sde', not 'sd'"),
-        ("--joint sde --preset.base lm-proxy,batch=0", "needs the batch and the tokens that the rate was tuned at"),
+        (
+            "--joint sde --preset.base lm-proxy,batch=0",
+            "needs the batch and the tokens that the rate was tuned at",
+        ),
         ("--joint sde --preset.base lm-proxy,batsh=8", "base batsh=8: write a logical axis"),
         ("--preset.base=", "preset.base : '' is no AXIS=N"),
         ("--preset.base lm-proxy,batch", "'batch' is no AXIS=N"),
         ("--joint sde --preset.base vit-digits", "no model is named 'vit-digits'"),
-        ("--joint sde --model.seq-len 100", "is no whole number of examples of this model's length"),
+        (
+            "--joint sde --model.seq-len 100",
+            "is no whole number of examples of this model's length",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(words: str, message: str, capsys: Capture):
@@ -108,14 +157,26 @@ def test_what_does_not_fit_is_refused(words: str, message: str, capsys: Capture)
 
 
 def test_control_a_batch_below_the_noise_scale_is_not_refused(capsys: Capture):
-    assert printed(capsys, "lm-tiny", *FOUR, "--joint", "sde", "--noise-scale", "64").preset.noise_scale == 64
-    printed(capsys, "lm-tiny", "--joint", "sde", "--noise-scale", "3")  # at the base nothing is scaled
+    assert (
+        printed(
+            capsys, "lm-tiny", *FOUR, "--joint", "sde", "--noise-scale", "64"
+        ).preset.noise_scale
+        == 64
+    )
+    printed(
+        capsys, "lm-tiny", "--joint", "sde", "--noise-scale", "3"
+    )  # at the base nothing is scaled
     printed(capsys, "lm-tiny", *FOUR, "--noise-scale", "3")
 
 
 def test_a_config_of_ones_own_says_what_its_base_lacks():
-    config = dataclasses.replace(RECIPES["lm-tiny"](), preset=PresetConfig(base="lm-proxy", joint="sde"))
-    with pytest.raises(ConfigError, match=r"write --preset\.base lm-proxy,batch=16,tokens=1638400 with those numbers"):
+    config = dataclasses.replace(
+        RECIPES["lm-tiny"](), preset=PresetConfig(base="lm-proxy", joint="sde")
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"write --preset\.base lm-proxy,batch=16,tokens=1638400 with those numbers",
+    ):
         _ = config.scaled_optimizer
 
 
@@ -136,12 +197,18 @@ def test_points_with_other_betas_are_no_points_of_one_program():
 def test_rows_of_older_sweeps_keep_their_names():
     """The name is of the version before presets had joint rules: without it every committed study would train anew."""
     model = DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=16, seq_len=4)
-    config = Config(recipe="lm-tiny", model=model, data=DataConfig(name="python_corpus", batch_size=2), steps=3)
+    config = Config(
+        recipe="lm-tiny", model=model, data=DataConfig(name="python_corpus", batch_size=2), steps=3
+    )
     assert key_of(config, "digest") == "245dbff204e03466"
 
 
-@pytest.mark.parametrize(("axis", "size", "steps", "warmup"), [("batch", 64, 200, 12), ("tokens", 6553600, 3200, 200)])
-def test_grown_runs_keep_tokens_or_batch_and_the_fraction_of_warm_up(axis: str, size: int, steps: int, warmup: int):
+@pytest.mark.parametrize(
+    ("axis", "size", "steps", "warmup"), [("batch", 64, 200, 12), ("tokens", 6553600, 3200, 200)]
+)
+def test_grown_runs_keep_tokens_or_batch_and_the_fraction_of_warm_up(
+    axis: str, size: int, steps: int, warmup: int
+):
     run = sizes.grown_run(RECIPES["lm-tiny"](), axis, size)
     assert (run.steps, run.optimizer.warmup_steps) == (steps, warmup)
     assert run.data.batch_size == (size if axis == "batch" else 16)

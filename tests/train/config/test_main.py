@@ -60,7 +60,9 @@ def test_exit_codes(
         assert len(err.splitlines()) <= 10
 
 
-def test_the_code_of_a_run_is_passed_on(monkeypatch: pytest.MonkeyPatch, started: list[Config]) -> None:
+def test_the_code_of_a_run_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, started: list[Config]
+) -> None:
     monkeypatch.setattr(sys.modules["mupax.train.run.loop"], "run", lambda config: 1)
     assert main(["train", "lm-tiny"]) == 1
 
@@ -78,16 +80,24 @@ def test_dry_run_starts_no_run(monkeypatch: pytest.MonkeyPatch, started: list[Co
 # Whole processes
 
 
-@pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--print-config", 0), ("--optimizer.peak-lrr=1", 2)])
+@pytest.mark.parametrize(
+    ("flag", "code"), [("--help", 0), ("--print-config", 0), ("--optimizer.peak-lrr=1", 2)]
+)
 def test_answers_come_at_once_and_import_nothing_heavy(flag: str, code: int) -> None:
     command = [sys.executable, "-m", "train", "lm-tiny", flag]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == code
-    count, modules = calls_of_process(f"from mupax.train.__main__ import main; main(['lm-tiny', {flag!r}])")
+    count, modules = calls_of_process(
+        f"from mupax.train.__main__ import main; main(['lm-tiny', {flag!r}])"
+    )
     assert not modules & set(HEAVY)
-    assert 100_000 < count < 700_000  # 0.5 s on an idle core; the longest of the three, --help, makes 610,000
+    assert (
+        100_000 < count < 700_000
+    )  # 0.5 s on an idle core; the longest of the three, --help, makes 610,000
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_run_with_its_code(number: signal.Signals, code: int) -> None:
     # The children of a shell's background job ignore SIGINT.
     program = """
@@ -106,7 +116,9 @@ sys.argv[1:] = ["lm-tiny"]
 sys.exit(main())
 """
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "running\n"
         child.send_signal(number)
@@ -126,13 +138,17 @@ main = terminal.entry_point(lambda argv: print("done", end="") or 3)
 raise SystemExit(main())
 """
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "done", "")
     assert time.perf_counter() - began < 20
 
 
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m train lm-tiny --help | head -n 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.startswith("usage: mupax train lm-tiny")
     assert not done.stderr

@@ -28,9 +28,7 @@ from mupax.train.run.report.metrics import Evaluations
 
 PAGE = (Path(__file__).parents[3] / "docs" / "add_a_metric.md").read_text()
 EXAMPLES = ("top5", "per_byte")
-SMALL = (
-    "--model.depth 1 --model.width 16 --model.num-heads 2 --data.batch-size 32 --data.eval-examples 64 --log.no-samples"
-)
+SMALL = "--model.depth 1 --model.width 16 --model.num-heads 2 --data.batch-size 32 --data.eval-examples 64 --log.no-samples"
 BEFORE = dict(METRICS)
 
 
@@ -66,7 +64,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     sources = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     for name, source in zip(EXAMPLES, sources, strict=True):
         (folder / f"{name}.py").write_text(source)
-    train, evaluate = [shlex.split(line) for line in re.findall(r"^mupax (.*)$", PAGE, re.MULTILINE)]
+    train, evaluate = [
+        shlex.split(line) for line in re.findall(r"^mupax (.*)$", PAGE, re.MULTILINE)
+    ]
     path = [*sys.path]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -92,7 +92,9 @@ def test_rows_and_the_screen_have_it(page: Page) -> None:
     assert [row["step"] for row in evaluations] == [10, 20, 30]
     for row in evaluations:
         assert row["eval_accuracy"] <= row["eval_top5_accuracy"] <= 1
-        assert row["eval_top5_accuracy"] * 64 == pytest.approx(round(row["eval_top5_accuracy"] * 64))
+        assert row["eval_top5_accuracy"] * 64 == pytest.approx(
+            round(row["eval_top5_accuracy"] * 64)
+        )
     assert evaluations[-1]["eval_top5_accuracy"] > 0.7 > evaluations[-1]["eval_accuracy"] / 2
     # Not on training batches, whose step stays as it was.
     assert not any("top5_accuracy" in row for row in rows)
@@ -148,7 +150,10 @@ def test_a_run_of_somebody_else_is_read_without_the_metric_that_only_shows(page:
     shutil.copytree("runs/top5", "given")
     shutil.rmtree("home")
     code, text = command("eval", "given")
-    assert (code, "add --plugin top5" in text) == (2, True)  # its best checkpoint goes by the metric
+    assert (code, "add --plugin top5" in text) == (
+        2,
+        True,
+    )  # its best checkpoint goes by the metric
     record = json.loads(Path("given/config.json").read_text())
     record["config"]["checkpoint"] |= {"best_metric": "eval_loss"}
     record["config"]["stop"] |= {"metric": "eval_loss"}
@@ -180,8 +185,12 @@ def test_a_metric_of_the_mean_loss_needs_no_device(page: Page) -> None:
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "eval_top5", "Top5", "top-5"])
-def test_a_name_that_a_row_has_already_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    metric = Metric(label="x", unit="", better="lower", from_loss=lambda loss, bytes_per_target: loss)
+def test_a_name_that_a_row_has_already_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metric = Metric(
+        label="x", unit="", better="lower", from_loss=lambda loss, bytes_per_target: loss
+    )
     monkeypatch.setitem(METRICS, "x", metric)
     check_table()  # the control
     monkeypatch.setitem(METRICS, name, metric)

@@ -17,7 +17,14 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.train.config import checks
-from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import (
+    Config,
+    DataConfig,
+    EmaConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.zoo.configs import ConfigError, DecoderConfig
@@ -42,7 +49,10 @@ def config(**changes: Any) -> Config:
 
 def batches() -> list[Any]:
     tokens = np.random.default_rng(0).integers(0, 16, (3, 8, 8), np.int32)
-    return [{"inputs": t[:, :-1], "targets": t[:, 1:], "weights": np.ones((8, 7), np.float32)} for t in tokens]
+    return [
+        {"inputs": t[:, :-1], "targets": t[:, 1:], "weights": np.ones((8, 7), np.float32)}
+        for t in tokens
+    ]
 
 
 class Steps(NamedTuple):
@@ -56,7 +66,12 @@ class Steps(NamedTuple):
 @functools.cache
 def trained(run: Config) -> Steps:
     program = assemble(run, jax.devices()[:1])
-    step, numbers, state, history = program.compile_train(), program.step_inputs(), program.initial_state(), []
+    step, numbers, state, history = (
+        program.compile_train(),
+        program.step_inputs(),
+        program.initial_state(),
+        [],
+    )
     states = [jax.device_get(state)]
     for batch in batches():
         state, metrics = step(state, numbers, program.train_feed().shard_batch(batch))
@@ -85,18 +100,27 @@ def test_a_pattern_means_a_role_a_row_or_names(pattern: str, names: set[str]) ->
 def test_what_is_trained_is_chosen_and_then_left_out() -> None:
     assert checks.trained([], [], SPECS) == SPECS
     assert set(checks.trained([], FROZEN, SPECS)) == SPECS.keys() - NAMES
-    assert set(checks.trained(["mlp_in", "mlp_out"], ["bias"], SPECS)) == {"block.mlp.up", "block.mlp.down"}
+    assert set(checks.trained(["mlp_in", "mlp_out"], ["bias"], SPECS)) == {
+        "block.mlp.up",
+        "block.mlp.down",
+    }
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"freeze": ("querry",)}, "--freeze querry: no parameter has this role or name; did you mean query"),
+        (
+            {"freeze": ("querry",)},
+            "--freeze querry: no parameter has this role or name; did you mean query",
+        ),
         ({"freeze": ("block.atention.key",)}, "did you mean block.attention.key"),
         ({"freeze": ("bias", "block.nothing.*")}, "--freeze block.nothing.*: no parameter"),
         ({"train_only": ("head",)}, "--train-only head: no parameter has this role or name"),
-        ({"train_only": ("query",), "freeze": ("*",)}, "--freeze and --train-only leave no parameter to train"),
+        (
+            {"train_only": ("query",), "freeze": ("*",)},
+            "--freeze and --train-only leave no parameter to train",
+        ),
     ],
 )
 def test_a_pattern_that_means_nothing_is_an_error(flags: dict[str, Any], message: str) -> None:
@@ -114,7 +138,8 @@ def test_frozen_parameters_stay_to_the_last_bit_and_have_no_optimizer_state(opti
         assert np.array_equal(end.params[name], w) == (name in NAMES), name
         assert np.array_equal(end.ema[name], w) == (name in NAMES), name
     held = {
-        getattr(path[-1], "key", None) for path, _ in jax.tree_util.tree_leaves_with_path(program.abstract.opt_state)
+        getattr(path[-1], "key", None)
+        for path, _ in jax.tree_util.tree_leaves_with_path(program.abstract.opt_state)
     }
     assert not held & NAMES
     assert program.trained & held == program.trained
@@ -123,7 +148,9 @@ def test_frozen_parameters_stay_to_the_last_bit_and_have_no_optimizer_state(opti
 def test_the_first_step_of_the_others_is_as_without_freezing() -> None:
     some, every = trained(config(freeze=FROZEN)), trained(config())
     for name in SPECS.keys() - NAMES:
-        np.testing.assert_allclose(some.states[1].params[name], every.states[1].params[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            some.states[1].params[name], every.states[1].params[name], rtol=1e-5, atol=1e-7
+        )
     assert some.first["loss"] == pytest.approx(every.first["loss"], rel=1e-6)
 
 
@@ -145,9 +172,13 @@ def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
     assert dots(config(train_only=("readout",))) < 0.6 * dots(config())
 
 
-def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose = random.Random(0)
-    (tmp_path / "text.txt").write_text("\n".join(" ".join(choose.choices(("def", "self"), k=9)) for _ in range(200)))
+    (tmp_path / "text.txt").write_text(
+        "\n".join(" ".join(choose.choices(("def", "self"), k=9)) for _ in range(200))
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
 
@@ -157,7 +188,10 @@ def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(tmp_path: Path, m
             "--data.batch-size 16 --data.eval-examples 16 --optimizer.warmup-steps 2 --log.no-tensorboard --log.no-samples "
             "--optimizer.schedule constant --checkpoint.every-steps 2 --workdir out"
         )
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
             code = main(["train", "lm-tiny", *tiny.split(), *words])
         return code, out.getvalue(), err.getvalue()
 
@@ -165,17 +199,26 @@ def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(tmp_path: Path, m
     code, out, err = train("--steps", "2", "--dry-run", *frozen)
     assert (code, err) == (0, "")
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert all(lines[name].rstrip().endswith("frozen") for name in ("token", "block.mlp.up", "block.mlp.down"))
+    assert all(
+        lines[name].rstrip().endswith("frozen")
+        for name in ("token", "block.mlp.up", "block.mlp.down")
+    )
     assert not lines["block.attention.query"].rstrip().endswith("frozen")
     assert "of them frozen" in out
 
     code, out, err = train("--steps", "2", *frozen)
     assert (code, err) == (0, "")
     assert " frozen) under mup" in out
-    assert json.loads(Path("out/config.json").read_text())["config"]["freeze"] == ["token_embedding", "block.mlp.*"]
+    assert json.loads(Path("out/config.json").read_text())["config"]["freeze"] == [
+        "token_embedding",
+        "block.mlp.*",
+    ]
     code, _, err = train("--steps", "4", "--resume")
     assert code == 2
-    assert "the run in out has freeze token_embedding block.mlp.*, not nothing; continue it with --freeze token_" in err
+    assert (
+        "the run in out has freeze token_embedding block.mlp.*, not nothing; continue it with --freeze token_"
+        in err
+    )
     code, _, err = train("--steps", "4", "--workdir", "other", "--freeze", "tokens")
     assert code == 2
     assert "--freeze tokens: no parameter has this role or name; did you mean token" in err

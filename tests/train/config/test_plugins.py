@@ -178,7 +178,11 @@ def written(name: str, folder: Path = Path()) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_ones_own_extension_is_read_by_every_command(
-    name: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    fresh: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     written(name, tmp_path / "code")
     monkeypatch.chdir(tmp_path / "code")
@@ -220,7 +224,11 @@ def test_a_run_of_ones_own_extension_is_read_by_every_command(
     ],
 )
 def test_a_plugin_reaches_studies_and_plans(
-    name: str, line: str, fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    line: str,
+    fresh: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     def absent() -> None:
         raise topology.TopologyError("no compiler here")
@@ -230,7 +238,9 @@ def test_a_plugin_reaches_studies_and_plans(
     assert command(line, plugin=name) == 0
     if line.startswith("plan"):
         assert f"--plugin {name}" in capsys.readouterr().out
-    if name != "own_bars":  # a data set of an unknown name may be one of TFDS, which a plan does not open
+    if (
+        name != "own_bars"
+    ):  # a data set of an unknown name may be one of TFDS, which a plan does not open
         assert command(line) == 2  # the control: without the flag nobody knows the name
 
 
@@ -240,13 +250,17 @@ def test_a_data_set_of_ones_own_is_prepared(fresh: None, capsys: pytest.CaptureF
     assert "nothing to prepare" in capsys.readouterr().out
     with Path("own_bars.py").open("a") as file:
         file.write("\ndef prepare(data_dir, note):\n    note('written')\n")
-        file.write("\nSOURCES['own-bars'] = SOURCES['own-bars']._replace(prepare='own_bars:prepare')\n")
+        file.write(
+            "\nSOURCES['own-bars'] = SOURCES['own-bars']._replace(prepare='own_bars:prepare')\n"
+        )
     assert command("data prepare own-bars", plugin="own_bars") == 0
     assert "written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["own_preset", "own_pixels"])
-def test_presets_and_models_of_ones_own_are_listed(kind: str, fresh: None, capsys: pytest.CaptureFixture[str]):
+def test_presets_and_models_of_ones_own_are_listed(
+    kind: str, fresh: None, capsys: pytest.CaptureFixture[str]
+):
     written(kind)
     group = "presets" if kind == "own_preset" else "models"
     assert command(f"{group} list", plugin=kind) == 0
@@ -267,7 +281,11 @@ def test_presets_and_models_of_ones_own_are_listed(kind: str, fresh: None, capsy
     ],
 )
 def test_a_plugin_that_cannot_be_imported_is_named(
-    source: str | None, words: list[str], named: str, fresh: None, capsys: pytest.CaptureFixture[str]
+    source: str | None,
+    words: list[str],
+    named: str,
+    fresh: None,
+    capsys: pytest.CaptureFixture[str],
 ):
     if source is not None:
         Path("mine.py").write_text(source)
@@ -302,7 +320,9 @@ def test_a_record_cannot_choose_what_is_imported(fresh: None):
     assert "trap" not in sys.modules
 
 
-def test_an_entry_point_is_imported(fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_entry_point_is_imported(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     written("own_sign")
     monkeypatch.setattr(config_record, "_entry_points", lambda: ("own_sign",))
     assert command("train", RUNS["own_sign"], "--print-config") == 0

@@ -15,7 +15,14 @@ from mupax.errors import MupaxError
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_from_json, model_to_json, to_json
-from mupax.train.config.run import CheckpointConfig, DataConfig, InitConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    InitConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from mupax.zoo.configs import CONFIGS, ConfigError
 from scripts.campaigns.injection.broken import broken_json
 from tests.fixtures.properties import PROPERTY
@@ -70,7 +77,9 @@ def test_lists_of_json_are_tuples_again(changed: dict[str, Any]) -> None:
         ("data", "name", 7, "data.name is 7"),
     ],
 )
-def test_a_value_of_another_type_is_refused(owner: str, field: str, value: Any, message: str) -> None:
+def test_a_value_of_another_type_is_refused(
+    owner: str, field: str, value: Any, message: str
+) -> None:
     fields = as_read(to_json(RECIPES["lm-tiny"]()))
     fields[owner][field] = value
     with pytest.raises(ConfigError, match=message):
@@ -78,7 +87,8 @@ def test_a_value_of_another_type_is_refused(owner: str, field: str, value: Any, 
 
 
 @pytest.mark.parametrize(
-    "fields", [[], None, "x", {"model": []}, {"model": None}, {"model": {"family": "vit"}, "data": 1}]
+    "fields",
+    [[], None, "x", {"model": []}, {"model": None}, {"model": {"family": "vit"}, "data": 1}],
 )
 def test_what_is_no_config_is_refused(fields: Any) -> None:
     with pytest.raises(ConfigError):
@@ -153,7 +163,12 @@ def test_a_config_checks_itself() -> None:
 
 @pytest.mark.parametrize(
     ("name", "task"),
-    [("text:/some/file.txt", "tokens"), ("images:/some/folder", "images"), ("c4/en:3.0.1", "tokens"), ("my_set", None)],
+    [
+        ("text:/some/file.txt", "tokens"),
+        ("images:/some/folder", "images"),
+        ("c4/en:3.0.1", "tokens"),
+        ("my_set", None),
+    ],
 )
 def test_the_task_that_data_is_for(name: str, task: str | None) -> None:
     assert DataConfig(name=name, batch_size=1).task == task

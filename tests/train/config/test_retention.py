@@ -39,7 +39,14 @@ def only(*policies: sections.Policy) -> list[RunPart]:
         (only(Newest(1), EveryN(3)), {3: "every 3", 6: "every 3", 9: "every 3", 10: "newest"}),
         (
             only(Newest(2), Best(1, "eval_loss"), EveryN(2)),
-            {2: "every 2", 4: "best, every 2", 6: "every 2", 8: "every 2", 9: "newest", 10: "newest, every 2"},
+            {
+                2: "every 2",
+                4: "best, every 2",
+                6: "every 2",
+                8: "every 2",
+                9: "newest",
+                10: "newest, every 2",
+            },
         ),
         # A part without the policy goes on: it deletes none of those before it, and adds none.
         (
@@ -58,7 +65,11 @@ def only(*policies: sections.Policy) -> list[RunPart]:
         ),
         # The run went on to 8 with the policy, then back to 4 without it: 6 and 8 are of the last part.
         (
-            [RunPart(0, (Newest(1),)), RunPart(2, (Newest(1), EveryN(2))), RunPart(4, (Newest(1),))],
+            [
+                RunPart(0, (Newest(1),)),
+                RunPart(2, (Newest(1), EveryN(2))),
+                RunPart(4, (Newest(1),)),
+            ],
             {4: "every 2", 10: "newest"},
         ),
         (
@@ -86,18 +97,33 @@ def test_the_parts_of_a_run_are_read_from_its_record() -> None:
     ]
     content = {**record(keep=2, keep_best=1, best_metric="eval_accuracy"), "segments": earlier}
     parts = [RunPart(0, (Newest(1), EveryN(2))), RunPart(4, (Newest(3),))]
-    assert sections.run_parts(content) == [*parts, RunPart(8, (Newest(2), Best(1, "eval_accuracy")))]
-    assert sections.run_parts(content, CheckpointConfig(keep=7)) == [*parts, RunPart(8, (Newest(7),))]
+    assert sections.run_parts(content) == [
+        *parts,
+        RunPart(8, (Newest(2), Best(1, "eval_accuracy"))),
+    ]
+    assert sections.run_parts(content, CheckpointConfig(keep=7)) == [
+        *parts,
+        RunPart(8, (Newest(7),)),
+    ]
 
 
 @pytest.mark.parametrize(
-    "content", [{}, {"config": None}, record(keep="many"), record(keep=0), {**record(), "segments": [None, {}]}]
+    "content",
+    [
+        {},
+        {"config": None},
+        record(keep="many"),
+        record(keep=0),
+        {**record(), "segments": [None, {}]},
+    ],
 )
 def test_a_record_that_says_nothing_means_the_defaults(content: dict) -> None:
     assert sections.run_parts(content) == [RunPart(0, CheckpointConfig().policies)]
 
 
-def config(steps: int, rollback: bool = False, eval_every_steps: int | None = None, **checkpoint: int) -> Config:
+def config(
+    steps: int, rollback: bool = False, eval_every_steps: int | None = None, **checkpoint: int
+) -> Config:
     start = RECIPES["lm-tiny"]()
     return dataclasses.replace(
         start,

@@ -13,7 +13,13 @@ from PIL import Image
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import to_json
-from mupax.train.config.small_folders import MOST_IMAGES, FolderFacts, FolderRecipe, choose, finetuning_transforms
+from mupax.train.config.small_folders import (
+    MOST_IMAGES,
+    FolderFacts,
+    FolderRecipe,
+    choose,
+    finetuning_transforms,
+)
 from mupax.zoo.configs import ConfigError
 
 FACTS = FolderFacts(images=1_500, classes=9, channels=3, side=128)
@@ -62,7 +68,9 @@ def test_grey_images_are_not_mirrored() -> None:
         (FolderFacts(MOST_IMAGES + 1, 9, 1, 28), None, True),
     ],
 )
-def test_fine_tuning_jitters_small_images(facts: FolderFacts, jitter: float | None, mirror: bool) -> None:
+def test_fine_tuning_jitters_small_images(
+    facts: FolderFacts, jitter: float | None, mirror: bool
+) -> None:
     transforms = finetuning_transforms(facts)
     assert (transforms.jitter, transforms.mirror) == (jitter, mirror)
 
@@ -106,7 +114,9 @@ def test_the_command_says_what_it_chose(folder: str, capsys: pytest.CaptureFixtu
         (("--optimizer.weight-decay", "0"), "optimizer.weight_decay", 0.0),
     ],
 )
-def test_a_flag_wins_over_what_is_chosen(folder: str, words: tuple[str, ...], field: str, value: object) -> None:
+def test_a_flag_wins_over_what_is_chosen(
+    folder: str, words: tuple[str, ...], field: str, value: object
+) -> None:
     config = parsed("--data.name", folder, *words)
     assert config.model.stem == 3
     for name in field.split("."):
@@ -132,7 +142,9 @@ def test_a_recipe_of_a_pod_and_other_data_stay_as_they_were(folder: str) -> None
     assert parsed().model.stem is None
 
 
-def test_a_run_goes_on_as_it_was_chosen_though_the_folder_has_grown(folder: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_as_it_was_chosen_though_the_folder_has_grown(
+    folder: str, tmp_path: Path
+) -> None:
     before = parsed("--data.name", folder)
     place = Path(folder.removeprefix("images:"))
     for label in "ab":

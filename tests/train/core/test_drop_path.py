@@ -22,7 +22,15 @@ from mupax.zoo.layers.drop_path import Drop, scales
 from mupax.zoo.layers.linear import ReadoutInputs
 
 VIT = ViTConfig(
-    width=16, depth=3, num_heads=2, mlp_ratio=2, image_size=8, patch_size=4, channels=1, num_classes=10, drop_path=0.5
+    width=16,
+    depth=3,
+    num_heads=2,
+    mlp_ratio=2,
+    image_size=8,
+    patch_size=4,
+    channels=1,
+    num_classes=10,
+    drop_path=0.5,
 )
 RUN = Config(
     recipe="tiny", model=VIT, mesh=MeshConfig(data=1), steps=4, seed=3,
@@ -34,9 +42,16 @@ RUN = Config(
 def batch() -> dict[str, Any]:
     random = np.random.default_rng(0)
     targets = random.integers(0, 10, 8, np.int32)
-    labels = np.full((8, 10), 0.01, np.float32) + np.float32(0.9) * np.eye(10, dtype=np.float32)[targets]
+    labels = (
+        np.full((8, 10), 0.01, np.float32) + np.float32(0.9) * np.eye(10, dtype=np.float32)[targets]
+    )
     images = random.normal(size=(8, 8, 8, 1)).astype(np.float32)
-    return {"inputs": images, "targets": targets, "weights": np.ones(8, np.float32), "labels": labels}
+    return {
+        "inputs": images,
+        "targets": targets,
+        "weights": np.ones(8, np.float32),
+        "labels": labels,
+    }
 
 
 @functools.cache
@@ -54,7 +69,9 @@ def trained(program: Program) -> tuple[list[Any], list[float]]:
         states.append(jax.device_get(state))
         losses.append(float(metrics["loss"]))
     if program.mesh.size == 1:
-        again, _ = step(jax.device_put(states[1]), numbers, program.train_feed().shard_batch(batch()))
+        again, _ = step(
+            jax.device_put(states[1]), numbers, program.train_feed().shard_batch(batch())
+        )
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again).params, states[2].params)
     return states, losses
 
@@ -66,13 +83,17 @@ def test_what_stays_keeps_its_expectation_and_rates_rise_evenly() -> None:
     assert times.shape == (4000, 3, 2)
     for layer, rate in enumerate(rates):
         assert set(np.unique(times[:, layer])) <= {np.float32(0), np.float32(1 / (1 - rate))}
-        np.testing.assert_allclose(times[:, layer].mean(0), 1, atol=5 * np.sqrt(rate / (1 - rate) / 4000) + 1e-6)
+        np.testing.assert_allclose(
+            times[:, layer].mean(0), 1, atol=5 * np.sqrt(rate / (1 - rate) / 4000) + 1e-6
+        )
     one, other, next_step = (
         np.asarray(scales(Drop(np.uint32(seed), np.float32(rates)), jnp.int32(step), 64)) for seed, step in ((0, 0), (1, 0), (0, 1))
     )  # fmt: skip
     assert not np.array_equal(one, other)
     assert not np.array_equal(one, next_step)
-    assert not np.array_equal(one[:, 2, 0], one[:, 2, 1]), "attention and MLP are left out by themselves"
+    assert not np.array_equal(one[:, 2, 0], one[:, 2, 1]), (
+        "attention and MLP are left out by themselves"
+    )
 
 
 def test_a_block_left_out_passes_the_stream_on() -> None:
@@ -86,12 +107,16 @@ def test_a_block_left_out_passes_the_stream_on() -> None:
         owner, leaf = name.split(".")
         weight = getattr(getattr(model.block, owner), leaf)
         weight[...] = weight[...].at[2].set(0.0)
-    np.testing.assert_allclose(some[:4], read(model, jnp.ones_like(times))[:4], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        some[:4], read(model, jnp.ones_like(times))[:4], rtol=1e-5, atol=1e-6
+    )
     assert np.abs(some[:4] - whole[:4]).max() > 1e-3
 
 
 @pytest.mark.core
-def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_nothing_out() -> None:
+def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_nothing_out() -> (
+    None
+):
     """On the mesh parameters and batch are split, and gradients summed by hand; sums over devices round elsewhere."""
     program = program_on()
     states, losses = trained(program)
@@ -99,10 +124,14 @@ def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_n
     np.testing.assert_allclose(on_mesh, losses, rtol=1e-5)
     for name, w in states[2].params.items():
         np.testing.assert_allclose(split[2].params[name], w, rtol=2e-3, atol=2e-5, err_msg=name)
-    without = assemble(dataclasses.replace(RUN, model=dataclasses.replace(VIT, drop_path=0.0)), jax.devices()[:1])
+    without = assemble(
+        dataclasses.replace(RUN, model=dataclasses.replace(VIT, drop_path=0.0)), jax.devices()[:1]
+    )
     hard = {name: x for name, x in batch().items() if name != "labels"}
     sums = [
-        one.compile_eval()(jax.device_put(states[1].params), one.step_inputs(), one.eval_feed().shard_batch(hard))
+        one.compile_eval()(
+            jax.device_put(states[1].params), one.step_inputs(), one.eval_feed().shard_batch(hard)
+        )
         for one in (program, without)
     ]
     assert float(sums[0].loss) == float(sums[1].loss)
@@ -112,7 +141,9 @@ def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_n
 @pytest.mark.core
 def test_the_loss_of_soft_labels_is_their_cross_entropy() -> None:
     random, labels = np.random.default_rng(1), jnp.asarray(batch()["labels"])
-    features, weight = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((8, 5), (5, 10)))
+    features, weight = (
+        jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((8, 5), (5, 10))
+    )
     logits = np.asarray(features @ weight, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     targets, weights = jnp.asarray(batch()["targets"]), jnp.ones(8).at[3].set(0.0)
@@ -120,7 +151,9 @@ def test_the_loss_of_soft_labels_is_their_cross_entropy() -> None:
     sums = cross_entropy(ReadoutInputs(features, weight), targets, weights, labels=labels)
     assert float(sums.loss) == pytest.approx(nll.sum() - nll[3], rel=1e-5)
     assert float(sums.weight) == 7
-    hard = cross_entropy(ReadoutInputs(features, weight), targets, weights, labels=jnp.eye(10)[targets])
+    hard = cross_entropy(
+        ReadoutInputs(features, weight), targets, weights, labels=jnp.eye(10)[targets]
+    )
     assert float(hard.loss) == pytest.approx(
         float(cross_entropy(ReadoutInputs(features, weight), targets, weights).loss), rel=1e-5
     )
@@ -129,13 +162,21 @@ def test_the_loss_of_soft_labels_is_their_cross_entropy() -> None:
 @pytest.mark.core
 def test_rates_fall_by_a_factor_a_block_and_the_table_shows_it() -> None:
     program = program_on()
-    plain = assemble(dataclasses.replace(RUN, optimizer=OptimizerConfig(peak_lr=0.02)), jax.devices()[:1])
-    factors = {name: lr / plain.inputs.factors.lr[name] for name, lr in program.inputs.factors.lr.items()}
+    plain = assemble(
+        dataclasses.replace(RUN, optimizer=OptimizerConfig(peak_lr=0.02)), jax.devices()[:1]
+    )
+    factors = {
+        name: lr / plain.inputs.factors.lr[name] for name, lr in program.inputs.factors.lr.items()
+    }
     for name in ("patch", "patch_bias", "position"):
         assert factors[name] == pytest.approx(0.5**4)
     for name in ("block.mlp.up", "block.attention_norm.gain", "block.mlp.down_bias"):
         np.testing.assert_allclose(factors[name], [0.125, 0.25, 0.5])
     for name in ("norm.gain", "readout", "readout_bias"):
         assert factors[name] == 1
-    row = next(line for line in dry_run._parameters(program).splitlines() if line.startswith("block.mlp.up "))
+    row = next(
+        line
+        for line in dry_run._parameters(program).splitlines()
+        if line.startswith("block.mlp.up ")
+    )
     assert "0.005..0.02" in row, row

@@ -13,7 +13,14 @@ import pytest
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import Batch
-from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.configs import (
+    ComputeConfig,
+    ConfigError,
+    DecoderConfig,
+    EncoderDecoderConfig,
+    ModelConfig,
+    ViTConfig,
+)
 from mupax.zoo.transformer import RoutingConfig
 
 DENSE = DecoderConfig(width=8, depth=2, num_heads=2, vocab_size=11, seq_len=12, mlp_ratio=4)
@@ -30,7 +37,11 @@ def _config(model: ModelConfig, **changes: Any) -> Config:
         "preset": PresetConfig(name="mup"),
     }
     return Config(
-        recipe="test", model=model, data=DataConfig(name="random", batch_size=BATCH), steps=4, **{**fields, **changes}
+        recipe="test",
+        model=model,
+        data=DataConfig(name="random", batch_size=BATCH),
+        steps=4,
+        **{**fields, **changes},
     )
 
 
@@ -38,11 +49,15 @@ def _config(model: ModelConfig, **changes: Any) -> Config:
 def _batch() -> Batch:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 11, (BATCH, 12)).astype(np.int32)
-    weights = rng.integers(0, 2, (BATCH, 12)).astype(np.float32)  # that devices have different numbers of
+    weights = rng.integers(0, 2, (BATCH, 12)).astype(
+        np.float32
+    )  # that devices have different numbers of
     return {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}  # pyright: ignore
 
 
-def _steps(program: Program, state: Any, steps: int = 2) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def _steps(
+    program: Program, state: Any, steps: int = 2
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics of the last step, and of the first one as "first NAME"; and parameters after the last."""
     step, inputs, numbers = program.compile_train(), program.step_inputs(), {}
     for i in range(steps):
@@ -54,7 +69,9 @@ def _steps(program: Program, state: Any, steps: int = 2) -> tuple[dict[str, floa
 
 
 @functools.cache
-def _trained(config: Config, devices: int = 1, steps: int = 2) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+def _trained(
+    config: Config, devices: int = 1, steps: int = 2
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     program = assemble(config, jax.devices()[:devices])
     return _steps(program, program.initial_state(), steps)
 
@@ -85,7 +102,9 @@ def test_eight_devices_are_as_one(model: DecoderConfig, sizes: dict[str, Any]) -
 
 def test_microbatches_add_up_to_the_batch() -> None:
     whole, parts = (_trained(_config(MODEL, accumulation_steps=number))[0] for number in (1, 2))
-    assert parts["first dropped_tokens"] == whole["first dropped_tokens"] > 0  # capacities are of examples
+    assert (
+        parts["first dropped_tokens"] == whole["first dropped_tokens"] > 0
+    )  # capacities are of examples
     for name in ("first loss", "first accuracy", "first weight"):
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-6, err_msg=name)
     # Balance is asked for in each of them: of half the tokens, weighed by their targets.
@@ -97,10 +116,14 @@ def test_a_scan_and_what_is_recomputed_change_nothing() -> None:
     _same(_trained(_config(MODEL)), _trained(_config(dataclasses.replace(MODEL, compute=compute))))
 
 
-def test_a_balance_bias_falls_where_an_expert_has_more_than_its_share_and_is_no_part_of_the_gradient() -> None:
+def test_a_balance_bias_falls_where_an_expert_has_more_than_its_share_and_is_no_part_of_the_gradient() -> (
+    None
+):
     routing = RoutingConfig(balance="bias", z_weight=0.0)
     optimizer = OptimizerConfig(name="sgd", peak_lr=0.1, clip_norm=1e-6)
-    program = assemble(_config(dataclasses.replace(MODEL, routing=routing), optimizer=optimizer), jax.devices()[:1])
+    program = assemble(
+        _config(dataclasses.replace(MODEL, routing=routing), optimizer=optimizer), jax.devices()[:1]
+    )
     start = program.initial_state()
     before = {name: np.asarray(w) for name, w in start.params.items()}
     metrics, params = _steps(program, start, 1)
@@ -110,7 +133,9 @@ def test_a_balance_bias_falls_where_an_expert_has_more_than_its_share_and_is_no_
     np.testing.assert_allclose(moved.sum(1), 0, atol=1e-6)  # loads add up to what there is
     lr = program.step_inputs().factors.lr
     steps = [
-        (w - before[name]) / float(np.max(lr[name])) for name, w in params.items() if name in lr and w is not moved
+        (w - before[name]) / float(np.max(lr[name]))
+        for name, w in params.items()
+        if name in lr and w is not moved
     ]
     assert np.sqrt(sum(np.sum(np.square(x)) for x in steps)) < 2e-7
     assert metrics["dropped_tokens"] == 0
@@ -119,8 +144,14 @@ def test_a_balance_bias_falls_where_an_expert_has_more_than_its_share_and_is_no_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model.experts 2 --model.active-experts 3", "active_experts 3 is more than the 2 experts there are; write"),
-        ("--model.experts 4 --model.routing.capacity-factor 0", "capacity_factor is 0.0, and no token would find room"),
+        (
+            "--model.experts 2 --model.active-experts 3",
+            "active_experts 3 is more than the 2 experts there are; write",
+        ),
+        (
+            "--model.experts 4 --model.routing.capacity-factor 0",
+            "capacity_factor is 0.0, and no token would find room",
+        ),
         (
             "--model.experts 4 --model.routing.capacity-factor 1 --mesh.sequence 2",
             "capacity_factor 1.0 gives room to an example's first tokens, which no device has in order under mesh.sequence 2",
@@ -146,9 +177,14 @@ def test_experts_that_do_not_fit_are_refused_before_work(
 
 
 def test_an_encoder_decoder_has_no_experts_and_an_mlp_that_does_not_split_none() -> None:
-    with pytest.raises(ConfigError, match=r"32 hidden units do not split over 3 active experts; write expert_dim 11"):
+    with pytest.raises(
+        ConfigError,
+        match=r"32 hidden units do not split over 3 active experts; write expert_dim 11",
+    ):
         dataclasses.replace(DENSE, experts=3, active_experts=3)
-    with pytest.raises(ConfigError, match=r"expert_dim is 8 and there are no experts; write model\.experts too"):
+    with pytest.raises(
+        ConfigError, match=r"expert_dim is 8 and there are no experts; write model\.experts too"
+    ):
         dataclasses.replace(DENSE, expert_dim=8)
     with pytest.raises(ConfigError, match=r"model\.experts is of ViTs and decoders"):
         EncoderDecoderConfig(width=8, depth=2, num_heads=2, vocab_size=11, seq_len=6, experts=4)
@@ -176,15 +212,22 @@ def _as_expert(name: str) -> str:
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 def test_one_expert_that_all_tokens_go_to_is_the_dense_model_bitwise(gate: Any) -> None:
     start, (metrics, params) = _dense()
-    model = dataclasses.replace(SHALLOW, experts=1, active_experts=1, routing=RoutingConfig(gate=gate))
+    model = dataclasses.replace(
+        SHALLOW, experts=1, active_experts=1, routing=RoutingConfig(gate=gate)
+    )
     program = assemble(_one(model), jax.devices()[:1])
     state = program.initial_state()
     same = {_as_expert(name): w[:, None] if ".mlp." in name else w for name, w in start.items()}
     names = state.params.keys()
-    state = state._replace(params={name: jax.numpy.asarray(same.get(name, state.params[name])) for name in names})
+    state = state._replace(
+        params={name: jax.numpy.asarray(same.get(name, state.params[name])) for name in names}
+    )
     with_experts = _steps(program, state)
     equal = [with_experts[0][name] == metrics[name] for name in ("loss", "grad_norm")]
-    equal += [np.array_equal(with_experts[1][_as_expert(name)].reshape(w.shape), w) for name, w in params.items()]
+    equal += [
+        np.array_equal(with_experts[1][_as_expert(name)].reshape(w.shape), w)
+        for name, w in params.items()
+    ]
     # The control: a sigmoid of a score is no constant, and nothing is as it was.
     assert all(equal) if gate == "softmax" else not any(equal)
 
@@ -195,7 +238,16 @@ def test_a_capacity_that_drops_nothing_is_dropless() -> None:
 
 
 def test_a_vision_transformer_has_experts_and_its_evaluation_no_loss_of_routers() -> None:
-    model = ViTConfig(width=8, depth=1, num_heads=2, image_size=4, patch_size=2, channels=1, num_classes=3, experts=4)
+    model = ViTConfig(
+        width=8,
+        depth=1,
+        num_heads=2,
+        image_size=4,
+        patch_size=2,
+        channels=1,
+        num_classes=3,
+        experts=4,
+    )
     program = assemble(_config(model), jax.devices()[:1])
     images = {"inputs": np.ones((BATCH, 4, 4, 1), np.float32), "targets": np.zeros(BATCH, np.int32)}
     batch = program.train_feed().shard_batch({**images, "weights": np.ones(BATCH, np.float32)})  # pyright: ignore

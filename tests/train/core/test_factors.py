@@ -22,9 +22,7 @@ def program_of(*words: str) -> Program:
 
 
 def test_a_constant_reaches_its_own_numbers_alone():
-    words = (
-        "--preset.rates.readout 4 --preset.stds.query 2 --preset.multipliers.token-embedding 3 --preset.decays.mlp_in 0"
-    )
+    words = "--preset.rates.readout 4 --preset.stds.query 2 --preset.multipliers.token-embedding 3 --preset.decays.mlp_in 0"
     plain, tuned = program_of(), program_of(*words.split())
     expected = {
         ("lr", "readout"): 4, ("multiplier", "token"): 3,
@@ -36,7 +34,9 @@ def test_a_constant_reaches_its_own_numbers_alone():
             np.testing.assert_array_equal(
                 getattr(tuned.inputs.factors, column)[name], number * factor, f"{column} {name}"
             )
-    assert {name for name in plain.stds if (plain.stds[name] != tuned.stds[name]).any()} == {"block.attention.query"}
+    assert {name for name in plain.stds if (plain.stds[name] != tuned.stds[name]).any()} == {
+        "block.attention.query"
+    }
     shapes = (jax.tree.map(jax.typeof, program.inputs) for program in (plain, tuned))
     assert next(shapes) == next(shapes)
     assert len(grouped([plain.config, tuned.config], {})) == 1
@@ -46,6 +46,7 @@ def test_a_group_that_a_model_of_ones_own_does_not_have_is_refused():
     model = definition(RECIPES["vit-digits"]().model)
     resolve(get("mup", rates={"patch_embedding": 2}), model)
     with pytest.raises(
-        PresetError, match=r"rates\.token_embedding: the model has no parameters 'token_embedding'; did you mean"
+        PresetError,
+        match=r"rates\.token_embedding: the model has no parameters 'token_embedding'; did you mean",
     ):
         resolve(get("mup", rates={"token_embedding": 2}), model)

@@ -26,11 +26,15 @@ from mupax.zoo.definition import define, definition
 
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5)
 MODEL = definition(LM)
-MUP = presets.get("mup", base={"embed": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "mlp": 16, "layers": 2})
+MUP = presets.get(
+    "mup", base={"embed": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "mlp": 16, "layers": 2}
+)
 DECAYS = {name: spec.role not in VECTORS for name, spec in MODEL.specs.items()}
 
 
-def column(name: str, optimizer_name: str = "adam", decay: Any = "coupled") -> dict[str, jnp.ndarray]:
+def column(
+    name: str, optimizer_name: str = "adam", decay: Any = "coupled"
+) -> dict[str, jnp.ndarray]:
     numbers = getattr(resolve(MUP, MODEL, optimizer_name, decay), name)
     return {n: jnp.float32(x.flat[0]) for n, x in numbers.items()}
 
@@ -59,7 +63,10 @@ def scheduled(names: set[str], schedule: optax.Schedule) -> optax.GradientTransf
     ("name", "chain"),
     [
         ("adam", lambda: [optax.scale_by_adam(), times(column("lr"))]),
-        ("adam", lambda: [optax.clip_by_global_norm(1e-3), optax.scale_by_adam(), times(column("lr"))]),
+        (
+            "adam",
+            lambda: [optax.clip_by_global_norm(1e-3), optax.scale_by_adam(), times(column("lr"))],
+        ),
         ("sgd", lambda: [optax.clip_by_global_norm(1e-3), times(column("lr", "sgd"))]),
         (
             "adam",
@@ -77,8 +84,18 @@ def scheduled(names: set[str], schedule: optax.Schedule) -> optax.GradientTransf
                 scheduled(set(MODEL.specs), optax.cosine_decay_schedule(1.0, 20_000)),
             ],
         ),
-        ("adamw", lambda: [optax.scale_by_adam(), decayed(column("weight_decay")), times(column("lr"))]),
-        ("adamw", lambda: [optax.scale_by_adam(), times(column("lr")), optax.add_decayed_weights(0.1, DECAYS)]),
+        (
+            "adamw",
+            lambda: [optax.scale_by_adam(), decayed(column("weight_decay")), times(column("lr"))],
+        ),
+        (
+            "adamw",
+            lambda: [
+                optax.scale_by_adam(),
+                times(column("lr")),
+                optax.add_decayed_weights(0.1, DECAYS),
+            ],
+        ),
         ("sgd", lambda: [optax.trace(0.9), times(column("lr", "sgd"))]),
         ("lion", lambda: [optax.scale_by_lion(), times(column("lr", "lion"))]),
     ],
@@ -111,7 +128,8 @@ def test_muon_that_scales_by_shape_is_refused_and_plain_muon_is_not():
     rates = times(column("lr", "muon"))
     check_chain(optax.chain(muon(scale_by_shape=False), rates), MODEL, MUP, "muon")
     with pytest.raises(
-        PresetError, match=r"block.mlp.up: moves 2 times as far as mup asks.*use scale_by_muon, which has none"
+        PresetError,
+        match=r"block.mlp.up: moves 2 times as far as mup asks.*use scale_by_muon, which has none",
     ):
         check_chain(optax.chain(muon(scale_by_shape=True), rates), MODEL, MUP, "muon")
 
@@ -180,18 +198,33 @@ def rate_schedules() -> dict[str, optax.Schedule]:
         "cosine_decay_schedule": optax.cosine_decay_schedule(1.0, 7, 0.1),
         "cosine_onecycle_schedule": optax.cosine_onecycle_schedule(8, 1.0),
         "exponential_decay": optax.exponential_decay(1.0, 3, 0.5),
-        "join_schedules": optax.join_schedules([optax.constant_schedule(1.0), optax.constant_schedule(0.2)], [4]),
+        "join_schedules": optax.join_schedules(
+            [optax.constant_schedule(1.0), optax.constant_schedule(0.2)], [4]
+        ),
         "linear_onecycle_schedule": optax.linear_onecycle_schedule(8, 1.0),
         "linear_schedule": optax.linear_schedule(1.0, 0.1, 7),
         "piecewise_constant_schedule": optax.piecewise_constant_schedule(1.0, {3: 0.1}),
-        "piecewise_interpolate_schedule": optax.piecewise_interpolate_schedule("linear", 1.0, {3: 0.1}),
+        "piecewise_interpolate_schedule": optax.piecewise_interpolate_schedule(
+            "linear", 1.0, {3: 0.1}
+        ),
         "polynomial_schedule": optax.polynomial_schedule(1.0, 0.1, 2, 7),
         "sgdr_schedule": optax.sgdr_schedule(
-            [{"init_value": 0.1, "peak_value": 1.0, "decay_steps": 4, "warmup_steps": 1, "end_value": 0.1}] * 2
+            [
+                {
+                    "init_value": 0.1,
+                    "peak_value": 1.0,
+                    "decay_steps": 4,
+                    "warmup_steps": 1,
+                    "end_value": 0.1,
+                }
+            ]
+            * 2
         ),
         "warmup_constant_schedule": optax.warmup_constant_schedule(0.1, 1.0, 3),
         "warmup_cosine_decay_schedule": optax.warmup_cosine_decay_schedule(0.1, 1.0, 3, 8, 0.1),
-        "warmup_exponential_decay_schedule": optax.warmup_exponential_decay_schedule(0.1, 1.0, 3, 2, 0.5),
+        "warmup_exponential_decay_schedule": optax.warmup_exponential_decay_schedule(
+            0.1, 1.0, 3, 2, 0.5
+        ),
     }
     return schedules
 
@@ -237,7 +270,8 @@ def test_a_parameter_without_spec_and_a_role_without_rule_are_named():
             self.inner = nnx.Param(jnp.zeros((2, 3)))
 
     with pytest.raises(
-        PresetError, match=r"parameter inner \(2, 3\) has no spec; write nnx.Param\(value, spec=ParamSpec"
+        PresetError,
+        match=r"parameter inner \(2, 3\) has no spec; write nnx.Param\(value, spec=ParamSpec",
     ):
         define(Bare)
 

@@ -50,7 +50,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw(*shape: int, mean: float = 0.0) -> jax.Array:
     """Compiles nothing: while tests are collected several workers would write one file of the cache at once."""
-    return jnp.asarray((mean + np.random.default_rng(sum(shape)).standard_normal(shape)).astype(np.float32))
+    return jnp.asarray(
+        (mean + np.random.default_rng(sum(shape)).standard_normal(shape)).astype(np.float32)
+    )
 
 
 MEASURED = {
@@ -77,13 +79,18 @@ MEASURED = {
     ),
 }
 FULL = ReadoutInputs(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
-START = ReadoutInputs(draw(B, T, D, mean=1.0), draw(D, V, mean=-1.0), scale=jnp.float32(0.7), bias=draw(V))
+START = ReadoutInputs(
+    draw(B, T, D, mean=1.0), draw(D, V, mean=-1.0), scale=jnp.float32(0.7), bias=draw(V)
+)
 TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32))
 WEIGHTS = jnp.asarray((np.random.default_rng(2).uniform(size=(B, T)) > 0.3).astype(np.float32))
 
 
 def program(
-    how: Any, reference: ReadoutInputs | None = None, layout: Layout = ONE_DEVICE, targets: jax.Array = TARGETS
+    how: Any,
+    reference: ReadoutInputs | None = None,
+    layout: Layout = ONE_DEVICE,
+    targets: jax.Array = TARGETS,
 ) -> Any:
     """(reading, weights) -> the sums, and gradients of three times the loss, in one program."""
 
@@ -115,13 +122,19 @@ def at_once() -> Any:
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6)
+        )
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
-@pytest.mark.parametrize("fields", [(), ("scale",), ("bias",), ("scale", "bias"), ("bias", "cap")], ids=str)
-def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: ReadoutInputs | None) -> None:
+@pytest.mark.parametrize(
+    "fields", [(), ("scale",), ("bias",), ("scale", "bias"), ("bias", "cap")], ids=str
+)
+def test_chunks_equal_all_logits_at_once(
+    fields: tuple[str, ...], reference: ReadoutInputs | None
+) -> None:
     reading = FULL._replace(**{name: None for name in ("scale", "bias") if name not in fields})
     if "cap" in fields:  # near 3, where logits go to 9
         reading = reading._replace(cap=jnp.float32(3))
@@ -140,7 +153,9 @@ def with_z_loss(how: Any, layout: Layout = ONE_DEVICE, reference: Any = START) -
     """Sums, and gradients of three times the loss with a z-loss, in one program."""
 
     def total(reading: ReadoutInputs, z_loss: jax.Array) -> tuple[jax.Array, LossSums]:
-        sums = loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss, layout=layout)
+        sums = loss.cross_entropy(
+            reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss, layout=layout
+        )
         return 3 * sums.loss, sums
 
     return jax.jit(jax.grad(total, has_aux=True))
@@ -163,7 +178,9 @@ def by_formula(reading: ReadoutInputs, weight: float, reference: ReadoutInputs |
 @pytest.mark.parametrize("how", ["plain", *PARTS])
 @pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
 @pytest.mark.parametrize("cap", [None, 3.0], ids=["", "cap"])
-def test_z_loss_and_its_gradients_are_the_formula(how: Any, reference: ReadoutInputs | None, cap: float | None) -> None:
+def test_z_loss_and_its_gradients_are_the_formula(
+    how: Any, reference: ReadoutInputs | None, cap: float | None
+) -> None:
     limit = None if cap is None else jnp.float32(cap)
     reading, start = FULL._replace(cap=limit), reference and reference._replace(cap=limit)
     grads, sums = with_z_loss(how, reference=start)(reading, jnp.float32(0.3))
@@ -230,7 +247,9 @@ def test_classes_of_images_and_bfloat16() -> None:
         actual, expected = (sums_and_gradients(half, how) for how in (how, "plain"))
         assert actual[1].features.dtype == jnp.bfloat16
         assert actual[1].weight.dtype == jnp.float32
-        assert_close(actual, expected, 2e-2)  # one product rounds its input to 8 bits, the other its output
+        assert_close(
+            actual, expected, 2e-2
+        )  # one product rounds its input to 8 bits, the other its output
 
 
 def test_equal_logits_count_as_argmax_does() -> None:
@@ -271,7 +290,9 @@ def test_ranks_are_places_in_the_sorted_logits() -> None:
 
 def test_ranks_take_a_pass_over_all_logits_only_where_a_metric_reads_them() -> None:
     def count(metrics: Any) -> int:
-        jaxpr = jax.make_jaxpr(lambda: loss.cross_entropy(FULL, TARGETS, WEIGHTS, how="vocab", metrics=metrics))()
+        jaxpr = jax.make_jaxpr(
+            lambda: loss.cross_entropy(FULL, TARGETS, WEIGHTS, how="vocab", metrics=metrics)
+        )()
         return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr.jaxpr))
 
     without = count({name: metric for name, metric in MEASURED.items() if not metric.needs_rank})
@@ -287,7 +308,9 @@ def test_a_rank_that_is_not_declared_is_refused() -> None:
 
 
 def test_a_metric_that_is_no_single_number_is_refused() -> None:
-    per_token = dataclasses.replace(MEASURED["rank"], total=lambda statistics, weights: statistics.loss * weights)
+    per_token = dataclasses.replace(
+        MEASURED["rank"], total=lambda statistics, weights: statistics.loss * weights
+    )
     with pytest.raises(MetricError, match="return one number"):
         loss.cross_entropy(FULL, TARGETS, WEIGHTS, how="plain", metrics={"per token": per_token})
 
@@ -304,7 +327,9 @@ def products(how: Any, layout: Layout) -> int:
     """Matrix products of the loss and its gradient."""
 
     def total(reading: ReadoutInputs) -> jax.Array:
-        return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=START, layout=layout).loss
+        return loss.cross_entropy(
+            reading, TARGETS, WEIGHTS, how=how, reference=START, layout=layout
+        ).loss
 
     jaxpr = jax.make_jaxpr(jax.grad(total))(FULL).jaxpr
     return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
@@ -334,7 +359,12 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
 
     def total(reading: ReadoutInputs) -> jax.Array:
         return loss.cross_entropy(
-            reading, TARGETS, WEIGHTS, how="chunked", metrics=on_devices(training=True), layout=layout
+            reading,
+            TARGETS,
+            WEIGHTS,
+            how="chunked",
+            metrics=on_devices(training=True),
+            layout=layout,
         ).loss
 
     counts: dict[str, int] = {}
@@ -351,7 +381,9 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
     look(jax.make_jaxpr(jax.grad(total))(FULL).jaxpr, False)
     assert counts["reduce_scatter"] == 1
     assert counts.pop("all_gather") == 1
-    assert sum(counts.values()) == 7  # with three sums, the readout over data, its scale and its bias
+    assert (
+        sum(counts.values()) == 7
+    )  # with three sums, the readout over data, its scale and its bias
 
 
 def test_auto_is_chunked_where_there_are_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +404,9 @@ def test_a_tied_model_trains_the_same_with_either() -> None:
             resolve(presets.get("mup", base={"embed": 4}), variant), cast("Any", None)
         )  # the tied readout is halved
         results.append(
-            jax.jit(lambda params, variant=variant, run=run: gradients(variant, params, run, batch, 2))(params)
+            jax.jit(
+                lambda params, variant=variant, run=run: gradients(variant, params, run, batch, 2)
+            )(params)
         )
     for one in results[1:]:
         assert_close(one, results[0], 1e-4)

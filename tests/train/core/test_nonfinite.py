@@ -48,7 +48,9 @@ class Done:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path, choose = tmp_path_factory.mktemp("bad"), random.Random(0)
     words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
-    (path / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    (path / "text.txt").write_text(
+        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
+    )
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         yield path
@@ -63,7 +65,11 @@ def train(*words: str) -> Done:
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
     records = metrics.read(Path(workdir) / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in records if "perf_data_wait" not in row]
+    return [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for row in records
+        if "perf_data_wait" not in row
+    ]
 
 
 def interrupted(source: str, name: str, step: int, lines: int) -> Path:
@@ -109,12 +115,15 @@ def test_raise_stops_and_says_where(spoilt: set[int]) -> None:
     assert [row["step"] for row in rows("raised") if "loss" in row] == list(range(1, STEPS + 1))
 
 
-def test_the_culprit_is_one_of_the_trained_parameters_where_others_are_frozen(spoilt: set[int]) -> None:
+def test_the_culprit_is_one_of_the_trained_parameters_where_others_are_frozen(
+    spoilt: set[int],
+) -> None:
     spoilt.add(1)
     done = train("--workdir", "frozen", "--freeze", "token_embedding", "block.attention.*")
     assert done.code == 1, done.err
-    assert "the gradient of block.attention_norm.gain (role norm_gain, layer 0), the first of" in " ".join(
-        done.err.split()
+    assert (
+        "the gradient of block.attention_norm.gain (role norm_gain, layer 0), the first of"
+        in " ".join(done.err.split())
     )
 
 
@@ -134,7 +143,9 @@ def test_skip_counts_and_is_exact_under_resume(spoilt: set[int]) -> None:
     assert rows("too-many")[-1]["step"] == 8
 
 
-def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_under_resume(spoilt: set[int]) -> None:
+def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_under_resume(
+    spoilt: set[int],
+) -> None:
     spoilt |= {1, 8}
     done = train("--workdir", "back", "--bad-numbers", "rollback")
     assert done.code == 0, done.err
@@ -153,7 +164,15 @@ def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_unde
         assert rows(copy) == rows("back")
     spoilt |= set(range(9, 99))
     interrupted("back", "hopeless", 8, 3)
-    done = train("--workdir", "hopeless", "--bad-numbers", "rollback", "--resume", "--faults.most-in-a-row", "3")
+    done = train(
+        "--workdir",
+        "hopeless",
+        "--bad-numbers",
+        "rollback",
+        "--resume",
+        "--faults.most-in-a-row",
+        "3",
+    )
     assert done.code == 1
     assert "3 rollbacks to one checkpoint did not help" in " ".join(done.err.split())
 
@@ -190,11 +209,15 @@ def test_a_signal_ends_an_evaluation_and_resuming_does_it_again(
         done = train("--workdir", "evaluating")
     assert done.code == 143, done.err
     assert "stopped by SIGTERM at step 8 of 12, saved; add --resume" in " ".join(done.out.split())
-    assert rows("evaluating") == [row for row in whole if row["step"] <= 8 and (row["step"] < 8 or "loss" in row)]
+    assert rows("evaluating") == [
+        row for row in whole if row["step"] <= 8 and (row["step"] < 8 or "loss" in row)
+    ]
     goes_on("evaluating", whole)
 
 
-def test_a_signal_ends_a_wait_for_data(whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_a_wait_for_data(
+    whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, look = TokenData.train_batch, Prefetch.ready
     hangs, released = threading.Event(), threading.Event()
 
@@ -244,7 +267,9 @@ def test_rows_are_on_disk_before_the_checkpoint_after_them(monkeypatch: pytest.M
 def test_the_watchdog_speaks_after_a_silence_and_says_what_it_waits_for(tmp_path: Path) -> None:
     with (tmp_path / "said").open("w+") as file:
         with Watchdog(0.2, file) as watchdog:
-            time.sleep(0.5)  # before the first word it does not watch: compiling takes as long as it takes
+            time.sleep(
+                0.5
+            )  # before the first word it does not watch: compiling takes as long as it takes
             for _ in range(20):
                 watchdog.waiting("nothing much")
                 time.sleep(0.02)
@@ -253,7 +278,13 @@ def test_the_watchdog_speaks_after_a_silence_and_says_what_it_waits_for(tmp_path
             watchdog.waiting("the batch of step 7")
             time.sleep(0.9)
         report = (tmp_path / "said").read_text()
-    assert 2 <= report.count("without anything finished; waiting for the batch of step 7. The threads are at:") <= 4
+    assert (
+        2
+        <= report.count(
+            "without anything finished; waiting for the batch of step 7. The threads are at:"
+        )
+        <= 4
+    )
     assert "test_the_watchdog_speaks_after_a_silence" in report
     with (tmp_path / "off").open("w+") as file, Watchdog(None, file) as watchdog:
         watchdog.waiting("nothing")
@@ -279,8 +310,13 @@ with StopRequest() as stop:
     print("deaf", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 60_000_000)
 """
-    for phase, signals, code in (("compiling", [signal.SIGTERM], 143), ("training", [signal.SIGINT] * 2, 130)):
-        with subprocess.Popen([sys.executable, "-c", program, phase], stdout=subprocess.PIPE, text=True) as child:
+    for phase, signals, code in (
+        ("compiling", [signal.SIGTERM], 143),
+        ("training", [signal.SIGINT] * 2, 130),
+    ):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, phase], stdout=subprocess.PIPE, text=True
+        ) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == "deaf\n"
             for number in signals:
@@ -320,4 +356,6 @@ def test_a_weight_that_is_no_number_is_judged_as_a_loss_that_is_none(
     else:
         losses = [row for row in rows(f"weights {policy}") if "loss" in row]
         assert [row["step"] for row in losses] == list(range(1, STEPS + 1))
-        assert [row["step"] for row in losses if row["tokens"] == 0] == ([7] if policy == "skip" else [])
+        assert [row["step"] for row in losses if row["tokens"] == 0] == (
+            [7] if policy == "skip" else []
+        )

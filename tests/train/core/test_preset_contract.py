@@ -75,10 +75,20 @@ def batch_of(family: str) -> dict[str, np.ndarray]:
     rng, model = np.random.default_rng(1), MODELS[family]
     if isinstance(model, DecoderConfig):
         tokens = rng.integers(0, model.vocab_size, (3, model.seq_len + 1)).astype(np.int32)
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((3, model.seq_len), np.float32)}
+        return {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": np.ones((3, model.seq_len), np.float32),
+        }
     assert isinstance(model, ViTConfig)
-    images = rng.normal(size=(3, model.image_size, model.image_size, model.channels)).astype(np.float32)
-    return {"inputs": images, "targets": rng.integers(0, 7, 3).astype(np.int32), "weights": np.ones(3, np.float32)}
+    images = rng.normal(size=(3, model.image_size, model.image_size, model.channels)).astype(
+        np.float32
+    )
+    return {
+        "inputs": images,
+        "targets": rng.integers(0, 7, 3).astype(np.int32),
+        "weights": np.ones(3, np.float32),
+    }
 
 
 @functools.cache
@@ -92,7 +102,9 @@ def first_step(family: str, name: str, preset: Preset) -> Any:
     config = config_of(name)
     run = StepInputs(resolve(preset, model, config.name, config.decay), hyperparams(config, 3))
     before = initializer(family)(3, init_stds(preset, model))
-    return jax.device_get((before, *stepper(family, PROGRAMS.get(name, name))(before, run, batch_of(family))))
+    return jax.device_get(
+        (before, *stepper(family, PROGRAMS.get(name, name))(before, run, batch_of(family)))
+    )
 
 
 @functools.cache
@@ -104,14 +116,20 @@ def stepper(family: str, name: str):
 
     def run_once(params, run, batch):
         grads, _ = gradients(model, params, run, batch, 1)
-        after, metrics = step(TrainState(jnp.zeros([], jnp.int32), params, tx.init(params)), run, batch)
+        after, metrics = step(
+            TrainState(jnp.zeros([], jnp.int32), params, tx.init(params)), run, batch
+        )
         return grads, after.params, metrics["loss"]
 
     return jax.jit(run_once, compiler_options=QUICKLY)
 
 
 def config_of(name: str) -> OptimizerConfig:
-    settings: dict[str, Any] = {"name": name.partition("-")[0], "schedule": "constant", **SETTINGS[name]}
+    settings: dict[str, Any] = {
+        "name": name.partition("-")[0],
+        "schedule": "constant",
+        **SETTINGS[name],
+    }
     return OptimizerConfig(peak_lr=PEAK, weight_decay=WEIGHT_DECAY, eps=EPS, **settings)
 
 
@@ -144,9 +162,16 @@ def orthogonal(spec: presets.ParamSpec, g: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "optimizer_name", "family"),
-    [(*case, family) for family in MODELS for case in CASES if family == "decoder" or case[1] in VIT_OPTIMIZERS],
+    [
+        (*case, family)
+        for family in MODELS
+        for case in CASES
+        if family == "decoder" or case[1] in VIT_OPTIMIZERS
+    ],
 )
-def test_initialization_and_first_update_are_the_declared_ones(name: str, optimizer_name: str, family: str):
+def test_initialization_and_first_update_are_the_declared_ones(
+    name: str, optimizer_name: str, family: str
+):
     model, preset, config = built(family), preset_of(name), config_of(optimizer_name)
     before, grads, after, loss = first_step(family, optimizer_name, preset)
     assert np.isfinite(loss)
@@ -158,14 +183,22 @@ def test_initialization_and_first_update_are_the_declared_ones(name: str, optimi
         if spec.role in VECTORS:
             np.testing.assert_allclose(w, scales.init_std, rtol=1e-6)
         else:
-            assert np.sqrt(np.mean(w**2)) == pytest.approx(scales.init_std, rel=5 / np.sqrt(2 * size)), key
+            assert np.sqrt(np.mean(w**2)) == pytest.approx(
+                scales.init_std, rel=5 / np.sqrt(2 * size)
+            ), key
         direction = first_direction(optimizer_name, spec, g, scales.eps * EPS)
         pull = decay * scales.weight_decay * w
         coupled = config.decay == "coupled"
-        expected = -PEAK * scales.lr * (direction + pull) if coupled else -PEAK * scales.lr * direction - pull
+        expected = (
+            -PEAK * scales.lr * (direction + pull)
+            if coupled
+            else -PEAK * scales.lr * direction - pull
+        )
         update = after[key] - w
         # float32: w + update keeps the update to half a unit in the last place of w.
-        tolerance = 2e-7 * np.abs(w) + (2e-3 if optimizer_name == "muon" else 2e-6) * np.abs(expected).max()
+        tolerance = (
+            2e-7 * np.abs(w) + (2e-3 if optimizer_name == "muon" else 2e-6) * np.abs(expected).max()
+        )
         agree = np.abs(update - expected) <= tolerance
         if optimizer_name == "lion":  # a gradient that is 0 but for rounding has no sign
             agree |= np.abs(g) < 1e-5 * np.abs(g).max()
@@ -200,7 +233,9 @@ def test_tied_readouts_train_or_are_refused_with_the_reason():
         params = model.initialize(0, stds)
         state = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
         return jax.lax.scan(
-            lambda s, _: (lambda out: (out[0], out[1]["loss"]))(make_train_step(model, tx)(s, run, batch)),
+            lambda s, _: (lambda out: (out[0], out[1]["loss"]))(
+                make_train_step(model, tx)(s, run, batch)
+            ),
             state,
             None,
             5,
@@ -218,7 +253,10 @@ def test_tied_readouts_train_or_are_refused_with_the_reason():
         assert np.isfinite(curve).all(), name
         assert curve[-1] < curve[0], name
     assert refused.keys() == {"u-mup", "sp-layerwise"}
-    assert all("a tied readout would need two rates" in text and text.endswith("untie it") for text in refused.values())
+    assert all(
+        "a tied readout would need two rates" in text and text.endswith("untie it")
+        for text in refused.values()
+    )
 
 
 @pytest.mark.parametrize("optimizer_name", ["adam", "sgd", "muon", "lion"])
@@ -237,7 +275,14 @@ def test_at_base_size_every_preset_has_the_numbers_of_sp(family: str, optimizer_
 
 
 RELATIVE_BASE = ViTConfig(
-    width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, num_classes=5, qk_norm=True
+    width=6,
+    num_heads=3,
+    depth=2,
+    image_size=4,
+    patch_size=2,
+    channels=1,
+    num_classes=5,
+    qk_norm=True,
 )
 RELATIVE_GROWN = dataclasses.replace(RELATIVE_BASE, width=20, num_heads=5, depth=7)
 
@@ -255,7 +300,11 @@ def test_the_conversion_of_section_2_gives_the_same_function_at_initialization()
     for preset in (absolute, relative, presets.get("depth-mup", base=RELATIVE_BASE.base_sizes())):
         factors, stds = resolve(preset, model), init_stds(preset, model)
         params = jax.jit(model.initialize)(0, stds)
-        outputs.append(np.asarray(jax.jit(model.apply)(params, factors.multiplier, factors.forward, images)))
+        outputs.append(
+            np.asarray(jax.jit(model.apply)(params, factors.multiplier, factors.forward, images))
+        )
     assert np.abs(outputs[0]).max() > 0.01
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-4, atol=2e-6)
-    assert np.abs(outputs[0] - outputs[2]).max() > 0.01  # the control: unconverted constants are another function
+    assert (
+        np.abs(outputs[0] - outputs[2]).max() > 0.01
+    )  # the control: unconverted constants are another function

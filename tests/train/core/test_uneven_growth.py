@@ -25,7 +25,14 @@ from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 
 BASE = DecoderConfig(
-    width=32, num_heads=4, depth=1, mlp_ratio=1, vocab_size=17, seq_len=12, bias=False, norm_gain=False
+    width=32,
+    num_heads=4,
+    depth=1,
+    mlp_ratio=1,
+    vocab_size=17,
+    seq_len=12,
+    bias=False,
+    norm_gain=False,
 )
 BY = 16
 GROWN = {
@@ -36,7 +43,10 @@ GROWN = {
     ),
 }
 AXIS = {"mlp alone": {"mlp": 1.0}, "kv_heads alone": {"kv_heads": 1.0}}
-WEIGHT = {"mlp alone": ("MLP in", "block.mlp.up"), "kv_heads alone": ("value", "block.attention.value")}
+WEIGHT = {
+    "mlp alone": ("MLP in", "block.mlp.up"),
+    "kv_heads alone": ("value", "block.attention.value"),
+}
 
 
 @functools.cache
@@ -45,7 +55,11 @@ def changes(model: DecoderConfig, base: DecoderConfig, key: str) -> dict[str, fl
     built, preset = definition(model), presets.get("mup", base=base.base_sizes())
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 17, (8, 13)).astype(np.int32)
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 12), np.float32)}
+    batch = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((8, 12), np.float32),
+    }
     runs = {
         name: StepInputs(resolve(preset, built, name), hyperparams(OptimizerConfig(name=name), 1))  # pyright: ignore[reportArgumentType]
         for name in ("adam", "sgd")
@@ -57,7 +71,9 @@ def changes(model: DecoderConfig, base: DecoderConfig, key: str) -> dict[str, fl
         grads, _ = gradients(built, params, run, batch, 1)
 
         def output(w):
-            return built.apply({**params, key: w}, run.factors.multiplier, run.factors.forward, batch["inputs"])
+            return built.apply(
+                {**params, key: w}, run.factors.multiplier, run.factors.forward, batch["inputs"]
+            )
 
         rms_changes = []
         for direction in (jnp.sign(grads[key]), grads[key]):
@@ -83,7 +99,9 @@ def changes(model: DecoderConfig, base: DecoderConfig, key: str) -> dict[str, fl
         ("kv_heads alone", "sgd", 1.0, 1.0),
     ],
 )
-def test_measured_growth_is_the_computed_one(growth: str, optimizer_name: str, computed: float, slope: float):
+def test_measured_growth_is_the_computed_one(
+    growth: str, optimizer_name: str, computed: float, slope: float
+):
     """Within 0.2: a factor of sixteen from one MLP entry per width, or one head, is short of a limit.
 
     Of key heads under Adam the values' share rises as (G/H)^1/2, which ends where each head has its own: theory, which lets an axis
@@ -93,7 +111,9 @@ def test_measured_growth_is_the_computed_one(growth: str, optimizer_name: str, c
     name, key = WEIGHT[growth]
     preset = presets.get("mup", base=base.base_sizes())
     assert Limit(preset, optimizer_name, AXIS[growth]).first_order(name) == computed
-    measured = (changes(grown, base, key)[optimizer_name] - changes(base, base, key)[optimizer_name]) / math.log(BY)
+    measured = (
+        changes(grown, base, key)[optimizer_name] - changes(base, base, key)[optimizer_name]
+    ) / math.log(BY)
     assert measured == pytest.approx(slope, abs=0.2)
 
 
@@ -107,7 +127,8 @@ def test_uneven_growth_is_refused_with_the_axes_named():
         refuse_uneven(preset, {**sizes, "mlp": 4 * sizes["mlp"]})
     refuse_uneven(preset, {**sizes, "mlp": 4 * sizes["mlp"]}, "sgd")
     with pytest.raises(
-        PresetError, match=r"mup under sgd does not allow growing .*kv_heads x4.* explodes as kv_heads\^"
+        PresetError,
+        match=r"mup under sgd does not allow growing .*kv_heads x4.* explodes as kv_heads\^",
     ):
         refuse_uneven(preset, {**sizes, "kv_heads": 4 * sizes["kv_heads"]}, "sgd")
     refuse_uneven(preset, {**sizes, "kv_heads": 4 * sizes["kv_heads"]}, "adam")
@@ -122,8 +143,19 @@ def test_uneven_growth_is_refused_with_the_axes_named():
             even = presets.get(name, base=BASE.base_sizes())
             assert even.grows_evenly(grown)  # so that a run need not ask
             refuse_uneven(even, grown)
-    for axes in (("mlp",), ("kv_heads",), ("heads", "embed", "mlp"), ("head_dim", "heads", "kv_heads", "embed", "mlp")):
-        assert not preset.grows_evenly({axis: size * (4 if axis in axes else 1) for axis, size in sizes.items()})
+    for axes in (
+        ("mlp",),
+        ("kv_heads",),
+        ("heads", "embed", "mlp"),
+        ("head_dim", "heads", "kv_heads", "embed", "mlp"),
+    ):
+        assert not preset.grows_evenly(
+            {axis: size * (4 if axis in axes else 1) for axis, size in sizes.items()}
+        )
     refuse_uneven(
-        preset, {axis: size * {"heads": 4, "embed": 4, "mlp": 4}.get(axis, 1) for axis, size in sizes.items()}
+        preset,
+        {
+            axis: size * {"heads": 4, "embed": 4, "mlp": 4}.get(axis, 1)
+            for axis, size in sizes.items()
+        },
     )

@@ -23,7 +23,11 @@ B = 12
 def load(seed: int = 0, **transforms) -> data.Data:
     """The endless images, which take no file."""
     config = DataConfig(
-        name="shapes", batch_size=B, eval_batch_size=4, eval_examples=4, transforms=TransformsConfig(**transforms)
+        name="shapes",
+        batch_size=B,
+        eval_batch_size=4,
+        eval_examples=4,
+        transforms=TransformsConfig(**transforms),
     )
     return data.load(config, vit_endless().model, seed=seed, note=lambda line: None)
 
@@ -34,7 +38,9 @@ def test_mixup_is_a_share_of_each_image_and_the_one_before() -> None:
     shares = mixed["labels"][np.arange(B), plain["targets"]]
     share = shares[plain["targets"] != np.roll(plain["targets"], 1)].max()
     assert 0.5 < share < 1
-    np.testing.assert_allclose(mixed["labels"], share * classes + (1 - share) * np.roll(classes, 1, 0), atol=1e-6)
+    np.testing.assert_allclose(
+        mixed["labels"], share * classes + (1 - share) * np.roll(classes, 1, 0), atol=1e-6
+    )
     want = share * plain["inputs"] + (1 - share) * np.roll(plain["inputs"], 1, 0)
     np.testing.assert_allclose(mixed["inputs"], want, atol=1e-5)
     np.testing.assert_array_equal(mixed["targets"], plain["targets"])
@@ -43,14 +49,22 @@ def test_mixup_is_a_share_of_each_image_and_the_one_before() -> None:
 def test_images_are_mixed_within_their_group() -> None:
     """big_vision rolls the images of each device: here groups of 4, whose first is mixed with their last."""
     plain, mixed = load().train_batch(3), load(mixup=0.4, mix_group=4).train_batch(3)
-    before = np.roll(plain["inputs"].reshape(B // 4, 4, -1), 1, axis=1).reshape(plain["inputs"].shape)
+    before = np.roll(plain["inputs"].reshape(B // 4, 4, -1), 1, axis=1).reshape(
+        plain["inputs"].shape
+    )
     spread = np.abs(before - plain["inputs"]) > 1
-    share = 1 - np.median((mixed["inputs"] - plain["inputs"])[spread] / (before - plain["inputs"])[spread])
+    share = 1 - np.median(
+        (mixed["inputs"] - plain["inputs"])[spread] / (before - plain["inputs"])[spread]
+    )
     assert 0.5 < share < 1
-    np.testing.assert_allclose(mixed["inputs"], share * plain["inputs"] + (1 - share) * before, atol=1e-4)
+    np.testing.assert_allclose(
+        mixed["inputs"], share * plain["inputs"] + (1 - share) * before, atol=1e-4
+    )
     whole = load(mixup=0.4).train_batch(3)["inputs"]
     same = [np.array_equal(*rows) for rows in zip(mixed["inputs"], whole, strict=True)]
-    assert same == [i % 4 != 0 for i in range(B)]  # the control: of a whole batch the first of a group has another
+    assert same == [
+        i % 4 != 0 for i in range(B)
+    ]  # the control: of a whole batch the first of a group has another
     part = load(mixup=0.4, mix_group=4).train_batch(3, slice(3, 9))["inputs"]
     np.testing.assert_array_equal(part, mixed["inputs"][3:9])
 
@@ -76,14 +90,20 @@ def test_shares_are_of_the_beta_distribution() -> None:
     sharp = np.array([drawn(TransformsConfig(mixup=0.2), rng, 8, 8).share for _ in range(4000)])
     # E max(l, 1 - l) = 1/2 + 2^(-2a) / (a B(a, a)) = 0.8987 at a = 0.2
     assert sharp.mean() == pytest.approx(0.8987, abs=0.012)
-    mixups = [drawn(TransformsConfig(mixup=0.2, cutmix=1.0), rng, 8, 8).box is None for _ in range(1000)]
+    mixups = [
+        drawn(TransformsConfig(mixup=0.2, cutmix=1.0), rng, 8, 8).box is None for _ in range(1000)
+    ]
     assert 440 < sum(mixups) < 560
 
 
 def test_a_smooth_label_has_its_share_on_all_classes() -> None:
     labels = soft_labels(np.array([2, 0], np.int32), 4, 0.2)
-    np.testing.assert_allclose(labels, [[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]], atol=1e-7)
-    np.testing.assert_array_equal(load(label_smoothing=0.2).train_batch(0)["inputs"], load().train_batch(0)["inputs"])
+    np.testing.assert_allclose(
+        labels, [[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]], atol=1e-7
+    )
+    np.testing.assert_array_equal(
+        load(label_smoothing=0.2).train_batch(0)["inputs"], load().train_batch(0)["inputs"]
+    )
     half = Mix(0.5).label(labels[:1], labels[1:])
     assert half.sum() == pytest.approx(1)
 
@@ -94,13 +114,21 @@ def test_a_batch_shows_each_of_its_images_so_often() -> None:
     for batch in first:
         np.testing.assert_array_equal(batch[:4], batch[4:8])
         np.testing.assert_array_equal(batch[:4], batch[8:])
-    np.testing.assert_array_equal(np.concatenate([batch[:4] for batch in first]), plain.train_batch(0)["inputs"])
+    np.testing.assert_array_equal(
+        np.concatenate([batch[:4] for batch in first]), plain.train_batch(0)["inputs"]
+    )
     varied = repeated.train_batch(0)["inputs"]
     assert not np.array_equal(varied[:4], varied[4:8])
 
 
 def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_has_others() -> None:
-    everything = {"randaug_layers": 2, "mixup": 0.3, "cutmix": 1.0, "label_smoothing": 0.1, "repeats": 2}
+    everything = {
+        "randaug_layers": 2,
+        "mixup": 0.3,
+        "cutmix": 1.0,
+        "label_smoothing": 0.1,
+        "repeats": 2,
+    }
     source = load(**everything)
     for k in (0, 5):
         whole = source.train_batch(k)
@@ -135,7 +163,9 @@ def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_ha
         ("ed-tiny --optimizer.layer-decay 0.8", "an encoder-decoder has two; leave it out"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line_before_work(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_is_one_line_before_work(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["train", *words.split()]) == 2
     err = capsys.readouterr().err
     assert message in " ".join(err.split())
@@ -148,4 +178,6 @@ def test_a_python_config_of_text_is_refused_too() -> None:
 
     run = lm_tiny()
     with pytest.raises(ConfigError, match=re.escape("data.transforms is of images")):
-        dataclasses.replace(run, data=dataclasses.replace(run.data, transforms=TransformsConfig(mixup=0.1)))
+        dataclasses.replace(
+            run, data=dataclasses.replace(run.data, transforms=TransformsConfig(mixup=0.1))
+        )

@@ -22,7 +22,9 @@ class Numbers(Data):
 
     kind = "images"
 
-    def __init__(self, size: int, batch_size: int, seed: int, eval_batch_size: int | None = None) -> None:
+    def __init__(
+        self, size: int, batch_size: int, seed: int, eval_batch_size: int | None = None
+    ) -> None:
         super().__init__(
             DataConfig(name="numbers", batch_size=batch_size, eval_batch_size=eval_batch_size),
             facts={"digest": "0"},
@@ -62,7 +64,9 @@ def test_epochs_and_seeds_differ() -> None:
 def test_order_is_the_recorded_one() -> None:
     """A library that changes its shuffle would silently change every resumed run."""
     assert interface.Shuffle(101, seed=0)(range(8))[1].tolist() == RECORDED
-    assert interface.rng(0, interface.AUGMENTATION, 3).random() == pytest.approx(RECORDED_NUMBER, abs=1e-15)
+    assert interface.rng(0, interface.AUGMENTATION, 3).random() == pytest.approx(
+        RECORDED_NUMBER, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -70,7 +74,10 @@ def test_rows_of_processes_make_the_batch(processes: int) -> None:
     data = Numbers(29, batch_size=8, seed=1)
     share = 8 // processes
     for k in (0, 3, 1000):
-        parts = [data.train_batch(k, slice(p * share, (p + 1) * share))["inputs"] for p in range(processes)]
+        parts = [
+            data.train_batch(k, slice(p * share, (p + 1) * share))["inputs"]
+            for p in range(processes)
+        ]
         assert np.array_equal(np.concatenate(parts), data.train_batch(k)["inputs"])
 
 
@@ -109,4 +116,8 @@ def test_error_in_a_thread_reaches_the_loop() -> None:
 
 def test_evaluation_ends_after_the_last_example() -> None:
     data = Numbers(11, batch_size=7, seed=1, eval_batch_size=4)
-    assert [batch["inputs"].tolist() for batch in data.eval_batches()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [batch["inputs"].tolist() for batch in data.eval_batches()] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]

@@ -56,7 +56,9 @@ def test_an_enhancement_is_pils_to_a_few_levels_of_rounding(
     """PIL rounds the grey image and the smooth one, which are rounded down here; 0.9 of that is left at full strength."""
     for strength in (0.1, 1.0):
         ours = OPERATIONS[name](image, strength, FIRST).astype(int)
-        theirs = of_pil(lambda pil, s=strength: enhanced(pil).enhance(0.1 + 1.8 * s), image).astype(int)
+        theirs = of_pil(lambda pil, s=strength: enhanced(pil).enhance(0.1 + 1.8 * s), image).astype(
+            int
+        )
         assert np.abs(ours - theirs).max() <= levels
         assert np.abs(ours - image).max() > 10
 
@@ -65,7 +67,9 @@ def test_the_smooth_image_is_the_filters(image: np.ndarray) -> None:
     """Away from the image by 0.1 of the distance: the factor of no strength."""
     smooth = of_pil(lambda pil: pil.filter(ImageFilter.SMOOTH), image).astype(float)
     want = np.where(
-        np.pad(np.ones((27, 21, 1), bool), ((1, 1), (1, 1), (0, 0))), smooth + 0.1 * (image - smooth), image
+        np.pad(np.ones((27, 21, 1), bool), ((1, 1), (1, 1), (0, 0))),
+        smooth + 0.1 * (image - smooth),
+        image,
     )
     assert np.abs(OPERATIONS["sharpness"](image, 0.0, FIRST) - want).max() <= 2
 
@@ -81,7 +85,9 @@ def test_solarize_add_lifts_what_is_dark(image: np.ndarray) -> None:
     np.testing.assert_array_equal(OPERATIONS["solarize_add"](image, 0.5, FIRST).ravel(), want)
 
 
-def test_at_full_strength_solarize_spares_all_and_posterize_keeps_four_bits(image: np.ndarray) -> None:
+def test_at_full_strength_solarize_spares_all_and_posterize_keeps_four_bits(
+    image: np.ndarray,
+) -> None:
     np.testing.assert_array_equal(OPERATIONS["solarize"](image, 1.0, FIRST), image)
     np.testing.assert_array_equal(OPERATIONS["posterize"](image, 1.0, FIRST), image // 16 * 16)
 
@@ -99,18 +105,25 @@ def nearest(image: np.ndarray, at: Callable[[int, int], tuple[float, float]]) ->
 
 
 @pytest.mark.parametrize(("uniforms", "sign"), [(FIRST, 1), (SECOND, -1)])
-def test_what_moves_is_the_nearest_pixel_of_the_formula(uniforms: list[float], sign: int, image: np.ndarray) -> None:
+def test_what_moves_is_the_nearest_pixel_of_the_formula(
+    uniforms: list[float], sign: int, image: np.ndarray
+) -> None:
     angle = sign * math.radians(30) * 0.7
     cos, sin = math.cos(angle), math.sin(angle)
     places = {
-        "rotate": lambda x, y: (11 + cos * (x - 11) - sin * (y - 14), 14 + sin * (x - 11) + cos * (y - 14)),
+        "rotate": lambda x, y: (
+            11 + cos * (x - 11) - sin * (y - 14),
+            14 + sin * (x - 11) + cos * (y - 14),
+        ),
         "shear_x": lambda x, y: (x + sign * 0.21 * y, y),
         "shear_y": lambda x, y: (x, y + sign * 0.21 * x),
         "translate_x": lambda x, y: (x + sign * 0.7 * 23 * 100 / 224, y),
         "translate_y": lambda x, y: (x, y + sign * 0.7 * 29 * 100 / 224),
     }
     for name, at in places.items():
-        np.testing.assert_array_equal(OPERATIONS[name](image, 0.7, uniforms), nearest(image, at), err_msg=name)
+        np.testing.assert_array_equal(
+            OPERATIONS[name](image, 0.7, uniforms), nearest(image, at), err_msg=name
+        )
 
 
 def test_cutout_is_a_grey_square_about_its_centre(image: np.ndarray) -> None:
@@ -127,7 +140,9 @@ def test_a_layer_is_drawn_for_each_image_and_grey_ones_go_through_all() -> None:
     ours = randaugmented(images, uniforms, 7.0, white=16)
     for name, image, output in zip(names, images, ours, strict=True):
         levels = np.rint(image * (255 / 16)).astype(np.uint8)
-        np.testing.assert_allclose(output, OPERATIONS[name](levels, 0.7, FIRST) * (16 / 255), rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            output, OPERATIONS[name](levels, 0.7, FIRST) * (16 / 255), rtol=1e-6, err_msg=name
+        )
     twice = randaugmented(images, np.concatenate([uniforms, uniforms[::-1]], axis=1), 7.0, white=16)
     once = randaugmented(ours, uniforms[::-1], 7.0, white=16)
     np.testing.assert_array_equal(twice, once)

@@ -25,13 +25,21 @@ os.abort()
 
 
 @pytest.mark.parametrize(("coordinator", "code"), [("gone", 1), ("there", 1)])
-def test_an_abort_says_that_process_0_is_gone_and_is_told_where_it_is_not(coordinator: str, code: int) -> None:
+def test_an_abort_says_that_process_0_is_gone_and_is_told_where_it_is_not(
+    coordinator: str, code: int
+) -> None:
     command = [sys.executable, "-c", ABORTED, coordinator]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == code, done.stderr
     if coordinator == "gone":
-        assert re.fullmatch(r"error: process 0 \(localhost:\d+\) failed: killed or cut off, .*\n", done.stderr)
+        assert re.fullmatch(
+            r"error: process 0 \(localhost:\d+\) failed: killed or cut off, .*\n", done.stderr
+        )
         assert not done.stdout
     else:
         assert done.stdout == "told aborted by a library; its own screen has more\n"
-        assert re.fullmatch(r"error: a library has aborted this process; .* --resume .*\n", done.stderr)
+        assert re.fullmatch(
+            r"error: a library has aborted this process; .* --resume .*\n", done.stderr
+        )

@@ -45,7 +45,9 @@ def agreed(change: Any = lambda facts: None) -> list[Any]:
         ("devices", "number", 3, "has devices of another number, 3, than process 0 (HOST), 8; start all"),
     ],
 )  # fmt: skip
-def test_what_must_be_alike_is_refused_by_name_on_every_screen(group: str, path: str, value: Any, message: str) -> None:
+def test_what_must_be_alike_is_refused_by_name_on_every_screen(
+    group: str, path: str, value: Any, message: str
+) -> None:
     first, second = agreed(lambda facts: facts[group].__setitem__(path, value))
     assert isinstance(first, agreement.AgreementError)
     host = socket.gethostname()

@@ -61,10 +61,14 @@ def test_programs_are_kept_by_default_and_for_their_user_alone(plain: Path) -> N
     assert [path.name.partition("-")[0] for path in folder(plain).iterdir()] == ["jit__lambda"]
 
 
-def test_what_the_user_has_set_holds(plain: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_the_user_has_set_holds(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 5)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))  # as JAX_COMPILATION_CACHE_DIR does
+    jax.config.update(
+        "jax_compilation_cache_dir", str(tmp_path / "own")
+    )  # as JAX_COMPILATION_CACHE_DIR does
     assert use(plain) == str(tmp_path / "own")
     assert not plain.exists()
     monkeypatch.setenv(program.VARIABLE, str(tmp_path / "other"))  # nearer to this command
@@ -75,7 +79,9 @@ def test_what_the_user_has_set_holds(plain: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_cache_stays_none(plain: Path) -> None:
-    jax.config.update("jax_enable_compilation_cache", False)  # as JAX_ENABLE_COMPILATION_CACHE=false does
+    jax.config.update(
+        "jax_enable_compilation_cache", False
+    )  # as JAX_ENABLE_COMPILATION_CACHE=false does
     assert use(plain) is None
     assert not plain.exists()
 
@@ -85,7 +91,9 @@ def test_nothing_is_kept_for_devices_that_are_not_here(plain: Path) -> None:
     assert use(plain, devices=["a TPU elsewhere"]) is None
 
 
-@pytest.mark.parametrize("reason", ["Not a directory", "no permission", "it belongs to another user", "no home"])
+@pytest.mark.parametrize(
+    "reason", ["Not a directory", "no permission", "it belongs to another user", "no home"]
+)
 def test_a_folder_that_cannot_be_used_is_told_once(
     reason: str, plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +105,9 @@ def test_a_folder_that_cannot_be_used_is_told_once(
         (plain / "file").touch()
         monkeypatch.setenv(program.VARIABLE, str(plain / "file"))
     elif reason == "no permission":
-        monkeypatch.setattr(os, "access", lambda path, mode: False)  # a superuser may write anywhere
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: False
+        )  # a superuser may write anywhere
     elif reason == "it belongs to another user":
         key = program.key()
         monkeypatch.setattr(program, "key", lambda: key)
@@ -151,7 +161,9 @@ def test_the_key_changes_with_what_the_cpu_can_do_and_not_with_its_speed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def key(*mhz: int, flags: str = "avx2") -> str:
-        return key_of("".join(X86.format(mhz=each, flags=flags) for each in mhz), monkeypatch, tmp_path)
+        return key_of(
+            "".join(X86.format(mhz=each, flags=flags) for each in mhz), monkeypatch, tmp_path
+        )
 
     assert key(2000) == key(3100) == key(2500, 2600)
     assert key(2000) != key(2000, flags="avx2 avx512f")
@@ -164,7 +176,9 @@ def test_the_key_changes_with_what_the_cpu_can_do_and_not_with_its_speed(
 def test_the_key_changes_with_versions(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, version = program.key(), program.version
     program.key.cache_clear()
-    monkeypatch.setattr(program, "version", lambda name: "0.99" if name == package else version(name))
+    monkeypatch.setattr(
+        program, "version", lambda name: "0.99" if name == package else version(name)
+    )
     assert program.key() != before
 
 
@@ -206,10 +220,18 @@ def test_what_was_used_longest_ago_goes_of_other_versions_too(tmp_path: Path) ->
     old, new = store(tmp_path, "old", limit=100), store(tmp_path, "new", limit=100)
     for number, (cache, name) in enumerate(((old, "a"), (old, "b"), (new, "c"))):
         cache.put(name, bytes(10))
-        os.utime(tmp_path / f"programs-{'new' if cache is new else 'old'}" / f"{name}-cache", (number, number))
+        os.utime(
+            tmp_path / f"programs-{'new' if cache is new else 'old'}" / f"{name}-cache",
+            (number, number),
+        )
     assert old.get("a") == bytes(10)  # used just now
     new.put("d", bytes(20))
-    assert names(tmp_path) == ["notes-cache", "programs-new/c-cache", "programs-new/d-cache", "programs-old/a-cache"]
+    assert names(tmp_path) == [
+        "notes-cache",
+        "programs-new/c-cache",
+        "programs-new/d-cache",
+        "programs-old/a-cache",
+    ]
     new.put("too large", bytes(101))
     assert new.get("d") == bytes(20)
     assert new.get("too large") is None
@@ -249,7 +271,9 @@ for number in range(100):
 def test_processes_that_write_at_once_read_whole_programs(tmp_path: Path) -> None:
     store(tmp_path)
     started = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(ROOT), str(tmp_path / "programs-a"), letter])
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(ROOT), str(tmp_path / "programs-a"), letter]
+        )
         for letter in "xy"
     ]
     assert [process.wait(timeout=120) for process in started] == [0, 0]

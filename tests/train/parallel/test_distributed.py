@@ -43,7 +43,12 @@ MPI_5 = {
 }
 BY_HAND = DistributedConfig(coordinator="a:1", processes=2, process=1)
 TOLD = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
-SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+SLURM = {
+    "SLURM_STEP_NODELIST": "n[1-4]",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_GPUS_ON_NODE": "8",
+}
 
 
 @pytest.mark.parametrize(
@@ -52,8 +57,18 @@ SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_N
         (ALONE, {}, False, None),
         (BY_HAND, {}, False, TOLD),
         (BY_HAND, SLURM, True, TOLD),
-        (ALONE, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, False, TOLD),
-        (DistributedConfig(process=1), {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, False, TOLD),
+        (
+            ALONE,
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+            False,
+            TOLD,
+        ),
+        (
+            DistributedConfig(process=1),
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"},
+            False,
+            TOLD,
+        ),
         (ALONE, {}, True, {}),
         (ALONE, SLURM, False, {"local_device_ids": list(range(8))}),
         (ALONE, {**SLURM, "SLURM_NTASKS": "32"}, False, {"local_device_ids": None}),
@@ -95,13 +110,17 @@ def test_a_process_knows_whether_there_are_others(
         (ALONE, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'; write a whole number"),
     ],
 )  # fmt: skip
-def test_a_part_of_what_it_takes_is_refused(config: DistributedConfig, environ: dict[str, str], message: str) -> None:
+def test_a_part_of_what_it_takes_is_refused(
+    config: DistributedConfig, environ: dict[str, str], message: str
+) -> None:
     with pytest.raises(DistributedError, match=f"^{re.escape(message)}$"):
         place(config, environ, tpu=False)
 
 
 def test_a_plain_process_joins_nobody() -> None:
-    with runtime._joined(place(ALONE, {}, tpu=False), dataclasses.replace(lm_tiny(), distributed=ALONE)) as processes:
+    with runtime._joined(
+        place(ALONE, {}, tpu=False), dataclasses.replace(lm_tiny(), distributed=ALONE)
+    ) as processes:
         assert (processes.index, processes.count, processes.leader) == (0, 1, True)
         assert processes.broadcast("x", lambda: 3) == 3
         with processes.leader_first("y"):
@@ -116,9 +135,14 @@ def test_who_waits_too_long_says_for_whom() -> None:
         "c = DistributedConfig(coordinator='localhost:9', processes=2, process=1, timeout_seconds=1)\n"
         "with distributed.joined(processes.place(c), c): pass"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
-    assert "error: process 1 of 2 waited 1 s for process 0 at localhost:9 and the others; start all of" in done.stderr
+    assert (
+        "error: process 1 of 2 waited 1 s for process 0 at localhost:9 and the others; start all of"
+        in done.stderr
+    )
 
 
 class Store:
@@ -137,7 +161,9 @@ class Store:
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout=min(20, timeout_ms / 1000)):
+            if not self.changed.wait_for(
+                lambda: key in self.values, timeout=min(20, timeout_ms / 1000)
+            ):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self.values[key]
 
@@ -190,7 +216,8 @@ def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
 def test_a_process_that_never_says_what_it_is_is_named() -> None:
     leader = Cluster(0, 2, Store())
     with pytest.raises(
-        DistributedError, match=r"^process 0 has waited 0 s for a word of process 1; run the same version"
+        DistributedError,
+        match=r"^process 0 has waited 0 s for a word of process 1; run the same version",
     ):
         leader.gather("agreement", {}, 0.1)
     leader._done.set()
@@ -201,7 +228,9 @@ def test_other_data_is_refused_by_name() -> None:
         def __init__(self, digest: str) -> None:
             self.facts = {"name": "x", "digest": digest}
 
-    first, second = on_two_processes(lambda processes: start.check_data(Facts(f"d{processes.index}"), processes))
+    first, second = on_two_processes(
+        lambda processes: start.check_data(Facts(f"d{processes.index}"), processes)
+    )
     assert first is None
     assert isinstance(second, DataError)
     assert "process 1 has x with digest d1, process 0 with d0; copy" in str(second)
@@ -211,7 +240,9 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def claim(processes: Processes) -> Any:
-        config: Config = dataclasses.replace(lm_tiny(), workdir=str(tmp_path / f"run{processes.index}"))
+        config: Config = dataclasses.replace(
+            lm_tiny(), workdir=str(tmp_path / f"run{processes.index}")
+        )
         return workdir.claim(config, processes)
 
     assert on_two_processes(claim) == [(tmp_path / "run0", False)] * 2
@@ -222,7 +253,8 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
     lost = Store()
     lost.values["mupax/broadcast/workdir"] = '["/nowhere", false]'
     with pytest.raises(
-        workdir.WorkdirError, match=r"^process 1 does not see the workdir /nowhere of process 0, where all"
+        workdir.WorkdirError,
+        match=r"^process 1 does not see the workdir /nowhere of process 0, where all",
     ):
         workdir.claim(lm_tiny(), other := Cluster(1, 2, lost))
     other._done.set()
@@ -290,7 +322,9 @@ def test_a_coordinator_that_does_not_answer_ends_a_process(
 
 def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    monkeypatch.setattr(distributed, "leave", lambda code: left.append(code) or threading.Event().wait())
+    monkeypatch.setattr(
+        distributed, "leave", lambda code: left.append(code) or threading.Event().wait()
+    )
 
     def work(processes: Processes) -> None:
         if processes.index:
@@ -305,7 +339,12 @@ def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("waits", "asks", "ends"),
-    [((9.0, 9.0), None, True), ((9.0, -1.0), None, False), ((9.0, -1.0), 1, True), ((2.0, 2.0), None, False)],
+    [
+        ((9.0, 9.0), None, True),
+        ((9.0, -1.0), None, False),
+        ((9.0, -1.0), 1, True),
+        ((2.0, 2.0), None, False),
+    ],
     ids=["both in a step", "one reads data", "one waits for the other's word", "not long enough"],
 )
 def test_processes_that_all_wait_for_another_end(
@@ -317,7 +356,9 @@ def test_processes_that_all_wait_for_another_end(
 ) -> None:
     left: list[int] = []
     monkeypatch.setattr(distributed, "_POLL_S", 0.05)
-    monkeypatch.setattr(distributed, "leave", lambda code: left.append(code) or threading.Event().wait())
+    monkeypatch.setattr(
+        distributed, "leave", lambda code: left.append(code) or threading.Event().wait()
+    )
 
     def work(processes: Cluster) -> None:
         processes.end_stalled(lambda: waits[processes.index], 5.0)
@@ -374,7 +415,10 @@ def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.Monk
     assert [type(error) for error in batches] == [DataError, DataError]
     assert "process 1" in str(batches[0])
     assert "batch 5" in str(batches[0])
-    assert [type(error) for error in start_with((1, 1), "x differs")] == [AgreementError, AgreementError]
+    assert [type(error) for error in start_with((1, 1), "x differs")] == [
+        AgreementError,
+        AgreementError,
+    ]
 
 
 def test_a_process_that_is_not_heard_of_is_dead(
@@ -386,11 +430,14 @@ def test_a_process_that_is_not_heard_of_is_dead(
     assert ended.wait(30)
     processes._done.set()
     assert (
-        "error: process 1 (host unknown) failed: killed or cut off, not heard of for 1 s\n" in capsys.readouterr().err
+        "error: process 1 (host unknown) failed: killed or cut off, not heard of for 1 s\n"
+        in capsys.readouterr().err
     )
 
 
-@pytest.mark.parametrize(("error", "code"), [(OSError("no disk"), 1), (MupaxError("--model.width 3 is odd"), 2)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError("no disk"), 1), (MupaxError("--model.width 3 is odd"), 2)]
+)
 def test_bad_input_of_one_is_bad_input_of_all(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -411,14 +458,19 @@ def test_bad_input_of_one_is_bad_input_of_all(
 
     on_two_processes(work)
     assert codes == [code, code]
-    assert f"process 1 ({socket.gethostname()}) failed: {type(error).__name__}: {error}" in capsys.readouterr().err
+    assert (
+        f"process 1 ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
+        in capsys.readouterr().err
+    )
 
 
 class Table(Data):
     """A data set whose every batch is the same table."""
 
     def __init__(self, whole: Batch) -> None:
-        super().__init__(DataConfig(name="table", batch_size=8), facts={}, train_size=8, eval_size=8)
+        super().__init__(
+            DataConfig(name="table", batch_size=8), facts={}, train_size=8, eval_size=8
+        )
         self.whole = whole
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
@@ -433,20 +485,32 @@ def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.M
     from mupax.train.parallel.sharding import BatchSharding, MeshLayout, make_mesh
 
     layout = MeshLayout(make_mesh(MeshConfig(data=4, sequence=2)))
-    shapes = {"inputs": jax.ShapeDtypeStruct((8, 6), np.int32), "targets": jax.ShapeDtypeStruct((8,), np.int32)}
+    shapes = {
+        "inputs": jax.ShapeDtypeStruct((8, 6), np.int32),
+        "targets": jax.ShapeDtypeStruct((8,), np.int32),
+    }
     whole = {"inputs": np.arange(48).reshape(8, 6), "targets": np.arange(8)}
     assert BatchSharding(shapes, layout).rows == (slice(0, 8),)
     # As in a process that holds the first and the last quarter of the batch, and one half of the positions.
-    mine = {d: i for d, i in layout.batch(shapes)["inputs"].devices_indices_map((8, 6)).items() if d.id in (1, 7)}
+    mine = {
+        d: i
+        for d, i in layout.batch(shapes)["inputs"].devices_indices_map((8, 6)).items()
+        if d.id in (1, 7)
+    }
     monkeypatch.setattr(
-        jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda self, shape: mine, raising=True
+        jax.sharding.NamedSharding,
+        "addressable_devices_indices_map",
+        lambda self, shape: mine,
+        raising=True,
     )
     feed = BatchSharding(shapes, layout)
     assert feed.rows == (slice(0, 2), slice(6, 8))
     got: list[np.ndarray] = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        jax, "make_array_from_callback", lambda shape, sharding, part: got.extend(map(part, mine.values()))
+        jax,
+        "make_array_from_callback",
+        lambda shape, sharding, part: got.extend(map(part, mine.values())),
     )
     with contextlib.closing(Table(whole).train_batches(0, *feed.rows)) as batches:
         feed.shard_batch({"inputs": next(batches)["inputs"]})

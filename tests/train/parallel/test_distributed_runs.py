@@ -108,7 +108,18 @@ class Done:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, choose = tmp_path_factory.mktemp("joined"), random.Random(0)
-    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
+    words = (
+        "def",
+        "return",
+        "import",
+        "class",
+        "self",
+        "value",
+        "lambda",
+        "yield",
+        "while",
+        "None",
+    )
     (path / "texts").mkdir()
     for i in range(60):
         lines = (" ".join(choose.choice(words) for _ in range(9)) for _ in range(10))
@@ -133,11 +144,15 @@ def start(
         port = free.getsockname()[1]
     running = []
     for index in range(count):
-        joined = (
-            f"--distributed.coordinator localhost:{port} --distributed.processes {count} --distributed.process {index}"
-        )
+        joined = f"--distributed.coordinator localhost:{port} --distributed.processes {count} --distributed.process {index}"
         tiny = TINY.replace("every-steps 100000000", f"every-steps {every}")
-        argv = [*tiny.split(), "--data.name", "text:texts", *words.split(), *(joined.split() if count > 1 else ())]
+        argv = [
+            *tiny.split(),
+            "--data.name",
+            "text:texts",
+            *words.split(),
+            *(joined.split() if count > 1 else ()),
+        ]
         environ = {
             **os.environ, "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
@@ -147,7 +162,14 @@ def start(
         }  # fmt: skip
         command = [sys.executable, "-c", DRIVER, *argv]
         files = [(folder / f"{name}{index}").open("w+") for name in ("out", "err", "window")]
-        running.append((subprocess.Popen(command, cwd=folder, env=environ, stdout=files[0], stderr=files[1]), files))
+        running.append(
+            (
+                subprocess.Popen(
+                    command, cwd=folder, env=environ, stdout=files[0], stderr=files[1]
+                ),
+                files,
+            )
+        )
     done = []
     for process, files in running:
         try:
@@ -169,7 +191,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def losses(path: Path) -> dict[tuple[str, int], float]:
     """Every loss and gradient norm, by name and step."""
     names = ("loss", "eval_loss", "grad_norm")
-    return {(name, row["step"]): row[name] for row in rows_of(path) for name in names if name in row}
+    return {
+        (name, row["step"]): row[name] for row in rows_of(path) for name in names if name in row
+    }
 
 
 def together(processes: list[Done]) -> list[dict[str, str]]:
@@ -186,7 +210,9 @@ def together(processes: list[Done]) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Done:
     """The run of one process, in the workdir `one`, that the others must equal."""
-    (done,) = start(folder, 1, f"--workdir one --steps {STEPS} --log.eval-every-steps 1 --log.no-samples")
+    (done,) = start(
+        folder, 1, f"--workdir one --steps {STEPS} --log.eval-every-steps 1 --log.no-samples"
+    )
     assert done.code == 0, done.err
     return done
 
@@ -207,9 +233,14 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done)
     four = start(folder, 4, f"{words} --log.no-samples")
     assert [one.code for one in four] == [0] * 4, "".join(one.err for one in four)
 
-    assert [row["step"] for row in rows_of(folder / "many") if "loss" in row] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows_of(folder / "many") if "loss" in row] == list(
+        range(1, STEPS + 1)
+    )
     many, one = losses(folder / "many"), losses(folder / "one")
-    assert [step for name, step in many if name == "eval_loss"] == [3, STEPS]  # where each of the two ended
+    assert [step for name, step in many if name == "eval_loss"] == [
+        3,
+        STEPS,
+    ]  # where each of the two ended
     assert many == pytest.approx({key: one[key] for key in many}, rel=3e-6)
     assert (
         len({one.shown("digest")[0] for one in four}) == 1
@@ -224,11 +255,15 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done)
     assert len({json.dumps(batch) for batch in order[:STEPS]}) == STEPS
 
     # The two have packed the text side by side, to the bytes that one packed.
-    assert re.search(r"other processes tokenized \d+ of \d+ parts of train", " ".join(two[0].out.split()))
+    assert re.search(
+        r"other processes tokenized \d+ of \d+ parts of train", " ".join(two[0].out.split())
+    )
     assert "other processes" not in alone.out
     packed = [sorted((folder / cache).glob("packed/*/*.*")) for cache in ("shared", "cache")]
     assert [path.name for path in packed[0]] == ["eval.bin", "manifest.json", "train.bin"]
-    assert [path.read_bytes() for path in packed[0]][::2] == [path.read_bytes() for path in packed[1]][::2]
+    assert [path.read_bytes() for path in packed[0]][::2] == [
+        path.read_bytes() for path in packed[1]
+    ][::2]
 
     # One process alone speaks and writes.
     assert "compiled in" in two[0].out
@@ -243,7 +278,14 @@ def test_a_bad_step_leads_all_back_and_sigterm_to_one_stops_all_at_one_step(fold
     words = "--workdir stopped --steps 100000 --faults.bad-numbers rollback --checkpoint.keep 1"
     first, second = start(folder, 2, words, breaks=1, every=5)
     assert (first.code, second.code) == (143, 143), first.err + second.err
-    assert re.search(r"is not finite at step 12 .*; back to step 10, going on 2 batches", " ".join(first.out.split()))
+    assert re.search(
+        r"is not finite at step 12 .*; back to step 10, going on 2 batches",
+        " ".join(first.out.split()),
+    )
     (saved,) = [int(path.name) for path in (folder / "stopped" / "checkpoints").iterdir()]
-    assert f"stopped by SIGTERM at step {saved} of 100000, saved; add --resume to go on" in first.out
-    assert [row["step"] for row in rows_of(folder / "stopped") if "loss" in row] == list(range(1, saved + 1))
+    assert (
+        f"stopped by SIGTERM at step {saved} of 100000, saved; add --resume to go on" in first.out
+    )
+    assert [row["step"] for row in rows_of(folder / "stopped") if "loss" in row] == list(
+        range(1, saved + 1)
+    )

@@ -31,7 +31,16 @@ def test_known_devices(kind, tera):
 
 @pytest.mark.parametrize(
     "kind",
-    ["cpu", "", "TPU v5 mega", "TPU v5 lite pod", "NVIDIA H100", "NVIDIA H100 80GB HBM2e", "NVIDIA A100", "nvidia l4"],
+    [
+        "cpu",
+        "",
+        "TPU v5 mega",
+        "TPU v5 lite pod",
+        "NVIDIA H100",
+        "NVIDIA H100 80GB HBM2e",
+        "NVIDIA A100",
+        "nvidia l4",
+    ],
 )
 def test_a_name_that_only_contains_a_known_one_is_unknown(kind):
     assert hardware.peak_flops(kind) is None
@@ -51,7 +60,11 @@ class Device:
 
 
 def test_memory_peak_is_that_of_the_fullest_device():
-    devices_ = [Device({"peak_bytes_in_use": 3, "bytes_in_use": 2}), Device({"peak_bytes_in_use": 7}), Device(None)]
+    devices_ = [
+        Device({"peak_bytes_in_use": 3, "bytes_in_use": 2}),
+        Device({"peak_bytes_in_use": 7}),
+        Device(None),
+    ]
     assert hardware.memory_peak(devices_) == 7
 
 

@@ -27,14 +27,19 @@ from tests.fixtures.xla import FUSIONS_OF_USERS
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
 TPU = {flag.name: flag.value for flag in FLAGS["tpu"]}
 RINGS = {**TPU, **{flag.name: flag.value for flag in SCATTER}}
-V5E, V5P, V6E = ({flag.name: flag.value for flag in FLAGS[kind]} for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite"))
+V5E, V5P, V6E = (
+    {flag.name: flag.value for flag in FLAGS[kind]}
+    for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite")
+)
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def program() -> Program:
     """A scanned decoder over two devices: the flags are about loops and collectives."""
-    model = dataclasses.replace(configs.get("lm-tiny"), width=24, depth=2, num_heads=2, seq_len=14, vocab_size=23)
+    model = dataclasses.replace(
+        configs.get("lm-tiny"), width=24, depth=2, num_heads=2, seq_len=14, vocab_size=23
+    )
     config = Config(
         recipe="flags",
         model=model,
@@ -75,7 +80,9 @@ def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[
 
 # What it takes of those that people set besides, of which none is chosen for a run. On another jaxlib a name may be gone.
 @pytest.mark.core
-@pytest.mark.parametrize("flag", [*itertools.chain(*xla_flags.TRIALS.values())], ids=lambda flag: flag.name)
+@pytest.mark.parametrize(
+    "flag", [*itertools.chain(*xla_flags.TRIALS.values())], ids=lambda flag: flag.name
+)
 def test_the_flags_that_people_set_are_known_with_their_values(flag: hardware.Flag) -> None:
     assert all(flag.name not in {one.name for one in flags} for flags in FLAGS.values())
     lowered = jax.jit(lambda x: x @ x).lower(jnp.zeros((3, 3)))
@@ -88,7 +95,9 @@ def test_the_flags_that_people_set_are_known_with_their_values(flag: hardware.Fl
 
 # Of XLA_FLAGS that go round for GPUs; there they would end the process.
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["xla_gpu_enable_triton_softmax_fusion", "xla_gpu_enable_cudnn_fmha"])
+@pytest.mark.parametrize(
+    "name", ["xla_gpu_enable_triton_softmax_fusion", "xla_gpu_enable_cudnn_fmha"]
+)
 def test_control_flags_of_earlier_versions_are_refused(name: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"No such compile option: '{name}'"):
         jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).compile(compiler_options={name: True})
@@ -123,13 +132,18 @@ def test_control_an_option_reaches_the_program() -> None:
     lowered = jax.jit(lambda x: jnp.tanh(x) * 2 + x).lower(jnp.zeros(3))
     fused, apart = (
         (lowered.compile(compiler_options=options).as_text() or "").count(" fusion(")
-        for options in ({**FUSIONS_OF_USERS}, {**FUSIONS_OF_USERS, "xla_disable_hlo_passes": "fusion"})
+        for options in (
+            {**FUSIONS_OF_USERS},
+            {**FUSIONS_OF_USERS, "xla_disable_hlo_passes": "fusion"},
+        )
     )
     assert fused < apart  # Each operation is wrapped by itself.
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [{"xla_gpu_no_such_flag": True}, {"xla_gpu_enable_latency_hiding_scheduler": "x"}])
+@pytest.mark.parametrize(
+    "options", [{"xla_gpu_no_such_flag": True}, {"xla_gpu_enable_latency_hiding_scheduler": "x"}]
+)
 def test_control_the_compiler_refuses_what_it_does_not_know(options: dict[str, Value]) -> None:
     lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
     with pytest.raises(jax.errors.JaxRuntimeError, match=next(iter(options))):
@@ -159,10 +173,21 @@ for options in json.loads(sys.argv[1]):
 @pytest.mark.tpu
 def test_the_tpu_compiler_knows_its_flags() -> None:
     each = ({name: value} for name, value in (TPU | V5P | V6E).items())
-    sets = [*each, TPU, TPU | V5E, RINGS, TPU | {hardware.VMEM: 65536}, {"xla_tpu_no_such_flag": True}]
+    sets = [
+        *each,
+        TPU,
+        TPU | V5E,
+        RINGS,
+        TPU | {hardware.VMEM: 65536},
+        {"xla_tpu_no_such_flag": True},
+    ]
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", AHEAD, json.dumps(sets)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", AHEAD, json.dumps(sets)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     *lines, unknown = done.stdout.splitlines()
     assert lines == ["compiled"] * (len(TPU | V5P | V6E) + 4), done.stderr
@@ -174,7 +199,9 @@ def test_the_flags_of_a_backend() -> None:
     assert compiler_options("gpu", "auto", {}) == GPU
     assert compiler_options("tpu", "auto", {}) == TPU
     assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite") == TPU | V5E
-    assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite", vmem_kib=16384) == TPU | V5E | {hardware.VMEM: 16384}
+    assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite", vmem_kib=16384) == TPU | V5E | {
+        hardware.VMEM: 16384
+    }
     assert compiler_options("tpu", "auto", {}, kind="TPU v5") == TPU | V5P
     assert compiler_options("tpu", "auto", {}, kind="TPU v6 lite") == TPU | V6E
     assert (V5E[hardware.VMEM], V5P[hardware.VMEM], V6E[hardware.VMEM]) == (32768, 32768, 98304)
@@ -186,12 +213,19 @@ def test_the_flags_of_a_backend() -> None:
     assert compiler_options("tpu", "auto", {}, vmem_kib=65536) == TPU | {hardware.VMEM: 65536}
     assert compiler_options("tpu", "scatter", {}, vmem_kib=65536) == RINGS | {hardware.VMEM: 65536}
     assert compiler_options("gpu", "none", {}, vmem_kib=65536) == {}
-    assert compiler_options("tpu", "none", {"LIBTPU_INIT_ARGS": f"--{hardware.VMEM}=1"}, vmem_kib=65536) == {}
+    assert (
+        compiler_options(
+            "tpu", "none", {"LIBTPU_INIT_ARGS": f"--{hardware.VMEM}=1"}, vmem_kib=65536
+        )
+        == {}
+    )
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("variable", hardware.VARIABLES)
-@pytest.mark.parametrize("template", ["--{}=false", "--xla_dump_to=/x --{}", "--{}=true --xla_other=1"])
+@pytest.mark.parametrize(
+    "template", ["--{}=false", "--xla_dump_to=/x --{}", "--{}=true --xla_other=1"]
+)
 def test_what_the_user_sets_is_left_as_it_is(variable: str, template: str) -> None:
     mine, *rest = TPU
     options = compiler_options("tpu", "auto", {variable: template.format(mine)})

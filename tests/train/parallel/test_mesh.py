@@ -61,7 +61,9 @@ RUNS = {
 def program_of(run: str, mesh: str) -> Program:
     devices = jax.devices()
     assert len(devices) == 8
-    return assemble(dataclasses.replace(RUNS[run], mesh=MESHES[mesh]), devices[:1] if mesh == "one" else devices)
+    return assemble(
+        dataclasses.replace(RUNS[run], mesh=MESHES[mesh]), devices[:1] if mesh == "one" else devices
+    )
 
 
 def batch(run: str, step: int) -> dict[str, np.ndarray]:
@@ -96,7 +98,8 @@ def trained(run: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]]]:
 
 # Every mesh once; the centred output and the accumulated gradients once more where every axis is split.
 several = pytest.mark.parametrize(
-    ("run", "mesh"), [("decoder", "8x1x1"), ("decoder", "2x4x1"), ("decoder", "2x2x2"), ("vit", "2x2x2")]
+    ("run", "mesh"),
+    [("decoder", "8x1x1"), ("decoder", "2x4x1"), ("decoder", "2x2x2"), ("vit", "2x2x2")],
 )
 
 
@@ -104,7 +107,9 @@ several = pytest.mark.parametrize(
 def test_initialization_is_the_same_to_the_bit(run: str, mesh: str) -> None:
     one, many = (trained(run, name)[0].params for name in ("one", mesh))
     for name, value in one.items():
-        np.testing.assert_array_equal(np.asarray(value).view(np.uint32), np.asarray(many[name]).view(np.uint32))
+        np.testing.assert_array_equal(
+            np.asarray(value).view(np.uint32), np.asarray(many[name]).view(np.uint32)
+        )
 
 
 @several
@@ -115,9 +120,13 @@ def test_five_steps_agree_with_one_device(run: str, mesh: str) -> None:
     for name, value in one.params.items():
         moved = np.abs(np.asarray(value) - np.asarray(first.params[name])).max()
         assert moved > 1e-3, f"{name} was not trained"
-        np.testing.assert_allclose(many.params[name], value, rtol=0, atol=TOLERANCE * moved + 1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            many.params[name], value, rtol=0, atol=TOLERANCE * moved + 1e-7, err_msg=name
+        )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 + TOLERANCE * np.abs(b).max()),
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=0, atol=1e-5 + TOLERANCE * np.abs(b).max()
+        ),
         many.opt_state,
         one.opt_state,
     )
@@ -125,14 +134,19 @@ def test_five_steps_agree_with_one_device(run: str, mesh: str) -> None:
 
 def test_control_a_rate_of_one_percent_more_does_not_agree() -> None:
     program = program_of("decoder", "one")
-    other = StepInputs(program.inputs.factors, program.inputs.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
+    other = StepInputs(
+        program.inputs.factors, program.inputs.hyper._replace(peak_lr=np.float32(1.01 * 0.01))
+    )
     step, state = compiled("decoder", "one"), program.initial_state()
     for index in range(STEPS):
         state, _ = step(state, other, batch("decoder", index))
     first, one, _ = trained("decoder", "one")
     for name, value in one.params.items():
         moved = np.abs(np.asarray(value) - np.asarray(first.params[name])).max()
-        assert np.abs(np.asarray(state.params[name]) - np.asarray(value)).max() > 100 * TOLERANCE * moved, name
+        assert (
+            np.abs(np.asarray(state.params[name]) - np.asarray(value)).max()
+            > 100 * TOLERANCE * moved
+        ), name
 
 
 @several
@@ -167,7 +181,10 @@ def test_parameters_are_split_as_the_rules_say() -> None:
     }
     for name, spec in expected.items():
         sharding = jax.sharding.NamedSharding(params[name].sharding.mesh, spec)
-        assert params[name].sharding.is_equivalent_to(sharding, params[name].ndim), (name, params[name].sharding)
+        assert params[name].sharding.is_equivalent_to(sharding, params[name].ndim), (
+            name,
+            params[name].sharding,
+        )
     up = params["block.mlp.up"]
     assert up.shape == (2, 64, 96)
     assert {shard.data.shape for shard in up.addressable_shards} == {(2, 32, 48)}
@@ -187,7 +204,9 @@ def test_a_state_is_born_on_its_devices() -> None:
     there = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))
     assert there < 0.3 * whole
     chex.assert_tree_is_sharded(state.arrays(), devices=list(program.mesh.devices.flat))
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, program.abstract)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, program.abstract
+    )
 
 
 @pytest.mark.parametrize("mesh", ["2x4x1", "2x2x2"])
@@ -196,18 +215,24 @@ def test_bfloat16_products_run_on_a_mesh(mesh: str) -> None:
     model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
     program = assemble(dataclasses.replace(config, model=model, mesh=MESHES[mesh]))
     state, metrics = program.compile_train()(
-        program.initial_state(), program.step_inputs(), program.train_feed().shard_batch(batch(run, 0))
+        program.initial_state(),
+        program.step_inputs(),
+        program.train_feed().shard_batch(batch(run, 0)),
     )
     assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(jnp.float32)}
     # Two blocks of rounding to 8 bits, in a loss near ln 17.
     assert float(metrics["loss"]) == pytest.approx(trained(run, "one")[2][0]["loss"], rel=0.02)
-    assert float(metrics["grad_norm"]) == pytest.approx(trained(run, "one")[2][0]["grad_norm"], rel=0.1)
+    assert float(metrics["grad_norm"]) == pytest.approx(
+        trained(run, "one")[2][0]["grad_norm"], rel=0.1
+    )
 
 
 # Meshes that cannot be
 
 
-def refused(message: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: Any) -> None:
+def refused(
+    message: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: Any
+) -> None:
     config = dataclasses.replace(
         RUNS["decoder"], model=model, mesh=MeshConfig(**mesh), data=DataConfig(name="text:x", batch_size=batch_size),
         accumulation_steps=accumulation,
@@ -221,9 +246,18 @@ def refused(message: str, *, model: Any = ODD, batch_size: int = 16, accumulatio
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ({"data": 3}, "needs 3 devices (data 3); there are 8. Write axes whose product is that, or --mesh.data -1"),
-        ({"data": -1, "tensor": 3}, "needs a multiple of 3 devices (tensor 3); there are 8. Write smaller axes"),
-        ({"data": -1, "fsdp": -1}, "mesh.data and mesh.fsdp are both -1; leave at most one to be inferred"),
+        (
+            {"data": 3},
+            "needs 3 devices (data 3); there are 8. Write axes whose product is that, or --mesh.data -1",
+        ),
+        (
+            {"data": -1, "tensor": 3},
+            "needs a multiple of 3 devices (tensor 3); there are 8. Write smaller axes",
+        ),
+        (
+            {"data": -1, "fsdp": -1},
+            "mesh.data and mesh.fsdp are both -1; leave at most one to be inferred",
+        ),
         ({"data": 0}, "mesh.data is 0; write a number of devices, or -1"),
         (
             {"data": 4, "sequence": 2},
@@ -260,7 +294,9 @@ def test_axes_that_rarely_divide_stay_whole() -> None:
     program = program_of("vit", "2x2x2")
     assert program.abstract.params["readout"].sharding.spec == P("fsdp", None)
     wide = dataclasses.replace(DECODER, num_kv_heads=3, vocab_size=18)
-    shardings = assemble(dataclasses.replace(RUNS["decoder"], model=wide, mesh=MESHES["2x2x2"])).abstract.params
+    shardings = assemble(
+        dataclasses.replace(RUNS["decoder"], model=wide, mesh=MESHES["2x2x2"])
+    ).abstract.params
     assert shardings["block.attention.key"].sharding.spec == P(None, "fsdp", None, None)
     assert shardings["token"].sharding.spec == P("tensor", "fsdp")
 

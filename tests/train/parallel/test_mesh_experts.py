@@ -54,7 +54,12 @@ def trained(model: str, mesh: Mesh) -> tuple[Program, Any, Any, dict[str, float]
         optimizer=OptimizerConfig(peak_lr=0.01, eps=1e-2, clip_norm=1.0),
     )  # fmt: skip
     program = assemble(config, jax.devices()[: 1 if dict(mesh) == ONE else 8])
-    step, inputs, state, metrics = program.compile_train(), program.step_inputs(), program.initial_state(), {}
+    step, inputs, state, metrics = (
+        program.compile_train(),
+        program.step_inputs(),
+        program.initial_state(),
+        {},
+    )
     first = jax.tree.map(jnp.copy, state)
     for _ in range(2):
         state, metrics = step(state, inputs, program.train_feed().shard_batch(batch()))  # pyright: ignore
@@ -67,18 +72,26 @@ def exchanges(text: str) -> int:
     return sum(" all-to-all(" in line and "f32[1,2,10,16]" in line for line in text.splitlines())
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("capacity", MANY), ("capacity", WITH_TENSOR), ("dropless", WITH_TENSOR)])
-def test_eight_devices_start_bitwise_as_one_and_train_as_one(model: str, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("model", "mesh"), [("capacity", MANY), ("capacity", WITH_TENSOR), ("dropless", WITH_TENSOR)]
+)
+def test_eight_devices_start_bitwise_as_one_and_train_as_one(
+    model: str, mesh: dict[str, int]
+) -> None:
     _, first, one, expected, _ = trained(model, tuple(ONE.items()))
     _, begun, many, metrics, _ = trained(model, tuple(mesh.items()))
     assert metrics == pytest.approx(expected, rel=TOLERANCE / 10)
     assert (metrics["dropped_tokens"] > 0) == (model == "capacity")
     for name, value in one.params.items():
         start = np.asarray(first.params[name])
-        np.testing.assert_array_equal(start.view(np.uint32), np.asarray(begun.params[name]).view(np.uint32))
+        np.testing.assert_array_equal(
+            start.view(np.uint32), np.asarray(begun.params[name]).view(np.uint32)
+        )
         moved = np.abs(np.asarray(value) - start).max()
         assert moved > 0, name
-        np.testing.assert_allclose(many.params[name], value, rtol=0, atol=TOLERANCE * moved + 1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            many.params[name], value, rtol=0, atol=TOLERANCE * moved + 1e-7, err_msg=name
+        )
 
 
 def test_experts_are_split_and_all_else_as_by_fsdp() -> None:
@@ -90,7 +103,9 @@ def test_experts_are_split_and_all_else_as_by_fsdp() -> None:
     assert specs["block.experts.router"] == P(None, ("fsdp", "experts"), None)
     assert specs["block.attention.query"][1] == ("fsdp", "experts")
     parts = program.train_feed().shard_batch(batch())["inputs"].addressable_shards
-    assert {part.data.shape for part in parts} == {(2, 12)}  # a device's own tokens: no two have the same
+    assert {part.data.shape for part in parts} == {
+        (2, 12)
+    }  # a device's own tokens: no two have the same
 
 
 def test_tokens_are_exchanged_all_to_all_once_there_and_back_in_both_passes() -> None:
@@ -102,7 +117,10 @@ def test_tokens_are_exchanged_all_to_all_once_there_and_back_in_both_passes() ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mesh.experts", "2"], "mesh.experts 2 splits experts and the model has none; write --model.experts too"),
+        (
+            ["--mesh.experts", "2"],
+            "mesh.experts 2 splits experts and the model has none; write --model.experts too",
+        ),
         (
             ["--mesh.experts", "4", "--model.experts", "6"],
             "mesh.experts 4 does not divide axis 'experts' of size 6 (block.experts.down); "

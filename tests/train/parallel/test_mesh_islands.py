@@ -39,7 +39,9 @@ def crossed(config: MeshConfig, devices: list[Any], attribute: str = "slice_inde
     mesh = make_mesh(config, devices)
     assert sorted(device.id for device in mesh.devices.flat) == list(range(len(devices)))
     where = np.vectorize(lambda device: getattr(device, attribute))(mesh.devices)
-    return {name for axis, name in enumerate(mesh.axis_names) if (np.diff(where, axis=axis) != 0).any()}
+    return {
+        name for axis, name in enumerate(mesh.axis_names) if (np.diff(where, axis=axis) != 0).any()
+    }
 
 
 def test_data_crosses_slices_first_then_fsdp() -> None:
@@ -48,7 +50,9 @@ def test_data_crosses_slices_first_then_fsdp() -> None:
     assert crossed(MeshConfig(data=1, fsdp=4, tensor=2), slices(2, 4)) == {"fsdp"}
     assert crossed(MeshConfig(data=6), slices(3, 2)) == {"data"}
     # A slice that holds several processes is one island; a process in it is none.
-    assert crossed(MeshConfig(data=1, fsdp=2, tensor=4), slices(1, 8), "process_index") >= {"tensor"}
+    assert crossed(MeshConfig(data=1, fsdp=2, tensor=4), slices(1, 8), "process_index") >= {
+        "tensor"
+    }
 
 
 def test_hosts_that_know_no_slices_are_islands() -> None:
@@ -59,8 +63,13 @@ def test_the_axis_that_crosses_can_be_named() -> None:
     config = MeshConfig(data=2, fsdp=4, slices=("fsdp=2",))
     assert crossed(config, slices(2, 4)) == {"fsdp"}
     assert crossed(dataclasses.replace(config, slices=("data=2",)), slices(2, 4)) == {"data"}
-    assert crossed(MeshConfig(data=1, sequence=8, slices=("sequence=4",)), slices(4, 2)) == {"sequence"}
-    assert crossed(MeshConfig(data=4, tensor=4, slices=("data=2", "tensor=2")), slices(4, 4)) == {"data", "tensor"}
+    assert crossed(MeshConfig(data=1, sequence=8, slices=("sequence=4",)), slices(4, 2)) == {
+        "sequence"
+    }
+    assert crossed(MeshConfig(data=4, tensor=4, slices=("data=2", "tensor=2")), slices(4, 4)) == {
+        "data",
+        "tensor",
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,9 @@ def test_the_axis_that_crosses_can_be_named() -> None:
         (MeshConfig(data=6), hosts(2, 2) + hosts(1, 2), "every process must have as many devices as the others; there are 4 in 0, 2 in 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_laid_over_islands_is_refused(config: MeshConfig, devices: list[Any], message: str) -> None:
+def test_what_cannot_be_laid_over_islands_is_refused(
+    config: MeshConfig, devices: list[Any], message: str
+) -> None:
     with pytest.raises(MeshError, match=f"^{re.escape(message)}$"):
         make_mesh(config, devices)
 

@@ -45,7 +45,12 @@ MESHES = {
     "data 2 x sequence 4": MeshConfig(data=2, sequence=4),
     "fsdp 2 x sequence 2 x tensor 2": MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
     "fsdp 4 x tensor 2": MeshConfig(data=1, fsdp=4, tensor=2),
-    "rules": MeshConfig(data=2, fsdp=2, tensor=2, rules=("mlp=fsdp,tensor", "embed=none", "vocab=none", "batch=data")),
+    "rules": MeshConfig(
+        data=2,
+        fsdp=2,
+        tensor=2,
+        rules=("mlp=fsdp,tensor", "embed=none", "vocab=none", "batch=data"),
+    ),
 }
 CASES = [
     ("rotary", "data 2 x sequence 4"),
@@ -66,14 +71,20 @@ RING = "data 2 x sequence 4"
 def program_of(model: str, mesh: str) -> Program:
     devices = jax.devices()
     assert len(devices) == 8
-    compute = dataclasses.replace(MODELS[model].compute, attention="ring" if mesh == RING else "auto")
+    compute = dataclasses.replace(
+        MODELS[model].compute, attention="ring" if mesh == RING else "auto"
+    )
     config = Config(
         recipe=model,
         model=dataclasses.replace(MODELS[model], compute=compute),
-        data=DataConfig(name="digits" if model == "vit" else "text:x", batch_size=8, eval_batch_size=4),
+        data=DataConfig(
+            name="digits" if model == "vit" else "text:x", batch_size=8, eval_batch_size=4
+        ),
         preset=PresetConfig(name="mup", base=None),
         # An eps far below the gradients would enlarge the rounding of those near zero.
-        optimizer=OptimizerConfig(peak_lr=0.01, eps=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=1.0),
+        optimizer=OptimizerConfig(
+            peak_lr=0.01, eps=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=1.0
+        ),
         mesh=MESHES[mesh],
         steps=9,
         accumulation_steps=2,
@@ -97,25 +108,36 @@ def batch(model: str, step: int, size: int = 8) -> dict[str, np.ndarray]:
 def trained(model: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]], Any]:
     """The initial and the final parameters, the metrics of each of five steps, and the sums of an evaluation after them."""
     program = program_of(model, mesh)
-    step, numbers, state, rows = program.compile_train(), program.step_inputs(), program.initial_state(), []
+    step, numbers, state, rows = (
+        program.compile_train(),
+        program.step_inputs(),
+        program.initial_state(),
+        [],
+    )
     first = jax.device_get(state.params)
     for index in range(STEPS):
         state, metrics = step(state, numbers, program.train_feed().shard_batch(batch(model, index)))
         rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
-    sums = program.compile_eval()(state.params, numbers, program.eval_feed().shard_batch(batch(model, STEPS, 4)))
+    sums = program.compile_eval()(
+        state.params, numbers, program.eval_feed().shard_batch(batch(model, STEPS, 4))
+    )
     return first, jax.device_get(state.params), rows, jax.device_get(sums)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_five_steps_and_an_evaluation_agree_with_one_device(model: str, mesh: str) -> None:
-    (first, one, expected, sums_one), (_, many, rows, sums) = (trained(model, name) for name in ("one", mesh))
+    (first, one, expected, sums_one), (_, many, rows, sums) = (
+        trained(model, name) for name in ("one", mesh)
+    )
     for got, want in zip(rows, expected, strict=True):
         assert got == pytest.approx(want, rel=TOLERANCE / 10)
     for name, value in one.items():
         moved = np.abs(value - first[name]).max()
         assert moved > 1e-3, f"{name} was not trained"
-        np.testing.assert_allclose(many[name], value, rtol=0, atol=TOLERANCE * moved + 1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            many[name], value, rtol=0, atol=TOLERANCE * moved + 1e-7, err_msg=name
+        )
     assert [float(x) for x in jax.tree.leaves(sums)] == pytest.approx(
         [float(x) for x in jax.tree.leaves(sums_one)], rel=TOLERANCE / 10
     )
@@ -126,7 +148,9 @@ def test_five_steps_and_an_evaluation_agree_with_one_device(model: str, mesh: st
 def test_initialization_is_the_same_to_the_bit(model: str, mesh: str) -> None:
     # Rows here are split into pieces that vector instructions do not fill, unlike those of test_mesh.
     for name, value in trained(model, "one")[0].items():
-        np.testing.assert_array_equal(value.view(np.uint32), trained(model, mesh)[0][name].view(np.uint32), name)
+        np.testing.assert_array_equal(
+            value.view(np.uint32), trained(model, mesh)[0][name].view(np.uint32), name
+        )
 
 
 @pytest.mark.slow
@@ -143,19 +167,30 @@ def test_control_positions_that_do_not_see_each_other_disagree() -> None:
 def test_batches_and_activations_are_split_along_positions() -> None:
     program = program_of("rotary", "data 2 x sequence 4")
     on_mesh = program.train_feed().shard_batch(batch("rotary", 0))
-    assert {shard.data.shape for x in on_mesh.values() for shard in x.addressable_shards} == {(4, 2)}
+    assert {shard.data.shape for x in on_mesh.values() for shard in x.addressable_shards} == {
+        (4, 2)
+    }
     images = program_of("vit", "data 2 x sequence 4").train_feed().shard_batch(batch("vit", 0))
     assert {shard.data.shape for shard in images["inputs"].addressable_shards} == {(4, 6, 6, 2)}
-    lie = jax.jit(lambda x: program.layout.constrain(x, ("batch", "sequence", "mlp")))(jnp.zeros((4, 8, 24)))
-    assert lie.sharding.is_equivalent_to(jax.sharding.NamedSharding(program.mesh, P("data", "sequence")), 3)
+    lie = jax.jit(lambda x: program.layout.constrain(x, ("batch", "sequence", "mlp")))(
+        jnp.zeros((4, 8, 24))
+    )
+    assert lie.sharding.is_equivalent_to(
+        jax.sharding.NamedSharding(program.mesh, P("data", "sequence")), 3
+    )
 
 
 def test_rules_of_a_run_move_parameters() -> None:
-    shardings = {name: leaf.sharding.spec for name, leaf in program_of("learned", "rules").abstract.params.items()}
+    shardings = {
+        name: leaf.sharding.spec
+        for name, leaf in program_of("learned", "rules").abstract.params.items()
+    }
     assert shardings["block.mlp.up"] == P(None, None, ("fsdp", "tensor"))
     assert shardings["block.attention.query"] == P(None, None, "tensor", None)
     assert shardings["token"] == P(None, None)
-    assert program_of("learned", "rules").layout.batch({"targets": np.zeros((8, 8))})["targets"].spec == P("data", None)
+    assert program_of("learned", "rules").layout.batch({"targets": np.zeros((8, 8))})[
+        "targets"
+    ].spec == P("data", None)
 
 
 def refused(model: Any, message: str, **mesh: Any) -> None:

@@ -44,11 +44,14 @@ def with_flipped_bit(array: jax.Array, device: int, place: int) -> jax.Array:
 
 def difference(arrays: dict[str, Any]) -> str:
     named = replicas.by_name(arrays)
-    return replicas.difference(named, [{"host": "a", "sums": replicas.checksums(list(named.values()))}])
+    return replicas.difference(
+        named, [{"host": "a", "sums": replicas.checksums(list(named.values()))}]
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("count", 0), ("half", 2), ("key", 1), ("on", 1), ("small", 5), ("weight", 3)]
+    ("name", "place"),
+    [("count", 0), ("half", 2), ("key", 1), ("on", 1), ("small", 5), ("weight", 3)],
 )
 def test_one_bit_of_one_copy_is_found_by_name(name: str, place: int) -> None:
     arrays = tree()
@@ -63,7 +66,8 @@ def test_numbers_that_changed_places_are_found() -> None:
     parts = [np.array(shard.data) for shard in arrays["key"].addressable_shards]
     parts[3] = parts[3][::-1].copy()
     single = [
-        jax.device_put(part, shard.device) for part, shard in zip(parts, arrays["key"].addressable_shards, strict=True)
+        jax.device_put(part, shard.device)
+        for part, shard in zip(parts, arrays["key"].addressable_shards, strict=True)
     ]
     swapped = jax.make_array_from_single_device_arrays((2,), arrays["key"].sharding, single)
     assert "key" in difference({**arrays, "key": swapped})
@@ -74,7 +78,8 @@ def test_a_difference_between_processes_names_both() -> None:
     sums = replicas.checksums(list(arrays.values()))
     # As the second of two processes, which has the last four devices, would send them.
     mine, other = (
-        {device: row for device, row in sums.items() if (int(device) >= 4) == half} for half in (False, True)
+        {device: row for device, row in sums.items() if (int(device) >= 4) == half}
+        for half in (False, True)
     )
     other["6"] = [other["6"][0] + 1]
 
@@ -93,7 +98,10 @@ def test_a_difference_between_processes_names_both() -> None:
 
     parts = [{"host": "a", "sums": mine}, {"host": "b", "sums": other}]
     spread: Any = {"weight": Spread()}
-    assert replicas.difference(spread, parts) == "weight on process 1 (b) has other bits than on process 0 (a)"
+    assert (
+        replicas.difference(spread, parts)
+        == "weight on process 1 (b) has other bits than on process 0 (a)"
+    )
 
 
 def test_sums_are_compiled_once_for_all_values() -> None:

@@ -43,7 +43,9 @@ def config_of(mesh: MeshConfig, **more: Any) -> Config:
 def with_experts() -> Config:
     config = config_of(MeshConfig(data=1, fsdp=2, experts=2))
     routing = RoutingConfig(capacity_factor=1.25)
-    model = dataclasses.replace(config.model, experts=8, active_experts=2, expert_dim=128, routing=routing)
+    model = dataclasses.replace(
+        config.model, experts=8, active_experts=2, expert_dim=128, routing=routing
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -84,7 +86,11 @@ def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
     executable = compile_for(with_experts(), "v5e:2x2")
     report = executable.report()
     assert report["problems"] == []
-    sent = [row for row in report["collectives"] if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]]
+    sent = [
+        row
+        for row in report["collectives"]
+        if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]
+    ]
     assert [(row["axes"], row["executions"]) for row in sent] == [(["experts"], 8 * DEPTH)]
     # 16 examples of a device, of which each of 8 experts takes 1.25 x 128 x 2 / 8 tokens: there and back forward, there again, and both
     # gradients; beside them each token's gate goes there twice and its gradient comes back.
@@ -105,12 +111,18 @@ def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
 def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() -> None:
     # fsdp cuts rows of the embedding into parts of 32 of the 128 that a vector has: in free layouts 1.1 times the state.
     config = config_of(MeshConfig(data=1, fsdp=16))
-    model = dataclasses.replace(config.model, width=512, num_heads=4, vocab_size=8192, seq_len=512, mlp_ratio=4.0)
+    model = dataclasses.replace(
+        config.model, width=512, num_heads=4, vocab_size=8192, seq_len=512, mlp_ratio=4.0
+    )
     executable = compile_for(dataclasses.replace(config, model=model), "v5e:4x4")
     report = executable.report()
     assert report["problems"] == []
     assert report["arguments_over_expected"] < pods_compiled.MOST_ARGUMENTS
-    gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["loop_trips"] == [DEPTH]]
+    gathers = [
+        row
+        for row in report["collectives"]
+        if row["kind"] == "all-gather" and row["loop_trips"] == [DEPTH]
+    ]
     sent, alone = (sum(row[name] for row in gathers) for name in ("wire_bytes", "alone_bytes"))
     assert sent > 0
     assert alone < 0.2 * sent
@@ -136,7 +148,9 @@ def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> Non
     matrix = 1024 * 2048 * 2  # of an MLP, bytes in bfloat16
 
     def sent(choice: Any, kind: str) -> int:
-        executable = compile_for(dataclasses.replace(config, model=model, xla_flags=choice), "v5e:4x4")
+        executable = compile_for(
+            dataclasses.replace(config, model=model, xla_flags=choice), "v5e:4x4"
+        )
         inside = [one for one in executable.collectives if one.kind == kind and DEPTH in one.trips]
         return sum(one.bytes for one in inside if one.bytes >= matrix)
 
@@ -153,18 +167,25 @@ def test_layers_gradients_are_summed_beside_products_where_control_one_message_w
     kind = "TPU v5 lite"
     flags = tuple(one for one in hardware.FLAGS[kind] if one.name != hardware.COMBINED_SUMS)
     if flags == hardware.FLAGS[kind]:
-        pytest.skip(f"runs with jax {jax.__version__} leave {hardware.COMBINED_SUMS} to the compiler")
+        pytest.skip(
+            f"runs with jax {jax.__version__} leave {hardware.COMBINED_SUMS} to the compiler"
+        )
     if not apart:
         monkeypatch.setitem(hardware.FLAGS, kind, flags)
     config = config_of(MeshConfig(data=1, fsdp=16))
-    model = dataclasses.replace(config.model, width=1024, num_heads=8, vocab_size=8192, seq_len=512, mlp_ratio=4.0)
+    model = dataclasses.replace(
+        config.model, width=1024, num_heads=8, vocab_size=8192, seq_len=512, mlp_ratio=4.0
+    )
     executable = compile_for(dataclasses.replace(config, model=model, vmem_kib=16384), "v5e:4x4")
     sums = [
         row
         for row in executable.report()["collectives"]
         if row["kind"] == "all-reduce" and row["loop_trips"] == [DEPTH]
     ]
-    sent, alone = (sum(row[name] for row in sums if not row["gathers"]) for name in ("wire_bytes", "alone_bytes"))
+    sent, alone = (
+        sum(row[name] for row in sums if not row["gathers"])
+        for name in ("wire_bytes", "alone_bytes")
+    )
     matrices = DEPTH * (4 * 1024 * 1024 + 3 * 1024 * 4096) * 2
     assert sent >= 2 * 15 / 16 * matrices
     assert alone < 0.2 * sent if apart else alone > 0.8 * sent
@@ -178,7 +199,11 @@ def test_parts_of_the_vocabulary_are_in_memory_one_after_the_other() -> None:
     model = dataclasses.replace(config.model, vocab_size=2**15)
     executable = compile_for(dataclasses.replace(config, model=model, data=data), "v5e:2x2")
     report, part = executable.report(), 4 * 8192 * 8192
-    assert (report["loss"]["kind"], report["loss"]["parts"], report["loss"]["kept"]) == ("vocab", 4, 0)
+    assert (report["loss"]["kind"], report["loss"]["parts"], report["loss"]["kept"]) == (
+        "vocab",
+        4,
+        0,
+    )
     assert part < report["temporary_bytes_per_device"] < 2 * part
 
 
@@ -204,7 +229,10 @@ def test_the_report_has_what_it_promises() -> None:
     assert promised <= set(report)
     assert json.loads(json.dumps(report)) == report
     assert report["estimated_cycles"] > 100_000
-    assert report["peak_bytes_per_device"] >= report["argument_bytes_per_device"] + report["temporary_bytes_per_device"]
+    assert (
+        report["peak_bytes_per_device"]
+        >= report["argument_bytes_per_device"] + report["temporary_bytes_per_device"]
+    )
     state = sum(leaf.size * 4 for leaf in jax.tree.leaves(executable.program.abstract))
     assert state / 4 < report["argument_bytes_per_device"] < state / 2
     assert 0 < report["roofline"]["mfu"] < 1
@@ -225,7 +253,16 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 @pytest.mark.tpu
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
-    words = ["--topology", "v5e:2x2", "--model.depth", "2", "--data.batch-size", "8", "--json", str(out)]
+    words = [
+        "--topology",
+        "v5e:2x2",
+        "--model.depth",
+        "2",
+        "--data.batch-size",
+        "8",
+        "--json",
+        str(out),
+    ]
     assert main(["compile", "lm-tiny", *words]) == 0
     output = capsys.readouterr().out
     assert "fits" in output
@@ -249,20 +286,28 @@ def test_control_whole_moments_are_caught() -> None:
     assert pods_compiled.whole_moments(program, good) == []
     whole = jax.tree.map(lambda _: program.layout.replicated, program.abstract.opt_state)
     problems = pods_compiled.whole_moments(program, good._replace(opt_state=whole))
-    matrices = sum(leaf.sharding != program.layout.replicated for leaf in program.abstract.params.values())
+    matrices = sum(
+        leaf.sharding != program.layout.replicated for leaf in program.abstract.params.values()
+    )
     assert len(problems) == 2 * matrices  # both moments of every parameter that is split
 
 
 @pytest.mark.core
 def test_control_padded_layouts_are_caught() -> None:
     assert pods_compiled.padding(105 * 2**20, 100 * 2**20) == []
-    assert "106 MiB for 100 MiB of state and batch" in pods_compiled.padding(106 * 2**20, 100 * 2**20)[0]
+    assert (
+        "106 MiB for 100 MiB of state and batch"
+        in pods_compiled.padding(106 * 2**20, 100 * 2**20)[0]
+    )
 
 
 @pytest.mark.core
 def test_control_a_stack_gathered_before_the_loop_is_caught() -> None:
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    place, whole = NamedSharding(mesh, PartitionSpec(None, "fsdp")), NamedSharding(mesh, PartitionSpec())
+    place, whole = (
+        NamedSharding(mesh, PartitionSpec(None, "fsdp")),
+        NamedSharding(mesh, PartitionSpec()),
+    )
     shape = (DEPTH, 64, 64)
 
     def problems(gathered: bool) -> list[str]:
@@ -272,7 +317,9 @@ def test_control_a_stack_gathered_before_the_loop_is_caught() -> None:
 
         rows = NamedSharding(mesh, PartitionSpec("fsdp"))
         jitted = jax.jit(run, in_shardings=(place, rows), out_shardings=rows)
-        text = jitted.lower(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32))
+        text = jitted.lower(
+            jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+        )
         module = hlo.parse(text.compile().as_text() or "")
         return pods_compiled.whole_stacks(collectives(module, {"fsdp": 8}), {"w": shape})
 

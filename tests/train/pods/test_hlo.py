@@ -26,12 +26,19 @@ TPU = (Path(__file__).parent / "tpu-v5e-2x2.txt").read_text()
 @pytest.fixture(scope="module")
 def cpu() -> str:
     """The same program, by this JAX for the CPU."""
-    mesh = jax.make_mesh((2, 2), tuple(MESH), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), tuple(MESH), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
 
     def leaf(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        return jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
 
-    up, down = leaf((LAYERS, WIDTH, HIDDEN), None, *MESH), leaf((LAYERS, HIDDEN, WIDTH), None, "tensor", "fsdp")
+    up, down = (
+        leaf((LAYERS, WIDTH, HIDDEN), None, *MESH),
+        leaf((LAYERS, HIDDEN, WIDTH), None, "tensor", "fsdp"),
+    )
     x = leaf((ROWS, WIDTH), "fsdp", None)
 
     def loss(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
@@ -66,16 +73,27 @@ def test_collectives_are_those_of_the_mesh(module: hlo.Module) -> None:
         sorted((one.kind, one.axes) for one in operations if one.kind == "all-gather")
         == [("all-gather", ("fsdp",))] * 4
     )
-    assert [one.axes for one in operations if one.kind == "all-reduce" and one.axes == ("tensor",)] == [("tensor",)] * 2
-    assert all(one.trips == (LAYERS,) and one.times == LAYERS and one.group_size == 2 for one in operations)
+    assert [
+        one.axes for one in operations if one.kind == "all-reduce" and one.axes == ("tensor",)
+    ] == [("tensor",)] * 2
+    assert all(
+        one.trips == (LAYERS,) and one.times == LAYERS and one.group_size == 2 for one in operations
+    )
     # float32 on CPU, bfloat16 products on TPU: one tensor part of a matrix.
-    assert {one.bytes * 2 // (WIDTH * HIDDEN) for one in operations if one.kind == "all-gather"} in ({4}, {2})
+    assert {
+        one.bytes * 2 // (WIDTH * HIDDEN) for one in operations if one.kind == "all-gather"
+    } in ({4}, {2})
 
 
 def test_gradients_are_summed_over_fsdp(module: hlo.Module) -> None:
-    summed = [one for one in collectives(module, MESH) if one.kind in ("reduce-scatter", "all-reduce")]
+    summed = [
+        one for one in collectives(module, MESH) if one.kind in ("reduce-scatter", "all-reduce")
+    ]
     (gradient,) = [one for one in summed if one.axes == ("fsdp",)]
-    assert gradient.bytes in (WIDTH * HIDDEN * 4, WIDTH * HIDDEN * 2)  # both matrices, a tensor part of each
+    assert gradient.bytes in (
+        WIDTH * HIDDEN * 4,
+        WIDTH * HIDDEN * 2,
+    )  # both matrices, a tensor part of each
 
 
 def test_a_fused_sum_and_slice_is_a_reduce_scatter() -> None:
@@ -162,15 +180,25 @@ SHARD_MAPS = """ENTRY %main (p: f32[512,8]) -> f32[512,8] {
   %done = token[] send-done(%s), channel_id=2, is_host_transfer=true
   ROOT %n = f32[512,8]{1,0} negate(%p)
 }
-""".replace("TRANSFER", '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"')
+""".replace(
+    "TRANSFER", '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"'
+)
 
 
 def test_one_channel_may_be_that_of_many() -> None:
     operations = [
-        one for one in collectives(hlo.parse(SHARD_MAPS), {"data": 2, "fsdp": 4}, {"data": 2}) if not one.between_slices
+        one
+        for one in collectives(hlo.parse(SHARD_MAPS), {"data": 2, "fsdp": 4}, {"data": 2})
+        if not one.between_slices
     ]
-    assert [(one.kind, one.bytes, one.overlapped) for one in operations] == [("reduce-scatter", 512 * 8 * 4, False)] * 2
-    assert sum(row["alone_bytes"] for row in table(operations)) == sum(one.wire_bytes for one in operations) > 0
+    assert [(one.kind, one.bytes, one.overlapped) for one in operations] == [
+        ("reduce-scatter", 512 * 8 * 4, False)
+    ] * 2
+    assert (
+        sum(row["alone_bytes"] for row in table(operations))
+        == sum(one.wire_bytes for one in operations)
+        > 0
+    )
 
 
 CALLED = """%sent (p: f32[512,8]) -> f32[128,8] {
@@ -224,13 +252,23 @@ def test_a_sum_of_parts_in_zeros_is_told_from_one_of_gradients() -> None:
         ("a", True),
         ("b", False),
     ]  # b's is written into an argument
-    assert sorted((row["gathers"], row["wire_bytes"]) for row in table(operations)) == [(False, 96.0), (True, 96.0)]
+    assert sorted((row["gathers"], row["wire_bytes"]) for row in table(operations)) == [
+        (False, 96.0),
+        (True, 96.0),
+    ]
 
 
 def test_what_hosts_send_between_slices_is_counted() -> None:
     mesh = {"data": 2, "fsdp": 4}
-    (sent,) = [one for one in collectives(hlo.parse(SHARD_MAPS), mesh, {"data": 2}) if one.between_slices]
-    assert (sent.kind, sent.axes, sent.group_size, sent.wire_bytes) == ("all-reduce", ("data",), 2, 512 * 8 * 4)
+    (sent,) = [
+        one for one in collectives(hlo.parse(SHARD_MAPS), mesh, {"data": 2}) if one.between_slices
+    ]
+    assert (sent.kind, sent.axes, sent.group_size, sent.wire_bytes) == (
+        "all-reduce",
+        ("data",),
+        2,
+        512 * 8 * 4,
+    )
     assert sent.overlapped
 
 
@@ -250,9 +288,7 @@ def test_text_that_is_no_program_is_refused() -> None:
 
 
 def test_a_line_break_in_a_kernels_attributes_ends_nothing() -> None:
-    kernel = (
-        '  %k = f32[2]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"a":"b"\n}}, metadata={op_name="k"}'
-    )
+    kernel = '  %k = f32[2]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"a":"b"\n}}, metadata={op_name="k"}'
     text = f"ENTRY %main (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n{kernel}\n  ROOT %n = f32[2]{{0}} negate(%k)\n}}\n"
     instructions = hlo.parse(text).computations["main"]
     assert list(instructions) == ["p", "k", "n"]

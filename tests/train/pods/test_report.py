@@ -43,7 +43,9 @@ CHEAP = "%c1 = f32[8,8]{1,0} copy(%x)"
 def overlaps(**places: str) -> bool:
     text = PROGRAM
     for place in ("BEFORE", "BETWEEN", "AFTER"):
-        text = text.replace(place, places.get(place.lower(), "%none" + place + " = f32[] constant(0)"))
+        text = text.replace(
+            place, places.get(place.lower(), "%none" + place + " = f32[] constant(0)")
+        )
     (one,) = collectives(hlo.parse(text), {"fsdp": 4})
     return one.overlapped
 
@@ -84,7 +86,9 @@ def test_a_gather_as_large_as_a_bias_is_no_problem_and_one_as_large_as_a_matrix_
     assert problems(rows, 16) == []  # of row statistics
     assert problems(depth, 512, times=1) == []  # of all layers' biases
     assert "over fsdp x tensor the layer loop sends" in problems(512, 512)[0]
-    assert any("gathers all layers of w at once" in line for line in problems(depth, 512, 256, times=1))
+    assert any(
+        "gathers all layers of w at once" in line for line in problems(depth, 512, 256, times=1)
+    )
 
 
 REPORT: dict[str, Any] = {
@@ -120,4 +124,6 @@ def test_tables_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(terminal, "columns", lambda stream=None: 80)
     narrow = "\n\n".join(command._tables(REPORT, "lm-8b on v5e:16x16 x 2 slices"))
     assert [line for line in narrow.splitlines() if len(line) > 80] == []
-    assert set(re.split(r"\s+", wide)) == set(re.split(r"\s+", narrow))  # no word is cut or left out
+    assert set(re.split(r"\s+", wide)) == set(
+        re.split(r"\s+", narrow)
+    )  # no word is cut or left out

@@ -26,13 +26,19 @@ pytestmark = pytest.mark.core
 def config_of(**compute: Any) -> Config:
     config = dataclasses.replace(RECIPES["lm-tiny"](), mesh=MeshConfig(data=8))
     return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **compute))
+        config,
+        model=dataclasses.replace(
+            config.model, compute=dataclasses.replace(config.model.compute, **compute)
+        ),
     )
 
 
 def test_near_copies_of_the_best_are_left_out() -> None:
     best = Candidate(config_of(), 1.0, 0)
-    copies = [Candidate(dataclasses.replace(config_of(), seed=seed), 1.0 + seed / 100, 0) for seed in range(1, 9)]
+    copies = [
+        Candidate(dataclasses.replace(config_of(), seed=seed), 1.0 + seed / 100, 0)
+        for seed in range(1, 9)
+    ]
     other = [Candidate(config_of(**{name: value}), 2.0 + i, 0) for i, (name, value) in enumerate(
         {"remat": "block", "cross_entropy": "plain", "attention_block": 512}.items()
     )]  # fmt: skip
@@ -43,7 +49,9 @@ def test_near_copies_of_the_best_are_left_out() -> None:
 
 def test_candidates_decide_all_that_the_search_says() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=512, num_heads=2))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, seq_len=512, num_heads=2)
+    )
     plans = list(search.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
     values = {name: {json.dumps(one.kinds[name]) for one in plans} for name in plans[0].kinds}
     assert all(len(of) > 1 for of in values.values()), values
@@ -57,34 +65,49 @@ def test_candidates_decide_all_that_the_search_says() -> None:
     same = search.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1, (1,))
     assert {one.kinds["batch"] for one in same} == {batch}
     # What splits a layer's activations is waited for.
-    paces = {one.kinds["axes"]: one.seconds for one in reversed(plans) if one.kinds["batch"] == batch}
+    paces = {
+        one.kinds["axes"]: one.seconds for one in reversed(plans) if one.kinds["batch"] == batch
+    }
     assert paces["tensor",] > paces["fsdp",]
     own = search.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
     assert (own.config.mesh.data, own.bytes > 0) == (2, True)
     # Larger batches are compared by the example.
-    assert min(one.pace for one in plans) == min(one.seconds / one.config.data.batch_size for one in plans)
+    assert min(one.pace for one in plans) == min(
+        one.seconds / one.config.data.batch_size for one in plans
+    )
 
 
 def test_estimates_know_the_loss_and_the_blocks() -> None:
     config = dataclasses.replace(RECIPES["lm-8b"](), mesh=MeshConfig(data=1, fsdp=8))
 
     def seconds(chip: str, **compute: Any) -> float:
-        model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **compute))
+        model = dataclasses.replace(
+            config.model, compute=dataclasses.replace(config.model.compute, **compute)
+        )
         program = search.assemble(dataclasses.replace(config, model=model))
         return search.estimate(program, CHIPS[chip], 1)
 
     # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/performance.md).
     large = config
-    model, data = dataclasses.replace(config.model, seq_len=4096), dataclasses.replace(config.data, batch_size=8)
+    model, data = (
+        dataclasses.replace(config.model, seq_len=4096),
+        dataclasses.replace(config.data, batch_size=8),
+    )
     config = dataclasses.replace(config, model=model, data=data)
-    plain, vocab, chunked = (seconds("v5e", cross_entropy=loss) for loss in ("plain", "vocab", "chunked"))
+    plain, vocab, chunked = (
+        seconds("v5e", cross_entropy=loss) for loss in ("plain", "vocab", "chunked")
+    )
     assert plain < vocab < (plain + chunked) / 2
     config = large
     # On v6e blocks of 512 wait for keys and values; on v5e larger ones compute more of what the mask hides.
     assert seconds("v6e", attention_block=512) > seconds("v6e")
     assert seconds("v5e", attention_block=1024) > seconds("v5e")
     # What attention's kernel gave is not computed again, all else of the block is.
-    assert seconds("v5e", remat="dots") < seconds("v5e", remat="attention") < seconds("v5e", remat="block")
+    assert (
+        seconds("v5e", remat="dots")
+        < seconds("v5e", remat="attention")
+        < seconds("v5e", remat="block")
+    )
 
 
 def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
@@ -95,8 +118,17 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     def compile_for(config: Config, name: str, slices: int) -> Any:
         tried.append(config)
         if len(tried) == 2:
-            raise refused(name, "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: 20.0M of 16.0M", 2048)
-        report = {"fits": True, "roofline": {"step_seconds": 1.0}, "peak_bytes_per_device": 1, "batch_size": 1}
+            raise refused(
+                name,
+                "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: 20.0M of 16.0M",
+                2048,
+            )
+        report = {
+            "fits": True,
+            "roofline": {"step_seconds": 1.0},
+            "peak_bytes_per_device": 1,
+            "batch_size": 1,
+        }
         report["flags"] = {"xla_of_the_compiler": True}
         return SimpleNamespace(report=lambda: report)
 
@@ -104,11 +136,18 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
     records: list[str] = []
-    reports = search.search(config, "v5e:2x2", 1, 3, keep=lambda record: records.append(json.dumps(record)))
+    reports = search.search(
+        config, "v5e:2x2", 1, 3, keep=lambda record: records.append(json.dumps(record))
+    )
     first, *_, last = map(json.loads, records)
     assert len(records) == 4  # before the first and after each
     assert {row["outcome"] for row in first["rows"]} == {"estimated"}
-    assert [row["outcome"] for row in last["rows"][:4]] == ["compiled", "refused", "compiled", "estimated"]
+    assert [row["outcome"] for row in last["rows"][:4]] == [
+        "compiled",
+        "refused",
+        "compiled",
+        "estimated",
+    ]
     assert "20.0M of 16.0M" in last["rows"][1]["reason"]
     assert last["rows"][2]["peak_bytes_per_device"] == 1
     assert all(row["expected_seconds"] > 0 and row["expected_bytes"] > 0 for row in last["rows"])
@@ -119,15 +158,21 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     assert reports[0]["compiler_flags"] == {"xla_of_the_compiler": True}
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "the compiler of v5e:2x2 refuses this step; a core's own memory is too small: write --model.compute." in shown
+        "the compiler of v5e:2x2 refuses this step; a core's own memory is too small: write --model.compute."
+        in shown
     )
-    assert "attention-block 1024, or more for one operation with --vmem-kib. It says: RESOURCE_EXHAUSTED" in shown
+    assert (
+        "attention-block 1024, or more for one operation with --vmem-kib. It says: RESOURCE_EXHAUSTED"
+        in shown
+    )
 
 
 def test_a_search_says_the_minutes_that_the_flags_of_now_take() -> None:
     config = config_of()
     minutes = {
-        name: estimates.compile_seconds(2**20, estimates.operation_kib(config, CHIPS[name], {})) / 60 for name in CHIPS
+        name: estimates.compile_seconds(2**20, estimates.operation_kib(config, CHIPS[name], {}))
+        / 60
+        for name in CHIPS
     }
     # Of a step of 1 MiB, lm-8b's (docs/performance.md).
     assert [round(minutes[name], 1) for name in ("v5e", "v5p", "v6e")] == [5.7, 5.7, 9.7]
@@ -137,16 +182,27 @@ def test_a_search_says_the_minutes_that_the_flags_of_now_take() -> None:
 def test_what_one_operation_may_take_is_what_the_step_is_compiled_with() -> None:
     config = config_of()
     assert estimates.operation_kib(config, CHIPS["v6e"], {}) == 98304
-    assert estimates.operation_kib(dataclasses.replace(config, vmem_kib=65536), CHIPS["v6e"], {}) == 65536
-    assert estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v6e"], {}) == 32768
-    assert estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v5e"], {}) == 16384
+    assert (
+        estimates.operation_kib(dataclasses.replace(config, vmem_kib=65536), CHIPS["v6e"], {})
+        == 65536
+    )
+    assert (
+        estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v6e"], {})
+        == 32768
+    )
+    assert (
+        estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v5e"], {})
+        == 16384
+    )
     mine = {"LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=24576"}
     assert estimates.operation_kib(config, CHIPS["v5e"], mine) == 24576
 
 
 def test_blocks_of_2048_are_tried_where_a_core_holds_them() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=4096, num_heads=2))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, seq_len=4096, num_heads=2)
+    )
 
     def blocks(kib: int | None) -> set[int | None]:
         changed = dataclasses.replace(config, vmem_kib=kib)
@@ -169,11 +225,28 @@ def test_the_command_keeps_what_it_tried_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = {"step_seconds": 1.0, "alone": 0.1, "bound": "compute", "mfu": 0.4}
-    report = {"fits": True, "roofline": line, "peak_bytes_per_device": 1, "batch_size": 1, "problems": []}
-    monkeypatch.setattr(search, "compile_for", lambda *_: SimpleNamespace(report=lambda: dict(report)))
+    report = {
+        "fits": True,
+        "roofline": line,
+        "peak_bytes_per_device": 1,
+        "batch_size": 1,
+        "problems": [],
+    }
+    monkeypatch.setattr(
+        search, "compile_for", lambda *_: SimpleNamespace(report=lambda: dict(report))
+    )
     monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
     monkeypatch.setattr(search.topology, "ready", lambda: None)
-    words = ["lm-tiny", "--topology", "v5e:2x2", "--search", "--limit", "2", "--workdir", str(tmp_path / "run")]
+    words = [
+        "lm-tiny",
+        "--topology",
+        "v5e:2x2",
+        "--search",
+        "--limit",
+        "2",
+        "--workdir",
+        str(tmp_path / "run"),
+    ]
     assert main(["compile", *words]) == 0
     file = tmp_path / "run.search-v5e-2x2.json"
     assert str(file) in "".join(capsys.readouterr().out.split())

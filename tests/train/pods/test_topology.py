@@ -73,7 +73,9 @@ def test_only_whole_pods_and_cubes_are_tori(name: str, around: list[bool]) -> No
         (["lm-tiny", "--topology", "7x7"], "'7x7' is not a topology"),
     ],
 )
-def test_wrong_words_are_told_what_to_write(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_told_what_to_write(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compile", *argv]) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -83,7 +85,9 @@ def test_wrong_words_are_told_what_to_write(argv: list[str], message: str, capsy
 def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(flag in out for flag in ("--topology", "--slices", "--json", "--search", "--limit", "--hlo"))
+    assert all(
+        flag in out for flag in ("--topology", "--slices", "--json", "--search", "--limit", "--hlo")
+    )
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -119,11 +123,16 @@ def test_only_whole_vectors_may_lie_as_the_compiler_likes(monkeypatch: pytest.Mo
     config = config_of()
     for width, free in ((256, False), (512, True)):
         model = dataclasses.replace(config.model, width=width)
-        program = assemble(dataclasses.replace(config, model=model, mesh=MeshConfig(data=1, fsdp=4)), jax.devices()[:4])
+        program = assemble(
+            dataclasses.replace(config, model=model, mesh=MeshConfig(data=1, fsdp=4)),
+            jax.devices()[:4],
+        )
         assert not program.free
         mesh = np.array([Tpu()] * 4, dtype=object).reshape(program.mesh.devices.shape)
         monkeypatch.setattr(
-            type(program), "mesh", property(lambda self, mesh=mesh: types.SimpleNamespace(devices=mesh))
+            type(program),
+            "mesh",
+            property(lambda self, mesh=mesh: types.SimpleNamespace(devices=mesh)),
         )
         assert program.free == free
         monkeypatch.undo()
@@ -156,7 +165,9 @@ def expected(config: Config, passes: float) -> float:
     """All products of the forward pass with whole attention, so many times."""
     model = config.model
     terms = families.forward_terms(model)
-    terms["attention"] *= 2  # every position to every other: the mask is applied to what is computed
+    terms["attention"] *= (
+        2  # every position to every other: the mask is applied to what is computed
+    )
     readout = terms.pop("readout")
     return config.data.batch_size * 14 * (passes * sum(terms.values()) + 3 * readout)
 
@@ -230,10 +241,16 @@ def test_the_30b_model_has_qwens_parameters() -> None:
 TABLES = Path(__file__).parents[3] / "docs" / "pods.json"
 
 
-@pytest.mark.parametrize("pod", ["lm-8b v5p:4x4x4", "lm-8b v5e:16x16", "lm-8b v6e:16x16", "vit-h14 v5e:4x4"])
+@pytest.mark.parametrize(
+    "pod", ["lm-8b v5p:4x4x4", "lm-8b v5e:16x16", "lm-8b v6e:16x16", "vit-h14 v5e:4x4"]
+)
 def test_the_committed_pods_fit(pod: str) -> None:
     recipe, where = pod.split()
-    (report,) = [r for r in json.loads(TABLES.read_text())["pods"] if (r["recipe"], r["topology"]) == (recipe, where)]
+    (report,) = [
+        r
+        for r in json.loads(TABLES.read_text())["pods"]
+        if (r["recipe"], r["topology"]) == (recipe, where)
+    ]
     assert report["fits"]
     assert report["problems"] == []
     assert set(report["program"]) == {"commit", "date"}
@@ -254,20 +271,30 @@ def terms(mesh: MeshConfig, batch_size: int = 16, **compute: str) -> dict[str, i
 
 def test_the_memory_model_counts_what_a_device_holds() -> None:
     whole, split = terms(MeshConfig(data=8)), terms(MeshConfig(data=1, fsdp=8))
-    matrices = families.params(config_of().model) - (2 * 5 + 1) * 24  # norm gains, which fsdp splits too
-    arrays, scalars = 3 * 4 * (matrices + 11 * 24), 4 * (2 + len(Health()))  # of the latter also two counts of steps
+    matrices = (
+        families.params(config_of().model) - (2 * 5 + 1) * 24
+    )  # norm gains, which fsdp splits too
+    arrays, scalars = (
+        3 * 4 * (matrices + 11 * 24),
+        4 * (2 + len(Health())),
+    )  # of the latter also two counts of steps
     assert whole["state"] == arrays + scalars
     assert split["state"] == arrays / 8 + scalars
     # Five layers keep the stream of two rows of 14 positions of width 24, in float32.
     assert terms(MeshConfig(data=8), remat="block")["saved activations"] == 5 * 2 * 14 * 24 * 4
     assert terms(MeshConfig(data=8), 32, remat="block")["saved activations"] == 5 * 4 * 14 * 24 * 4
-    activations = [terms(MeshConfig(data=8), remat=name)["saved activations"] for name in ("none", "dots", "block")]
+    activations = [
+        terms(MeshConfig(data=8), remat=name)["saved activations"]
+        for name in ("none", "dots", "block")
+    ]
     assert activations == sorted(activations, reverse=True)
     # Attention of so few positions is ordinary products, which name nothing to keep.
     assert terms(MeshConfig(data=8), remat="attention")["saved activations"] == activations[-1]
 
 
-@pytest.mark.parametrize(("kernel", "itemsize", "norms"), [("splash", 2, 1), ("xla", 2, 0), ("tiles", 4, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "itemsize", "norms"), [("splash", 2, 1), ("xla", 2, 0), ("tiles", 4, 2)]
+)
 def test_the_memory_model_prices_what_attention_keeps(
     kernel: str, itemsize: int, norms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +307,9 @@ def test_the_memory_model_prices_what_attention_keeps(
         config = config_of(layers="scan", remat=remat, dtype="bfloat16")
         model = dataclasses.replace(config.model, seq_len=128)
         data = dataclasses.replace(config.data, batch_size=16)
-        program = assemble(dataclasses.replace(config, model=model, data=data, mesh=MeshConfig(data=8)))
+        program = assemble(
+            dataclasses.replace(config, model=model, data=data, mesh=MeshConfig(data=8))
+        )
         return estimates.expected(program)["saved activations"]
 
     outputs, sums = 5 * 2 * 128 * 24 * itemsize, 5 * 2 * 128 * 2 * 4
@@ -291,7 +320,9 @@ def test_the_memory_model_prices_what_attention_keeps(
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshConfig(data=2, fsdp=4), MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)], ids=["fsdp", "all"]
+    "mesh",
+    [MeshConfig(data=2, fsdp=4), MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)],
+    ids=["fsdp", "all"],
 )
 def test_the_loss_that_is_estimated_is_the_one_that_is_computed(
     mesh: MeshConfig, monkeypatch: pytest.MonkeyPatch
@@ -317,7 +348,9 @@ def test_auto_takes_of_the_losses_the_one_that_raises_the_peak_least() -> None:
     assert loss.above(work._replace(room=2**40), loss.way(work, "plain")) == 4 * 4096 * 128_256
     # Elsewhere as it was: chunks where there are several.
     assert [one.kind for one in loss.options(work._replace(platform="cpu"))] == ["chunked"]
-    assert [one.kind for one in loss.options(work._replace(platform="cpu", columns=256))] == ["plain"]
+    assert [one.kind for one in loss.options(work._replace(platform="cpu", columns=256))] == [
+        "plain"
+    ]
 
 
 # Of an encoder-decoder: five blocks that read 14 positions, three that write 6 and attend to the 14
@@ -346,7 +379,9 @@ def test_traced_flops_have_both_stacks() -> None:
 def test_the_memory_model_counts_both_stacks() -> None:
     def saved(remat: str) -> int:
         program = assemble(dataclasses.replace(mending(remat=remat), mesh=MeshConfig(data=8)))
-        return estimates.expected(program)["saved activations"] // (2 * 24 * 4)  # rows, width, bytes
+        return estimates.expected(program)["saved activations"] // (
+            2 * 24 * 4
+        )  # rows, width, bytes
 
     assert saved("block") == 5 * 14 + 3 * 6
     # The stream and its norm before every branch, queries, keys and values, what heads attended to, and the MLP's two times 4;

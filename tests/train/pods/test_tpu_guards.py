@@ -38,11 +38,15 @@ def step(pod: str, slices: int = 1, **changes: Any) -> Compiled:
     """The small decoder's, over one mesh axis of all devices of a slice."""
     devices = PODS.get(pod, 4)
     config = config_of(MeshConfig(data=slices, fsdp=devices))
-    model = dataclasses.replace(config.model, width=WIDTH, num_heads=2, vocab_size=VOCAB, seq_len=LENGTH, mlp_ratio=4.0)
+    model = dataclasses.replace(
+        config.model, width=WIDTH, num_heads=2, vocab_size=VOCAB, seq_len=LENGTH, mlp_ratio=4.0
+    )
     data = dataclasses.replace(config.data, batch_size=max(64, 2 * devices * slices))
     # As much of a core's own memory as compiles fastest.
     kib = 32768 if pod.startswith("v6e") else 16384
-    return compile_for(dataclasses.replace(config, model=model, data=data, vmem_kib=kib, **changes), pod, slices)
+    return compile_for(
+        dataclasses.replace(config, model=model, data=data, vmem_kib=kib, **changes), pod, slices
+    )
 
 
 @functools.cache
@@ -76,11 +80,17 @@ def test_state_is_not_padded_and_nothing_is_sent_that_needs_not_be(pod: str) -> 
     # Of a layer's matrices forward and again, in bfloat16; outside the readout once, and tokens, whose rows of the embedding are sent.
     tokens = 4 * executable.program.config.data.batch_size * LENGTH
     assert sent(of(executable, "all-gather", inside=True)) <= pods_compiled.SLACK * 2 * 2 * MATRICES
-    assert sent(of(executable, "all-gather", inside=False)) <= pods_compiled.SLACK * 2 * WIDTH * VOCAB + tokens
+    assert (
+        sent(of(executable, "all-gather", inside=False))
+        <= pods_compiled.SLACK * 2 * WIDTH * VOCAB + tokens
+    )
     # Each gradient once: of layers in bfloat16, of the readout in float32, and of vectors and the loss.
     for inside, most in ((True, 2 * MATRICES), (False, 4 * WIDTH * VOCAB + 2**15)):
         assert (
-            sum(sent(of(executable, kind, inside=inside)) for kind in ("all-reduce", "reduce-scatter"))
+            sum(
+                sent(of(executable, kind, inside=inside))
+                for kind in ("all-reduce", "reduce-scatter")
+            )
             <= pods_compiled.SLACK * most
         )
 
@@ -88,7 +98,9 @@ def test_state_is_not_padded_and_nothing_is_sent_that_needs_not_be(pod: str) -> 
 @pytest.mark.parametrize("pod", PODS)
 def test_gathers_in_the_loop_run_beside_products(pod: str) -> None:
     if pod not in FUSED:
-        pytest.skip(f"the compiler of jax {jax.__version__} has no fusions of gathers with products for {pod}")
+        pytest.skip(
+            f"the compiler of jax {jax.__version__} has no fusions of gathers with products for {pod}"
+        )
     assert waiting(compiled(pod)) < ALONE
 
 
@@ -111,8 +123,12 @@ def test_control_free_layouts_pad_the_state(monkeypatch: pytest.MonkeyPatch) -> 
     assert step("v5e:4x4").report()["arguments_over_expected"] > pods_compiled.MOST_ARGUMENTS
 
 
-def test_control_an_embedding_that_is_gathered_whole_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ManualFsdpLayout, "lookup", lambda self, table, index, axes: self.gather(table, axes)[index])
+def test_control_an_embedding_that_is_gathered_whole_is_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        ManualFsdpLayout, "lookup", lambda self, table, index, axes: self.gather(table, axes)[index]
+    )
     executable = step("v5e:4x4")
     assert sent(of(executable, "all-gather", inside=False)) > 1.5 * 2 * WIDTH * VOCAB
     assert sent(of(executable, "all-reduce", inside=False)) > 1.25 * 4 * WIDTH * VOCAB
@@ -129,6 +145,8 @@ def test_between_slices_each_device_sends_its_part_of_the_gradients() -> None:
 
 def test_control_a_mesh_that_gathers_between_slices_sends_more() -> None:
     config = compiled("v5e:2x2", 2).program.config
-    executable = compile_for(dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=8)), "v5e:2x2", 2)
+    executable = compile_for(
+        dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=8)), "v5e:2x2", 2
+    )
     between = [one for one in executable.collectives if one.between_slices]
     assert sent(between) > 1.5 * (MATRICES * 2 + 2 * WIDTH * VOCAB * 4) / 4

@@ -36,7 +36,19 @@ def test_a_run_goes_on_in_another_form(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["train", *TINY.split(), "--workdir", "new", "--steps", "8", "--resume"]) == 2
     assert "preset.form mean-field, not None" in capsys.readouterr().err
     assert (
-        main(["train", *TINY.split(), "--workdir", "new", "--steps", "8", "--resume", "--preset.form", "mean-field"])
+        main(
+            [
+                "train",
+                *TINY.split(),
+                "--workdir",
+                "new",
+                "--steps",
+                "8",
+                "--resume",
+                "--preset.form",
+                "mean-field",
+            ]
+        )
         == 0
     )
     assert "resuming lm-tiny at step 4 of 8" in capsys.readouterr().out
@@ -50,13 +62,18 @@ def test_a_run_goes_on_in_another_form(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.core
-def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
     for words, text in (
         (["none", "--form", "plain", "--out", "x"], "none: no run and no weights there"),
-        (["full", "--form", "plain", "--out", "full"], "--out full is not an empty folder; give another one"),
+        (
+            ["full", "--form", "plain", "--out", "full"],
+            "--out full is not an empty folder; give another one",
+        ),
         (
             ["full", "--form", "mean", "--out", "x"],
             "--form needs one of 'mean-field', 'plain', 'readout-multiplier', 'table-9', not 'mean'",

@@ -25,7 +25,13 @@ from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.definition import normals as drawn_together
 
-SIZES: Any = {"width": 16, "num_heads": 4, "depth": 4, "mlp_ratio": 4, "compute": ComputeConfig(layers="scan")}
+SIZES: Any = {
+    "width": 16,
+    "num_heads": 4,
+    "depth": 4,
+    "mlp_ratio": 4,
+    "compute": ComputeConfig(layers="scan"),
+}
 LM = DecoderConfig(**SIZES, vocab_size=11, seq_len=5, qk_norm=True)
 VIT = ViTConfig(**SIZES, image_size=4, patch_size=2, channels=1, num_classes=5, pool="cls")
 MODELS = {"decoder": LM, "vit": VIT}
@@ -36,15 +42,21 @@ QUICKLY: Any = {"xla_backend_optimization_level": 0}
 """Compiler options: these programs run for milliseconds and would compile for seconds."""
 
 CONFIGS = {
-    "adamw": OptimizerConfig(name="adamw", peak_lr=2e-2, weight_decay=0.1, eps=1e-2, schedule="constant"),
+    "adamw": OptimizerConfig(
+        name="adamw", peak_lr=2e-2, weight_decay=0.1, eps=1e-2, schedule="constant"
+    ),
     "adamw-independent": OptimizerConfig(
         name="adamw", peak_lr=2e-2, weight_decay=0.02, decay="independent", schedule="cosine"
     ),
     "adam": OptimizerConfig(name="adam", peak_lr=2e-2, eps=1e-2, schedule="constant"),
-    "sgd": OptimizerConfig(name="sgd", peak_lr=2e-2, momentum=0.0, weight_decay=0.1, schedule="constant"),
+    "sgd": OptimizerConfig(
+        name="sgd", peak_lr=2e-2, momentum=0.0, weight_decay=0.1, schedule="constant"
+    ),
     "momentum": OptimizerConfig(name="momentum", peak_lr=1e-2, weight_decay=0.1, schedule="linear"),
     "lion": OptimizerConfig(name="lion", peak_lr=1e-2, weight_decay=0.1, schedule="constant"),
-    "muon": OptimizerConfig(name="muon", peak_lr=1e-2, weight_decay=0.1, eps=1e-2, schedule="constant"),
+    "muon": OptimizerConfig(
+        name="muon", peak_lr=1e-2, weight_decay=0.1, eps=1e-2, schedule="constant"
+    ),
 }
 
 PROGRAMS = {"adam": "adamw"}
@@ -83,7 +95,10 @@ def batch(family: str):
             "targets": targets.astype(np.int32),
             "weights": np.ones((3, 5), np.float32),
         }
-    images, labels = rng.normal(size=(3, 4, 4, 1)).astype(np.float32), rng.integers(0, 5, 3).astype(np.int32)
+    images, labels = (
+        rng.normal(size=(3, 4, 4, 1)).astype(np.float32),
+        rng.integers(0, 5, 3).astype(np.int32),
+    )
     return {"inputs": images, "targets": labels, "weights": np.ones(3, np.float32)}
 
 
@@ -92,14 +107,17 @@ def normals(family: str):
     """Initial parameters at std 1, as `initialize` draws them; gains 1, biases 0."""
     model = built(family)
     stds = {name: np.float32(spec.role is not Role.BIAS) for name, spec in model.specs.items()}
-    return jax.device_get(jax.jit(functools.partial(model.initialize, draw=drawn_together))(0, stds))
+    return jax.device_get(
+        jax.jit(functools.partial(model.initialize, draw=drawn_together))(0, stds)
+    )
 
 
 def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, StepInputs]:
     model, config = built(family), CONFIGS[name]
     stds = init_stds(preset, model)
     params = {
-        n: w * stds[n].reshape(stds[n].shape + (1,) * (w.ndim - stds[n].ndim)) for n, w in normals(family).items()
+        n: w * stds[n].reshape(stds[n].shape + (1,) * (w.ndim - stds[n].ndim))
+        for n, w in normals(family).items()
     }
     run = StepInputs(resolve(preset, model, config.name, config.decay), hyperparams(config, STEPS))
     return TrainState(jnp.zeros([], jnp.int32), params, trainer(family, name)[1].init(params)), run
@@ -108,7 +126,10 @@ def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, S
 def effective(state: TrainState, run: StepInputs) -> dict[str, np.ndarray]:
     """multiplier * w: what the model computes with."""
     a = run.factors.multiplier
-    return {n: np.asarray(w) * a[n].reshape(a[n].shape + (1,) * (w.ndim - a[n].ndim)) for n, w in state.params.items()}
+    return {
+        n: np.asarray(w) * a[n].reshape(a[n].shape + (1,) * (w.ndim - a[n].ndim))
+        for n, w in state.params.items()
+    }
 
 
 def preset_of(name: str, form: presets.Form | None = None, **constants) -> presets.Preset:
@@ -131,7 +152,12 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "optimizer_name", "family"),
-    [(*case, family) for family in MODELS for case in CASES if family == "decoder" or case[1] in VIT_OPTIMIZERS],
+    [
+        (*case, family)
+        for family in MODELS
+        for case in CASES
+        if family == "decoder" or case[1] in VIT_OPTIMIZERS
+    ],
 )
 def test_forms_train_identically(name: str, optimizer_name: str, family: str):
     preset = preset_of(name)
@@ -148,12 +174,18 @@ def test_forms_train_identically(name: str, optimizer_name: str, family: str):
     assert native[0][0] != native[0][-1]
     for form in forms:
         losses, params, run = ends[form]
-        differ = any((run.factors.multiplier[n] != native[2].factors.multiplier[n]).any() for n in params)
+        differ = any(
+            (run.factors.multiplier[n] != native[2].factors.multiplier[n]).any() for n in params
+        )
         assert differ or (name, form) in SAME, form
         thetas = [run.factors.multiplier[n] / native[2].factors.multiplier[n] for n in params]
         exact = all((np.frexp(t)[0] == 0.5).all() for t in thetas)
-        assert exact or name == "hybrid" or (name, form) == ("sp-layerwise", "table-9")  # exponents of 1/4
-        if optimizer_name == "muon" or not exact:  # Muon's 1e-8 beside the gradient's norm does not move with theta
+        assert (
+            exact or name == "hybrid" or (name, form) == ("sp-layerwise", "table-9")
+        )  # exponents of 1/4
+        if (
+            optimizer_name == "muon" or not exact
+        ):  # Muon's 1e-8 beside the gradient's norm does not move with theta
             np.testing.assert_allclose(losses, native[0], rtol=2e-4)
         else:
             np.testing.assert_array_equal(losses, native[0], err_msg=form)
@@ -167,7 +199,9 @@ def test_control_a_column_that_does_not_move_is_seen(column: str):
     train, _ = trainer("decoder", "adamw")
     losses = {}
     for form in ("readout-multiplier", "plain", "broken"):
-        state, run = start("decoder", "adamw", preset.with_form("plain" if form == "broken" else form))
+        state, run = start(
+            "decoder", "adamw", preset.with_form("plain" if form == "broken" else form)
+        )
         if form == "broken":
             factors = start("decoder", "adamw", preset)[1].factors
             run = run._replace(factors=run.factors._replace(**{column: getattr(factors, column)}))
@@ -176,14 +210,25 @@ def test_control_a_column_that_does_not_move_is_seen(column: str):
     assert np.abs(losses["broken"] - losses["plain"]).max() > 1e-5
 
 
-@pytest.mark.parametrize("constants", [{"alpha_a": 0.75, "alpha_l": 0.75}, {"gamma0": 0.3, "beta0": 1.7}])
+@pytest.mark.parametrize(
+    "constants", [{"alpha_a": 0.75, "alpha_l": 0.75}, {"gamma0": 0.3, "beta0": 1.7}]
+)
 @pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
-def test_forms_agree_to_rounding_where_theta_is_no_power_of_two(optimizer_name: str, constants: dict):
+def test_forms_agree_to_rounding_where_theta_is_no_power_of_two(
+    optimizer_name: str, constants: dict
+):
     train, _ = trainer("decoder", optimizer_name)
     losses = []
     for form in FORMS:
-        preset = presets.get("depth-mup", base=BASE | {"embed": 5, "head_dim": 3, "layers": 3}, form=form, **constants)
-        losses.append(np.asarray(train(*start("decoder", optimizer_name, preset), batch("decoder"))[1]))
+        preset = presets.get(
+            "depth-mup",
+            base=BASE | {"embed": 5, "head_dim": 3, "layers": 3},
+            form=form,
+            **constants,
+        )
+        losses.append(
+            np.asarray(train(*start("decoder", optimizer_name, preset), batch("decoder"))[1])
+        )
     for other in losses[1:]:
         np.testing.assert_allclose(other, losses[0], rtol=1e-4)
 
@@ -191,7 +236,9 @@ def test_forms_agree_to_rounding_where_theta_is_no_power_of_two(optimizer_name: 
 # Equivalences between presets: one trajectory, to the bit, and a control that has another
 
 
-def end(preset: presets.Preset, optimizer_name: str, family: str = "decoder", **columns) -> tuple[np.ndarray, dict]:
+def end(
+    preset: presets.Preset, optimizer_name: str, family: str = "decoder", **columns
+) -> tuple[np.ndarray, dict]:
     """Losses and effective weights of a run, some columns of its factors replaced."""
     state, run = start(family, optimizer_name, preset)
     run = run._replace(factors=run.factors._replace(**columns))
@@ -209,20 +256,32 @@ def assert_same(one: tuple[np.ndarray, dict], other: tuple[np.ndarray, dict]) ->
 @pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
 def test_maximal_update_is_mup_in_plain_form_but_for_the_logits(optimizer_name: str, family: str):
     expected = end(preset_of("mup", "plain"), optimizer_name, family)
-    assert_same(end(preset_of("maximal-update", alpha_a=1.0, init="fan-in"), optimizer_name, family), expected)
+    assert_same(
+        end(preset_of("maximal-update", alpha_a=1.0, init="fan-in"), optimizer_name, family),
+        expected,
+    )
     control = end(preset_of("maximal-update", init="fan-in"), optimizer_name, family)
     assert np.abs(control[0] - expected[0]).max() > 1e-5
 
 
 def test_completep_is_depth_mup_with_its_decay_and_eps():
     preset = preset_of("depth-mup", alpha_a=1.0, alpha_l=1.0)
-    expected = end(preset_of("completep"), "adamw")  # m_D is 16, m_L 4; a gain of queries or keys sums 4 heads
+    expected = end(
+        preset_of("completep"), "adamw"
+    )  # m_D is 16, m_L 4; a gain of queries or keys sums 4 heads
     specs = built("decoder").specs
     theirs = {
-        n: np.float32((4 if n.endswith(("query_norm.gain", "key_norm.gain")) else 1) / 64 if spec.in_block else 1)
+        n: np.float32(
+            (4 if n.endswith(("query_norm.gain", "key_norm.gain")) else 1) / 64
+            if spec.in_block
+            else 1
+        )
         for n, spec in specs.items()
     }
-    eps = {n: np.broadcast_to(theirs[n], x.shape) for n, x in start("decoder", "adamw", preset)[1].factors.eps.items()}
+    eps = {
+        n: np.broadcast_to(theirs[n], x.shape)
+        for n, x in start("decoder", "adamw", preset)[1].factors.eps.items()
+    }
     assert_same(end(preset, "adamw", eps=eps), expected)
     assert np.abs(end(preset, "adamw")[0] - expected[0]).max() > 1e-5
 
@@ -290,6 +349,7 @@ def test_control_moments_left_behind_are_seen():
 
 def test_conversion_refuses_another_parameterization():
     with pytest.raises(
-        PresetError, match=r"lr is not what the multiplier's change asks for, so mup .* is another parameterization"
+        PresetError,
+        match=r"lr is not what the multiplier's change asks for, so mup .* is another parameterization",
     ):
         theta(built("decoder"), preset_of("depth-mup"), preset_of("mup"))

@@ -15,10 +15,20 @@ pytestmark = pytest.mark.core
         (("a", "b"), ["a", "b"], ""),
         (None, ["a", "b"], "since nothing names the source's classes"),
         (("b", "a"), ["a", "b"], "since the source has the same classes in another order"),
-        (("a", "Cat"), ["a", "cat"], "since the source writes Cat for cat; folders of those names keep its readout"),
+        (
+            ("a", "Cat"),
+            ["a", "cat"],
+            "since the source writes Cat for cat; folders of those names keep its readout",
+        ),
         (("a", "b", "c"), ["a", "b"], "since the source has c too"),
-        (tuple("abcdef"), ["a", "x\n"], "since the source has no x\ufffd among its 6 classes (a, b, c and 3 more)"),
+        (
+            tuple("abcdef"),
+            ["a", "x\n"],
+            "since the source has no x\ufffd among its 6 classes (a, b, c and 3 more)",
+        ),
     ],
 )
-def test_the_difference_is_named(names: tuple[str, ...] | None, classes: list[str], reason: str) -> None:
+def test_the_difference_is_named(
+    names: tuple[str, ...] | None, classes: list[str], reason: str
+) -> None:
     assert ImageInput(names, ONE_SIZE).difference(classes) == reason

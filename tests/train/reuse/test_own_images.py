@@ -46,11 +46,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for i in range(140):
         place = path / "digits" / f"{digits.target[i]}"
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.round(digits.images[i] * 255 / 16).astype(np.uint8)).save(place / f"{i}.png")
+        Image.fromarray(np.round(digits.images[i] * 255 / 16).astype(np.uint8)).save(
+            place / f"{i}.png"
+        )
     kinds = path / "kinds"
     kinds.mkdir()
     big = Image.open(path / "digits" / "3" / "3.png").resize((40, 40))
-    for name, mode in (("grey.png", "L"), ("colour.jpg", "RGB"), ("print.jpg", "CMYK"), ("see.webp", "RGBA")):
+    for name, mode in (
+        ("grey.png", "L"),
+        ("colour.jpg", "RGB"),
+        ("print.jpg", "CMYK"),
+        ("see.webp", "RGBA"),
+    ):
         big.convert("RGB" if mode != "L" else "L").convert(mode).save(kinds / name, quality=100)
     big.convert("P").save(kinds / "palette.gif")
     Image.fromarray(np.asarray(big).astype(np.uint16) * 257).save(kinds / "sixteen.png")
@@ -85,16 +92,25 @@ def predicted(*words: str) -> list[dict[str, Any]]:
 
 def test_answers_are_those_of_the_evaluation() -> None:
     rows = predicted("vit", "digits", "--top", "10")
-    assert [row["image"] for row in rows] == sorted(str(path) for path in Path("digits").rglob("*.png"))
+    assert [row["image"] for row in rows] == sorted(
+        str(path) for path in Path("digits").rglob("*.png")
+    )
     for row in rows:
         probabilities = [one["probability"] for one in row["classes"]]
         assert probabilities == sorted(probabilities, reverse=True)
         assert sum(probabilities) == pytest.approx(1)
         assert {one["class"] for one in row["classes"]} == set("0123456789")
-    accuracy = np.mean([row["classes"][0]["class"] == Path(row["image"]).parent.name for row in rows])
+    accuracy = np.mean(
+        [row["classes"][0]["class"] == Path(row["image"]).parent.name for row in rows]
+    )
     assert accuracy > 0.5
     log_loss = -np.mean(
-        [np.log(one["probability"]) for row in rows for one in row["classes"] if one["class"] == row["image"][7]]
+        [
+            np.log(one["probability"])
+            for row in rows
+            for one in row["classes"]
+            if one["class"] == row["image"][7]
+        ]
     )
     from mupax.train import data
     from mupax.train.checkpoints import saved_run
@@ -106,21 +122,29 @@ def test_answers_are_those_of_the_evaluation() -> None:
     program = runs.on_one_device(saved.config)
     source: Any = data.load(saved.config.data, saved.config.model, seed=0)
     model = definition(saved.config.model).model(
-        saved.params(program.abstract), program.inputs.factors.multiplier, program.inputs.factors.forward
+        saved.params(program.abstract),
+        program.inputs.factors.multiplier,
+        program.inputs.factors.forward,
     )
     digits = cast("Any", load_digits())
     pixels = digits.images[:140, ..., None].astype(np.float32)
-    raw = source._batch([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0]
+    raw = source._batch(
+        [(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5))
+    )[0]
     logits = np.asarray(jax.jit(model)(images.normalized(raw, source.pixels, source.white)))
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     truth = -exact[np.arange(140), digits.target[:140]].mean()
-    assert log_loss == pytest.approx(truth, abs=2e-2)  # the files hold values in 1/255, the data in 1/16
+    assert log_loss == pytest.approx(
+        truth, abs=2e-2
+    )  # the files hold values in 1/255, the data in 1/16
 
 
 def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike(hf: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["import", "hf", "--out", "in", "--preset", "mup", "--base", "vit-proxy"]) == 0
-    first, *rest = (predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"]))
+    first, *rest = (
+        predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"])
+    )
     assert [row["classes"][0]["class"] for row in first].count("3") > len(first) / 2
     for rows in rest:
         for ours, theirs in zip(first, rows, strict=True):
@@ -133,13 +157,22 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
     Path("list.txt").write_text(
         "\ufeffkinds/grey.png\n\nkinds/missing.png\n", "utf-8"
     )  # with a mark, as Windows writes
-    code, out, err = run("predict", "vit", "kinds", "list.txt", "digits/3/3.png", "--top", "2", "--step", "250")
+    code, out, err = run(
+        "predict", "vit", "kinds", "list.txt", "digits/3/3.png", "--top", "2", "--step", "250"
+    )
     assert code == 2
     lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         *(
             f"kinds/{name}"
-            for name in ("colour.jpg", "grey.png", "palette.gif", "print.jpg", "see.webp", "sixteen.png")
+            for name in (
+                "colour.jpg",
+                "grey.png",
+                "palette.gif",
+                "print.jpg",
+                "see.webp",
+                "sixteen.png",
+            )
         ),
         "kinds/grey.png",
         "digits/3/3.png",
@@ -193,7 +226,10 @@ def tuned(folder: Path) -> dict[str, Any]:
         shutil.copytree(f"digits/{number}", f"letters/{name}")
     code, out, err = run("finetune", "vit", "letters", "--from", "vit", *QUICK, "--data.no-augment")
     assert code == 0, err
-    rows = [json.loads(line) for line in Path("runs/finetune-letters/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in Path("runs/finetune-letters/metrics.jsonl").read_text().splitlines()
+    ]
     return {"out": out, "err": err, "row": [row for row in rows if "eval_loss" in row][-1]}
 
 
@@ -204,7 +240,10 @@ def test_all_that_can_comes_from_the_source(tuned: dict[str, Any]) -> None:
     assert here["optimizer"]["peak_lr"] == pytest.approx(0.3 * there["optimizer"]["peak_lr"])
     assert here["init"]["init_from"].endswith("vit/checkpoints/250")
     assert (here["init"]["init_ema"], here["init"]["init_new"]) == (True, ["readout"])
-    assert "rate 0.0009, 0.3 times the source's 0.003 under mup relative to vit-proxy; 40 steps" in tuned["err"]
+    assert (
+        "rate 0.0009, 0.3 times the source's 0.003 under mup relative to vit-proxy; 40 steps"
+        in tuned["err"]
+    )
     assert (
         "images of 3 classes, readout new, since the source has no nil, one, two among its 10 classes (0, 1, 2 and 7 more)"
         in (tuned["err"])
@@ -214,9 +253,20 @@ def test_all_that_can_comes_from_the_source(tuned: dict[str, Any]) -> None:
 
 
 def test_it_learns_from_the_source_what_it_does_not_alone(tuned: dict[str, Any]) -> None:
-    words = ("finetune", "letters", "--from", "vit", *QUICK, "--data.no-augment", "--workdir", "runs/scratch")
+    words = (
+        "finetune",
+        "letters",
+        "--from",
+        "vit",
+        *QUICK,
+        "--data.no-augment",
+        "--workdir",
+        "runs/scratch",
+    )
     assert run(*words, "--init-new", "*")[0] == 0
-    rows = [json.loads(line) for line in Path("runs/scratch/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path("runs/scratch/metrics.jsonl").read_text().splitlines()
+    ]
     alone = [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
     assert tuned["row"]["eval_loss"] < 0.7 * alone
 
@@ -226,7 +276,11 @@ def test_predictions_and_exports_have_the_new_names(folder: Path, tuned: dict[st
     assert {one["class"] for one in ours[0]["classes"]} == {"nil", "one", "two"}
     assert [row["classes"][0]["class"] for row in ours].count("one") > len(ours) / 2
     export("runs/finetune-letters", "letters-hf")
-    assert json.loads(Path("letters-hf/config.json").read_text())["label2id"] == {"nil": 0, "one": 1, "two": 2}
+    assert json.loads(Path("letters-hf/config.json").read_text())["label2id"] == {
+        "nil": 0,
+        "one": 1,
+        "two": 2,
+    }
     card = Path("letters-hf/README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-classification\n")
     for text in (
@@ -240,7 +294,9 @@ def test_predictions_and_exports_have_the_new_names(folder: Path, tuned: dict[st
         assert text in card
     assert str(folder) not in card
     for a, b in zip(ours, predicted("letters-hf", "digits/1", "kinds/grey.png"), strict=True):
-        assert a["classes"][0]["probability"] == pytest.approx(b["classes"][0]["probability"], abs=1e-5)
+        assert a["classes"][0]["probability"] == pytest.approx(
+            b["classes"][0]["probability"], abs=1e-5
+        )
 
 
 def test_the_sources_own_classes_keep_its_readout(tuned: dict[str, Any]) -> None:
@@ -249,17 +305,26 @@ def test_the_sources_own_classes_keep_its_readout(tuned: dict[str, Any]) -> None
     assert "128 images of 10 classes, readout the source's" in err
     config = json.loads(whole)
     assert (config["init"]["init_new"], config["workdir"]) == ([], "runs/finetune-digits")
-    err = run("finetune", "digits", "--from", "vit", "--print-config", "--optimizer.peak-lr", "0.002")[2]
+    err = run(
+        "finetune", "digits", "--from", "vit", "--print-config", "--optimizer.peak-lr", "0.002"
+    )[2]
     assert "rate 0.002, as asked; 100 steps" in err
-    assert run("finetune", "vit", "digits", "--from", "vit", "--print-config", "--steps", "7")[1] == whole
+    assert (
+        run("finetune", "vit", "digits", "--from", "vit", "--print-config", "--steps", "7")[1]
+        == whole
+    )
     err = run("finetune", "letters", "--from", "runs/finetune-letters", "--print-config")[2]
-    assert "readout the source's; rate 0.0009, that of the source, itself fine-tuned, under mup" in err
+    assert (
+        "readout the source's; rate 0.0009, that of the source, itself fine-tuned, under mup" in err
+    )
 
 
 def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any]) -> None:
     message = "so that matrices move at 5e-5 x 768 / width = 0.0024 under"
     with contextlib.redirect_stdout(io.StringIO()):
-        assert main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
+        assert (
+            main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
+        )
     for source, under, peak in (
         ("hf", "sp in absolute form", 0.0024),
         ("as-mup", "mup relative to vit-proxy", 0.0012),
@@ -276,7 +341,10 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
     (folder / "prose" / "a.txt").write_text("once upon a time\n" * 99)
     code, out, err = run("finetune", "lm", "prose", "--from", "text", "--print-config")
     assert code == 0
-    assert "tokens of bytes; rate 0.0024, 0.3 times the source's 0.008 under mup relative to lm-proxy; 200 steps" in err
+    assert (
+        "tokens of bytes; rate 0.0024, 0.3 times the source's 0.008 under mup relative to lm-proxy; 200 steps"
+        in err
+    )
     config = json.loads(out)
     assert (config["data"]["name"], config["data"]["tokenizer"]) == ("text:prose", "bytes")
     assert (config["init"]["init_new"], config["model"]["seq_len"]) == ([], 128)
@@ -301,20 +369,27 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
         ("letters --from nothing", "no run and no weights there"),
         ("letters --from text", "holds a decoder, which reads text, and letters has images"),
         ("letters", "--from"),
-        ("vit no_such --from vit", "no folder no_such; give one that has a folder of images per class"),
+        (
+            "vit no_such --from vit",
+            "no folder no_such; give one that has a folder of images per class",
+        ),
         ("lm letters --from vit", "finetune lm is for the family decoder, and"),
         ("letters --from vit --stepz 3", "did you mean --steps"),
         ("letters --from vit --model.width 32 --steps 2", "mupax grow"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(words: str, message: str, folder: Path, tuned: dict[str, Any]) -> None:
+def test_what_cannot_be_tuned_is_refused(
+    words: str, message: str, folder: Path, tuned: dict[str, Any]
+) -> None:
     Path("empty").mkdir(exist_ok=True)
     Path("hollow/ant").mkdir(parents=True, exist_ok=True)
     Path("prose.txt").write_text("once upon\na time\n")
     for name in ("a", "b"):
         (Path("kinds2") / name).mkdir(parents=True, exist_ok=True)
         for i in range(3):
-            (Path("kinds2") / name / f"{i}.png").write_bytes((folder / "kinds" / "torn.png").read_bytes())
+            (Path("kinds2") / name / f"{i}.png").write_bytes(
+                (folder / "kinds" / "torn.png").read_bytes()
+            )
     code, _, err = run("finetune", *words.split(), "--workdir", "runs/never")
     assert code == 2, err
     assert message in err
@@ -341,7 +416,10 @@ def test_evaluation_has_calibration_and_every_class(tuned: dict[str, Any]) -> No
 
 
 def test_classes_that_are_not_the_runs_are_refused(tuned: dict[str, Any]) -> None:
-    for words in (("vit", "--data.name", "images:letters"), ("runs/finetune-letters", "--data.name", "images:digits")):
+    for words in (
+        ("vit", "--data.name", "images:letters"),
+        ("runs/finetune-letters", "--data.name", "images:digits"),
+    ):
         code, _, err = run("eval", *words)
         assert code == 2
         assert "the classes of the run in" in err
@@ -370,12 +448,22 @@ def test_sizes_of_the_model_come_from_the_folder(coloured: str) -> None:
     assert code == 0, err
     assert "--model.channels" in err
     config = config_of("coloured")
-    assert [config["model"][name] for name in ("num_classes", "channels", "image_size")] == [2, 3, 8]
+    assert [config["model"][name] for name in ("num_classes", "channels", "image_size")] == [
+        2,
+        3,
+        8,
+    ]
     facts = json.loads(Path("coloured/config.json").read_text())["data"]
-    assert (facts["pixels"]["fit"], facts["pixels"]["resize"], facts["sets"]["held"]["eval_images"]) == ("edge", 9, 60)
+    assert (
+        facts["pixels"]["fit"],
+        facts["pixels"]["resize"],
+        facts["sets"]["held"]["eval_images"],
+    ) == ("edge", 9, 60)
 
 
-def test_another_folder_is_scored_whole_and_the_runs_own_where_it_was_held_out(coloured: str) -> None:
+def test_another_folder_is_scored_whole_and_the_runs_own_where_it_was_held_out(
+    coloured: str,
+) -> None:
     held_out = json.loads(Path("coloured/config.json").read_text())["data"]["eval_images"]
     shutil.copytree("held", "parts/test", dirs_exist_ok=True)
     shutil.copytree("mine", "parts/train", dirs_exist_ok=True)
@@ -387,7 +475,9 @@ def test_another_folder_is_scored_whole_and_the_runs_own_where_it_was_held_out(c
         (str(Path("mine").absolute()), held_out, f"the {held_out} held-out images"),
     ):
         words = ["--data.eval-examples", "99"] if examples == held_out else []
-        code, out, err = run("eval", "coloured", "--data.name", f"images:{name}", "--json", "eval.json", *words)
+        code, out, err = run(
+            "eval", "coloured", "--data.name", f"images:{name}", "--json", "eval.json", *words
+        )
         assert code == 0, err
         assert json.loads(Path("eval.json").read_text())["examples"] == examples
         assert line in out
@@ -402,7 +492,9 @@ def test_a_run_of_an_older_version_keeps_how_it_read_images(coloured: str) -> No
     Path("coloured/config.json").write_text(json.dumps(record))
     code, out, err = run("eval", "coloured")
     assert code == 0, err
-    code, out, err = run(*coloured.split(), "--steps", "3", "--resume", "--resume-change", "schedule")
+    code, out, err = run(
+        *coloured.split(), "--steps", "3", "--resume", "--resume-change", "schedule"
+    )
     assert code == 0, err
     assert "changed since: data.pixels" not in out + err
     record = json.loads(Path("coloured/config.json").read_text())
@@ -410,7 +502,13 @@ def test_a_run_of_an_older_version_keeps_how_it_read_images(coloured: str) -> No
         assert (pixels["fit"], pixels["background"]) == ("centre", "none")
     # An older run on data that does not read such fields goes on too.
     record = json.loads(Path("vit/config.json").read_text())
-    older = {"fit": "centre", "resize": None, "interpolation": "bilinear", "mean": [0.5], "std": [0.5]}
+    older = {
+        "fit": "centre",
+        "resize": None,
+        "interpolation": "bilinear",
+        "mean": [0.5],
+        "std": [0.5],
+    }
     record["config"]["data"]["pixels"] = older
     shutil.copytree("vit", "older")
     Path("older/config.json").write_text(json.dumps(record))
@@ -424,7 +522,10 @@ def test_scores_are_those_of_their_definitions() -> None:
 
     wrong, right = 0.9, 0.6
     logits = np.log(
-        np.array([[right, 1 - right], [1 - wrong, wrong], [wrong, 1 - wrong], [right, 1 - right]], np.float32)
+        np.array(
+            [[right, 1 - right], [1 - wrong, wrong], [wrong, 1 - wrong], [right, 1 - right]],
+            np.float32,
+        )
     )
     report = scores(logits, np.array([0, 0, 0, 1]), ["ant", "bee"])
     # Two at 0.6, half of them right; two at 0.9, half of them right.
@@ -448,6 +549,13 @@ def test_scores_are_those_of_their_definitions() -> None:
     none = scores(np.full((3, 6), np.nan), np.arange(3), list("abcdef"))
     assert (none["not_finite"], none["ece"], none["top5_accuracy"]) == (3, None, 1)
     many = scores(
-        np.eye(30, dtype=np.float32), (np.arange(30) + (np.arange(30) < 2)) % 30, [f"c{i}" for i in range(30)]
+        np.eye(30, dtype=np.float32),
+        (np.arange(30) + (np.arange(30) < 2)) % 30,
+        [f"c{i}" for i in range(30)],
     )
-    assert [row[3] for row in table(many["classes"], most=3)] == ["recall", "0.0 %", "50.0 %", "100.0 %"]
+    assert [row[3] for row in table(many["classes"], most=3)] == [
+        "recall",
+        "0.0 %",
+        "50.0 %",
+        "100.0 %",
+    ]

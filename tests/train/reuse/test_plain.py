@@ -21,23 +21,48 @@ from mupax.zoo.transformer import RoutingConfig
 
 pytestmark = pytest.mark.core
 
-TIED = DecoderConfig(width=12, depth=3, num_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=5, tied=True)
-ROTARY = dataclasses.replace(TIED, positions="rotary", tied=False, num_kv_heads=1, norm="rmsnorm", activation="swiglu")
-VIT = ViTConfig(width=12, depth=3, num_heads=3, mlp_ratio=1.5, image_size=6, patch_size=3, num_classes=5)
+TIED = DecoderConfig(
+    width=12, depth=3, num_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=5, tied=True
+)
+ROTARY = dataclasses.replace(
+    TIED, positions="rotary", tied=False, num_kv_heads=1, norm="rmsnorm", activation="swiglu"
+)
+VIT = ViTConfig(
+    width=12, depth=3, num_heads=3, mlp_ratio=1.5, image_size=6, patch_size=3, num_classes=5
+)
 TRANSLATOR = EncoderDecoderConfig(
-    width=12, depth=3, encoder_depth=2, num_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=6, target_len=5
+    width=12,
+    depth=3,
+    encoder_depth=2,
+    num_heads=3,
+    mlp_ratio=1.5,
+    vocab_size=17,
+    seq_len=6,
+    target_len=5,
 )
 EXPERTS = dataclasses.replace(
-    ROTARY, depth=1, bias=True, experts=3, active_experts=2, shared_experts=1, routing=RoutingConfig(balance="bias")
+    ROTARY,
+    depth=1,
+    bias=True,
+    experts=3,
+    active_experts=2,
+    shared_experts=1,
+    routing=RoutingConfig(balance="bias"),
 )
 BASE = {"embed": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "layers": 2}
 OF_EXPERTS = {**BASE, "experts": 2, "active": 2, "expert_dim": 6}
 
 CASES: dict[str, tuple[ModelConfig, Preset]] = {
     "mup, tied": (TIED, presets.get("mup", base=BASE)),
-    "mup, tied, no gains": (dataclasses.replace(TIED, norm_gain=False, bias=False), presets.get("mup")),
+    "mup, tied, no gains": (
+        dataclasses.replace(TIED, norm_gain=False, bias=False),
+        presets.get("mup"),
+    ),
     "depth-mup, rotary": (ROTARY, presets.get("depth-mup", base=BASE, gamma0=0.5, beta0=3.0)),
-    "depth-mup, queries normalized": (dataclasses.replace(ROTARY, qk_norm=True), presets.get("depth-mup", base=BASE)),
+    "depth-mup, queries normalized": (
+        dataclasses.replace(ROTARY, qk_norm=True),
+        presets.get("depth-mup", base=BASE),
+    ),
     "depth-mup, encoder-decoder": (TRANSLATOR, presets.get("depth-mup", base=BASE, beta0=3.0)),
     "depth-mup, experts": (EXPERTS, presets.get("depth-mup", base=OF_EXPERTS, beta0=3.0)),
     "mean-field, ViT": (VIT, presets.get("mup", base=BASE, form="mean-field")),
@@ -50,9 +75,17 @@ def numbers(built: Definition, preset: Preset) -> tuple[dict[str, Any], Factors]
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         spec, normal = built.specs[name], random.standard_normal(shape)
-        size = 0.3 if spec.role in VECTORS else np.prod([built.sizes[axis] for axis in spec.fan_in]) ** -0.5
+        size = (
+            0.3
+            if spec.role in VECTORS
+            else np.prod([built.sizes[axis] for axis in spec.fan_in]) ** -0.5
+        )
         a = factors.multiplier[name].reshape(-1, *[1] * (len(shape) - 1))
-        return ((float(spec.role.value == "norm_gain") + size * normal) / a).astype(np.float32).reshape(shape)
+        return (
+            ((float(spec.role.value == "norm_gain") + size * normal) / a)
+            .astype(np.float32)
+            .reshape(shape)
+        )
 
     return {name: draw(name, leaf.shape) for name, leaf in built.abstract.items()}, factors
 
@@ -61,7 +94,10 @@ def inputs_of(model: ModelConfig) -> tuple[jax.Array, ...]:
     random = np.random.default_rng(1)
     if isinstance(model, ViTConfig):
         return (
-            jnp.asarray(random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32),
+            jnp.asarray(
+                random.standard_normal((2, model.image_size, model.image_size, model.channels)),
+                jnp.float32,
+            ),
         )
     tokens = jnp.asarray(random.integers(17, size=(2, model.seq_len)), jnp.int32)
     if not isinstance(model, EncoderDecoderConfig):
@@ -77,8 +113,15 @@ def difference(model: ModelConfig, preset: Preset, change: Any = None) -> float:
     if change is not None:
         by = change(by)
     folded = fold.absorb_multipliers(params, by)
-    full = definition(dataclasses.replace(model, norm_gain=True)) if fold.GAIN not in built.specs else built
-    folded = {name: folded.get(name, np.ones(leaf.shape, np.float32)) for name, leaf in full.abstract.items()}
+    full = (
+        definition(dataclasses.replace(model, norm_gain=True))
+        if fold.GAIN not in built.specs
+        else built
+    )
+    folded = {
+        name: folded.get(name, np.ones(leaf.shape, np.float32))
+        for name, leaf in full.abstract.items()
+    }
     plain = {
         name: jnp.full(f["shape"], {"logits": built.sizes["head_dim"] ** -0.5}.get(f["kind"], 1.0))
         for name, f in full.factors.items()
@@ -97,10 +140,20 @@ def test_the_plain_network_is_the_same_function(case: tuple[ModelConfig, Preset]
 
 
 @pytest.mark.parametrize(
-    "name", ["block.attention.query", "block.mlp.down_bias", "block.experts.down_bias", "norm.gain", "token"]
+    "name",
+    [
+        "block.attention.query",
+        "block.mlp.down_bias",
+        "block.experts.down_bias",
+        "norm.gain",
+        "token",
+    ],
 )
 def test_control_every_scale_counts(name: str) -> None:
-    cases = {"block.mlp.down_bias": "depth-mup, rotary", "block.experts.down_bias": "depth-mup, experts"}
+    cases = {
+        "block.mlp.down_bias": "depth-mup, rotary",
+        "block.experts.down_bias": "depth-mup, experts",
+    }
     model, preset = CASES[cases.get(name, "mup, tied")]
     assert difference(model, preset, lambda by: {**by, name: by[name] * 1.3}) > 1e-3
 
@@ -119,7 +172,8 @@ def test_unfolding_is_the_inverse() -> None:
         params, factors = numbers(built, preset)
         by = fold.scales(built, factors)
         back = fold.restore_multipliers(
-            {name: w for name, w in fold.absorb_multipliers(params, by).items() if name in params}, by
+            {name: w for name, w in fold.absorb_multipliers(params, by).items() if name in params},
+            by,
         )
         for name, w in params.items():
             np.testing.assert_allclose(back[name], w, rtol=2e-7, err_msg=name)
@@ -151,7 +205,9 @@ def test_what_cannot_be_folded_is_refused() -> None:
 
 
 def test_scales_as_json_keep_layers_apart_only_where_they_differ() -> None:
-    assert [fold.number(x) for x in (np.float64(3.0), np.array([2.0, 2.0]), np.array([1.0, 2.0]))] == [
+    assert [
+        fold.number(x) for x in (np.float64(3.0), np.array([2.0, 2.0]), np.array([1.0, 2.0]))
+    ] == [
         3.0,
         2.0,
         [1.0, 2.0],

@@ -36,7 +36,9 @@ MODEL = DecoderConfig(
     width=12, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=17, seq_len=7,
     positions="rotary", norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
-TIED = DecoderConfig(width=12, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=17, seq_len=7, tied=True)
+TIED = DecoderConfig(
+    width=12, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=17, seq_len=7, tied=True
+)
 MUP = PresetConfig(name="mup", base="lm-proxy")
 RUN = (
     "lm-tiny --data.name text:text.txt --model.width 32 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
@@ -47,7 +49,10 @@ RUN = (
 def published(folder: Path, model: DecoderConfig = MODEL, seed: int = 0) -> Path:
     """A model of random weights as it is published."""
     draw = np.random.default_rng(seed)
-    params = {name: draw.standard_normal(leaf.shape, np.float32) for name, leaf in definition(model).abstract.items()}
+    params = {
+        name: draw.standard_normal(leaf.shape, np.float32)
+        for name, leaf in definition(model).abstract.items()
+    }
     folder.mkdir()
     write_tensors(folder, weights.to_huggingface(model, params), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(to_huggingface(model)))
@@ -78,7 +83,9 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 def test_import_writes_weights_in_the_presets_form(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf")
-    code, out, err = zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "lm-proxy")
+    code, out, err = zoo(
+        "import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "lm-proxy"
+    )
     assert (code, err) == (0, "")
     assert "decoder: width 12, depth 2" in out
     assert "under mup" in out
@@ -87,7 +94,9 @@ def test_import_writes_weights_in_the_presets_form(tmp_path: Path) -> None:
     assert record["model"]["family"] == "decoder"
     files, plain = Tensors(tmp_path / "in"), trained.read(origin).params
     for name in plain:
-        scale = np.asarray(record["preset"]["scales"][name], np.float32).reshape(-1, *[1] * (plain[name].ndim - 1))
+        scale = np.asarray(record["preset"]["scales"][name], np.float32).reshape(
+            -1, *[1] * (plain[name].ndim - 1)
+        )
         np.testing.assert_allclose(files.read(name) * scale, plain[name], rtol=5e-7, err_msg=name)
     assert record["preset"]["scales"]["block.attention.query"] != 1
     assert_same(loaded(tmp_path / "in", MODEL, MUP), {name: files.read(name) for name in plain})
@@ -95,32 +104,49 @@ def test_import_writes_weights_in_the_presets_form(tmp_path: Path) -> None:
 
 def test_imported_weights_are_loaded_into_any_preset(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", TIED)
-    assert zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--form", "mean-field")[0] == 0
+    assert (
+        zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--form", "mean-field")[
+            0
+        ]
+        == 0
+    )
     for preset in (PresetConfig(name="sp"), MUP, PresetConfig(name="depth-mup", gamma0=0.25)):
         assert_same(loaded(tmp_path / "in", TIED, preset), loaded(origin, TIED, preset))
     file = tmp_path / "in" / "model.safetensors"
     assert_same(loaded(file, TIED, MUP), loaded(origin, TIED, MUP))
     # Control: another preset's numbers are others.
     assert not np.allclose(
-        loaded(origin, TIED, MUP)["token"], loaded(origin, TIED, PresetConfig(name="sp"))["norm.gain"][0]
+        loaded(origin, TIED, MUP)["token"],
+        loaded(origin, TIED, PresetConfig(name="sp"))["norm.gain"][0],
     )
 
 
 def test_parameters_come_in_the_models_type(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf")
-    half = dataclasses.replace(MODEL, compute=dataclasses.replace(MODEL.compute, param_dtype="bfloat16"))
+    half = dataclasses.replace(
+        MODEL, compute=dataclasses.replace(MODEL.compute, param_dtype="bfloat16")
+    )
     assert {value.dtype for value in loaded(origin, half, MUP).values()} == {jnp.dtype("bfloat16")}
 
 
 def test_a_classifier_that_is_not_there_is_said(tmp_path: Path) -> None:
-    config = {"model_type": "vit", "hidden_size": 6, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = {
+        "model_type": "vit",
+        "hidden_size": 6,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+    }
     config |= {"intermediate_size": 12, "image_size": 6, "patch_size": 3, "num_labels": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     from mupax.zoo.huggingface.config import from_huggingface
 
     model = from_huggingface(config).model
-    params = {name: np.ones(leaf.shape, np.float32) for name, leaf in definition(model).abstract.items()}
-    tensors = [(n, w) for n, w in weights.to_huggingface(model, params) if not n.startswith("classifier")]
+    params = {
+        name: np.ones(leaf.shape, np.float32) for name, leaf in definition(model).abstract.items()
+    }
+    tensors = [
+        (n, w) for n, w in weights.to_huggingface(model, params) if not n.startswith("classifier")
+    ]
     write_tensors(tmp_path, [*tensors, ("vit.pooler.dense.weight", np.ones((6, 6), np.float32))])
     code, out, _ = zoo("import", tmp_path, "--out", tmp_path / "in")
     assert code == 0
@@ -147,8 +173,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workdir of three steps under mup at twice its base's width, with checkpoints 2 and 3."""
     folder, choose = tmp_path_factory.mktemp("export"), random.Random(0)
     words = ("def", "return", "import", "class", "self", "value")
-    (folder / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(300)))
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+    (folder / "text.txt").write_text(
+        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(300))
+    )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         patch.setenv("MUPAX_DATA", str(folder / "cache"))
         assert main(["train", *RUN.split()]) == 0
     return folder / "run"
@@ -165,7 +197,9 @@ def test_a_run_is_exported_and_comes_back(run: Path, tmp_path: Path) -> None:
     record = config["mupax"]
     assert record["step"] == 3
     assert record["fields"] == {"name": "mup", "base": "lm-proxy"}
-    assert record["scales"]["block.attention.query"] == pytest.approx(record["factors"]["logits"] * 16**0.5)
+    assert record["scales"]["block.attention.query"] == pytest.approx(
+        record["factors"]["logits"] * 16**0.5
+    )
     source = trained.read(run)
     model, preset_config = source.model, PresetConfig(**record["fields"])
     assert isinstance(model, DecoderConfig)
@@ -173,7 +207,12 @@ def test_a_run_is_exported_and_comes_back(run: Path, tmp_path: Path) -> None:
     assert_same(loaded(tmp_path / "hf", model, preset_config), stored)
     assert_same(loaded(run, model, preset_config), stored)
     # Control: another step has other weights.
-    assert np.abs(loaded(run / "checkpoints" / "2", model, preset_config)["token"] - stored["token"]).max() > 1e-4
+    assert (
+        np.abs(
+            loaded(run / "checkpoints" / "2", model, preset_config)["token"] - stored["token"]
+        ).max()
+        > 1e-4
+    )
 
 
 def test_a_source_has_the_logits_of_its_preset(run: Path) -> None:
@@ -181,12 +220,17 @@ def test_a_source_has_the_logits_of_its_preset(run: Path) -> None:
     assert source.run is not None
     built, preset = definition(source.model), preset_for(source.run[0].preset, source.model)
     assert source.logits == pretrained.plain.logits_of(built, resolve(preset, built))
-    assert source.logits != built.sizes["head_dim"] ** -0.5  # control: another than without a preset
+    assert (
+        source.logits != built.sizes["head_dim"] ** -0.5
+    )  # control: another than without a preset
 
 
 def test_a_step_can_be_named_in_either_way(run: Path, tmp_path: Path) -> None:
     assert zoo("export", run, "--step", 2, "--out", tmp_path / "a", "--dtype", "bfloat16")[0] == 0
-    assert zoo("export", run / "checkpoints" / "2", "--out", tmp_path / "b", "--dtype", "bfloat16")[0] == 0
+    assert (
+        zoo("export", run / "checkpoints" / "2", "--out", tmp_path / "b", "--dtype", "bfloat16")[0]
+        == 0
+    )
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
     assert files[0] == files[1]
     assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -194,7 +238,19 @@ def test_a_step_can_be_named_in_either_way(run: Path, tmp_path: Path) -> None:
 
 def test_an_imported_folder_is_exported_as_it_was(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", TIED)
-    assert zoo("import", origin, "--out", tmp_path / "in", "--preset", "depth-mup", "--base", "lm-proxy")[0] == 0
+    assert (
+        zoo(
+            "import",
+            origin,
+            "--out",
+            tmp_path / "in",
+            "--preset",
+            "depth-mup",
+            "--base",
+            "lm-proxy",
+        )[0]
+        == 0
+    )
     assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
     before, after = Tensors(origin), Tensors(tmp_path / "out")
     assert before.shapes == after.shapes
@@ -207,11 +263,15 @@ def test_folded_skips_are_said_to_be_inexact(tmp_path: Path) -> None:
     code, out, _ = zoo("import", origin, "--out", tmp_path / "in", "--preset", "u-mup")
     assert code == 0
     assert "exact but for the norms' eps" in out
-    assert "exact but" not in zoo("import", origin, "--out", tmp_path / "other", "--preset", "mup")[1]
+    assert (
+        "exact but" not in zoo("import", origin, "--out", tmp_path / "other", "--preset", "mup")[1]
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_no_numbers_are_refused_by_their_parameter(tmp_path: Path, value: float) -> None:
+def test_values_that_are_no_numbers_are_refused_by_their_parameter(
+    tmp_path: Path, value: float
+) -> None:
     origin = published(tmp_path / "hf")
     stored = Tensors(origin)
     tensors = {name: stored.read(name) for name in stored.shapes}
@@ -281,10 +341,14 @@ def wrong(tmp_path: Path, *words: Any) -> str:
 def test_wrong_words_are_answered(tmp_path: Path, run: Path) -> None:
     origin, new = published(tmp_path / "hf"), tmp_path / "new"
     assert "is not an empty folder" in wrong(tmp_path, "import", origin, "--out", origin)
-    assert "no run and no weights there" in wrong(tmp_path, "import", tmp_path / "none", "--out", new)
+    assert "no run and no weights there" in wrong(
+        tmp_path, "import", tmp_path / "none", "--out", new
+    )
     assert "--out" in wrong(tmp_path, "import", origin)
     assert "did you mean 'mup'" in wrong(tmp_path, "import", origin, "--out", new, "--preset", "mu")
-    assert "is a vit" in wrong(tmp_path, "import", origin, "--out", new, "--preset", "mup", "--base", "vit-proxy")
+    assert "is a vit" in wrong(
+        tmp_path, "import", origin, "--out", new, "--preset", "mup", "--base", "vit-proxy"
+    )
     assert "takes" in wrong(tmp_path, "import", origin, "--out", new, "--gamma0", "2")
     assert "no checkpoint of step 9" in wrong(tmp_path, "export", run, "--step", 9, "--out", new)
     assert "no flag is named --steps; did you mean --step?" in wrong(
@@ -302,7 +366,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path) ->
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "3" / "state")
     (copy / "checkpoints" / "3" / "_CHECKPOINT_METADATA").unlink()
-    assert "is damaged: _CHECKPOINT_METADATA is missing" in wrong(tmp_path, "export", copy, "--out", tmp_path / "new")
+    assert "is damaged: _CHECKPOINT_METADATA is missing" in wrong(
+        tmp_path, "export", copy, "--out", tmp_path / "new"
+    )
 
 
 def test_help_names_both() -> None:
@@ -313,6 +379,12 @@ def test_help_names_both() -> None:
 
 def test_the_table_in_the_document_has_every_case() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "huggingface.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in parts(text, "parity")[1].splitlines() if line[:2] == "| "]
-    assert {(model, way, preset) for model, preset, *_ in rows[1:] for way in ("in", "out")} == set(parity.cases())
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in parts(text, "parity")[1].splitlines()
+        if line[:2] == "| "
+    ]
+    assert {(model, way, preset) for model, preset, *_ in rows[1:] for way in ("in", "out")} == set(
+        parity.cases()
+    )
     assert max(float(cell) for row in rows[1:] for cell in row[2:4]) < 1e-4

@@ -30,7 +30,9 @@ from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, wri
 from scripts.campaigns.injection.broken import broken_bytes, broken_header, broken_json
 from tests.fixtures.properties import PROPERTY
 
-MODEL = DecoderConfig(width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True)
+MODEL = DecoderConfig(
+    width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True
+)
 REFUSED = (MemoryLimitError, JsonError, TensorFileError, WeightsError, ConfigError)
 SECONDS = 0.5
 """Of processor time, for one file at most; a good one takes a hundredth."""
@@ -38,7 +40,10 @@ SECONDS = 0.5
 
 def model_files(folder: Path) -> None:
     draw = np.random.default_rng(0)
-    params = {name: draw.standard_normal(leaf.shape, np.float32) for name, leaf in definition(MODEL).abstract.items()}
+    params = {
+        name: draw.standard_normal(leaf.shape, np.float32)
+        for name, leaf in definition(MODEL).abstract.items()
+    }
     write_tensors(folder, weights.to_huggingface(MODEL, params))
     (folder / "config.json").write_text(json.dumps(to_huggingface(MODEL)))
 

@@ -27,10 +27,19 @@ from mupax.train.reuse.source import WeightsSource
 from mupax.zoo.configs import EncoderDecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 
-MODEL = "--model.width 8 --model.depth 1 --model.num-heads 2 --model.seq-len 8 --model.vocab-size 300"
+MODEL = (
+    "--model.width 8 --model.depth 1 --model.num-heads 2 --model.seq-len 8 --model.vocab-size 300"
+)
 RUN = f"lm-tiny --data.name text:text.txt --data.tokenizer bpe:300 {MODEL} --data.batch-size 8 --data.eval-examples 8"
 SHORT = "--steps 1 --optimizer.warmup-steps 1 --log.no-progress --log.no-samples --log.no-tensorboard --workdir"
-GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+    "vocab_size": 300,
+}
 COMMANDS = {
     "generate": "generate PATH --prompt a",
     "chat": "generate PATH --chat",
@@ -83,9 +92,14 @@ def make_cases() -> None:
     vit = ViTConfig(**sizes, image_size=8, patch_size=4, channels=3, num_classes=2)
     ed = EncoderDecoderConfig(**sizes, encoder_depth=1, vocab_size=300, seq_len=8)
     for name, model in (("vit", vit), ("ed", ed)):
-        params = {path: np.ones(leaf.shape, np.float32) for path, leaf in definition(model).abstract.items()}
+        params = {
+            path: np.ones(leaf.shape, np.float32)
+            for path, leaf in definition(model).abstract.items()
+        }
         source = WeightsSource(model, params, dict.fromkeys(params, np.ones(())), {}, [])
-        write_imported(source, PresetConfig(name="sp"), Path(name), "nowhere", reads_bytes=name == "ed")
+        write_imported(
+            source, PresetConfig(name="sp"), Path(name), "nowhere", reads_bytes=name == "ed"
+        )
     for name in ("unsaved", "saving", "lost-tokenizer", "no-record", "damaged"):
         shutil.copytree("lm", name)
     shutil.rmtree("unsaved/checkpoints")
@@ -165,7 +179,10 @@ def test_every_command_refuses_a_path_with_the_same_words(folder: Path, path: st
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no-weights", "no-weights: holds neither model.safetensors nor model.safetensors.index.json"),
+        (
+            "no-weights",
+            "no-weights: holds neither model.safetensors nor model.safetensors.index.json",
+        ),
         ("cut-weights", "cut-weights/model.safetensors: not a whole safetensors file"),
         ("strange", "model_type is 'mamba'"),
     ],
@@ -177,7 +194,9 @@ def test_folders_of_weights_are_refused_alike(folder: Path, path: str, message: 
         code, err = answer(command, path)
         assert code == 2, (command, err)
         expected = (
-            f"{path} holds weights, and no run; `mupax train RECIPE --init-from" if command in NEEDS_RUN else message
+            f"{path} holds weights, and no run; `mupax train RECIPE --init-from"
+            if command in NEEDS_RUN
+            else message
         )
         assert expected in err, (command, err)
 
@@ -200,7 +219,10 @@ def test_a_run_that_lost_its_tokenizer_is_refused_by_all_that_read_text(folder: 
     ):
         code, err = answer(command, "lost-tokenizer")
         assert code == 2, (command, err)
-        assert "lost-tokenizer/assets/tokenizer.json is missing; copy the folder assets of the run" in err, (
+        assert (
+            "lost-tokenizer/assets/tokenizer.json is missing; copy the folder assets of the run"
+            in err
+        ), (
             command,
             err,
         )
@@ -237,7 +259,9 @@ def test_a_model_of_another_family_is_refused(folder: Path, command: str, path: 
 
 
 @pytest.mark.parametrize("path", ["lm/checkpoints", "no-record"])
-def test_every_command_reads_what_one_reads(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_reads_what_one_reads(
+    folder: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control: these get as far as a program, or are written."""
 
     class ReachedError(BaseException):  # commands make a message of every Exception

@@ -39,7 +39,9 @@ class Done(NamedTuple):
 
 def start(folder: Path, workdir: str, *words: str) -> Done:
     """A run of the recipe to its end, of a user who has set nothing."""
-    inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
     inherited["XLA_FLAGS"] = " ".join(QUICKLY)  # one device
     flags = ["lm-tiny", *FLAGS.split(), "--workdir", workdir, *words]
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}){PROGRAM}"
@@ -54,19 +56,28 @@ def start(folder: Path, workdir: str, *words: str) -> Done:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     events = json.loads((folder / "events.json").read_text())
-    rows = [json.loads(line) for line in (folder / workdir / "metrics.jsonl").read_text().splitlines()]
-    losses = [{name: row[name] for name in ("step", "loss", "grad_norm", "eval_loss") if name in row} for row in rows]
+    rows = [
+        json.loads(line) for line in (folder / workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = [
+        {name: row[name] for name in ("step", "loss", "grad_norm", "eval_loss") if name in row}
+        for row in rows
+    ]
     return Done(events.get("cache_hits", 0), events.get("cache_misses", 0), losses, done.stderr)
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     folder = tmp_path_factory.mktemp("started")
-    (folder / "text.txt").write_text("".join(f"{number} is the square of {number**0.5:.3f}\n" for number in range(600)))
+    (folder / "text.txt").write_text(
+        "".join(f"{number} is the square of {number**0.5:.3f}\n" for number in range(600))
+    )
     return folder, start(folder, "first")
 
 
-def test_the_second_start_compiles_nothing_and_trains_bitwise_the_same(first: tuple[Path, Done]) -> None:
+def test_the_second_start_compiles_nothing_and_trains_bitwise_the_same(
+    first: tuple[Path, Done],
+) -> None:
     folder, cold = first
     assert cold.misses > 5
     warm = start(folder, "second")
@@ -80,7 +91,11 @@ def test_a_run_trains_the_same_without_a_folder_for_programs(first: tuple[Path, 
     folder, cold = first
     alone = start(folder, "alone", "--compilation-cache", "text.txt")
     assert (alone.hits, alone.misses) == (0, 0)
-    cautions = [line for line in alone.error.splitlines() if line.startswith("caution: compiled programs are not kept")]
+    cautions = [
+        line
+        for line in alone.error.splitlines()
+        if line.startswith("caution: compiled programs are not kept")
+    ]
     assert len(cautions) == 1
     assert "Not a directory" in cautions[0]
     assert alone.rows == cold.rows

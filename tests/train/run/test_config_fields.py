@@ -60,11 +60,15 @@ TOKENS = Config(
     checkpoint=CheckpointConfig(every_steps=2),
     steps=6,
 )  # fmt: skip
-RUN = dataclasses.replace(TOKENS, model=dataclasses.replace(TOKENS.model, depth=1), log=LogConfig(samples=False))
+RUN = dataclasses.replace(
+    TOKENS, model=dataclasses.replace(TOKENS.model, depth=1), log=LogConfig(samples=False)
+)
 TEXT_TO_TEXT = dataclasses.replace(
     TOKENS,
     recipe="ed-tiny",
-    model=EncoderDecoderConfig(width=16, depth=2, num_heads=2, mlp_ratio=2, vocab_size=256, seq_len=16),
+    model=EncoderDecoderConfig(
+        width=16, depth=2, num_heads=2, mlp_ratio=2, vocab_size=256, seq_len=16
+    ),
     data=dataclasses.replace(TOKENS.data, noise="infilling"),
     preset=PresetConfig(name="mup"),
 )
@@ -82,7 +86,9 @@ IMAGES = dataclasses.replace(
 def changed(config: Any, path: str, value: Any) -> Any:
     """The config with another value of the field at a dotted path."""
     name, _, rest = path.partition(".")
-    return dataclasses.replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
+    return dataclasses.replace(
+        config, **{name: changed(getattr(config, name), rest, value) if rest else value}
+    )
 
 
 # What shows a field. Each gives something that is compared between two configs.
@@ -100,7 +106,8 @@ def numbers(config: Config) -> str:
     run_program = program(config)
     leaves, shape = jax.tree.flatten(run_program.abstract)
     values = [
-        (np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((run_program.inputs, run_program.stds))
+        (np.asarray(leaf).tobytes(), np.shape(leaf))
+        for leaf in jax.tree.leaves((run_program.inputs, run_program.stds))
     ]
     mesh = [device.id for device in run_program.mesh.devices.flat], run_program.mesh.shape
     feed = run_program.eval_feed().rows
@@ -123,12 +130,17 @@ def same(observe: Callable[[Config], Any], one: Config, other: Config) -> bool:
 
 def start(config: Config) -> bytes:
     """The initial parameters."""
-    return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(assemble(config).initial_state().params))
+    return b"".join(
+        np.asarray(leaf).tobytes()
+        for leaf in jax.tree.leaves(assemble(config).initial_state().params)
+    )
 
 
 def data(config: Config) -> str:
     """Digest of the first training batch and of all evaluation batches, and where prepared data lie."""
-    source = data_sources.load(config.data, config.model, seed=config.data_seed, note=lambda _: None)
+    source = data_sources.load(
+        config.data, config.model, seed=config.data_seed, note=lambda _: None
+    )
     batches = [source.train_batch(0), *source.eval_batches()]
     base = config.data.data_dir
     prepared = sorted(path.name for path in Path(base).iterdir()) if base else ()
@@ -146,7 +158,10 @@ def run(config: Config) -> tuple[list[str], dict[str, Any]]:
         shutil.copy(text, here)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             assert loop.run(config) == 0
-        files = {re.sub(r"(/events\.|/checkpoints/\d+/).*", r"\1", str(path)) for path in Path().rglob("*.*")}
+        files = {
+            re.sub(r"(/events\.|/checkpoints/\d+/).*", r"\1", str(path))
+            for path in Path().rglob("*.*")
+        }
         folders = {str(path) for path in Path().rglob("checkpoints/*") if path.name.isdigit()}
         rows = [path.read_text().count("eval_loss") for path in Path().rglob("metrics.jsonl")]
     course = {
@@ -162,7 +177,9 @@ def slow_run(config: Config) -> Any:
     read = TokenData.train_batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            TokenData, "train_batch", lambda *arguments: time.sleep(2.5 * (arguments[1] == 3)) or read(*arguments)
+            TokenData,
+            "train_batch",
+            lambda *arguments: time.sleep(2.5 * (arguments[1] == 3)) or read(*arguments),
         )
         return run.__wrapped__(config)
 
@@ -180,12 +197,17 @@ def joined(config: Config) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.distributed, "initialize", initialize)
-        with contextlib.suppress(Ended), distributed.joined(place(config.distributed) or {}, config.distributed):
+        with (
+            contextlib.suppress(Ended),
+            distributed.joined(place(config.distributed) or {}, config.distributed),
+        ):
             pass
     return told
 
 
-TWO = changed(TOKENS, "distributed", DistributedConfig(coordinator="localhost:1", processes=2, process=1))
+TWO = changed(
+    TOKENS, "distributed", DistributedConfig(coordinator="localhost:1", processes=2, process=1)
+)
 OBSERVED_BY: dict[Effect, Callable[[Config], Any]] = {
     **dict.fromkeys(("model", "step", "rounding", "layout", "compiler"), program),
     "start": start,
@@ -205,7 +227,9 @@ def fields() -> dict[str, tuple[Config, ConfigField]]:
     for config in (TOKENS, IMAGES, TEXT_TO_TEXT):
         for field in config_fields(config):
             section = field.path.removeprefix("data.").partition(".")[0]
-            is_unread = config is TOKENS and field.path.startswith("data.") and section in images_only
+            is_unread = (
+                config is TOKENS and field.path.startswith("data.") and section in images_only
+            )
             if not is_unread:
                 listed.setdefault(field.path, (config, field))
     return listed
@@ -241,7 +265,8 @@ def test_a_field_is_not_dead(path: str) -> None:
 
 def test_a_run_whose_data_hang_is_reported_after_the_watchdogs_seconds() -> None:
     patient, eager = (
-        dataclasses.replace(RUN, faults=FaultsConfig(watchdog_seconds=seconds)) for seconds in (100.0, 1.0)
+        dataclasses.replace(RUN, faults=FaultsConfig(watchdog_seconds=seconds))
+        for seconds in (100.0, 1.0)
     )
     assert slow_run(patient) != slow_run(eager)
 
@@ -263,10 +288,14 @@ class Planted(OptimizerConfig):
 
 def test_control_planted_dead_fields_are_seen() -> None:
     config = changed(TOKENS, "optimizer", Planted(**dataclasses.asdict(TOKENS.optimizer)))
-    planted = {field.path: field.affects for field in config_fields(config) if field.path not in FIELDS}
+    planted = {
+        field.path: field.affects for field in config_fields(config) if field.path not in FIELDS
+    }
     assert planted.pop("optimizer.undeclared") is None
     assert set(planted) == {"optimizer.forgotten", "optimizer.depth"}
-    assert all(affects is not None and is_dead(config, path, affects) for path, affects in planted.items())
+    assert all(
+        affects is not None and is_dead(config, path, affects) for path, affects in planted.items()
+    )
     peak_lr = FIELDS["optimizer.peak_lr"][1].affects
     assert peak_lr is not None
     assert not is_dead(config, "optimizer.peak_lr", peak_lr)

@@ -44,7 +44,9 @@ def rows_with(run: train.Run, name: str) -> list[tuple[int, float]]:
     return [(row["step"], row[name]) for row in run.metrics if name in row]
 
 
-def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_their_step(tmp_path: Path) -> None:
+def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_their_step(
+    tmp_path: Path,
+) -> None:
     calls: list[tuple[str, int]] = []
     evaluated: list[int] = []
     norms: dict[int, float] = {}
@@ -57,12 +59,21 @@ def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_th
 
     def second(step: int, state: Any, run: train.HookRun) -> None:
         calls.append(("second", step))
-        norms[step] = float(np.sqrt(sum(np.sum(np.square(w)) for w in jax.tree.leaves(jax.device_get(state.params)))))
+        norms[step] = float(
+            np.sqrt(
+                sum(np.sum(np.square(w)) for w in jax.tree.leaves(jax.device_get(state.params)))
+            )
+        )
         run.log({"my/norm": norms[step], "speed": np.float32(step)})
-        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
         evaluated.extend(row["step"] for row in rows[-1:] if "eval_loss" in row)
 
-    run = train.fit(config_of(tmp_path / "run"), hooks=[train.every(3, first), train.every(2, second)])
+    run = train.fit(
+        config_of(tmp_path / "run"), hooks=[train.every(3, first), train.every(2, second)]
+    )
     assert calls == [("second", 2), ("first", 3), ("second", 4), ("first", 6), ("second", 6)]
     assert rows_with(run, "my/norm") == list(norms.items())
     assert rows_with(run, "speed") == [(step, float(step)) for step in norms]
@@ -72,7 +83,9 @@ def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_th
 
 def test_a_hook_changes_no_number_of_the_run(tmp_path: Path) -> None:
     plain = train.fit(config_of(tmp_path / "plain"))
-    hooked = train.fit(config_of(tmp_path / "hooked"), hooks=[train.every(1, lambda step, state, run: None)])
+    hooked = train.fit(
+        config_of(tmp_path / "hooked"), hooks=[train.every(1, lambda step, state, run: None)]
+    )
     assert rows_with(plain, "loss") == rows_with(hooked, "loss")
     assert rows_with(plain, "eval_loss") == rows_with(hooked, "eval_loss")
 
@@ -103,13 +116,15 @@ def test_an_exception_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
             raise ZeroDivisionError("nothing to divide by")
 
     with pytest.raises(
-        train.HookError, match=r"fail at step 3: ZeroDivisionError: nothing to divide by[\s\S]*saved"
+        train.HookError,
+        match=r"fail at step 3: ZeroDivisionError: nothing to divide by[\s\S]*saved",
     ) as error:
         train.fit(config_of(tmp_path), hooks=[train.every(1, fail)])
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     steps: list[int] = []
     again = train.fit(
-        config_of(tmp_path, resume=True), hooks=[train.every(1, lambda step, state, run: steps.append(step))]
+        config_of(tmp_path, resume=True),
+        hooks=[train.every(1, lambda step, state, run: steps.append(step))],
     )
     assert again.step == STEPS
     assert steps == [4, 5, 6]
@@ -157,7 +172,9 @@ def test_what_is_no_hook_is_refused_before_the_run(tmp_path: Path) -> None:
         ({"my/array": np.ones(2)}, "write one number"),
     ],
 )
-def test_what_cannot_be_logged_is_refused(values: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_what_cannot_be_logged_is_refused(
+    values: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     runtime: Any = type("Runtime", (), {})()
     runtime.config = config_of(tmp_path)
     runtime.folder = tmp_path
@@ -169,5 +186,8 @@ def test_what_cannot_be_logged_is_refused(values: dict[str, Any], text: str, tmp
 def test_processes_agree_on_the_first_failure_and_the_first_reason() -> None:
     assert hooks.first_outcome([["", ""], ["", ""]]) == ["", ""]
     assert hooks.first_outcome([["", ""], ["", "done"], ["", "late"]]) == ["", "done"]
-    assert hooks.first_outcome([["", ""], ["f at step 3: E", "done"]]) == ["on process 1, f at step 3: E", "done"]
+    assert hooks.first_outcome([["", ""], ["f at step 3: E", "done"]]) == [
+        "on process 1, f at step 3: E",
+        "done",
+    ]
     assert hooks.first_outcome([["f at step 3: E", ""]]) == ["f at step 3: E", ""]

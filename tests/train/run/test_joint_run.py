@@ -34,7 +34,11 @@ BY_HAND = (
 
 def rows(workdir: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in ("loss", "lr", "grad_norm")} for line in lines if "loss" in line]
+    return [
+        {name: line[name] for name in ("loss", "lr", "grad_norm")}
+        for line in lines
+        if "loss" in line
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +64,24 @@ def test_the_header_and_the_record_say_so(scaled: Done):
     )
     plain = " ".join(scaled.out.split())
     assert message in plain
-    assert "the noise scale, which is not known here: measure it with `mupax noise WORKDIR`" in plain
+    assert (
+        "the noise scale, which is not known here: measure it with `mupax noise WORKDIR`" in plain
+    )
     record = json.loads(Path("sde", "config.json").read_text())
     assert record["config"]["preset"]["base"] == "lm-proxy,batch=4,tokens=1280"
-    assert (record["config"]["preset"]["joint"], record["config"]["optimizer"]["peak_lr"]) == ("sde", 0.02)
+    assert (record["config"]["preset"]["joint"], record["config"]["optimizer"]["peak_lr"]) == (
+        "sde",
+        0.02,
+    )
 
 
 def test_a_run_does_not_go_on_under_another_rule(scaled: Done):
     done = train(*BASE, "--workdir", "sde", "--resume", "--steps", "6", tiny=TINY)
     assert done.code == 2
-    assert "the run in sde has preset.joint sde, not none; continue it with --preset.joint sde" in done.err
+    assert (
+        "the run in sde has preset.joint sde, not none; continue it with --preset.joint sde"
+        in done.err
+    )
 
 
 def test_the_dry_run_shows_the_numbers_and_the_decay_as_a_timescale(folder: Path):
@@ -78,5 +90,8 @@ def test_the_dry_run_shows_the_numbers_and_the_decay_as_a_timescale(folder: Path
     (tokens,) = re.findall(r"warm-up +3 steps, ([\d,]+) tokens", done.out)
     (steps, whole) = re.findall(r"steps +(\d+), ([\d,]+) tokens", done.out)[0]
     assert int(tokens.replace(",", "")) * int(steps) == int(whole.replace(",", "")) * 3
-    assert re.search(r"decay averages +8\.33e\+03 of the run, 41,667 steps \(tau = batch / \(lr wd tokens\)", done.out)
+    assert re.search(
+        r"decay averages +8\.33e\+03 of the run, 41,667 steps \(tau = batch / \(lr wd tokens\)",
+        done.out,
+    )
     assert "joint" not in train("--dry-run", tiny=TINY).out

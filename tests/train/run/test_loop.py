@@ -61,7 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None"),
         random.Random(0),
     )
-    (path / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    (path / "text.txt").write_text(
+        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
+    )
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         yield path
@@ -83,8 +85,19 @@ def elsewhere(words: Sequence[str], *, devices: int) -> Done:
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "train", "lm-tiny", "--data.name", "text:text.txt", *TINY.split(), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "train",
+        "lm-tiny",
+        "--data.name",
+        "text:text.txt",
+        *TINY.split(),
+        *words,
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -117,7 +130,9 @@ def test_a_z_loss_is_trained_and_has_a_row(plain: Done) -> None:
     # Before its weight, and at first nearly the loss squared: targets' logits are 0 on average. The loss is without it.
     assert with_z[0]["logit_z_loss"] == pytest.approx(with_z[0]["loss"] ** 2, rel=0.2)
     assert with_z[0]["loss"] == without[0]["loss"]
-    assert [row["loss"] for row in with_z] == pytest.approx([row["loss"] for row in without], rel=0.02)
+    assert [row["loss"] for row in with_z] == pytest.approx(
+        [row["loss"] for row in without], rel=0.02
+    )
     # The controls: no row without it, and other weights with it.
     assert not any("logit_z_loss" in row for row in without)
     assert evaluations("z")[-1]["eval_loss"] != evaluations("plain")[-1]["eval_loss"]
@@ -136,7 +151,16 @@ def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
     steps = rows("plain")
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     for row in steps:
-        assert row.keys() == {"step", "loss", "loss_per_byte", "accuracy", "lr", "grad_norm", "tokens", "seconds"}
+        assert row.keys() == {
+            "step",
+            "loss",
+            "loss_per_byte",
+            "accuracy",
+            "lr",
+            "grad_norm",
+            "tokens",
+            "seconds",
+        }
         assert row["tokens"] == 16 * 16
         assert row["loss"] > 0 < row["grad_norm"]
     assert steps[0]["lr"] == pytest.approx(steps[1]["lr"] / 2)
@@ -154,10 +178,16 @@ def test_a_run_says_how_fast_it_went(plain: Done) -> None:
     speeds = [row for row in metrics.read(Path("plain/metrics.jsonl")) if "perf_data_wait" in row]
     before = 1  # The first step, which warms up, is left out.
     for row in speeds:  # One, or on a slow machine one every ten seconds.
-        seconds = sorted(each["seconds"] for each in rows("plain") if before < each["step"] <= row["step"])
-        assert row["perf_step_seconds_p50"] == pytest.approx(seconds[(len(seconds) - 1) // 2], rel=1e-3)
+        seconds = sorted(
+            each["seconds"] for each in rows("plain") if before < each["step"] <= row["step"]
+        )
+        assert row["perf_step_seconds_p50"] == pytest.approx(
+            seconds[(len(seconds) - 1) // 2], rel=1e-3
+        )
         assert row["perf_step_seconds_p99"] == pytest.approx(seconds[-1], rel=1e-3)
-        flops_per_second = len(seconds) * 256 * families.train_flops(tiny_model("plain")) / sum(seconds)
+        flops_per_second = (
+            len(seconds) * 256 * families.train_flops(tiny_model("plain")) / sum(seconds)
+        )
         assert row["perf_flops_per_second"] == pytest.approx(flops_per_second, rel=1e-2)
         assert 0 <= row["perf_data_wait"] < 1
         # No peak is known of this machine, and it does not count memory.
@@ -171,7 +201,9 @@ def test_a_run_says_how_fast_it_went(plain: Done) -> None:
 
 @pytest.mark.core
 def test_a_profile_of_the_steps_asked_for(folder: Path) -> None:
-    done = train("--workdir", "profiled", "--profile", "2:4", "--steps", "4", "--log.no-tensorboard")
+    done = train(
+        "--workdir", "profiled", "--profile", "2:4", "--steps", "4", "--log.no-tensorboard"
+    )
     assert done.code == 0, done.err
     (trace,), (timeline,) = (
         list(Path("profiled/profile").rglob(f"*{end}")) for end in (".xplane.pb", ".trace.json.gz")
@@ -202,7 +234,9 @@ def test_the_files_of_a_run(plain: Done) -> None:
     (command,) = re.findall(r"^next +(.+)$", plain.out, re.MULTILINE)
     *_, flag, prompt = shlex.split(command)
     assert flag == "--prompt"
-    assert f" {prompt} " in f" {' '.join(Path('text.txt').read_text().split())} "  # whole words of the text
+    assert (
+        f" {prompt} " in f" {' '.join(Path('text.txt').read_text().split())} "
+    )  # whole words of the text
     assert Path("plain/sample.txt").read_text().startswith(prompt)
     assert len(Path("plain/sample.txt").read_text()) > 100
     assert list(Path("plain/tensorboard").glob("events.*"))
@@ -223,7 +257,11 @@ def test_the_record_says_how_the_run_was_made(plain: Done) -> None:
         version for name, version in record["versions"].items() if name != "mupax"
     )  # not installed in a checkout
     assert record["data"]["digest"]
-    assert record["xla"] == {"options": {}, "XLA_FLAGS": os.environ["XLA_FLAGS"], "LIBTPU_INIT_ARGS": ""}
+    assert record["xla"] == {
+        "options": {},
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
+        "LIBTPU_INIT_ARGS": "",
+    }
     assert "mup" in record["preset"]
     assert record["git"] is None or len(record["git"].removesuffix("-dirty")) == 40
 
@@ -261,7 +299,9 @@ def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_programs")
-def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_lies_as_the_compiler_likes_trains_alike(
+    plain: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on TPU. Here the choice is made up: every matrix the other way round."""
 
     def reversed_(leaf: jax.ShapeDtypeStruct) -> Format:
@@ -271,7 +311,9 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
 
     def placed(self: Program, start: TrainState, step: jax.stages.Compiled) -> TrainState:
         state = unpatched(self, start, step)
-        orders.extend(leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
+        orders.extend(
+            leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(state) if leaf.ndim > 1
+        )
         return state
 
     unpatched = Program.placed
@@ -282,7 +324,9 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     assert orders
     assert all(order == tuple(range(len(order)))[::-1] for order in orders)
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[name] for r in rows("free")], [r[name] for r in rows("plain")], rtol=1e-5)
+        np.testing.assert_allclose(
+            [r[name] for r in rows("free")], [r[name] for r in rows("plain")], rtol=1e-5
+        )
     got, want = evaluations("free"), evaluations("plain")
     assert [r["eval_loss"] for r in got] == pytest.approx([r["eval_loss"] for r in want], rel=1e-5)
     orders.clear()
@@ -360,7 +404,9 @@ def test_preset_changes_the_run_and_nothing_else(plain: Done) -> None:
 # What goes wrong (more in test_loop_errors.py)
 
 
-def test_a_full_disk_ends_a_run_that_then_goes_on(plain: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_a_run_that_then_goes_on(
+    plain: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sync, calls = os.fsync, []
 
     def full(file: int) -> None:

@@ -30,12 +30,22 @@ def write_images(root: Path) -> None:
         for label in ("dark", "light"):
             (root / side / label).mkdir(parents=True)
             for i in range(count):
-                pixels = draw.integers(0, 128, (48, 48), np.uint8) + (128 if label == "light" else 0)
+                pixels = draw.integers(0, 128, (48, 48), np.uint8) + (
+                    128 if label == "light" else 0
+                )
                 Image.fromarray(pixels.astype(np.uint8)).save(root / side / label / f"{i}.jpg")
 
 
 def on_images(images: Path, workdir: str, *words: str) -> Done:
-    return train("--data.name", f"images:{images}", "--workdir", workdir, *words, recipe="vit-digits", tiny=VIT)
+    return train(
+        "--data.name",
+        f"images:{images}",
+        "--workdir",
+        workdir,
+        *words,
+        recipe="vit-digits",
+        tiny=VIT,
+    )
 
 
 def checkpoints(workdir: str) -> list[int]:
@@ -81,12 +91,16 @@ def test_an_image_that_is_torn_after_the_scan_loses_no_step(
     refused = on_images(images, workdir, "--log.eval-every-steps", every, "--resume")
     assert refused.code == 2
     assert "or go on with these by --resume-change data" in refused.err
-    done = on_images(images, workdir, "--log.eval-every-steps", every, "--resume", "--resume-change", "data")
+    done = on_images(
+        images, workdir, "--log.eval-every-steps", every, "--resume", "--resume-change", "data"
+    )
     assert done.code == 0, done.err
     assert f"resuming vit-digits at step {step} of 4" in done.out
     assert [row["step"] for row in rows(workdir)] == [1, 2, 3, 4]
     due = {"None": [4], "2": [2, 4], "3": [3, 4]}[every]
-    assert [row["step"] for row in evaluations(workdir)] == due, "an evaluation that failed is made up"
+    assert [row["step"] for row in evaluations(workdir)] == due, (
+        "an evaluation that failed is made up"
+    )
     assert checkpoints(workdir)[-1] == 4
 
 

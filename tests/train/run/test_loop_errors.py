@@ -20,7 +20,9 @@ __all__ = ["folder"]  # a fixture
 
 @pytest.mark.core
 def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
-    done = train("--workdir", "diverged", "--optimizer.peak-lr", "1e30", "--optimizer.clip-norm", "None")
+    done = train(
+        "--workdir", "diverged", "--optimizer.peak-lr", "1e30", "--optimizer.clip-norm", "None"
+    )
     assert done.code == 1
     assert "Lower --optimizer.peak-lr" in done.err
     assert "Traceback" not in done.err
@@ -53,7 +55,10 @@ def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
         ("--preset mop", "did you mean 'mup'?"),
         ("--model.vocab-size 7", "vocab"),
         ("--profile 5:5", "write START:STOP with 1 <= START < STOP"),
-        ("--profile 5:9", "log.profile 5:9 ends after the last step, which is 6; write a STOP of at most 7"),
+        (
+            "--profile 5:9",
+            "log.profile 5:9 ends after the last step, which is 6; write a STOP of at most 7",
+        ),
     ],
 )
 def test_bad_input_is_answered_shortly_and_leaves_nothing(

@@ -49,7 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def called(*words: str) -> tuple[int, str]:
     """Exit code and standard error of a command."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         code = main(words)
     assert "Traceback" not in err.getvalue()
     return code, " ".join(err.getvalue().split())
@@ -62,7 +65,9 @@ def train(*words: str) -> tuple[int, str]:
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Pretend that each device has so many bytes left."""
-    return lambda count: monkeypatch.setattr(memory, "room", lambda: Room(int(DEVICES * count), "the container"))
+    return lambda count: monkeypatch.setattr(
+        memory, "room", lambda: Room(int(DEVICES * count), "the container")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,9 @@ def usage(folder: Path) -> fit.MemoryEstimate:
 def trained(folder: Path, usage: fit.MemoryEstimate) -> str:
     """A finished run. Eighty-five hundredths of the memory are enough to make it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "room", lambda: Room(int(DEVICES * usage.peak / 0.85), "this machine"))
+        patch.setattr(
+            memory, "room", lambda: Room(int(DEVICES * usage.peak / 0.85), "this machine")
+        )
         assert train("--workdir", "trained") == (0, "")
     return "trained"
 
@@ -100,7 +107,11 @@ def test_rows_have_nats_per_byte_beside_nats_per_token(trained: str) -> None:
     ],
 )
 def test_parameters_are_refused_before_anything_is_compiled_or_written(
-    words: str, flag: str, limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    words: str,
+    flag: str,
+    limited: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def compiled(program: Program) -> Any:
         raise AssertionError("nothing is compiled")
@@ -124,10 +135,18 @@ def test_optimizer_state_is_counted(
 
 @pytest.mark.parametrize(
     ("words", "share", "flag"),
-    [("", 0.7, "--accumulation-steps"), ("--data.eval-batch-size 4096", 2.5, "--data.eval-batch-size")],
+    [
+        ("", 0.7, "--accumulation-steps"),
+        ("--data.eval-batch-size 4096", 2.5, "--data.eval-batch-size"),
+    ],
 )
 def test_a_step_and_an_evaluation_are_refused_with_flags_that_then_start(
-    words: str, share: float, flag: str, usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
+    words: str,
+    share: float,
+    flag: str,
+    usage: fit.MemoryEstimate,
+    limited: Callable[[float], None],
+    tmp_path: Path,
 ) -> None:
     workdir = ("--workdir", str(tmp_path / "run"))
     limited(usage.state + usage.saved + share * usage.temporary)
@@ -143,7 +162,10 @@ def test_a_step_and_an_evaluation_are_refused_with_flags_that_then_start(
 
 
 def test_the_check_can_be_turned_off(
-    usage: fit.MemoryEstimate, limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    usage: fit.MemoryEstimate,
+    limited: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     limited(0.5 * usage.peak)
     assert train("--workdir", str(tmp_path / "one"))[0] == 2
@@ -170,12 +192,18 @@ def test_every_command_that_takes_memory_refuses_to_start_without(
 ) -> None:
     typed = words.split()
     limited(1000)
-    flags = TINY.replace("--workdir", "").split() if {"lm-tiny"} & {*typed} and "check" not in typed else []
+    flags = (
+        TINY.replace("--workdir", "").split()
+        if {"lm-tiny"} & {*typed} and "check" not in typed
+        else []
+    )
     code, err = called(*typed, *flags)
     assert (code, "out of memory" in err) == (2, True), err
 
 
-def test_an_import_and_many_samples_are_refused(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_and_many_samples_are_refused(
+    trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert called("export", trained, "--out", "weights")[0] == 0
     monkeypatch.setattr(memory, "room", lambda: Room(10_000, "`ulimit -v`"))
     code, err = called("import", "weights", "--out", "imported")
@@ -232,12 +260,17 @@ def test_a_workdir_with_anything_else_is_not_begun_anew(
     assert train("--workdir", str(tmp_path), "--steps", "2")[0] == 0
 
 
-def test_fewer_steps_are_queued_where_memory_is_short(usage: fit.MemoryEstimate, folder: Path) -> None:
+def test_fewer_steps_are_queued_where_memory_is_short(
+    usage: fit.MemoryEstimate, folder: Path
+) -> None:
     config = cli.parse("lm-tiny", RECIPES["lm-tiny"], TINY.split()).config
     program = assemble(config)
     sizes = SimpleNamespace(argument_size_in_bytes=usage.state, temp_size_in_bytes=10 * usage.state)
     step: Any = SimpleNamespace(memory_analysis=lambda: sizes)
-    queued = [start._steps_in_flight(program, step, limit and limit * usage.state) for limit in (None, 100, 50, 20)]
+    queued = [
+        start._steps_in_flight(program, step, limit and limit * usage.state)
+        for limit in (None, 100, 50, 20)
+    ]
     assert queued == [2, 2, 1, 0]
 
 
@@ -260,14 +293,24 @@ def test_memory_that_is_left_is_the_least_of_machine_containers_and_limits(
     (proc / "self" / "cgroup").write_text("0::/pods/mine\n")
     monkeypatch.setattr(memory, "_PROC", proc)
     monkeypatch.setattr(memory, "_CGROUPS", groups)
-    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    limits = {
+        resource.RLIMIT_AS: resource.RLIM_INFINITY,
+        resource.RLIMIT_DATA: resource.RLIM_INFINITY,
+    }
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
     assert memory.room() == Room(8 * 2**30, "this machine")
 
     stat = f"anon 5\ninactive_file {100 * MIB}\nactive_file {MIB}"
     cgroup(groups / "pods" / "mine", memory_dot_max="max", memory_dot_current=0, memory_dot_stat="")
-    cgroup(groups / "pods", memory_dot_max=1000 * MIB, memory_dot_current=400 * MIB, memory_dot_stat=stat)
-    assert memory.room() == Room(701 * MIB, "the container"), "a limit around its own counts, cached files do not"
+    cgroup(
+        groups / "pods",
+        memory_dot_max=1000 * MIB,
+        memory_dot_current=400 * MIB,
+        memory_dot_stat=stat,
+    )
+    assert memory.room() == Room(701 * MIB, "the container"), (
+        "a limit around its own counts, cached files do not"
+    )
     cgroup(groups / "pods" / "mine", memory_dot_max="max", memory_dot_high=300 * MIB)
     assert memory.room().bytes == 300 * MIB, "above `high` it would be slowed down until it hangs"
 

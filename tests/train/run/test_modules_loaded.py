@@ -11,7 +11,14 @@ import pytest
 
 MODULES = 76
 """Largest number of modules with code. Raise it for a new idea that every run needs, not for a split file."""
-UNREAD = ("buckets", "presets.tuned", "train.pods", "train.reuse", "train.studies", "zoo.huggingface.config")
+UNREAD = (
+    "buckets",
+    "presets.tuned",
+    "train.pods",
+    "train.reuse",
+    "train.studies",
+    "zoo.huggingface.config",
+)
 """Modules that no plain run reads."""
 FLAGS = (
     "vit-digits --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-progress "
@@ -34,8 +41,16 @@ sys.exit(main(sys.argv[1:]))
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Modules of ours with code. Packages whose file is a docstring of one line do not count."""
     folder, root = tmp_path_factory.mktemp("loaded"), Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}){PROGRAM}", *FLAGS.split(), "run"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(root)!r}){PROGRAM}",
+        *FLAGS.split(),
+        "run",
+    ]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = json.loads((folder / "loaded.json").read_text())
     return [name for name, count in sorted(lines.items()) if count > 1]
@@ -47,4 +62,6 @@ def test_a_plain_run_loads_few_modules(loaded: list[str]) -> None:
 
 
 def test_a_plain_run_loads_no_command_and_nothing_of_other_runs(loaded: list[str]) -> None:
-    assert [name for name in loaded if any(name.startswith(f"mupax.{part}") for part in UNREAD)] == []
+    assert [
+        name for name in loaded if any(name.startswith(f"mupax.{part}") for part in UNREAD)
+    ] == []

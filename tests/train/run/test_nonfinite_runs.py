@@ -45,11 +45,15 @@ def copied(tree: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 @pytest.mark.core
-def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(program_and_step: tuple[Program, Any]) -> None:
+def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(
+    program_and_step: tuple[Program, Any],
+) -> None:
     program, step = program_and_step
     state, numbers = program.initial_state(), program.step_inputs()
     state, _ = step(state, numbers, batch_of())
@@ -57,8 +61,15 @@ def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(program_and_step
     for count in (1, 2):
         state, metrics = step(state, numbers, batch_of(np.nan))
         assert metrics["verdict"].tolist() == [1, 0, count]
-        assert (int(state.step), int(state.health.skipped), int(state.health.in_a_row)) == (1 + count, count, count)
-        assert same((state.params, state.opt_state, state.ema), (before.params, before.opt_state, before.ema))
+        assert (int(state.step), int(state.health.skipped), int(state.health.in_a_row)) == (
+            1 + count,
+            count,
+            count,
+        )
+        assert same(
+            (state.params, state.opt_state, state.ema),
+            (before.params, before.opt_state, before.ema),
+        )
         assert np.isfinite(state.health.mean)
     # As if the bad steps had not been, but for the schedule.
     state, metrics = step(state, numbers, batch_of())
@@ -69,7 +80,9 @@ def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(program_and_step
 
 
 @pytest.mark.core
-def test_the_first_parameter_is_named_with_its_role_and_layer(program_and_step: tuple[Program, Any]) -> None:
+def test_the_first_parameter_is_named_with_its_role_and_layer(
+    program_and_step: tuple[Program, Any],
+) -> None:
     program, step = program_and_step
     specs, shapes = program.definition.specs, program.definition.abstract
     _, metrics = step(program.initial_state(), program.step_inputs(), batch_of())
@@ -107,7 +120,10 @@ def test_a_loss_far_above_the_running_mean_is_a_spike_and_is_skipped_on_request(
     plain = (3 + 0.1 * draw.standard_normal(SPIKE_WARM_UP + 100)).tolist()
     losses = [9.0, *plain, 9.0, *plain[:20], 9.0]
     keeps, spikes, health = judged(losses, Limits(np.float32(6), np.bool_(False)))
-    assert [index for index, spike in enumerate(spikes) if spike] == [len(plain) + 1, len(losses) - 1]
+    assert [index for index, spike in enumerate(spikes) if spike] == [
+        len(plain) + 1,
+        len(losses) - 1,
+    ]
     assert all(keeps)
     assert (int(health.spikes), int(health.skipped)) == (2, 0)
     keeps, again, health = judged(losses, Limits(np.float32(6), np.bool_(True)))
@@ -118,7 +134,9 @@ def test_a_loss_far_above_the_running_mean_is_a_spike_and_is_skipped_on_request(
 
 
 @pytest.mark.core
-def test_mean_and_variance_are_those_of_the_losses_and_a_lasting_rise_is_no_spike_for_long() -> None:
+def test_mean_and_variance_are_those_of_the_losses_and_a_lasting_rise_is_no_spike_for_long() -> (
+    None
+):
     draw = np.random.default_rng(1)
     losses = draw.normal(2, 0.3, SPIKE_WARM_UP).tolist()
     health = judged([*losses[:20], float("nan"), *losses[20:]], Limits(np.float32(6)))[2]
@@ -133,7 +151,9 @@ def test_mean_and_variance_are_those_of_the_losses_and_a_lasting_rise_is_no_spik
 
 @pytest.mark.core
 def test_values_of_the_policy_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"faults.bad_numbers is 'ignore'; write raise, skip, rollback"):
+    with pytest.raises(
+        ConfigError, match=r"faults.bad_numbers is 'ignore'; write raise, skip, rollback"
+    ):
         FaultsConfig(bad_numbers="ignore")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"skip_spikes needs faults.spike_deviations"):
         FaultsConfig(spike_deviations=None, skip_spikes=True)

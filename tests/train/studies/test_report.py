@@ -19,9 +19,14 @@ REPORT = Report(
     ],
     sections=[
         Section(
-            [["size", "best rate", "note"], ["64", "2^-7", "a note that is longer than what is left of a line " * 2]],
+            [
+                ["size", "best rate", "note"],
+                ["64", "2^-7", "a note that is longer than what is left of a line " * 2],
+            ],
             title="mup, growing <heads>",
-            lines=["ended because the verdict is decided, after many minutes of training on this machine"],
+            lines=[
+                "ended because the verdict is decided, after many minutes of training on this machine"
+            ],
             left=("note",),
             verdict="transfers",
         )
@@ -57,12 +62,19 @@ def test_the_page_has_the_same_and_loads_nothing(tmp_path: Path) -> None:
     assert "mup, growing &lt;heads&gt;" in text
     assert 'class="transfers"' in text
     assert "caution: a &amp; b" in text
-    assert text.index("Keep the learning rate") < text.index("<table") < text.index("mupax transfer ...")
+    assert (
+        text.index("Keep the learning rate")
+        < text.index("<table")
+        < text.index("mupax transfer ...")
+    )
     assert re.findall(r"(?:src|href)=", text) == []
 
 
-def test_json_is_written_into_a_new_folder_without_numbers_that_are_not_finite(tmp_path: Path) -> None:
+def test_json_is_written_into_a_new_folder_without_numbers_that_are_not_finite(
+    tmp_path: Path,
+) -> None:
     path = write_json(
-        tmp_path / "new" / "a.json", {"a": finite(float("inf")), "b": finite(1 / 3, 2), "c": finite(1 / 3)}
+        tmp_path / "new" / "a.json",
+        {"a": finite(float("inf")), "b": finite(1 / 3, 2), "c": finite(1 / 3)},
     )
     assert path.read_text() == '{\n "a": null,\n "b": 0.33,\n "c": 0.3333333333333333\n}\n'

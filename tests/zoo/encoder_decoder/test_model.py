@@ -36,16 +36,26 @@ T5 = dataclasses.replace(
 MODELS = {"bart": BART, "t5": T5}
 
 
-def numbers(config: EncoderDecoderConfig) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
+def numbers(
+    config: EncoderDecoderConfig,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
     """Random parameters, factors and inputs; the last example is padding but for its first input."""
     random, model = np.random.default_rng(0), definition(config)
     params = {
-        name: (random.normal(size=leaf.shape) * 0.5 + (model.specs[name].role is Role.NORM_GAIN)).astype(np.float32)
+        name: (
+            random.normal(size=leaf.shape) * 0.5 + (model.specs[name].role is Role.NORM_GAIN)
+        ).astype(np.float32)
         for name, leaf in model.abstract.items()
     }
-    factors = {name: random.uniform(0.3, 1.2, of["shape"]).astype(np.float32) for name, of in model.factors.items()}
+    factors = {
+        name: random.uniform(0.3, 1.2, of["shape"]).astype(np.float32)
+        for name, of in model.factors.items()
+    }
     counts = np.array([S, 5, 1])
-    batch = {"inputs": random.integers(V, size=(B, S)), "input_mask": np.arange(S) < counts[:, None]}
+    batch = {
+        "inputs": random.integers(V, size=(B, S)),
+        "input_mask": np.arange(S) < counts[:, None],
+    }
     batch |= {"decoder_inputs": random.integers(V, size=(B, T))}
     return params, factors, {name: array.astype(np.int32) for name, array in batch.items()}
 
@@ -60,18 +70,33 @@ def in_numpy(
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps)
         return x * p.get(f"{name}.gain", 1.0) + p.get(f"{name}.bias", 0.0)
 
-    def attend(x: np.ndarray, y: np.ndarray, name: str, i: int, mask: np.ndarray, bias: Any) -> np.ndarray:
+    def attend(
+        x: np.ndarray, y: np.ndarray, name: str, i: int, mask: np.ndarray, bias: Any
+    ) -> np.ndarray:
         def part(of: np.ndarray, what: str) -> np.ndarray:
             z = np.einsum("btd,dhn->bhtn", of, p[f"{name}.{what}"][i])
             z = z + (p[f"{name}.{what}_bias"][i][:, None] if f"{name}.{what}_bias" in p else 0)
             if config.qk_norm and what != "value":
-                z = z / np.sqrt((z * z).mean(-1, keepdims=True) + config.norm_eps) * p[f"{name}.{what}_norm.gain"][i]
+                z = (
+                    z
+                    / np.sqrt((z * z).mean(-1, keepdims=True) + config.norm_eps)
+                    * p[f"{name}.{what}_norm.gain"][i]
+                )
             return np.repeat(z, config.num_heads // z.shape[1], axis=1)
 
-        logits = f[f"{name}.logit_scale"][i] * np.einsum("bhtn,bhsn->bhts", part(x, "query"), part(y, "key")) + bias
+        logits = (
+            f[f"{name}.logit_scale"][i]
+            * np.einsum("bhtn,bhsn->bhts", part(x, "query"), part(y, "key"))
+            + bias
+        )
         weights = np.exp(logits - logits.max(-1, keepdims=True)) * mask
-        values = np.einsum("bhts,bhsn->bhtn", weights / weights.sum(-1, keepdims=True), part(y, "value"))
-        return np.einsum("bhtn,hnd->btd", values, p[f"{name}.out"][i]) + p.get(f"{name}.out_bias", np.zeros(i + 1))[i]
+        values = np.einsum(
+            "bhts,bhsn->bhtn", weights / weights.sum(-1, keepdims=True), part(y, "value")
+        )
+        return (
+            np.einsum("bhtn,hnd->btd", values, p[f"{name}.out"][i])
+            + p.get(f"{name}.out_bias", np.zeros(i + 1))[i]
+        )
 
     def mlp(x: np.ndarray, name: str, i: int) -> np.ndarray:
         z = x @ p[f"{name}.up"][i] + p.get(f"{name}.up_bias", np.zeros(i + 1))[i]
@@ -120,30 +145,42 @@ def in_numpy(
 def test_it_computes_its_equations_however_it_runs(name: str) -> None:
     config = MODELS[name]
     params, factors, batch = numbers(config)
-    expected = in_numpy(config, {n: w.astype(np.float64) for n, w in params.items()}, factors, batch)
+    expected = in_numpy(
+        config, {n: w.astype(np.float64) for n, w in params.items()}, factors, batch
+    )
 
     @functools.partial(jax.jit, static_argnums=1)
     def logits(params: Any, compute: ComputeConfig, batch: Any) -> Any:
-        return definition(dataclasses.replace(config, compute=compute)).bind(params, factors)(**batch)
+        return definition(dataclasses.replace(config, compute=compute)).bind(params, factors)(
+            **batch
+        )
 
     unrolled, looped = ComputeConfig(layers="unrolled"), ComputeConfig(layers="scan", remat="block")
     plain = np.asarray(logits(params, unrolled, batch))
     np.testing.assert_allclose(plain, expected, rtol=2e-4, atol=2e-4)
     weights = np.sin(np.arange(plain.size)).reshape(plain.shape)
-    value, gradients = jax.value_and_grad(lambda p: jnp.sum(logits(p, looped, batch) * weights))(params)
+    value, gradients = jax.value_and_grad(lambda p: jnp.sum(logits(p, looped, batch) * weights))(
+        params
+    )
     assert value == pytest.approx(np.sum(plain * weights), rel=1e-4)
-    assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())  # every parameter does something
+    assert all(
+        np.abs(gradient).max() > 0 for gradient in gradients.values()
+    )  # every parameter does something
 
     # What stands at padding changes nothing, what a target's past or any input is does, and no target sees its future.
     hidden = batch | {"inputs": np.where(batch["input_mask"], batch["inputs"], 1)}
     np.testing.assert_array_equal(logits(params, unrolled, hidden), plain)
     changed = batch | {
-        "decoder_inputs": np.where(np.arange(T) == 4, (batch["decoder_inputs"] + 1) % V, batch["decoder_inputs"])
+        "decoder_inputs": np.where(
+            np.arange(T) == 4, (batch["decoder_inputs"] + 1) % V, batch["decoder_inputs"]
+        )
     }
     later = np.asarray(logits(params, unrolled, changed)) != plain
     assert not later[:, :4].any()
     assert later[:, 4:].any(axis=-1).all()
-    first = batch | {"inputs": np.where(np.arange(S) == 0, (batch["inputs"] + 1) % V, batch["inputs"])}
+    first = batch | {
+        "inputs": np.where(np.arange(S) == 0, (batch["inputs"] + 1) % V, batch["inputs"])
+    }
     assert (np.asarray(logits(params, unrolled, first)) != plain).any(axis=-1).all()
 
 

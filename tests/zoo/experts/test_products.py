@@ -26,7 +26,10 @@ def _dense(x: jax.Array, w: jax.Array, sizes: Any) -> jax.Array:
 def test_every_way_is_the_product_with_each_rows_own_matrix(way: str, more: int) -> None:
     random = np.random.default_rng(0)
     rows = sum(SIZES)
-    x, w, g = (random.normal(size=shape).astype("f4") for shape in ((rows + more, 24), (4, 24, 40), (rows, 40)))
+    x, w, g = (
+        random.normal(size=shape).astype("f4")
+        for shape in ((rows + more, 24), (4, 24, 40), (rows, 40))
+    )
     sizes = jnp.array((*SIZES, more) if more else SIZES, jnp.int32)
     ways = {
         "megablox": functools.partial(layer._megablox, interpret=True),
@@ -37,6 +40,8 @@ def test_every_way_is_the_product_with_each_rows_own_matrix(way: str, more: int)
         y, back = jax.vjp(lambda x, w: of(x, w, sizes)[:rows], x, w)
         return y, *back(jnp.asarray(g))
 
-    for ours, theirs in zip(jax.jit(functools.partial(pulled, ways[way]))(), pulled(_dense), strict=True):
+    for ours, theirs in zip(
+        jax.jit(functools.partial(pulled, ways[way]))(), pulled(_dense), strict=True
+    ):
         assert np.isfinite(ours).all()
         np.testing.assert_allclose(ours[: len(theirs)], theirs, rtol=1e-4, atol=1e-4)

@@ -38,7 +38,9 @@ def looked(place_TA: jax.Array, x: jax.Array) -> dict[str, Any]:
 
 def test_slots_have_their_tokens_and_no_other() -> None:
     """Three tokens of two experts each and four slots, one of them empty, which has any token's; two rows find no room."""
-    slots = looked(np.array([[0, 4], [2, 1], [4, 4]]), np.array([[1.0], [10.0], [100.0]], np.float32))
+    slots = looked(
+        np.array([[0, 4], [2, 1], [4, 4]]), np.array([[1.0], [10.0], [100.0]], np.float32)
+    )
     assert {name: x.tolist() for name, x in slots.items()} == {
         "rows": [0, 3, 2, 6],
         "filled": [1, 10, 10, 100],
@@ -61,17 +63,25 @@ def by_masks(
     assert choice.slots_BTA is not None
     routed_EBTA = (choice.experts_BTA == experts_E1) & (choice.slots_BTA < capacity)
     gates_EBT = jnp.sum(jnp.where(routed_EBTA, choice.weights_BTA, 0), axis=-1)
-    x_ECD = jnp.broadcast_to(x_BTD.reshape(-1, x_BTD.shape[-1]), (len(gates_EBT), gates_EBT[0].size, x_BTD.shape[-1]))
-    return jnp.sum(expert(x_ECD[None], gates_EBT.reshape(1, len(gates_EBT), -1), weights), axis=(0, 1)).reshape(
-        x_BTD.shape
+    x_ECD = jnp.broadcast_to(
+        x_BTD.reshape(-1, x_BTD.shape[-1]), (len(gates_EBT), gates_EBT[0].size, x_BTD.shape[-1])
     )
+    return jnp.sum(
+        expert(x_ECD[None], gates_EBT.reshape(1, len(gates_EBT), -1), weights), axis=(0, 1)
+    ).reshape(x_BTD.shape)
 
 
 def test_slots_are_masks_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients of a model, against every token through every expert; tokens are dropped."""
     model_definition, random = definition(MODEL), np.random.default_rng(0)
-    params = {name: random.normal(size=x.shape).astype("f4") for name, x in model_definition.abstract.items()}
-    factors = {name: np.full(each["shape"], 0.7, np.float32) for name, each in model_definition.factors.items()}
+    params = {
+        name: random.normal(size=x.shape).astype("f4")
+        for name, x in model_definition.abstract.items()
+    }
+    factors = {
+        name: np.full(each["shape"], 0.7, np.float32)
+        for name, each in model_definition.factors.items()
+    }
     tokens, g_BTV = random.integers(0, 11, (2, 12)), random.normal(size=(2, 12, 11))
 
     def pulled() -> Any:

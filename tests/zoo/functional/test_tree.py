@@ -32,13 +32,20 @@ def test_a_name_is_the_path_and_a_variable_has_the_name_of_its_place():
         "layers.0.bias": (5,),
         "layers.0.kernel": (3, 5),
     }
-    assert list(tree.named_leaves({"a": [shape(1), None], "b": {"value": shape(2)}})) == ["a.0", "b.value"]
+    assert list(tree.named_leaves({"a": [shape(1), None], "b": {"value": shape(2)}})) == [
+        "a.0",
+        "b.value",
+    ]
 
 
 @pytest.mark.parametrize(
     ("shapes", "axes", "sizes"),
     [
-        ((6, 10), QUERY.axes, {"embed": 6, "heads": 2, "head_dim": 5}),  # heads and their dimension are one
+        (
+            (6, 10),
+            QUERY.axes,
+            {"embed": 6, "heads": 2, "head_dim": 5},
+        ),  # heads and their dimension are one
         ((2, 2, 3, 7), PATCH.axes, {"patch": 12, "embed": 7}),  # three dimensions are one axis
         ((7, 3, 2, 2), PATCH.axes[::-1], {"patch": 12, "embed": 7}),
     ],
@@ -56,20 +63,37 @@ def refused(of: dict, specs, message: str, **sizes: int) -> None:
 
 
 def test_what_does_not_fit_is_refused():
-    refused({"f": jax.nn.relu}, {}, r"f is no array but a .*eqx\.filter\(model, eqx\.is_inexact_array\)")
     refused(
-        {"read": shape(3, 4)}, {"reed": PATCH}, r"read has no declaration; the nearest declared is 'reed'; write one"
+        {"f": jax.nn.relu}, {}, r"f is no array but a .*eqx\.filter\(model, eqx\.is_inexact_array\)"
     )
-    refused({"read": shape(3, 4)}, lambda name: None, r"read has no declaration; write one: 'read': ParamSpec")
     refused(
-        {"read": shape(3, 4)}, {"read": PATCH, "raed": PATCH}, r"no parameter is named 'raed'; did you mean 'read'\?"
+        {"read": shape(3, 4)},
+        {"reed": PATCH},
+        r"read has no declaration; the nearest declared is 'reed'; write one",
+    )
+    refused(
+        {"read": shape(3, 4)},
+        lambda name: None,
+        r"read has no declaration; write one: 'read': ParamSpec",
+    )
+    refused(
+        {"read": shape(3, 4)},
+        {"read": PATCH, "raed": PATCH},
+        r"no parameter is named 'raed'; did you mean 'read'\?",
     )
     patterns = {"a": PATCH, "*": PATCH, "?b": QUERY}
-    refused({"a": shape(3, 4), "bb": shape(3, 4)}, patterns, r"bb is declared by \* and \?b, differently; narrow one")
+    refused(
+        {"a": shape(3, 4), "bb": shape(3, 4)},
+        patterns,
+        r"bb is declared by \* and \?b, differently; narrow one",
+    )
     two = {"a": shape(3, 4), "b": shape(3, 5)}
     refused(two, {"*": PATCH}, r"axis 'embed' is 5 in b but 4 in a")
     refused(
-        {"q": shape(6, 10)}, {"q": QUERY}, r"no other array shows the size of heads and head_dim; write sizes=", embed=6
+        {"q": shape(6, 10)},
+        {"q": QUERY},
+        r"no other array shows the size of heads and head_dim; write sizes=",
+        embed=6,
     )
     refused(
         {"q": shape(10, 6)},
@@ -79,7 +103,11 @@ def test_what_does_not_fit_is_refused():
         heads=2,
         head_dim=5,
     )
-    refused({"q": shape(6, 2, 5)}, {"q": QUERY}, r"q is in a residual block; write how many blocks there are")
+    refused(
+        {"q": shape(6, 2, 5)},
+        {"q": QUERY},
+        r"q is in a residual block; write how many blocks there are",
+    )
     refused({"q": shape(6, 2, 5)}, {"q": QUERY}, r"no parameter writes into the stream", layers=2)
 
 

@@ -40,27 +40,60 @@ def test_a_config_comes_back(model: ModelConfig) -> None:
 
 
 def test_fields_left_out_have_the_defaults_of_transformers() -> None:
-    gpt2, llama, vit = (from_huggingface({"model_type": kind}).model for kind in ("gpt2", "llama", "vit"))
-    assert gpt2 == DecoderConfig(width=768, depth=12, num_heads=12, vocab_size=50257, seq_len=1024, tied=True)
+    gpt2, llama, vit = (
+        from_huggingface({"model_type": kind}).model for kind in ("gpt2", "llama", "vit")
+    )
+    assert gpt2 == DecoderConfig(
+        width=768, depth=12, num_heads=12, vocab_size=50257, seq_len=1024, tied=True
+    )
     assert isinstance(llama, DecoderConfig)
-    assert (llama.mlp_dim, llama.norm_eps, llama.tied, llama.rope_theta) == (11008, 1e-6, False, 10_000)
+    assert (llama.mlp_dim, llama.norm_eps, llama.tied, llama.rope_theta) == (
+        11008,
+        1e-6,
+        False,
+        10_000,
+    )
     assert isinstance(vit, ViTConfig)
-    assert (vit.norm_eps, vit.activation, vit.seq_len, vit.num_classes) == (1e-12, "gelu_exact", 197, 2)
+    assert (vit.norm_eps, vit.activation, vit.seq_len, vit.num_classes) == (
+        1e-12,
+        "gelu_exact",
+        197,
+        2,
+    )
 
 
 def test_older_files_of_gemma_say_wavelengths_and_windows_in_other_words() -> None:
-    old = {"rope_theta": 1e6, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    model = from_huggingface({"model_type": "gemma3_text", "sliding_window_pattern": 4, **old}).model
+    old = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    model = from_huggingface(
+        {"model_type": "gemma3_text", "sliding_window_pattern": 4, **old}
+    ).model
     assert isinstance(model, DecoderConfig)
-    assert (model.rope_theta, model.window_theta, model.rope_scaling, model.rope_factor) == (1e6, 500.0, "linear", 8.0)
+    assert (model.rope_theta, model.window_theta, model.rope_scaling, model.rope_factor) == (
+        1e6,
+        500.0,
+        "linear",
+        8.0,
+    )
     assert (model.full_every, model.window) == (4, 4096)
     older = from_huggingface({"model_type": "gemma2"}).model
     assert isinstance(older, DecoderConfig)
-    assert (older.full_every, older.window, older.tied, older.attention_softcap) == (2, 4096, True, 50.0)
+    assert (older.full_every, older.window, older.tied, older.attention_softcap) == (
+        2,
+        4096,
+        True,
+        50.0,
+    )
 
 
 def test_older_files_say_rope_theta_at_the_top() -> None:
-    for fields in ({"rope_theta": 7e5}, {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}):
+    for fields in (
+        {"rope_theta": 7e5},
+        {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}},
+    ):
         model = from_huggingface({"model_type": "llama", **fields}).model
         assert isinstance(model, DecoderConfig)
         assert model.rope_theta == 7e5
@@ -80,19 +113,37 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
         ({}, "only gpt2, llama, "),
         ({"model_type": "gemma2", "hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"model_type": "gemma2", "attention_bias": True}, "attention_bias is True"),
-        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ({"model_type": "gemma2", "final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        (
+            {"model_type": "gemma2", "use_bidirectional_attention": True},
+            "use_bidirectional_attention is True",
+        ),
+        (
+            {"model_type": "gemma2", "final_logit_softcapping": -1.0},
+            "final_logit_softcapping is -1.0",
+        ),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types is"),
         (
             {"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"] * 13},
             "every so-many-th layer",
         ),
-        ({"model_type": "gemma2", "rope_scaling": {"rope_type": "yarn", "factor": 2}}, "of type 'yarn'"),
+        (
+            {"model_type": "gemma2", "rope_scaling": {"rope_type": "yarn", "factor": 2}},
+            "of type 'yarn'",
+        ),
         ({"model_type": "gemma3"}, "vision_config"),
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is given"),
-        ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5.0}}, "not objects full_attention and"),
-        ({"model_type": "gemma3_text", "sliding_window_pattern": "six"}, "sliding_window_pattern is 'six'"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping is given",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5.0}},
+            "not objects full_attention and",
+        ),
+        (
+            {"model_type": "gemma3_text", "sliding_window_pattern": "six"},
+            "sliding_window_pattern is 'six'",
+        ),
         (
             {
                 "model_type": "gemma3_text",
@@ -105,34 +156,69 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
         ),
         ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
         ({"model_type": "dinov2", "layerscale_value": 0.0}, "layerscale_value is 0"),
-        ({"model_type": "dinov2_with_registers", "num_register_tokens": "4"}, "num_register_tokens is '4'"),
-        ({"model_type": "deit", "architectures": ["DeiTForImageClassificationWithTeacher"]}, "distillation_classifier"),
+        (
+            {"model_type": "dinov2_with_registers", "num_register_tokens": "4"},
+            "num_register_tokens is '4'",
+        ),
+        (
+            {"model_type": "deit", "architectures": ["DeiTForImageClassificationWithTeacher"]},
+            "distillation_classifier",
+        ),
         ({"model_type": "siglip_vision_model"}, "vision_use_head"),
         ({"model_type": "siglip"}, "vision_config is None"),
         (
-            {"model_type": "gpt_neox", "rotary_pct": 0.2, "hidden_size": 64, "num_attention_heads": 4},
+            {
+                "model_type": "gpt_neox",
+                "rotary_pct": 0.2,
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+            },
             "rotary_fraction 0.2 of 16",
         ),
         ({"model_type": "gpt_neox", "hidden_act": "silu"}, "hidden_act is 'silu'"),
         ({"model_type": "bart"}, "norm after every branch"),
-        ({"model_type": "mbart", "encoder_ffn_dim": 2048}, "encoder_ffn_dim is 2048 and decoder_ffn_dim 4096"),
+        (
+            {"model_type": "mbart", "encoder_ffn_dim": 2048},
+            "encoder_ffn_dim is 2048 and decoder_ffn_dim 4096",
+        ),
         ({"model_type": "mbart", "activation_function": "silu"}, "activation_function is 'silu'"),
-        ({"model_type": "t5", "feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'"),
+        (
+            {"model_type": "t5", "feed_forward_proj": "gated-relu"},
+            "feed_forward_proj is 'gated-relu'",
+        ),
         ({"model_type": "t5", "is_encoder_decoder": False}, "an encoder alone"),
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "type llama3 need factor"),
-        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor is 0.5"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}},
+            "type llama3 need factor",
+        ),
+        (
+            {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 0.5}},
+            "rope_factor is 0.5",
+        ),
         ({"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 2}}, "of type 'yarn'"),
-        ({"model_type": "qwen2", "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "of type 'dynamic'"),
+        (
+            {"model_type": "qwen2", "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+            "of type 'dynamic'",
+        ),
         ({"model_type": "qwen2", "use_sliding_window": True}, "layer_types has both"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"]}, "layer_types is"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"]},
+            "layer_types is",
+        ),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias is True"),
         (
             {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
             "decoder_sparse_step 2 and mlp_only_layers .* without experts",
         ),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers .0. have layers without experts"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "active_experts 9 is more than the 8 experts"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            "mlp_only_layers .0. have layers without experts",
+        ),
+        (
+            {"model_type": "mixtral", "num_experts_per_tok": 9},
+            "active_experts 9 is more than the 8 experts",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "a part of each head"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "our gated MLP has silu"),
@@ -164,9 +250,21 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], message: s
         (GPT2, {"window": 3}, "model.window hides"),
         (LLAMA, {"qk_norm": True, "bias": True}, "model.bias adds"),
         (LLAMA, {"qk_norm": True, "qkv_bias": True}, "two families in one"),
-        (MIXTRAL, {"routing": RoutingConfig()}, "its router is a softmax, and model.routing.gate is sigmoid"),
-        (MIXTRAL, {"routing": RoutingConfig(gate="softmax-all")}, "gate is softmax-all; write softmax"),
-        (MIXTRAL, {"routing": RoutingConfig(gate="softmax", capacity_factor=1.5)}, "capacity_factor drops tokens"),
+        (
+            MIXTRAL,
+            {"routing": RoutingConfig()},
+            "its router is a softmax, and model.routing.gate is sigmoid",
+        ),
+        (
+            MIXTRAL,
+            {"routing": RoutingConfig(gate="softmax-all")},
+            "gate is softmax-all; write softmax",
+        ),
+        (
+            MIXTRAL,
+            {"routing": RoutingConfig(gate="softmax", capacity_factor=1.5)},
+            "capacity_factor drops tokens",
+        ),
         (
             QWEN3_MOE,
             {"routing": RoutingConfig(gate="softmax", balance="bias")},
@@ -205,7 +303,11 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], message: s
         (LLAMA, {"parallel": True}, "it has LayerNorm"),
         (MBART, {"positions": "rotary"}, "no rotary positions"),
         (MBART, {"target_len": 4}, "as many positions in both stacks, not 5 and 4"),
-        (MBART, {"embedding_norm": False, "norm_eps": 1e-6}, "its norms add 1e-05.*--model.embedding-norm"),
+        (
+            MBART,
+            {"embedding_norm": False, "norm_eps": 1e-6},
+            "its norms add 1e-05.*--model.embedding-norm",
+        ),
         (MBART, {"shared": False}, "one table of embeddings"),
         (T5, {"bias": True, "norm": "layernorm"}, "it has rmsnorm.*--model.no-bias"),
         (T5, {"embedding_norm": True}, "--model.no-embedding-norm"),
@@ -214,10 +316,16 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], message: s
         (VIT, {"registers": 2}, "model.registers is 2"),
         (VIT, {"pool": "mean", "registers": 2}, "model.registers are tokens"),
         (VIT, {"pool": "cls-mean"}, "model.mlp_ratio is 1.83"),
-        (VIT, {"norm": "rmsnorm", "qk_norm": True}, "normalizes queries and keys.*; .*subtracts the mean"),
+        (
+            VIT,
+            {"norm": "rmsnorm", "qk_norm": True},
+            "normalizes queries and keys.*; .*subtracts the mean",
+        ),
     ],
 )
-def test_what_their_code_cannot_be_is_refused(model: ModelConfig, change: dict[str, Any], message: str) -> None:
+def test_what_their_code_cannot_be_is_refused(
+    model: ModelConfig, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         to_huggingface(dataclasses.replace(model, **change))
 
@@ -230,7 +338,9 @@ def test_the_exact_gelu_is_another_than_the_tanh_form() -> None:
 
     hidden = {}
     for activation in ("gelu", "gelu_exact"):
-        graph, stacked = nnx.split(dataclasses.replace(GPT2, activation=activation).module(nnx.Rngs(0)).block.mlp)
+        graph, stacked = nnx.split(
+            dataclasses.replace(GPT2, activation=activation).module(nnx.Rngs(0)).block.mlp
+        )
         mlp = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
         x = np.random.default_rng(0).standard_normal((2, 3, GPT2.width)).astype(np.float32)
         hidden[activation] = np.asarray(mlp(x))
@@ -244,6 +354,8 @@ def test_norms_add_the_models_eps() -> None:
     x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
     for eps in (1e-12, 0.5):
         norm = dataclasses.replace(GPT2, norm="rmsnorm", norm_eps=eps).module(nnx.Rngs(0)).norm
-        np.testing.assert_allclose(norm(x), x / np.sqrt((x**2).mean(-1, keepdims=True) + eps), atol=1e-6)
+        np.testing.assert_allclose(
+            norm(x), x / np.sqrt((x**2).mean(-1, keepdims=True) + eps), atol=1e-6
+        )
     with pytest.raises(ConfigError, match="norm_eps is 0"):
         dataclasses.replace(GPT2, norm_eps=0.0)

@@ -46,7 +46,9 @@ def test_what_is_written_is_read(dtype: Any, tmp_path: Path) -> None:
 
 def test_large_weights_are_written_in_parts_with_an_index(tmp_path: Path) -> None:
     files = write_tensors(tmp_path, ARRAYS.items(), shard_bytes=150)
-    assert [file.name for file in files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [file.name for file in files] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in ARRAYS.values())
     for path in (tmp_path, tmp_path / INDEX):
@@ -54,7 +56,9 @@ def test_large_weights_are_written_in_parts_with_an_index(tmp_path: Path) -> Non
         for name, value in ARRAYS.items():
             np.testing.assert_array_equal(tensors.read(name), value)
     assert Tensors(files[0]).shapes == {"b.weight": (5, 7)}
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([INDEX, *(file.name for file in files)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [INDEX, *(file.name for file in files)]
+    )
 
 
 def test_a_transposed_array_is_stored_as_it_is_seen(tmp_path: Path) -> None:
@@ -98,7 +102,9 @@ def test_a_broken_file_is_refused(case: tuple[Any, bytes, int | None], tmp_path:
 
 
 def test_control_the_file_that_is_broken_above_is_good(tmp_path: Path) -> None:
-    np.testing.assert_array_equal(Tensors(write(tmp_path / "x.safetensors", *GOOD)).read("a"), [0, 0])
+    np.testing.assert_array_equal(
+        Tensors(write(tmp_path / "x.safetensors", *GOOD)).read("a"), [0, 0]
+    )
 
 
 def indexed(folder: Path, weight_map: Any) -> Path:

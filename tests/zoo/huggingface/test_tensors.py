@@ -53,34 +53,56 @@ def test_tokens_beside_the_patches_are_rows_of_the_positions(tmp_path: Path) -> 
         model = MODELS[name]
         tensors = dict(weights.to_huggingface(model, random_params(model)))
         prefix = tables.PREFIX[family_of(model)]
-        token = f"{prefix}embeddings.{'distillation_token' if name == 'deit' else 'register_tokens'}"
+        token = (
+            f"{prefix}embeddings.{'distillation_token' if name == 'deit' else 'register_tokens'}"
+        )
         rows = tensors[token].shape[1]
-        assert tensors[f"{prefix}embeddings.position_embeddings"].shape == (1, 11 if name == "deit" else 10, 6)
+        assert tensors[f"{prefix}embeddings.position_embeddings"].shape == (
+            1,
+            11 if name == "deit" else 10,
+            6,
+        )
         assert tensors[token].any() == (name != "deit")
-        position = read(written(model, folder, **{token: tensors[token] + 1}), to_huggingface(model)).params["position"]
+        position = read(
+            written(model, folder, **{token: tensors[token] + 1}), to_huggingface(model)
+        ).params["position"]
         expected = random_params(model)["position"]
         expected[1 : 1 + rows] += 1
         np.testing.assert_array_equal(position, expected)
 
 
 def test_names_are_those_of_the_files() -> None:
-    llama = [name for name, _ in weights.to_huggingface(LLAMA, random_params(LLAMA)) if ".1." not in name]
-    layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    llama = [
+        name for name, _ in weights.to_huggingface(LLAMA, random_params(LLAMA)) if ".1." not in name
+    ]
+    layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
     layer += ["input_layernorm", "post_attention_layernorm"]
     outside = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert sorted(llama) == sorted([f"model.layers.0.{name}.weight" for name in layer] + outside)
-    mixtral = {name: value.shape for name, value in weights.to_huggingface(MIXTRAL, random_params(MIXTRAL))}
+    mixtral = {
+        name: value.shape for name, value in weights.to_huggingface(MIXTRAL, random_params(MIXTRAL))
+    }
     assert mixtral["model.layers.1.block_sparse_moe.gate.weight"] == (3, 12)  # [out, in]
-    assert [mixtral[f"model.layers.0.block_sparse_moe.experts.2.w{n}.weight"] for n in (1, 2, 3)] == [
+    assert [
+        mixtral[f"model.layers.0.block_sparse_moe.experts.2.w{n}.weight"] for n in (1, 2, 3)
+    ] == [
         (5, 12),
         (12, 5),
         (5, 12),
     ]
     assert not any(".mlp." in name or "experts.3." in name for name in mixtral)
-    qwen3 = {name: value.shape for name, value in weights.to_huggingface(QWEN3_MOE, random_params(QWEN3_MOE))}
+    qwen3 = {
+        name: value.shape
+        for name, value in weights.to_huggingface(QWEN3_MOE, random_params(QWEN3_MOE))
+    }
     assert qwen3["model.layers.1.mlp.experts.0.down_proj.weight"] == (12, 7)
     gpt2 = {name: value.shape for name, value in weights.to_huggingface(GPT2, random_params(GPT2))}
-    assert gpt2["transformer.h.1.attn.c_attn.weight"] == (6, 18)  # [in, out], query, key and value side by side
+    assert gpt2["transformer.h.1.attn.c_attn.weight"] == (
+        6,
+        18,
+    )  # [in, out], query, key and value side by side
     assert gpt2["transformer.h.1.attn.c_attn.bias"] == (18,)
     assert "lm_head.weight" not in gpt2
     vit = {name: value.shape for name, value in weights.to_huggingface(VIT, random_params(VIT))}
@@ -96,7 +118,10 @@ def test_a_key_bias_that_softmax_ignores_is_zero_out_and_dropped_in(tmp_path: Pa
     bias = tensors["transformer.h.0.attn.c_attn.bias"]
     assert (bias[6:12] == 0).all()
     assert (bias[:6] != 0).all()
-    loaded = read(written(GPT2, tmp_path, **{"transformer.h.0.attn.c_attn.bias": bias + 1}), to_huggingface(GPT2))
+    loaded = read(
+        written(GPT2, tmp_path, **{"transformer.h.0.attn.c_attn.bias": bias + 1}),
+        to_huggingface(GPT2),
+    )
     assert "block.attention.key_bias" not in loaded.params
 
 
@@ -108,19 +133,32 @@ def test_gains_and_biases_that_a_model_lacks_are_ones_and_zeros() -> None:
     assert (tensors["transformer.h.0.mlp.c_fc.bias"] == 0).all()
 
 
-@pytest.mark.parametrize("model", [GPT2, dataclasses.replace(LLAMA, tied=True), VIT], ids=["gpt2", "llama", "vit"])
-def test_files_of_the_model_without_its_head_have_no_prefix(model: ModelConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model", [GPT2, dataclasses.replace(LLAMA, tied=True), VIT], ids=["gpt2", "llama", "vit"]
+)
+def test_files_of_the_model_without_its_head_have_no_prefix(
+    model: ModelConfig, tmp_path: Path
+) -> None:
     prefix = tables.PREFIX[family_of(model)]
     tensors = weights.to_huggingface(model, random_params(model))
-    bare = [(name.removeprefix(prefix), value) for name, value in tensors if not name.startswith("classifier")]
+    bare = [
+        (name.removeprefix(prefix), value)
+        for name, value in tensors
+        if not name.startswith("classifier")
+    ]
     write_tensors(tmp_path, bare)
     loaded = read(tmp_path, to_huggingface(model))
     assert loaded.zeros == (["readout", "readout_bias"] if isinstance(model, ViTConfig) else [])
-    np.testing.assert_array_equal(loaded.params["block.mlp.up"], random_params(model)["block.mlp.up"])
+    np.testing.assert_array_equal(
+        loaded.params["block.mlp.up"], random_params(model)["block.mlp.up"]
+    )
 
 
 def test_masks_and_tables_of_older_files_are_dropped(tmp_path: Path) -> None:
-    old = {"transformer.h.0.attn.bias": np.ones((1, 1, 5, 5)), "transformer.h.0.attn.masked_bias": np.float32([-1e4])}
+    old = {
+        "transformer.h.0.attn.bias": np.ones((1, 1, 5, 5)),
+        "transformer.h.0.attn.masked_bias": np.float32([-1e4]),
+    }
     loaded = read(written(GPT2, tmp_path, **old), to_huggingface(GPT2))
     assert loaded.dropped == ["h.0.attn.bias", "h.0.attn.masked_bias"]
 
@@ -128,18 +166,26 @@ def test_masks_and_tables_of_older_files_are_dropped(tmp_path: Path) -> None:
 def test_a_readout_said_to_be_the_embedding_must_be_it(tmp_path: Path) -> None:
     token = random_params(GPT2)["token"]
     (tmp_path / "same").mkdir()
-    loaded = read(written(GPT2, tmp_path / "same", **{"lm_head.weight": token}), to_huggingface(GPT2))
+    loaded = read(
+        written(GPT2, tmp_path / "same", **{"lm_head.weight": token}), to_huggingface(GPT2)
+    )
     assert loaded.dropped == ["lm_head.weight"]
     (tmp_path / "other").mkdir()
     with pytest.raises(TensorFileError, match="tie_word_embeddings"):
-        read(written(GPT2, tmp_path / "other", **{"lm_head.weight": token + 1}), to_huggingface(GPT2))
+        read(
+            written(GPT2, tmp_path / "other", **{"lm_head.weight": token + 1}), to_huggingface(GPT2)
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "fields", "message"),
     [
         ({"transformer.h.1.ln_2.weight": None}, {}, r"h\.1\.ln_2\.weight \(6,\) is missing"),
-        ({"transformer.wte.weight": np.ones((12, 6))}, {}, r"shape \(12, 6\); by config.json it would be \(13, 6\)"),
+        (
+            {"transformer.wte.weight": np.ones((12, 6))},
+            {},
+            r"shape \(12, 6\); by config.json it would be \(13, 6\)",
+        ),
         (
             {"transformer.h.0.attn.q_norm.weight": np.ones(2)},
             {},
@@ -147,7 +193,11 @@ def test_a_readout_said_to_be_the_embedding_must_be_it(tmp_path: Path) -> None:
         ),
         ({"wte.weight": np.ones((13, 6))}, {}, "are one tensor"),
         ({}, {"n_layer": 2_000_000_000}, "cannot be the 2000000000 layers"),
-        ({}, {**to_huggingface(MIXTRAL), "num_local_experts": 10**9}, "the 2 layers of 1000000000 experts"),
+        (
+            {},
+            {**to_huggingface(MIXTRAL), "num_local_experts": 10**9},
+            "the 2 layers of 1000000000 experts",
+        ),
         ({}, {"n_layer": 3}, r"h\.2\.ln_1\.weight .* is missing"),
         ({}, {"n_layer": 1}, "12 tensors that a gpt2"),
         ({}, {"vocab_size": 2_000_000_000}, "by config.json"),

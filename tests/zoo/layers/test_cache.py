@@ -17,7 +17,9 @@ from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.layers import cache as caches
 
-GPT2 = DecoderConfig(width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=17, seq_len=11, tied=True)
+GPT2 = DecoderConfig(
+    width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=17, seq_len=11, tied=True
+)
 LLAMA = DecoderConfig(
     width=24, depth=2, num_heads=6, num_kv_heads=2, mlp_ratio=1.25, vocab_size=17, seq_len=11, positions="rotary",
     norm="rmsnorm", activation="swiglu", bias=False,
@@ -27,8 +29,12 @@ MODELS = {
     "llama": LLAMA,
     "qk-norm": dataclasses.replace(LLAMA, qk_norm=True, bias=True, head_dim=6, value_dim=4),
     "learned-gqa": dataclasses.replace(GPT2, width=24, num_heads=6, num_kv_heads=3, tied=False),
-    "parallel": dataclasses.replace(GPT2, positions="rotary", rotary_fraction=0.5, parallel=True, tied=False),
-    "window": dataclasses.replace(LLAMA, window=3, rope_scaling="llama3", rope_original_len=6, rope_theta=20.0),
+    "parallel": dataclasses.replace(
+        GPT2, positions="rotary", rotary_fraction=0.5, parallel=True, tied=False
+    ),
+    "window": dataclasses.replace(
+        LLAMA, window=3, rope_scaling="llama3", rope_original_len=6, rope_theta=20.0
+    ),
     "gemma": dataclasses.replace(
         LLAMA,
         depth=3,
@@ -68,7 +74,11 @@ class Compiled:
             return net(numbers).read(h_BTD), cache
 
         self.whole = jax.jit(lambda numbers, tokens_BT: net(numbers)(tokens_BT))
-        self.fill, self.step, self.initialize = jax.jit(fill), jax.jit(step), jax.jit(self.definition.initialize)
+        self.fill, self.step, self.initialize = (
+            jax.jit(fill),
+            jax.jit(step),
+            jax.jit(self.definition.initialize),
+        )
 
     def step_inputs(self, preset: str = "sp") -> Any:
         """Parameters under a preset with all of them spread out, gains and biases too, and its factors."""
@@ -76,7 +86,8 @@ class Compiled:
         factors = resolve(theory, self.definition, theory.optimizers[0])
         params = self.initialize(np.uint32(0), init_stds(theory, self.definition))
         params = {
-            n: np.asarray(w + 0.1 * noise.standard_normal(w.shape), w.dtype) for n, w in jax.device_get(params).items()
+            n: np.asarray(w + 0.1 * noise.standard_normal(w.shape), w.dtype)
+            for n, w in jax.device_get(params).items()
         }
         return params, factors.multiplier, factors.forward
 
@@ -95,7 +106,9 @@ class Compiled:
     def difference(self, numbers: Any, padded: int = 8) -> float:
         """Largest difference of logits, over the largest logit."""
         whole = np.asarray(self.whole(numbers, TOKENS))
-        return float(np.abs(self.by_token(numbers, TOKENS, padded) - whole).max() / np.abs(whole).max())
+        return float(
+            np.abs(self.by_token(numbers, TOKENS, padded) - whole).max() / np.abs(whole).max()
+        )
 
 
 @functools.cache
@@ -127,7 +140,10 @@ def test_every_presets_factors_reach_the_cached_model() -> None:
 def test_control_a_position_off_by_one_is_seen(name: str) -> None:
     decoder = compiled(name)
     numbers = decoder.step_inputs()
-    whole, shifted = (np.asarray(decoder.whole(numbers, tokens)) for tokens in (TOKENS, np.roll(TOKENS, 1, axis=1)))
+    whole, shifted = (
+        np.asarray(decoder.whole(numbers, tokens))
+        for tokens in (TOKENS, np.roll(TOKENS, 1, axis=1))
+    )
     assert np.abs(whole[:, 5] - shifted[:, 6]).max() > 1e-2 * np.abs(whole).max()
 
 
@@ -138,7 +154,9 @@ def test_several_tokens_may_be_added_at_once() -> None:
         logits, cache = decoder.step(numbers, TOKENS[:, start:stop], cache)
         parts.append(np.asarray(logits))
     whole = np.asarray(decoder.whole(numbers, TOKENS))
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=CLOSE * np.abs(whole).max(), rtol=0)
+    np.testing.assert_allclose(
+        np.concatenate(parts, axis=1), whole, atol=CLOSE * np.abs(whole).max(), rtol=0
+    )
 
 
 def test_bfloat16_keeps_keys_in_bfloat16_and_agrees_to_its_rounding() -> None:

@@ -58,19 +58,31 @@ CASES = [
 def results(case: Case, implementation: Any, layout: Layout, dtype: Any) -> list[np.ndarray]:
     """Output and gradients of queries, keys and values, in float32."""
     random = np.random.default_rng(5)
-    shapes = [(2, case.length, heads, case.size) for heads in (case.heads, case.kv_heads, case.kv_heads)]
-    q, k, v = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16).astype(dtype) for shape in shapes)
+    shapes = [
+        (2, case.length, heads, case.size) for heads in (case.heads, case.kv_heads, case.kv_heads)
+    ]
+    q, k, v = (
+        jnp.asarray(random.standard_normal(shape), jnp.bfloat16).astype(dtype) for shape in shapes
+    )
     q = q * dtype(case.size**-0.5)
     weights = jnp.asarray(random.standard_normal(q.shape), jnp.bfloat16).astype(jnp.float32)
     numbers = np.cumsum(random.random((2, case.length)) < 0.02, axis=1, dtype=np.int32)
     segments = jnp.asarray(numbers) if case.segments else None
 
     def total(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = attend(*qkv, causal=case.causal, implementation=implementation, segments_BT=segments, layout=layout)
+        y = attend(
+            *qkv,
+            causal=case.causal,
+            implementation=implementation,
+            segments_BT=segments,
+            layout=layout,
+        )
         return jnp.sum(y.astype(jnp.float32) * weights), y
 
     with jax.default_matmul_precision("highest"):
-        (_, y), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        (_, y), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(
+            q, k, v
+        )
     return [np.asarray(x, np.float32) for x in (y, *gradients)]
 
 
@@ -78,13 +90,16 @@ def differences(case: Case, layout: Layout) -> list[float]:
     """Of the kernel's output and three gradients from XLA's in float32, over the largest entry of each."""
     expected = results(case, "xla", ONE_DEVICE, jnp.float32)
     outputs = results(case, "cudnn", layout, jnp.bfloat16)
-    return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(outputs, expected, strict=True)]
+    return [
+        float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(outputs, expected, strict=True)
+    ]
 
 
 def refusal(case: Case, layout: Layout) -> str | None:
     """Why these devices' kernel does not take a case; None where it does."""
     q, k = (
-        jax.ShapeDtypeStruct((2, case.length, heads, case.size), jnp.bfloat16) for heads in (case.heads, case.kv_heads)
+        jax.ShapeDtypeStruct((2, case.length, heads, case.size), jnp.bfloat16)
+        for heads in (case.heads, case.kv_heads)
     )
     return why_not("cudnn", q, k, case.causal, apart=case.segments, layout=layout)
 
@@ -92,7 +107,10 @@ def refusal(case: Case, layout: Layout) -> str | None:
 def missing() -> str | None:
     """What the kernel needs and is not here, in words."""
     command = shutil.which("nvidia-smi")
-    if not command or not subprocess.run([command, "-L"], capture_output=True, check=False).stdout.strip():
+    if (
+        not command
+        or not subprocess.run([command, "-L"], capture_output=True, check=False).stdout.strip()
+    ):
         return "cuDNN's kernel needs an NVIDIA GPU, and nvidia-smi lists none"
     versions = (f"jax_plugins.xla_cuda{number}" for number in (12, 13))
     try:
@@ -104,9 +122,15 @@ def missing() -> str | None:
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "")
 def test_the_kernel_of_cudnn_is_what_xla_computes() -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+    }
     words = [sys.executable, "-m", "tests.zoo.layers.test_cudnn"]
-    ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    ran = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(rows) == len(CASES)
@@ -145,7 +169,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **other: Any) -> None:
     monkeypatch.setattr(jax, "local_devices", lambda: [Hopper()])
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], CASES[8], CASES[13], CASES[-1]], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASES[0], CASES[3], CASES[7], CASES[8], CASES[13], CASES[-1]], ids=str
+)
 def test_cases_hold_where_the_kernel_is_xla(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     errors = differences(case, OneGpu())
@@ -170,7 +196,9 @@ def test_control_a_kernel_that_does_otherwise_is_caught(
 
 
 @pytest.mark.core
-def test_hopper_takes_every_case_and_ampere_those_of_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_takes_every_case_and_ampere_those_of_small_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jax, "local_devices", lambda: [Hopper()])
     assert [refusal(case, OneGpu()) for case in CASES] == [None] * len(CASES)
     monkeypatch.setattr(jax, "local_devices", lambda: [Hopper("8.0")])

@@ -21,7 +21,14 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.chips import CHIPS
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, ConfigError
-from mupax.zoo.layers.flash import BLOCK, BLOCKS, block_of, cudnn_attention, ring_attention, splash_attention
+from mupax.zoo.layers.flash import (
+    BLOCK,
+    BLOCKS,
+    block_of,
+    cudnn_attention,
+    ring_attention,
+    splash_attention,
+)
 from mupax.zoo.layers.kernels import attend, merged_attention, tiled_attention, why_not
 from mupax.zoo.layers.ring import ring
 from mupax.zoo.partition import Layout
@@ -76,7 +83,9 @@ def test_splash_equals_the_products(
     qkv = projections(length=256 if sizes else 128)
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
     layout = None if sizes is None else MeshLayout(make_mesh(MeshConfig(**sizes)))
-    actual = outputs_and_gradients(functools.partial(splash_attention, causal=causal, interpret=True), qkv, layout)
+    actual = outputs_and_gradients(
+        functools.partial(splash_attention, causal=causal, interpret=True), qkv, layout
+    )
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     if causal:
@@ -100,7 +109,9 @@ def test_a_ring_equals_the_products(
     monkeypatch.setattr("mupax.zoo.layers.ring.products.TILE", 2)
     qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
-    actual = outputs_and_gradients(functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout)
+    actual = outputs_and_gradients(
+        functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout
+    )
     for got, want in zip(actual, expected, strict=True):
         # Sums of float32 in another order; a part that is left out or looked at twice changes the first digit.
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
@@ -117,8 +128,12 @@ def test_segments_go_round_with_their_keys(
     starts[:, length // 2] = False
     segments_BT = np.cumsum(starts, axis=1, dtype=np.int32)
     assert segments_BT.max() > 1
-    expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal, segments_BT=segments_BT), qkv)
-    ways = functools.partial(ring_attention, causal=causal, segments_BT=segments_BT, interpret=kernel)
+    expected = outputs_and_gradients(
+        functools.partial(merged_attention, causal=causal, segments_BT=segments_BT), qkv
+    )
+    ways = functools.partial(
+        ring_attention, causal=causal, segments_BT=segments_BT, interpret=kernel
+    )
     for got, want in zip(outputs_and_gradients(ways, qkv, layout), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
@@ -128,36 +143,55 @@ def test_segments_go_round_with_their_keys(
         return jax.tree.map(lambda x: x if x.dtype == np.int32 else sent(x, names), parts)
 
     monkeypatch.setattr(ring, "_sent", stay)
-    stays = outputs_and_gradients(ways, qkv, layout)  # the control: segments that stay where they are, keys that go
-    assert min(np.abs(got - want).max() / np.abs(want).max() for got, want in zip(stays, expected, strict=True)) > 0.1
+    stays = outputs_and_gradients(
+        ways, qkv, layout
+    )  # the control: segments that stay where they are, keys that go
+    assert (
+        min(
+            np.abs(got - want).max() / np.abs(want).max()
+            for got, want in zip(stays, expected, strict=True)
+        )
+        > 0.1
+    )
 
 
 @pytest.mark.core
 def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
-    qkv, causal = projections(length=150), functools.partial(merged_attention, causal=True)  # 64, 64 and 22 queries
+    qkv, causal = (
+        projections(length=150),
+        functools.partial(merged_attention, causal=True),
+    )  # 64, 64 and 22 queries
     actual, expected = (outputs_and_gradients(run, qkv) for run in (tiled_attention, causal))
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     shifted = tuple(np.roll(x, 1, axis=1) for x in qkv)
     changes = [
-        np.asarray(jax.jit(lambda *x, run=run: jax.jvp(run, x, shifted)[1])(*qkv)) for run in (tiled_attention, causal)
+        np.asarray(jax.jit(lambda *x, run=run: jax.jvp(run, x, shifted)[1])(*qkv))
+        for run in (tiled_attention, causal)
     ]
     np.testing.assert_allclose(*changes, rtol=0, atol=1e-5 * np.abs(changes[1]).max())
     other = outputs_and_gradients(functools.partial(merged_attention, causal=False), qkv)
-    assert min(np.abs(a - b).max() for a, b in zip(other, actual, strict=True)) > 0.1  # the control: the mask is seen
+    assert (
+        min(np.abs(a - b).max() for a, b in zip(other, actual, strict=True)) > 0.1
+    )  # the control: the mask is seen
 
 
 def seen_by_a_window(qkv: Any, window: int, cap: float | None = None) -> np.ndarray:
     """The definition in float64: query t sees keys t - window + 1 to t, by logits of at most the cap."""
     q, k, v = (np.asarray(x, np.float64) for x in qkv)
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    logits, distance = np.einsum("bthn,bshn->bhts", q, k), np.subtract.outer(*[np.arange(q.shape[1])] * 2)
+    logits, distance = (
+        np.einsum("bthn,bshn->bhts", q, k),
+        np.subtract.outer(*[np.arange(q.shape[1])] * 2),
+    )
     logits = logits if cap is None else cap * np.tanh(logits / cap)
     weights = np.exp(np.where((distance >= 0) & (distance < window), logits, -np.inf))
     return np.einsum("bhts,bshn->bthn", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(1, None), (37, None), (90, 1.5), (128, None), (128, 0.5)])
+@pytest.mark.parametrize(
+    ("window", "cap"), [(1, None), (37, None), (90, 1.5), (128, None), (128, 0.5)]
+)
 def test_a_window_and_a_cap_are_what_their_definitions_say(window: int, cap: float | None) -> None:
     qkv = projections()
     whole, expected = output(merged_attention, qkv, causal=True), seen_by_a_window(qkv, window, cap)
@@ -193,7 +227,9 @@ SEGMENTS = np.cumsum(np.random.default_rng(7).random((2, 256)) < 0.02, axis=1, d
 
 def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, split = projections(length=256), MeshLayout(make_mesh(MeshConfig(sequence=2, tensor=2)))
-    kernel = jax.nn.dot_product_attention  # of cuDNN only a GPU can tell: what it is asked is what XLA is
+    kernel = (
+        jax.nn.dot_product_attention
+    )  # of cuDNN only a GPU can tell: what it is asked is what XLA is
 
     def plainly(*qkv: jax.Array, **how: Any) -> jax.Array:
         return kernel(*qkv, **how | {"implementation": "xla"})
@@ -207,22 +243,35 @@ def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> Non
     for sight, ways in by_sight:
         merged = functools.partial(merged_attention, causal=True, **sight)
         expected = outputs_and_gradients(functools.partial(merged, segments_BT=SEGMENTS), qkv)
-        for row, places in ((0, SEGMENTS[0] == 1), (1, SEGMENTS[1] == SEGMENTS[1].max())):  # each by itself
+        for row, places in (
+            (0, SEGMENTS[0] == 1),
+            (1, SEGMENTS[1] == SEGMENTS[1].max()),
+        ):  # each by itself
             alone = output(merged, [np.asarray(x)[row : row + 1, places] for x in qkv])
             np.testing.assert_allclose(expected[0][row, places], alone[0], atol=2e-6)
-        assert np.abs(expected[0] - output(merged, qkv)).max() > 0.1  # the control: segments are seen
+        assert (
+            np.abs(expected[0] - output(merged, qkv)).max() > 0.1
+        )  # the control: segments are seen
         for name, (way, layout) in ways.items():
             actual = outputs_and_gradients(
                 functools.partial(way, causal=True, segments_BT=SEGMENTS, **sight), qkv, layout
             )
             for got, want in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name)
+                np.testing.assert_allclose(
+                    got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name
+                )
 
 
 @pytest.mark.core
 def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    for name in ("ring_attention", "splash_attention", "cudnn_attention", "merged_attention", "tiled_attention"):
+    for name in (
+        "ring_attention",
+        "splash_attention",
+        "cudnn_attention",
+        "merged_attention",
+        "tiled_attention",
+    ):
         file = "kernels" if name in ("merged_attention", "tiled_attention") else "flash"
         monkeypatch.setattr(
             f"mupax.zoo.layers.{file}.{name}",
@@ -233,7 +282,9 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
         calls.clear()
         qkv = projections(**changes)
         segments_BT = jnp.zeros(qkv[0].shape[:2], jnp.int32) if apart else None
-        jax.eval_shape(functools.partial(attend, causal=True, segments_BT=segments_BT, layout=layout), *qkv)
+        jax.eval_shape(
+            functools.partial(attend, causal=True, segments_BT=segments_BT, layout=layout), *qkv
+        )
         return calls[0] if calls else "xla"
 
     half = {"dtype": jnp.bfloat16}
@@ -247,12 +298,17 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert choose(Device("tpu", data=4, sequence=2), length=4096) == "splash_attention"
     assert choose(Device("tpu", data=4, sequence=2), apart=True, length=8192) == "ring_attention"
     assert choose(Device("tpu", data=4, sequence=2), apart=True, length=4096) == "splash_attention"
-    assert choose(Device("gpu", data=4, sequence=2), apart=True, heads=3, kv_heads=1, **half) == "ring_attention"
+    assert (
+        choose(Device("gpu", data=4, sequence=2), apart=True, heads=3, kv_heads=1, **half)
+        == "ring_attention"
+    )
     assert choose(Device("gpu"), **half) == "cudnn_attention"
     assert choose(Device("gpu")) == "xla"
     assert choose(Device("gpu"), size=12, **half) == "xla"
     assert choose(Device("gpu", data=4, sequence=2), **half) == "cudnn_attention"
-    assert choose(Device("gpu", data=4, sequence=2), heads=3, kv_heads=1, **half) == "ring_attention"
+    assert (
+        choose(Device("gpu", data=4, sequence=2), heads=3, kv_heads=1, **half) == "ring_attention"
+    )
     assert choose(Device("gpu", data=4, sequence=2), length=130) == "xla"
     assert choose(Device("cpu", data=4, sequence=2)) == "xla"
 
@@ -263,13 +319,25 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     [
         ("splash", "cpu", {}, "for TPUs, and this is compiled for cpu; write auto or xla"),
         ("splash", "tpu", {"length": 196}, "196 positions are not a multiple of 128"),
-        ("ring", "tpu", {}, "for positions that devices split, and mesh.sequence is 1; write auto or xla"),
+        (
+            "ring",
+            "tpu",
+            {},
+            "for positions that devices split, and mesh.sequence is 1; write auto or xla",
+        ),
         ("cudnn", "tpu", {}, "for GPUs, and this is compiled for tpu"),
         ("cudnn", "gpu", {}, "for bfloat16, and model.compute.dtype is float32"),
-        ("cudnn", "gpu", {"dtype": jnp.bfloat16, "size": 12}, "head dimension 12 is not a multiple of 8"),
+        (
+            "cudnn",
+            "gpu",
+            {"dtype": jnp.bfloat16, "size": 12},
+            "head dimension 12 is not a multiple of 8",
+        ),
     ],
 )
-def test_a_kernel_that_cannot_says_why(name: Any, platform: str, changes: dict[str, Any], why: str) -> None:
+def test_a_kernel_that_cannot_says_why(
+    name: Any, platform: str, changes: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"model.compute.attention {name}: .*{why}"):
         attend(*projections(**changes), causal=True, implementation=name, layout=Device(platform))
 
@@ -293,7 +361,9 @@ class Gpu:
         ("gfx942:sramecc+:xnack-", 64, "NVIDIA's, and a GPU here is a gfx942"),
     ],
 )
-def test_the_gpus_at_hand_decide(capability: str, size: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_at_hand_decide(
+    capability: str, size: int, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, _ = projections(size=size, dtype=jnp.bfloat16)
     layout = Device("gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu("12.0"), Gpu(capability)])
@@ -302,11 +372,15 @@ def test_the_gpus_at_hand_decide(capability: str, size: int, why: str | None, mo
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_split_positions_are_exchanged_for_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_positions_are_exchanged_for_heads(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What every device attends with is ordinary products here, in place of the kernel: of whole positions, causal from 0.
     lengths = []
 
-    def products(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, **_: Any) -> jax.Array:
+    def products(
+        q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, **_: Any
+    ) -> jax.Array:
         lengths.append((q.shape[1], q.shape[2], k.shape[2]))
         return merged_attention(q, k, v, causal=is_causal)
 
@@ -324,7 +398,13 @@ def test_split_positions_are_exchanged_for_heads(kv_heads: int, monkeypatch: pyt
 
 @pytest.mark.core
 def test_blocks_divide_the_positions_and_suit_the_chip() -> None:
-    assert [block_of(n, "TPU v5 lite", causal=True) for n in (128, 256, 384, 2048, 8192)] == [128, 128, 128, 512, 512]
+    assert [block_of(n, "TPU v5 lite", causal=True) for n in (128, 256, 384, 2048, 8192)] == [
+        128,
+        128,
+        128,
+        512,
+        512,
+    ]
     assert block_of(8192, "TPU v6 lite", causal=True) == 1024
     assert block_of(256, "TPU v5 lite", causal=False) == 256
     assert block_of(8192, "TPU v6 lite", 640, causal=True) == 512
@@ -361,7 +441,11 @@ print("compiled")
 
 @pytest.mark.tpu
 def test_splash_and_chunks_compile_for_a_tpu() -> None:
-    outside = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    outside = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
     ran = subprocess.run(
         [sys.executable, "-c", COMPILE], env={**os.environ, **outside, "TPU_WORKER_ID": "0"}, capture_output=True, text=True,
         check=False,

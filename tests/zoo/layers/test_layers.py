@@ -29,7 +29,14 @@ FORWARD, GRADIENT = 2e-5, 1e-4
 
 
 DECODER = DecoderConfig(
-    width=11, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=13 / 11, vocab_size=17, seq_len=7
+    width=11,
+    depth=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_ratio=13 / 11,
+    vocab_size=17,
+    seq_len=7,
 )
 
 
@@ -37,10 +44,14 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     """Every leaf within tolerance of the largest entry of its counterpart."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6)
+        )
 
 
-def projections(heads: int, kv_heads: int, *, batch: int = 3, length: int = 7, size: int = 5) -> list[jax.Array]:
+def projections(
+    heads: int, kv_heads: int, *, batch: int = 3, length: int = 7, size: int = 5
+) -> list[jax.Array]:
     random = np.random.default_rng(5)
     shapes = [(batch, length, n, size) for n in (heads, kv_heads, kv_heads)]
     return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
@@ -62,10 +73,14 @@ def reference_attention(q: Any, k: Any, v: Any, *, causal: bool) -> np.ndarray:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1)])
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
-def test_attention_equals_its_definition(implementation: Any, heads: int, kv_heads: int, causal: bool) -> None:
+def test_attention_equals_its_definition(
+    implementation: Any, heads: int, kv_heads: int, causal: bool
+) -> None:
     q, k, v = projections(heads, kv_heads)
     actual = attend(q, k, v, causal=causal, implementation=implementation)
-    np.testing.assert_allclose(actual, reference_attention(q, k, v, causal=causal), rtol=0, atol=FORWARD)
+    np.testing.assert_allclose(
+        actual, reference_attention(q, k, v, causal=causal), rtol=0, atol=FORWARD
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -74,10 +89,14 @@ def test_attention_implementations_have_one_gradient(causal: bool) -> None:
     weights = jnp.asarray(np.random.default_rng(6).standard_normal(q.shape), jnp.float32)
 
     def gradients(run: Callable[..., jax.Array]) -> Any:
-        return jax.jit(jax.grad(lambda *qkv: jnp.sum(weights * run(*qkv)), argnums=(0, 1, 2)))(q, k, v)
+        return jax.jit(jax.grad(lambda *qkv: jnp.sum(weights * run(*qkv)), argnums=(0, 1, 2)))(
+            q, k, v
+        )
 
     merged = gradients(lambda *qkv: merged_attention(*qkv, causal=causal))
-    assert_close(gradients(lambda *qkv: attend(*qkv, causal=causal, implementation="xla")), merged, GRADIENT)
+    assert_close(
+        gradients(lambda *qkv: attend(*qkv, causal=causal, implementation="xla")), merged, GRADIENT
+    )
 
 
 @pytest.mark.parametrize(("rotate", "share"), [(False, False), (True, True)])
@@ -90,7 +109,9 @@ def test_why_a_key_bias_is_left_out(rotate: bool, share: bool) -> None:
         queries, keys = (rotary(x, 100.0) for x in (q, k + bias)) if rotate else (q, k + bias)
         return jnp.sum(weights * merged_attention(queries, keys, v, causal=True))
 
-    at_keys = jax.jit(jax.grad(lambda k: jnp.sum(weights * merged_attention(q, k, v, causal=True))))(k)
+    at_keys = jax.jit(
+        jax.grad(lambda k: jnp.sum(weights * merged_attention(q, k, v, causal=True)))
+    )(k)
     gradient = jax.jit(jax.grad(loss))(jnp.full((3, 4), 0.1))
     assert (np.abs(gradient).max() > 1e-2 * np.abs(at_keys).max()) == share
     if not share:
@@ -105,7 +126,9 @@ def test_rotary_is_multiplication_by_a_phase() -> None:
     half = np.asarray(x[..., :3]) + 1j * np.asarray(x[..., 3:])
     angle = np.arange(7)[:, None, None] * theta ** (-np.arange(3) / 3)
     turned = half * np.exp(1j * angle)
-    np.testing.assert_allclose(rotary(x, theta), np.concatenate([turned.real, turned.imag], axis=-1), atol=FORWARD)
+    np.testing.assert_allclose(
+        rotary(x, theta), np.concatenate([turned.real, turned.imag], axis=-1), atol=FORWARD
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear"])
@@ -144,7 +167,10 @@ def test_a_part_of_each_head_is_turned() -> None:
 
 def test_rotary_logits_depend_on_distance_alone() -> None:
     random = np.random.default_rng(7)
-    q, k = (jnp.broadcast_to(jnp.asarray(random.standard_normal(6), jnp.float32), (1, 11, 1, 6)) for _ in range(2))
+    q, k = (
+        jnp.broadcast_to(jnp.asarray(random.standard_normal(6), jnp.float32), (1, 11, 1, 6))
+        for _ in range(2)
+    )
     logits = np.einsum("btn,bsn->ts", *(np.asarray(rotary(x, 50.0))[:, :, 0] for x in (q, k)))
     for distance in range(-10, 11):
         diagonal = np.diagonal(logits, distance)
@@ -164,7 +190,10 @@ def test_rotary_by_a_product_is_the_same_numbers(dtype: str) -> None:
             y, transpose = jax.vjp(way, x)
             return y, *transpose(weights)
 
-    by_halves, by_product = run(lambda x: rotary(x, 50.0)), run(lambda x: _turned(x, jnp.cos(angle), jnp.sin(angle)))
+    by_halves, by_product = (
+        run(lambda x: rotary(x, 50.0)),
+        run(lambda x: _turned(x, jnp.cos(angle), jnp.sin(angle))),
+    )
     chex.assert_trees_all_equal(by_product, by_halves)
     (_, back), turn = by_product, lambda x: _turned(x, jnp.cos(angle), -jnp.sin(angle))
     chex.assert_trees_all_equal(back, turn(weights))
@@ -190,7 +219,9 @@ def test_norms_equal_their_formulas() -> None:
     gain, bias = random.standard_normal((2, 7)).astype(np.float32)
     model = DecoderConfig(width=7, depth=1, num_heads=1, vocab_size=5, seq_len=3)
     layer = Norm("layernorm", Init(model, nnx.Rngs(0), "norm."), 1e-5)
-    rms = Norm("rmsnorm", Init(dataclasses.replace(model, norm="rmsnorm"), nnx.Rngs(0), "norm."), 1e-5)
+    rms = Norm(
+        "rmsnorm", Init(dataclasses.replace(model, norm="rmsnorm"), nnx.Rngs(0), "norm."), 1e-5
+    )
     assert rms.bias is None
     assert layer.gain is not None
     assert layer.bias is not None
@@ -213,7 +244,9 @@ def test_products_sum_over_the_last_dimensions() -> None:
         random.standard_normal((5, 7, 11, 13)).astype(np.float32),
     )
     np.testing.assert_allclose(
-        project(jnp.asarray(x), jnp.asarray(w), inputs=2), np.einsum("abij,ijkl->abkl", x, w), atol=1e-4
+        project(jnp.asarray(x), jnp.asarray(w), inputs=2),
+        np.einsum("abij,ijkl->abkl", x, w),
+        atol=1e-4,
     )
     half = project(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), inputs=2)
     assert half.dtype == jnp.bfloat16
@@ -227,7 +260,10 @@ def test_mlps_equal_their_formulas(activation: Any) -> None:
     random = np.random.default_rng(12)
     for _, variable in nnx.to_flat_state(nnx.state(mlp)):
         variable.set_value(jnp.asarray(random.standard_normal(variable.shape), jnp.float32))
-    p = {path[0]: np.asarray(variable[...], np.float64) for path, variable in nnx.to_flat_state(nnx.state(mlp))}
+    p = {
+        path[0]: np.asarray(variable[...], np.float64)
+        for path, variable in nnx.to_flat_state(nnx.state(mlp))
+    }
     x = random.standard_normal((2, 3, config.width)).astype(np.float32)
     up = x @ p["up"] + p["up_bias"]
     if activation == "swiglu":

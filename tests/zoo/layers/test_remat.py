@@ -44,7 +44,9 @@ def numbers(model_definition: Definition) -> tuple[dict[str, jax.Array], dict[st
         name: jnp.asarray(random.normal(0, 0.3, leaf.shape), jnp.float32)
         for name, leaf in model_definition.abstract.items()
     }
-    return params, {name: jnp.ones(f["shape"], jnp.float32) for name, f in model_definition.factors.items()}
+    return params, {
+        name: jnp.ones(f["shape"], jnp.float32) for name, f in model_definition.factors.items()
+    }
 
 
 def gradient(model_definition: Definition, layout: Layout = ONE_DEVICE) -> Callable[..., Any]:
@@ -79,13 +81,19 @@ def counts(function: Callable[..., Any], *arguments: Any) -> Counter[str]:
     return counter
 
 
-def test_splash_runs_forward_once_where_its_outputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splash_runs_forward_once_where_its_outputs_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernels, "chosen", lambda *_, **__: "splash")
-    monkeypatch.setattr(flash, "splash_attention", functools.partial(flash.splash_attention, interpret=True))
+    monkeypatch.setattr(
+        flash, "splash_attention", functools.partial(flash.splash_attention, interpret=True)
+    )
     results = {}
     for remat, runs in FORWARD_RUNS.items():
         run, (params, _) = gradient(model(remat=remat)), numbers(model())
-        kernels_run = {name: n for name, n in counts(run, params).items() if name.startswith("splash")}
+        kernels_run = {
+            name: n for name, n in counts(run, params).items() if name.startswith("splash")
+        }
         assert kernels_run == {
             "splash_mha_fwd_residuals": runs,
             "splash_mha_dq_no_residuals": 1,
@@ -103,7 +111,9 @@ def test_tiles_of_a_cpu_are_kept() -> None:
     assert by_policy["block"]["dot_general"] - by_policy["attention"]["dot_general"] == 4
 
 
-def test_the_kernel_of_cudnn_runs_forward_once_though_it_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_cudnn_runs_forward_once_though_it_names_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(), jax.devices()[:1]))
     layout.platform = "gpu"
     checks = "jax._src.cudnn.fused_attention_stablehlo"

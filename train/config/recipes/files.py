@@ -42,7 +42,11 @@ def recipe(path: str) -> Callable[[], Config]:
         from mupax.train.config import record
 
         record.restore(content)
-    fields = {name: value for name, value in content.get("config", content).items() if name not in _OF_ONE_RUN}
+    fields = {
+        name: value
+        for name, value in content.get("config", content).items()
+        if name not in _OF_ONE_RUN
+    }
 
     def load() -> Config:
         try:
@@ -77,7 +81,9 @@ def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
 
     def load() -> Config:
         try:
-            return from_json({name: value for name, value in fields.items() if name not in left_out})
+            return from_json(
+                {name: value for name, value in fields.items() if name not in left_out}
+            )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -91,7 +97,9 @@ def model_fields(path: str) -> frozenset[str]:
     model = content.get("config", content).get("model", {})
     if isinstance(model, str):
         return data_sizes.NAMED
-    return frozenset({"family"} | model.keys()) if isinstance(model, dict) else frozenset({"family"})
+    return (
+        frozenset({"family"} | model.keys()) if isinstance(model, dict) else frozenset({"family"})
+    )
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -102,12 +110,16 @@ def _read(path: str) -> dict[str, Any]:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
     try:
-        text = path_of(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin a file with a byte order mark
+        text = (
+            path_of(path).read_bytes().decode("utf-8-sig")
+        )  # Windows' editors begin a file with a byte order mark
         content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: nested too deep") from None
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `--print-config > {shlex.quote(path)}` writes one") from None
+        raise ConfigError(
+            f"{path}: no such file; `--print-config > {shlex.quote(path)}` writes one"
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read: {reason}") from None
@@ -132,7 +144,10 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, str):
         compute = config["model"]["compute"]
         return config | {"model": model_to_json(configs.get(model)) | {"compute": compute}}
-    if isinstance(model, dict) and model.get("family", config["model"]["family"]) != config["model"]["family"]:
+    if (
+        isinstance(model, dict)
+        and model.get("family", config["model"]["family"]) != config["model"]["family"]
+    ):
         del config["model"]
     return config
 
@@ -146,13 +161,20 @@ def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
     data = fields.get("data")
     if not isinstance(data, dict):
         return dict(fields)
-    data = {name: value for name, value in data.items() if value is not None or name not in ("mix", "evaluate")}
+    data = {
+        name: value
+        for name, value in data.items()
+        if value is not None or name not in ("mix", "evaluate")
+    }
     if "mix" in data:
         data["mix"] = [_mix_word(name, entry) for name, entry in _entries("data.mix", data["mix"])]
         if data["mix"]:
             data.setdefault("name", "mix")
     if "evaluate" in data:
-        data["evaluate"] = [_evaluate_word(name, entry) for name, entry in _entries("data.evaluate", data["evaluate"])]
+        data["evaluate"] = [
+            _evaluate_word(name, entry)
+            for name, entry in _entries("data.evaluate", data["evaluate"])
+        ]
     return {**fields, "data": data}
 
 
@@ -162,29 +184,40 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from value.items()
         return
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{key} is {value!r:.60}; write a list of NAME=SOURCE words, or a map from names to sources")
+        raise ConfigError(
+            f"{key} is {value!r:.60}; write a list of NAME=SOURCE words, or a map from names to sources"
+        )
     for item in value:
         if isinstance(item, str):
             name, _, entry = item.partition("=")
             yield name, entry
         elif isinstance(item, dict) and "name" in item:
-            yield item["name"], {field: content for field, content in item.items() if field != "name"}
+            yield (
+                item["name"],
+                {field: content for field, content in item.items() if field != "name"},
+            )
         elif isinstance(item, dict):
             yield from item.items()
         else:
-            raise ConfigError(f"{key} has the entry {item!r:.60}; write NAME=SOURCE, or a map with one name")
+            raise ConfigError(
+                f"{key} has the entry {item!r:.60}; write NAME=SOURCE, or a map with one name"
+            )
 
 
 def _mix_word(name: Any, entry: Any) -> str:
     """Return NAME=SOURCE:WEIGHT for a text of a mixture, which is SOURCE:WEIGHT or a map of source and weight."""
     key = f"data.mix {name}"
     if not re.fullmatch(r"[\w.-]+", str(name)):
-        raise ConfigError(f"{key}: a name has letters, digits, _, - and . alone; name the text otherwise")
+        raise ConfigError(
+            f"{key}: a name has letters, digits, _, - and . alone; name the text otherwise"
+        )
     if isinstance(entry, dict):
         _check_names(key, entry, ("source", "weight"))
         weight = entry.get("weight")
         if type(weight) not in (int, float):
-            raise ConfigError(f"{key}.weight is {weight!r:.60}; write a number above 0, such as 0.3")
+            raise ConfigError(
+                f"{key}.weight is {weight!r:.60}; write a number above 0, such as 0.3"
+            )
         entry = f"{_source(f'{key}.source', entry.get('source'))}:{weight!r}"
     source, _, weight_text = _source(key, entry).rpartition(":")
     try:
@@ -192,7 +225,9 @@ def _mix_word(name: Any, entry: Any) -> str:
     except ValueError:
         source = ""
     if not source:
-        raise ConfigError(f"{key} is {entry!r:.60}, without a weight; write SOURCE:WEIGHT, such as {entry}:0.3")
+        raise ConfigError(
+            f"{key} is {entry!r:.60}, without a weight; write SOURCE:WEIGHT, such as {entry}:0.3"
+        )
     return f"{name}={entry}"
 
 
@@ -208,7 +243,9 @@ def _evaluate_word(name: Any, entry: Any) -> str:
 
 def _source(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key} is {value!r:.60}; write a source that --data.name takes, such as text:FOLDER")
+        raise ConfigError(
+            f"{key} is {value!r:.60}; write a source that --data.name takes, such as text:FOLDER"
+        )
     return value
 
 

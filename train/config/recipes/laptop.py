@@ -39,9 +39,13 @@ def lm_tiny() -> Config:
     return Config(
         recipe="lm-tiny",
         model=configs.get("lm-tiny"),
-        data=DataConfig(name="python_corpus", batch_size=16, eval_batch_size=64, eval_examples=1024),
+        data=DataConfig(
+            name="python_corpus", batch_size=16, eval_batch_size=64, eval_examples=1024
+        ),
         preset=PresetConfig(name="mup", base="lm-proxy"),
-        optimizer=OptimizerConfig(peak_lr=8e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
+        optimizer=OptimizerConfig(
+            peak_lr=8e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0
+        ),
         log=LogConfig(eval_every_steps=200),
         checkpoint=CheckpointConfig(every_steps=200),
         steps=800,
@@ -58,7 +62,13 @@ def ed_tiny() -> Config:
     return Config(
         recipe="ed-tiny",
         model=configs.get("ed-tiny"),
-        data=DataConfig(name="python_corpus", batch_size=32, eval_batch_size=64, eval_examples=512, noise="infilling"),
+        data=DataConfig(
+            name="python_corpus",
+            batch_size=32,
+            eval_batch_size=64,
+            eval_examples=512,
+            noise="infilling",
+        ),
         preset=PresetConfig(name="mup", base="ed-proxy"),
         optimizer=OptimizerConfig(
             peak_lr=8e-3, warmup_steps=100, weight_decay=3e-4, decay="independent", clip_norm=1.0
@@ -81,7 +91,9 @@ def vit_digits() -> Config:
         model=configs.get("vit-tiny"),
         data=DataConfig(name="digits", batch_size=64),
         preset=PresetConfig(name="mup", base="vit-proxy"),
-        optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
+        optimizer=OptimizerConfig(
+            peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0
+        ),
         log=LogConfig(eval_every_steps=500),
         checkpoint=CheckpointConfig(every_steps=500),
         steps=2000,
@@ -100,10 +112,16 @@ def vit_endless() -> Config:
     model = configs.get("vit-tiny")
     return Config(
         recipe="vit-endless",
-        model=dataclasses.replace(model, width=128, num_heads=8, image_size=32, patch_size=8, channels=3),
+        model=dataclasses.replace(
+            model, width=128, num_heads=8, image_size=32, patch_size=8, channels=3
+        ),
         data=DataConfig(name="shapes", batch_size=64, eval_batch_size=250, eval_examples=5000),
-        preset=PresetConfig(name="mup", base="embed=64,head_dim=16,heads=4,kv_heads=4,mlp=256,layers=4"),
-        optimizer=OptimizerConfig(peak_lr=2e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
+        preset=PresetConfig(
+            name="mup", base="embed=64,head_dim=16,heads=4,kv_heads=4,mlp=256,layers=4"
+        ),
+        optimizer=OptimizerConfig(
+            peak_lr=2e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0
+        ),
         log=LogConfig(eval_every_steps=500),
         checkpoint=CheckpointConfig(every_steps=500),
         steps=2000,
@@ -123,7 +141,9 @@ def vit_fashion() -> Config:
         model=model,
         data=DataConfig(name="fashion", batch_size=64, eval_batch_size=200, augment=False),
         preset=PresetConfig(name="mup", base="vit-proxy"),
-        optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
+        optimizer=OptimizerConfig(
+            peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0
+        ),
         log=LogConfig(eval_every_steps=500),
         checkpoint=CheckpointConfig(every_steps=500),
         steps=2000,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 
-from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from mupax.zoo import configs
 
 
@@ -23,9 +30,17 @@ def bordelon_vit() -> Config:
     return Config(
         recipe="bordelon-vit",
         model=configs.get("bordelon-vit"),
-        data=DataConfig(name="cifar5m", batch_size=64, eval_batch_size=250, eval_examples=10_000, augment=False),
+        data=DataConfig(
+            name="cifar5m", batch_size=64, eval_batch_size=250, eval_examples=10_000, augment=False
+        ),
         preset=PresetConfig(
-            name="depth-mup", base=None, alpha_a=1.0, alpha_l=1.0, gamma0=0.1, beta0=beta0, constants=(*ends, *pair)
+            name="depth-mup",
+            base=None,
+            alpha_a=1.0,
+            alpha_l=1.0,
+            gamma0=0.1,
+            beta0=beta0,
+            constants=(*ends, *pair),
         ),
         optimizer=OptimizerConfig(name="sgd", peak_lr=0.2, momentum=0.9, schedule="constant"),
         log=LogConfig(eval_every_steps=2500),
@@ -47,7 +62,9 @@ def bordelon_lm() -> Config:
     return Config(
         recipe="bordelon-lm",
         model=configs.get("bordelon-lm"),
-        data=DataConfig(name="hf:allenai/c4:en", batch_size=128, eval_examples=4096, tokenizer="bpe:50257"),
+        data=DataConfig(
+            name="hf:allenai/c4:en", batch_size=128, eval_examples=4096, tokenizer="bpe:50257"
+        ),
         preset=PresetConfig(
             name="depth-mup",
             base=None,

@@ -52,7 +52,9 @@ def gpt2_c4() -> Config:
     return Config(
         recipe="gpt2-c4",
         model=_model("gpt2", "dots"),
-        data=DataConfig(name="hf:allenai/c4:en", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"),
+        data=DataConfig(
+            name="hf:allenai/c4:en", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"
+        ),
         preset=PresetConfig(name="mup", base="gpt2"),
         optimizer=OptimizerConfig(
             peak_lr=6e-4, weight_decay=0.1, warmup_steps=700, final_lr_fraction=0.1, clip_norm=1.0
@@ -71,7 +73,9 @@ def vit_h14() -> Config:
     Expect it to overfit ImageNet-1k without stronger augmentation (Beyer et al. 2022 stop at smaller models): it is here
     to be scaled, not for its accuracy.
     """
-    return dataclasses.replace(_imagenet("vit-h14", "vit-h14"), model=_model("vit-h14", "block"), mesh=_SHARDED)
+    return dataclasses.replace(
+        _imagenet("vit-h14", "vit-h14"), model=_model("vit-h14", "block"), mesh=_SHARDED
+    )
 
 
 def lm_1b() -> Config:
@@ -129,7 +133,11 @@ def r2c2_c4() -> Config:
 
 def _dinan(name: str, model: str, steps: int) -> Config:
     data = DataConfig(
-        name="hf:allenai/c4:en", batch_size=512, eval_examples=8192, tokenizer="bpe:50260", noise="infilling"
+        name="hf:allenai/c4:en",
+        batch_size=512,
+        eval_examples=8192,
+        tokenizer="bpe:50260",
+        noise="infilling",
     )
     return Config(
         recipe=name,
@@ -137,7 +145,13 @@ def _dinan(name: str, model: str, steps: int) -> Config:
         data=data,
         preset=PresetConfig(name="ntk", base="bart-large"),
         optimizer=OptimizerConfig(
-            peak_lr=1e-3, b2=0.998, eps=1e-6, weight_decay=0.01, warmup_steps=5000, schedule="linear", clip_norm=0.1
+            peak_lr=1e-3,
+            b2=0.998,
+            eps=1e-6,
+            weight_decay=0.01,
+            warmup_steps=5000,
+            schedule="linear",
+            clip_norm=0.1,
         ),
         mesh=_SHARDED,
         log=LogConfig(eval_every_steps=5000),
@@ -159,14 +173,20 @@ _I1K_CONSTANTS = (
 def _vit_i1k(name: str, model: str) -> Config:
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
-    transforms = TransformsConfig(crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128)
+    transforms = TransformsConfig(
+        crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128
+    )
     pixels = PixelsConfig(fit="edge", resize=256, interpolation="area")
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, **fields),
         data=dataclasses.replace(base.data, transforms=transforms, pixels=pixels, train_percent=99),
-        preset=PresetConfig(name="mup", base="vit-s16", zero_readout=True, constants=_I1K_CONSTANTS),
-        optimizer=dataclasses.replace(base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True),
+        preset=PresetConfig(
+            name="mup", base="vit-s16", zero_readout=True, constants=_I1K_CONSTANTS
+        ),
+        optimizer=dataclasses.replace(
+            base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True
+        ),
         steps=111_477,
     )
 
@@ -178,7 +198,12 @@ def _imagenet(name: str, model: str) -> Config:
         data=DataConfig(name="imagenet2012", batch_size=1024),
         preset=PresetConfig(name="mup", base="vit-s16"),
         optimizer=OptimizerConfig(
-            peak_lr=1e-3, b2=0.999, weight_decay=1e-4, decay="independent", warmup_steps=10_000, clip_norm=1.0
+            peak_lr=1e-3,
+            b2=0.999,
+            weight_decay=1e-4,
+            decay="independent",
+            warmup_steps=10_000,
+            clip_norm=1.0,
         ),
         log=LogConfig(eval_every_steps=6_255),
         checkpoint=CheckpointConfig(every_steps=2_500),
@@ -192,7 +217,9 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
     return Config(
         recipe=name,
         model=model,
-        data=DataConfig(name="hf:allenai/c4:en", batch_size=batch_size, eval_examples=8192, tokenizer=tokenizer),
+        data=DataConfig(
+            name="hf:allenai/c4:en", batch_size=batch_size, eval_examples=8192, tokenizer=tokenizer
+        ),
         preset=PresetConfig(name="mup", base="lm-1b"),
         optimizer=OptimizerConfig(
             peak_lr=3e-4, weight_decay=0.1, warmup_steps=2000, final_lr_fraction=0.1, clip_norm=1.0
@@ -205,7 +232,9 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
 
 
 def _model(name: str, remat: Remat) -> ModelConfig:
-    return dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat=remat))
+    return dataclasses.replace(
+        configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat=remat)
+    )
 
 
 _SHARDED = MeshConfig(data=1, fsdp=-1)

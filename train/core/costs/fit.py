@@ -108,7 +108,9 @@ def temporary(program: Program, row: int) -> int:
     config, layout = program.config, program.layout
     rows = config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
     less_fused = _LESS_FUSED if config.model.compute.remat in ("none", "dots") else 1.0
-    gradients = sum(memory.bytes_of(leaf, leaf.sharding) for leaf in program.abstract.params.values())
+    gradients = sum(
+        memory.bytes_of(leaf, leaf.sharding) for leaf in program.abstract.params.values()
+    )
     split = math.prod(layout.num_shards(axis) for axis in ("sequence", "heads"))
     more = config.accumulation_steps > 1
     return int(row * rows * less_fused / split + gradients * (2 + more) + buffers(program))
@@ -125,7 +127,9 @@ def buffers(program: Program) -> int:
     params, specs = program.abstract.params, program.definition.specs
     whole = {name: leaf.size * leaf.dtype.itemsize for name, leaf in params.items()}
     # One layer of every stack's matrices, and all of what is in none.
-    return _COPIES * sum(size // (params[n].shape[0] if specs[n].in_block else 1) for n, size in whole.items())
+    return _COPIES * sum(
+        size // (params[n].shape[0] if specs[n].in_block else 1) for n, size in whole.items()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +189,9 @@ def needs_of(program: Program, step: jax.stages.Compiled) -> MemoryEstimate | No
     analysis = step.memory_analysis()
     if analysis is None:
         return None
-    return MemoryEstimate(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, saved=_saved(program))
+    return MemoryEstimate(
+        analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, saved=_saved(program)
+    )
 
 
 def needs_by_shapes(program: Program) -> MemoryEstimate:
@@ -207,7 +213,11 @@ def limit_of(program: Program) -> int | None:
     """Return the bytes that a device of a program has left; None where a config or `MUPAX_MEMORY_CHECK` says not to check."""
     if not (program.config.faults.memory_check and host_memory.checks()):
         return None
-    local = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
+    local = [
+        device
+        for device in program.mesh.devices.flat
+        if device.process_index == jax.process_index()
+    ]
     return room(local[0]) if local else None
 
 
@@ -228,7 +238,11 @@ def check_arrays(arrays: Any, purpose: str, advice: str) -> None:
         devices = sharding.addressable_devices if sharding is not None else ()
         if any(device.platform != "cpu" for device in devices):
             continue
-        part = math.prod(sharding.shard_shape(leaf.shape)) if sharding is not None else math.prod(leaf.shape)
+        part = (
+            math.prod(sharding.shard_shape(leaf.shape))
+            if sharding is not None
+            else math.prod(leaf.shape)
+        )
         total += part * jnp.dtype(leaf.dtype).itemsize * max(1, len(devices))
     host_memory.check(total, purpose, advice)
 
@@ -248,10 +262,14 @@ def check_state(program: Program, limit: int | None, *, saves: bool = True) -> N
     usage = usage if saves else dataclasses.replace(usage, saved=0)
     alone = dataclasses.replace(usage, temporary=_gradients(program), compiled=True)
     if limit is not None and not alone.fits(limit):
-        raise MemoryLimitError(f"out of memory: {verdict(program, usage, limit, compiles=False)}. {OVERRIDE}")
+        raise MemoryLimitError(
+            f"out of memory: {verdict(program, usage, limit, compiles=False)}. {OVERRIDE}"
+        )
 
 
-def check_step(program: Program, step: jax.stages.Compiled, limit: int | None, *, saves: bool = True) -> None:
+def check_step(
+    program: Program, step: jax.stages.Compiled, limit: int | None, *, saves: bool = True
+) -> None:
     """Refuse a run whose compiled step does not fit, before the first step.
 
     Args:
@@ -272,7 +290,9 @@ def check_step(program: Program, step: jax.stages.Compiled, limit: int | None, *
         raise MemoryLimitError(f"out of memory: {problem}. {OVERRIDE}")
 
 
-def check_evaluation(program: Program, evaluation: jax.stages.Compiled, limit: int | None, held: int = 0) -> None:
+def check_evaluation(
+    program: Program, evaluation: jax.stages.Compiled, limit: int | None, held: int = 0
+) -> None:
     """Refuse an evaluation that does not fit, before its first batch.
 
     Args:
@@ -298,10 +318,14 @@ def check_evaluation(program: Program, evaluation: jax.stages.Compiled, limit: i
     while smaller >= ways:
         estimate = arguments + analysis.temp_size_in_bytes * smaller / batch
         if smaller % ways == 0 and estimate <= _SLACK * limit:
-            with_flag = f"With --data.eval-batch-size {smaller} it takes {gib(estimate)} by estimate"
+            with_flag = (
+                f"With --data.eval-batch-size {smaller} it takes {gib(estimate)} by estimate"
+            )
             raise MemoryLimitError(f"{text}. {with_flag}")
         smaller //= 2
-    raise MemoryLimitError(f"{text}, and no smaller --data.eval-batch-size fits. Take a smaller model or more devices")
+    raise MemoryLimitError(
+        f"{text}, and no smaller --data.eval-batch-size fits. Take a smaller model or more devices"
+    )
 
 
 def advice(program: Program) -> str:
@@ -320,7 +344,12 @@ def _of(peak: float, limit: int, program: Program) -> str:
 
 
 def verdict(
-    program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool = True, elsewhere: bool = True
+    program: Program,
+    usage: MemoryEstimate,
+    limit: int,
+    *,
+    compiles: bool = True,
+    elsewhere: bool = True,
 ) -> str | None:
     """Return a sentence for a step that does not fit, with the flags that would; None for one that does.
 
@@ -339,7 +368,9 @@ def verdict(
     return f"{says} {_fitting(program, usage, limit, compiles=compiles, elsewhere=elsewhere)}"
 
 
-def _fitting(program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool, elsewhere: bool) -> str:
+def _fitting(
+    program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool, elsewhere: bool
+) -> str:
     """Name flags with which a step fits that does not, or say that there are none."""
     began = time.monotonic()
     if here(program):
@@ -420,7 +451,11 @@ def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[st
     """Yield flags of runs with another result that fit the same devices: each sets one size to a half, a quarter, and so on."""
     config = program.config
     sizes = {
-        "--data.batch-size": ("data", "batch_size", config.accumulation_steps * program.layout.num_shards("batch")),
+        "--data.batch-size": (
+            "data",
+            "batch_size",
+            config.accumulation_steps * program.layout.num_shards("batch"),
+        ),
         "--model.seq-len": ("model", "seq_len", 16),
         "--model.width": ("model", "width", 16),
         "--model.depth": ("model", "depth", 1),
@@ -438,7 +473,9 @@ def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[st
                     break
     if config.model.compute.param_dtype == "float32":
         compute = dataclasses.replace(config.model.compute, param_dtype="bfloat16")
-        narrow = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute))
+        narrow = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, compute=compute)
+        )
         if _reduced(program, usage, narrow) <= _SLACK * limit:
             yield "--model.compute.param-dtype bfloat16"
 
@@ -460,15 +497,22 @@ def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
 def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config, list[str]]]:
     """Runs with the same result on the same mesh that take less, those that cost less time first, with their flags."""
     config = program.config
-    rows, parts = config.data.batch_size // program.layout.num_shards("batch"), config.accumulation_steps
+    rows, parts = (
+        config.data.batch_size // program.layout.num_shards("batch"),
+        config.accumulation_steps,
+    )
     for remat in dict.fromkeys((config.model.compute.remat, *kinds)):
         compute = dataclasses.replace(config.model.compute, remat=remat)
-        saving = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute))
+        saving = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, compute=compute)
+        )
         if _activations(program, saving) > _activations(program, config):
             continue
         for more in (n for n in range(parts, rows + 1) if rows % n == 0):
             flags = [f"--accumulation-steps {more}"] if more > parts else []
-            flags += [f"--model.compute.remat {remat}"] if remat != config.model.compute.remat else []
+            flags += (
+                [f"--model.compute.remat {remat}"] if remat != config.model.compute.remat else []
+            )
             yield dataclasses.replace(saving, accumulation_steps=more), flags
 
 
@@ -520,18 +564,25 @@ def _on(program: Program, *, data: int, fsdp: int) -> Iterator[Program]:
 
 def _evaluating(data: DataConfig, ways: int) -> DataConfig:
     """With the nearest evaluation batch that splits: it changes no result."""
-    return dataclasses.replace(data, eval_batch_size=max(1, (data.eval_batch_size or data.batch_size) // ways) * ways)
+    return dataclasses.replace(
+        data, eval_batch_size=max(1, (data.eval_batch_size or data.batch_size) // ways) * ways
+    )
 
 
 def _mesh_flags(before: Config, after: Config) -> list[str]:
     """What was changed of the mesh, and of evaluations for it."""
-    sizes = [(f"mesh.{axis}", getattr(before.mesh, axis), getattr(after.mesh, axis)) for axis in ("data", "fsdp")]
+    sizes = [
+        (f"mesh.{axis}", getattr(before.mesh, axis), getattr(after.mesh, axis))
+        for axis in ("data", "fsdp")
+    ]
     sizes.append(("data.eval-batch-size", before.data.eval_batch_size, after.data.eval_batch_size))
     return [f"--{name} {new}" for name, old, new in sizes if new != old]
 
 
 def _estimated(program: Program, row: int) -> MemoryEstimate:
-    return MemoryEstimate(_state(program), temporary(program, row), compiled=False, saved=_saved(program))
+    return MemoryEstimate(
+        _state(program), temporary(program, row), compiled=False, saved=_saved(program)
+    )
 
 
 def _state(program: Program) -> int:
@@ -544,7 +595,10 @@ def _saved(program: Program) -> int:
     """Bytes of a CPU device's share of the copy that a checkpoint makes. Other devices' copies lie in the host's memory."""
     if program.layout.platform != "cpu":
         return 0
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract)) // program.mesh.size
+    return (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
+        // program.mesh.size
+    )
 
 
 def optimizer_bytes(program: Program) -> int:

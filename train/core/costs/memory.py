@@ -25,7 +25,13 @@ from mupax.zoo.transformer import AttentionSpec, TransformerConfig
 _SPLIT = ("heads", "kv_heads", "mlp", "expert_dim")
 """Axes of activations that a device may have a part of."""
 
-FORWARD_AGAIN: dict[Remat, float] = {"none": 0.0, "dots": 0.0, "attention": 1.0, "block": 1.0, "offload": 1.0}
+FORWARD_AGAIN: dict[Remat, float] = {
+    "none": 0.0,
+    "dots": 0.0,
+    "attention": 1.0,
+    "block": 1.0,
+    "offload": 1.0,
+}
 """Forward passes of the blocks' products that a remat policy computes again."""
 
 KERNEL_AGAIN: dict[Remat, float] = {**FORWARD_AGAIN, "attention": 0.0}
@@ -53,7 +59,10 @@ def work(config: Config, definition: Definition, layout: Layout) -> core_loss.Re
     Args:
         config, definition, layout: as `loss`.
     """
-    outputs, ways = definition.sizes[config.model.output_axis], layout.num_shards(config.model.output_axis)
+    outputs, ways = (
+        definition.sizes[config.model.output_axis],
+        layout.num_shards(config.model.output_axis),
+    )
     return core_loss.ReadoutShape(
         rows=_rows(config, layout) * config.model.units // layout.num_shards("sequence"),
         columns=outputs // ways if outputs % ways == 0 else outputs,
@@ -74,7 +83,11 @@ def room(config: Config, definition: Definition, layout: Layout) -> int | None:
         config, definition, layout: as `loss`.
     """
     transformer = {"embed", "position"} <= definition.sizes.keys()
-    return sum(layer(config, definition, layout).values()) if layout.platform == "tpu" and transformer else None
+    return (
+        sum(layer(config, definition, layout).values())
+        if layout.platform == "tpu" and transformer
+        else None
+    )
 
 
 def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, int]:
@@ -84,9 +97,12 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
         config, definition, layout: as `loss`.
     """
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
-    block = {name: definition.abstract[name] for name, spec in definition.specs.items() if spec.in_block}
+    block = {
+        name: definition.abstract[name] for name, spec in definition.specs.items() if spec.in_block
+    }
     gradients = (
-        bytes_of(leaf, layout.sharding(definition.specs[name].axes, leaf.shape)) for name, leaf in block.items()
+        bytes_of(leaf, layout.sharding(definition.specs[name].axes, leaf.shape))
+        for name, leaf in block.items()
     )
     matrices: dict[str, int] = defaultdict(int)  # of one block, by the stack
     for name, leaf in block.items():
@@ -97,7 +113,9 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
     return {
         "gradients": sum(gradients),
         "one layer": activations(config, definition, layout)[1],
-        "one layer's weights, whole": max(matrices.values(), default=0) * itemsize // layout.num_shards("mlp"),
+        "one layer's weights, whole": max(matrices.values(), default=0)
+        * itemsize
+        // layout.num_shards("mlp"),
     }
 
 
@@ -142,7 +160,9 @@ def activations(config: Config, definition: Definition, layout: Layout) -> tuple
         config, definition, layout: as `loss`.
     """
     compute, stacks = config.model.compute, families.stacks(config.model)
-    saved, layers = zip(*(_numbers(config, definition, layout, blocks) for blocks in stacks), strict=True)
+    saved, layers = zip(
+        *(_numbers(config, definition, layout, blocks) for blocks in stacks), strict=True
+    )
     itemsize = jnp.dtype(compute.dtype).itemsize
     return int(sum(each[compute.remat] for each in saved) * itemsize), int(max(layers) * itemsize)
 
@@ -155,7 +175,9 @@ def attention_of(config: Config, definition: Definition, layout: Layout) -> Atte
     """
     sizes, model = defaultdict(int, definition.sizes), config.model
     q_BTHN, k_BSKN = (
-        jax.ShapeDtypeStruct((1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(model.compute.dtype))
+        jax.ShapeDtypeStruct(
+            (1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(model.compute.dtype)
+        )
         for heads in ("heads", "kv_heads")
     )
     sight = model.sight if isinstance(model, TransformerConfig) else AttentionSpec(model.causal)
@@ -169,17 +191,26 @@ def _numbers(
     """What a stack saves by remat policy, and what the backward pass has of one of its layers."""
     sizes, branches = definition.sizes, len(blocks.stack.branches)
     length, memory = (
-        _rows(config, layout) * n // layout.num_shards("sequence") for n in (blocks.length, blocks.memory)
+        _rows(config, layout) * n // layout.num_shards("sequence")
+        for n in (blocks.length, blocks.memory)
     )
 
     def per_device(axes: Iterable[str]) -> float:
-        return math.prod(sizes[axis] / (layout.num_shards(axis) if axis in _SPLIT else 1) for axis in axes)
+        return math.prod(
+            sizes[axis] / (layout.num_shards(axis) if axis in _SPLIT else 1) for axis in axes
+        )
 
     fan_in, fan_out = defaultdict(float), defaultdict(float)
     for spec in blocks.specs:
         fan_in[spec.role] += length * per_device(spec.fan_in)
-        fan_out[spec.role] += (memory if "memory" in spec.fan_in else length) * per_device(spec.fan_out)
-    stream, attended, activated = length * sizes["embed"], fan_in[Role.ATTENTION_OUT], fan_in[Role.MLP_OUT]
+        fan_out[spec.role] += (memory if "memory" in spec.fan_in else length) * per_device(
+            spec.fan_out
+        )
+    stream, attended, activated = (
+        length * sizes["embed"],
+        fan_in[Role.ATTENTION_OUT],
+        fan_in[Role.MLP_OUT],
+    )
     products = sum(fan_out[role] for role in (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN))
     active = sizes.get("active", 0)  # copies of every token
     activated += active * fan_in[Role.EXPERT_OUT]
@@ -187,16 +218,28 @@ def _numbers(
     products += branches * stream + attended  # the stream before every branch
     whole = products + branches * stream + activated  # norms
     # dots keeps products alone: not their activations, nor norms.
-    saved = {"none": whole, "dots": products + attended, "attention": stream, "block": stream, "offload": 0.0}
+    saved = {
+        "none": whole,
+        "dots": products + attended,
+        "attention": stream,
+        "block": stream,
+        "offload": 0.0,
+    }
     backward = whole + activated  # the hidden layer's gradient beside it
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     if blocks.stack == OWN and config.model.compute.remat == "attention":
-        norms = length * sizes["heads"] / layout.num_shards("heads") * 4 / itemsize  # of the softmax, in float32
+        norms = (
+            length * sizes["heads"] / layout.num_shards("heads") * 4 / itemsize
+        )  # of the softmax, in float32
         if tiled(config.model.causal, blocks.length, layout=layout):
             saved["attention"] += attended * 4 / itemsize + 2 * norms
         elif attention_of(config, definition, layout) in ONCE:
             saved["attention"] += attended + norms
-    if blocks.stack != OWN:  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
-        weights = sizes["heads"] / layout.num_shards("heads") * length * max(blocks.length, blocks.memory)
+    if (
+        blocks.stack != OWN
+    ):  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
+        weights = (
+            sizes["heads"] / layout.num_shards("heads") * length * max(blocks.length, blocks.memory)
+        )
         backward += 2 * weights * 4 / itemsize
     return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, backward

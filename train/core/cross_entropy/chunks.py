@@ -38,23 +38,30 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
     """
     chunks = math.ceil(plan.rows / plan.work.chunk)
     readout_inputs, reference = inputs.readout_inputs, inputs.reference
-    readout_inputs = readout_inputs._replace(weight=all_gather(readout_inputs.weight, plan.scattered, 0))
+    readout_inputs = readout_inputs._replace(
+        weight=all_gather(readout_inputs.weight, plan.scattered, 0)
+    )
     if reference is not None:
         reference = reference._replace(weight=all_gather(reference.weight, plan.scattered, 0))
 
     def cut(x: jax.Array, *trailing: int) -> jax.Array:
         """All tokens in chunks; what fills up the last one counts nothing."""
         x = jnp.pad(
-            x.reshape(plan.rows, *trailing), [(0, chunks * plan.work.chunk - plan.rows), *[(0, 0)] * len(trailing)]
+            x.reshape(plan.rows, *trailing),
+            [(0, chunks * plan.work.chunk - plan.rows), *[(0, 0)] * len(trailing)],
         )
         return x.reshape(chunks, plan.work.chunk, *trailing)
 
-    def add(total: tuple[LossSums, ReadoutInputs | None], chunk: _Chunk) -> tuple[Any, jax.Array | None]:
+    def add(
+        total: tuple[LossSums, ReadoutInputs | None], chunk: _Chunk
+    ) -> tuple[Any, jax.Array | None]:
         sums, grads = total
         read = readout_inputs._replace(features=chunk.features)
         start = None if reference is None else reference._replace(features=chunk.reference)
         statistics, of_chunk = _of_chunk(plan, read, start, chunk, with_grads, inputs.z_loss)
-        sums = jax.tree.map(jnp.add, sums, sums_of(statistics, chunk.weights, plan.metrics, inputs.z_loss))
+        sums = jax.tree.map(
+            jnp.add, sums, sums_of(statistics, chunk.weights, plan.metrics, inputs.z_loss)
+        )
         if of_chunk is None:
             return (sums, None), None
         grads = jax.tree.map(jnp.add, grads, of_chunk._replace(features=None))  # pyright: ignore[reportArgumentType]
@@ -103,13 +110,18 @@ def _of_chunk(
     top_N = jax.lax.pmax(top_N, plan.over_vocab) if plan.over_vocab else top_N
     exp_NV = jnp.exp(logits_NV - top_N[:, None])
     exp_N, label_N = _psum(
-        (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)), plan.over_vocab
+        (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)),
+        plan.over_vocab,
     )
     partition_N = jnp.log(exp_N) + top_N
     # The first of the largest, as argmax has it: all logits are equal where a readout starts at zero.
-    first_N = jnp.min(jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1)
+    first_N = jnp.min(
+        jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1
+    )
     first_N = jax.lax.pmin(first_N, plan.over_vocab) if plan.over_vocab else first_N
-    statistics = TokenStatistics(loss=partition_N - label_N, log_partition=partition_N, correct=first_N == targets_N)
+    statistics = TokenStatistics(
+        loss=partition_N - label_N, log_partition=partition_N, correct=first_N == targets_N
+    )
     if reads_ranks(plan.metrics):
         rank_N = count_ranks(logits_NV, label_N, column_NV, targets_N)
         statistics = statistics._replace(counted_rank=_psum(rank_N, plan.over_vocab))
@@ -128,7 +140,9 @@ def _of_chunk(
     if readout_inputs.scale is not None:
         scale = jnp.sum(features * readout_inputs.features)
         features, weight = readout_inputs.scale * features, readout_inputs.scale * weight
-    return statistics, ReadoutInputs(features.astype(readout_inputs.features.dtype), weight, scale, bias)
+    return statistics, ReadoutInputs(
+        features.astype(readout_inputs.features.dtype), weight, scale, bias
+    )
 
 
 def _psum(tree: Any, names: tuple[str, ...]) -> Any:

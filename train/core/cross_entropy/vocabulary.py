@@ -79,7 +79,9 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
     for cut in cuts:
         if tops:  # one after the other
             recent = (exp_sums, labels, befores, *([exps] if len(exps) == len(tops) else []))
-            features_ND, *done = jax.lax.optimization_barrier((features_ND, *(each[-1] for each in recent)))
+            features_ND, *done = jax.lax.optimization_barrier(
+                (features_ND, *(each[-1] for each in recent))
+            )
             for each, x in zip(recent, done, strict=True):
                 each[-1] = x
         logits_NV = read_part(cut).logits_NV
@@ -96,11 +98,17 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
             exps.append(exp_NV.astype(features_ND.dtype))
     top_N = several(jax.lax.pmax, functools.reduce(jnp.maximum, tops))
     shares = [jnp.exp(top - top_N) for top in tops]
-    exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, exp_sums, strict=True)), sum(labels)))
-    earlier_N = sum(jnp.where(top == top_N, before, 0) for top, before in zip(tops, befores, strict=True))
+    exp_N, label_N = several(
+        jax.lax.psum, (sum(s * e for s, e in zip(shares, exp_sums, strict=True)), sum(labels))
+    )
+    earlier_N = sum(
+        jnp.where(top == top_N, before, 0) for top, before in zip(tops, befores, strict=True)
+    )
     hit_N = (label_N == top_N) & (several(jax.lax.psum, earlier_N) == 0)
     partition_N = jnp.log(exp_N) + top_N
-    statistics = TokenStatistics(loss=partition_N - label_N, log_partition=partition_N, correct=hit_N)
+    statistics = TokenStatistics(
+        loss=partition_N - label_N, log_partition=partition_N, correct=hit_N
+    )
     if reads_ranks(plan.metrics):
         # The target's logit is known after all parts alone, so that logits are computed once more, as for gradients.
         rank_N = jnp.zeros(targets_N.shape, jnp.int32)
@@ -150,7 +158,11 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
     back_ND, weight_DV = several(jax.lax.psum, back_ND), jnp.concatenate(rows, axis=1)
     scale, bias = None, None
     if readout_inputs.bias is not None:
-        bias = jax.lax.psum(jnp.concatenate(biases), plan.summed) if plan.summed else jnp.concatenate(biases)
+        bias = (
+            jax.lax.psum(jnp.concatenate(biases), plan.summed)
+            if plan.summed
+            else jnp.concatenate(biases)
+        )
     if readout_inputs.scale is not None:
         scale = jnp.sum(back_ND * features_ND)
         scale = jax.lax.psum(scale, plan.summed) if plan.summed else scale

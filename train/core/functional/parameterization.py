@@ -76,7 +76,9 @@ class Parameterization:
         of, arrays = self.factors, self.definition.arrays(params)
         return self.definition.model(arrays, of.multiplier, of.forward)(*inputs)
 
-    def optimizer(self, steps: int, peak_lr: jax.typing.ArrayLike | None = None) -> optax.GradientTransformation:
+    def optimizer(
+        self, steps: int, peak_lr: jax.typing.ArrayLike | None = None
+    ) -> optax.GradientTransformation:
         """The config's optimizer over trees of the model's own kind: schedule, rate, decay and eps of every parameter.
 
         Args:
@@ -84,7 +86,9 @@ class Parameterization:
             peak_lr: in place of the config's; it may be traced, so that one program trains at many rates.
         """
         chain = chains.build(self.config, self.definition.specs)
-        with jax.ensure_compile_time_eval():  # the schedule is a table on the host, also inside of a jitted function
+        with (
+            jax.ensure_compile_time_eval()
+        ):  # the schedule is a table on the host, also inside of a jitted function
             hyper = hyperparams(self.config, steps)
         hyper = hyper if peak_lr is None else hyper._replace(peak_lr=peak_lr)
         arrays = self.definition.arrays
@@ -94,17 +98,25 @@ class Parameterization:
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, State]:
             if params is None:
-                raise ValueError("the update reads the parameters: write tx.update(grads, state, params)")
+                raise ValueError(
+                    "the update reads the parameters: write tx.update(grads, state, params)"
+                )
             moved: Any
             moved, after = chain.update(
-                arrays(updates), state.chain, arrays(params), factors=self.factors, hyper=hyper.at(state.step)
+                arrays(updates),
+                state.chain,
+                arrays(params),
+                factors=self.factors,
+                hyper=hyper.at(state.step),
             )
             return self.definition.tree(moved, like=updates), State(state.step + 1, after)
 
         return optax.GradientTransformation(init, update)
 
 
-def parameterize(definition: FunctionDefinition, preset: Preset, config: OptimizerConfig) -> Parameterization:
+def parameterize(
+    definition: FunctionDefinition, preset: Preset, config: OptimizerConfig
+) -> Parameterization:
     """A preset at the sizes of a model of any framework.
 
     Args:
@@ -118,5 +130,9 @@ def parameterize(definition: FunctionDefinition, preset: Preset, config: Optimiz
     factors = of_preset.resolve(preset, definition, config.name, config.decay)
     of_preset.check_run(preset, definition, factors, config)
     stds = of_preset.init_stds(preset, definition)
-    jax.eval_shape(definition.forward, definition.abstract, factors.forward)  # refuses what no parameter can do
-    return Parameterization(definition=definition, preset=preset, config=config, factors=factors, stds=stds)
+    jax.eval_shape(
+        definition.forward, definition.abstract, factors.forward
+    )  # refuses what no parameter can do
+    return Parameterization(
+        definition=definition, preset=preset, config=config, factors=factors, stds=stds
+    )

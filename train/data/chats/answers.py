@@ -72,7 +72,9 @@ class ChatTokens:
             DataError: the template refuses them, or does not tell which part is an answer.
         """
         rendered = [self.rendered(json.loads(text)) for text in texts]
-        tokens = self.encoder.spans([one.text for one in rendered], [one.special for one in rendered])
+        tokens = self.encoder.spans(
+            [one.text for one in rendered], [one.special for one in rendered]
+        )
         return [
             ids + self.encoder.vocab_size * self._targets(ids.size, places, one.trained)
             for (ids, places), one in zip(tokens, rendered, strict=True)
@@ -116,7 +118,9 @@ class ChatTokens:
         text, special, spans = self._read(quoted_text, [span for _, span in quoted_answers])
         answers = [(i, span) for (i, _), span in zip(quoted_answers, spans, strict=True)]
         if self.loss_on == "answers":
-            trained = [part for i, answer in answers for part in self._trained(messages[i], answer, text)]
+            trained = [
+                part for i, answer in answers for part in self._trained(messages[i], answer, text)
+            ]
             return Rendered(text, special, trained)
         by_message = dict(answers)
         context: list[Span] = []
@@ -152,10 +156,18 @@ class ChatTokens:
         def place(i: int) -> int:
             return i - int(np.searchsorted(quotes, i))
 
-        special = [place(token.start()) for token in self._special.finditer(text)] if self.variant else []
-        return text.replace(QUOTE, ""), special, [(place(start), place(stop)) for start, stop in spans]
+        special = (
+            [place(token.start()) for token in self._special.finditer(text)] if self.variant else []
+        )
+        return (
+            text.replace(QUOTE, ""),
+            special,
+            [(place(start), place(stop)) for start, stop in spans],
+        )
 
-    def _answers(self, messages: Sequence[Any], by_message: bool) -> tuple[str, list[tuple[int, Span]]]:
+    def _answers(
+        self, messages: Sequence[Any], by_message: bool
+    ) -> tuple[str, list[tuple[int, Span]]]:
         """Return the text, and each answer's message and characters.
 
         Args:
@@ -181,7 +193,9 @@ class ChatTokens:
             after = self.template.render(messages[: i + 1], prompt=False)
             self._check_beginnings(before, after, text)
             # What an answer ends with is its last word; the line end after it is the template's.
-            answers.append((i, (len(before), len(after.rstrip() if self.template.ending else after))))
+            answers.append(
+                (i, (len(before), len(after.rstrip() if self.template.ending else after)))
+            )
         return text, answers
 
     def _message(self, messages: Sequence[Any], i: int, text: str) -> Span:
@@ -216,7 +230,10 @@ class ChatTokens:
                     f"the chat template {self.template.name} changes a content that has {PARTS}, so its parts cannot be told; "
                     f"take {PARTS} out of the record"
                 )
-        return _without([span], [(start + part["begin_offset"], start + part["end_offset"] + 1) for part in context])
+        return _without(
+            [span],
+            [(start + part["begin_offset"], start + part["end_offset"] + 1) for part in context],
+        )
 
     def _targets(self, count: int, places: np.ndarray, spans: list[Span] | None) -> np.ndarray:
         """Which tokens have a character of an answer, bool [count]."""
@@ -237,8 +254,14 @@ def prompt_encoder(tokenizer: Any, template: Template, config: DataConfig) -> Ch
         template: of the chat.
         config: data of the run, whose `special_tokens` says what a message that quotes `<|im_end|>` means.
     """
-    if config.special_tokens == "text" and isinstance(tokenizer, Subwords) and not tokenizer.variant:
-        tokenizer = Subwords(tokenizer.path, config.separator, "text", template.special_tokens_at_end)
+    if (
+        config.special_tokens == "text"
+        and isinstance(tokenizer, Subwords)
+        and not tokenizer.variant
+    ):
+        tokenizer = Subwords(
+            tokenizer.path, config.separator, "text", template.special_tokens_at_end
+        )
     return ChatTokens(tokenizer, template, "answers")
 
 
@@ -248,14 +271,21 @@ def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
     Args:
         messages: as `templates.checked` gives them.
     """
-    return [{name: value for name, value in message.items() if name not in _UNSEEN} for message in messages]
+    return [
+        {name: value for name, value in message.items() if name not in _UNSEEN}
+        for message in messages
+    ]
 
 
 def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:
     """Return the spans without the characters of other spans."""
     left = [*spans]
     for first, last in cut:
-        parts = [part for start, stop in left for part in ((start, min(stop, first)), (max(start, last), stop))]
+        parts = [
+            part
+            for start, stop in left
+            for part in ((start, min(stop, first)), (max(start, last), stop))
+        ]
         left = [(start, stop) for start, stop in parts if start < stop]
     return left
 

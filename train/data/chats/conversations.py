@@ -69,7 +69,13 @@ def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Window
         spans.append((start, start + length))
         room -= length
     first.append(len(spans))
-    return Windows(tokens, np.array(spans, np.int64).reshape(-1, 2), np.array(first), cut, len(starts) - len(spans))
+    return Windows(
+        tokens,
+        np.array(spans, np.int64).reshape(-1, 2),
+        np.array(first),
+        cut,
+        len(starts) - len(spans),
+    )
 
 
 def spells_text(encoder: Tokenizer) -> bool:
@@ -113,8 +119,15 @@ class Conversations(Data):
         facts: dict[str, Any],
     ) -> None:
         encoder = tokens.encoder
-        self._vocab, self._separator, self._size = encoder.vocab_size, encoder.separator, seq_len + 1
-        sides = [windows(side.tokens, self._vocab, self._separator, self._size) for side in (train, eval_)]
+        self._vocab, self._separator, self._size = (
+            encoder.vocab_size,
+            encoder.separator,
+            seq_len + 1,
+        )
+        sides = [
+            windows(side.tokens, self._vocab, self._separator, self._size)
+            for side in (train, eval_)
+        ]
         self.train_windows, self.eval_windows = sides
         for name, side in zip(("training", "evaluation"), sides, strict=True):
             if not side.count:
@@ -184,8 +197,13 @@ class Conversations(Data):
         for row, number in enumerate(numbers):
             end, spans = 0, side.spans[side.first[number] : side.first[number + 1]].tolist()
             for record, (start, stop) in enumerate(spans):
-                ids, at = np.asarray(side.tokens[start:stop], np.int32), slice(end, end + stop - start)
-                tokens[row, at] = np.where(ids < 2 * self._vocab, ids % self._vocab, self._separator)
+                ids, at = (
+                    np.asarray(side.tokens[start:stop], np.int32),
+                    slice(end, end + stop - start),
+                )
+                tokens[row, at] = np.where(
+                    ids < 2 * self._vocab, ids % self._vocab, self._separator
+                )
                 targets[row, at] = _is_target(ids, self._vocab)
                 records[row, at], places[row, at] = record, np.arange(len(ids))
                 end = at.stop
@@ -193,7 +211,10 @@ class Conversations(Data):
         weights = targets[:, 1:].astype(np.float32)
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
         if self.config.document_mask:
-            batch |= {"weights": weights * (records[:, 1:] == records[:, :-1]), "segments": records[:, :-1]}
+            batch |= {
+                "weights": weights * (records[:, 1:] == records[:, :-1]),
+                "segments": records[:, :-1],
+            }
             if self.config.reset_positions:
                 batch["positions"] = places[:, :-1]
         return batch

@@ -25,7 +25,9 @@ class ChatLines(Lines):
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
         if row.get("tools"):
-            raise DataError(f"{where} has tools, which are not read; take the field out of the record")
+            raise DataError(
+                f"{where} has tools, which are not read; take the field out of the record"
+            )
         lists = [name for name in row if isinstance(row[name], list)]
         return _content(row.get(self.field), where, self.field, lists, self.without_answer)
 
@@ -66,7 +68,9 @@ def in_folder(path: Path) -> bool:
     return False
 
 
-def _content(value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]) -> bytes:
+def _content(
+    value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]
+) -> bytes:
     """Return the messages as JSON; nothing where no assistant has an answer to train on, which is noted."""
     if not isinstance(value, list):
         content_of(None if isinstance(value, str) else value, where, field, text_fields)
@@ -74,7 +78,9 @@ def _content(value: Any, where: str, field: str, text_fields: list[str], without
         messages = templates.checked(value)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages):
+    if not any(
+        message["role"] == "assistant" and message.get("weight") != 0 for message in messages
+    ):
         without_answer[where] = None
         return b""
     return content_of(json.dumps(messages, ensure_ascii=False), where, field, text_fields)

@@ -63,7 +63,9 @@ def _turn(count: int = 1) -> None:
 def _written(size: int) -> None:
     """Count a text or list before it is made."""
     if size > _LARGEST:
-        raise TemplateLimitError(f"it makes a text or list of {size:,}, and {_LARGEST:,} is the most")
+        raise TemplateLimitError(
+            f"it makes a text or list of {size:,}, and {_LARGEST:,} is the most"
+        )
     _SPENT.written += size
     if _SPENT.written > _MOST_WRITTEN:
         raise TemplateLimitError(f"it makes texts of more than {_MOST_WRITTEN:,} characters")
@@ -145,7 +147,11 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
     """Refuse a call of a text's method that would make a much longer text."""
     if name in _WIDTHS:
-        _written(max(len(text), _widest(args) * (max(1, text.count("\t")) if name == "expandtabs" else 1)))
+        _written(
+            max(
+                len(text), _widest(args) * (max(1, text.count("\t")) if name == "expandtabs" else 1)
+            )
+        )
     elif name == "replace" and len(args) >= 2:
         _check_replacement(text, args[0], args[1])
     elif name == "join" and args and isinstance(args[0], (list, tuple, range)):
@@ -200,7 +206,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         _turn()
         values = [*args, *kwargs.values()]
         if name in _WIDE_FILTERS:
-            _written(_widest(values) * (1 + sum(value.count("\n") for value in values if isinstance(value, str))))
+            _written(
+                _widest(values)
+                * (1 + sum(value.count("\n") for value in values if isinstance(value, str)))
+            )
         elif name == "replace":
             texts = [value for value in values if isinstance(value, str)]
             if len(texts) >= 3:
@@ -269,7 +278,9 @@ def environment(dated: bool, marks: str) -> Environment:
     def to_json(value: Any, **how: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **how})
 
-    place = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    place = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
     place.marks = marks
     place.filters["tojson"] = to_json
     for name in (*_WIDE_FILTERS, "format", "join", "replace"):
@@ -292,7 +303,9 @@ def compiled(source: str, dated: bool, marks: str) -> jinja2.Template:
         TemplateError: it is no jinja2, or too large.
     """
     if len(source) > _LONGEST_SOURCE:
-        raise TemplateLimitError(f"it has {len(source):,} characters, and {_LONGEST_SOURCE:,} is the most")
+        raise TemplateLimitError(
+            f"it has {len(source):,} characters, and {_LONGEST_SOURCE:,} is the most"
+        )
     begin()
     try:
         return environment(dated, marks).from_string(source)

@@ -82,9 +82,13 @@ class Template:
 
         sandbox.begin()
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=prompt, **self.tokens)
+            return self._compiled.render(
+                messages=list(messages), add_generation_prompt=prompt, **self.tokens
+            )
         except Exception as error:  # of a program that is not ours
-            raise DataError(f"the chat template {self.name} takes no such messages: {error!s:.300}") from error
+            raise DataError(
+                f"the chat template {self.name} takes no such messages: {error!s:.300}"
+            ) from error
 
     @property
     def marks_answers(self) -> bool:
@@ -116,8 +120,12 @@ class Template:
         for name in sorted(name for name in named if name.endswith("_token")):
             ours = self.tokens.get(name)
             if ours != tokens.get(name):
-                value = "a_name_of_nothing" if ours is None else json.dumps(ours, ensure_ascii=False)
-                lines.append(f"{{% set {name} = {value} %}}\n")  # jinja2 takes the line end away (trim_blocks)
+                value = (
+                    "a_name_of_nothing" if ours is None else json.dumps(ours, ensure_ascii=False)
+                )
+                lines.append(
+                    f"{{% set {name} = {value} %}}\n"
+                )  # jinja2 takes the line end away (trim_blocks)
         return "".join(lines) + self.source
 
     @functools.cached_property
@@ -166,7 +174,9 @@ class Template:
         except jinja2.TemplateError as error:
             raise DataError(f"{self.name} is no chat template of jinja2: {error}") from error
         except RecursionError as error:
-            raise DataError(f"{self.name} is no chat template that can be read: nested too deep") from error
+            raise DataError(
+                f"{self.name} is no chat template that can be read: nested too deep"
+            ) from error
 
 
 def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Template | None:
@@ -183,18 +193,28 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
     folder = path_of(tokenizer).parent if tokenizer.endswith(".json") else None
     fields = _fields(folder / CONFIG) if folder and (folder / CONFIG).is_file() else {}
     tokens = special_tokens(tokenizer)
-    path = path_of(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
+    path = (
+        path_of(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
+    )
     if path is not None:
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"no chat template at {path}: {error}. Write the path of a file of jinja2") from error
+            raise DataError(
+                f"no chat template at {path}: {error}. Write the path of a file of jinja2"
+            ) from error
         return Template(text, str(path), tokens, dated)
     text = fields.get("chat_template")
     if isinstance(text, list):  # several by name
-        by_name = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+        by_name = {
+            each.get("name"): each.get("template") for each in text if isinstance(each, dict)
+        }
         text = by_name.get("default")
-    return Template(text, str(folder / CONFIG), tokens, dated) if folder and isinstance(text, str) else None
+    return (
+        Template(text, str(folder / CONFIG), tokens, dated)
+        if folder and isinstance(text, str)
+        else None
+    )
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:
@@ -245,16 +265,23 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
         ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content  # pyright: ignore
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{where} has no text in its content; write a string, or parts of type text")
+        raise DataError(
+            f"{where} has no text in its content; write a string, or parts of type text"
+        )
     if set(content) & {*MARKS, _CONTENT, QUOTE, "\0"}:
-        raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD3); remove it")
-    fields = {name: value for name, value in message.items() if value is not None} | {"content": content}
+        raise DataError(
+            f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD3); remove it"
+        )
+    fields = {name: value for name, value in message.items() if value is not None} | {
+        "content": content
+    }
     trained = [_is_trained(fields.pop(name), name, where) for name in WEIGHTS if name in fields]
     if PARTS in fields:
         _check_parts(fields[PARTS], len(content), where)

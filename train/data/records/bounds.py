@@ -79,7 +79,12 @@ def _page(fields: dict[int, Any]) -> Page | None:
     kind = fields.get(1)
     unpacked = fields.get(2)
     packed = fields.get(3)
-    if type(kind) is not int or type(unpacked) is not int or type(packed) is not int or min(unpacked, packed) < 0:
+    if (
+        type(kind) is not int
+        or type(unpacked) is not int
+        or type(packed) is not int
+        or min(unpacked, packed) < 0
+    ):
         return None
     first_version = fields.get(5)
     second_version = fields.get(8)
@@ -194,7 +199,9 @@ def too_long(place: str, size: int, limits: LimitsConfig) -> LimitError:
     )
 
 
-def too_many_pixels(place: str, width: int, height: int, weight: float, limits: LimitsConfig) -> LimitError:
+def too_many_pixels(
+    place: str, width: int, height: int, weight: float, limits: LimitsConfig
+) -> LimitError:
     """Return the error of an image that has more pixels than an image may have.
 
     Args:

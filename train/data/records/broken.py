@@ -60,7 +60,9 @@ class BrokenLog:
         self._parts = {}
         if self._path.exists():
             for line in self._path.read_bytes().splitlines():
-                with contextlib.suppress(disk.JsonError, KeyError, TypeError):  # a line that a killed process began
+                with contextlib.suppress(
+                    disk.JsonError, KeyError, TypeError
+                ):  # a line that a killed process began
                     fields = disk.json_object(line, "a line")
                     name = fields.pop("part")
                     self._parts[name] = BrokenPart(**fields)
@@ -98,13 +100,17 @@ class BrokenLog:
         """Return a line per unit: how many entries were left out, and the first of them by name."""
         lines = []
         for unit in sorted({part.unit for part in self._parts.values()}):
-            parts = [self._parts[name] for name in sorted(self._parts) if self._parts[name].unit == unit]
+            parts = [
+                self._parts[name] for name in sorted(self._parts) if self._parts[name].unit == unit
+            ]
             count = sum(part.count for part in parts)
             places = [*dict.fromkeys(place for part in parts for place in part.places)][:_LISTED]
             more = f" and {count - len(places):,} more" if count > len(places) else ""
             plural = "s" if count > 1 else ""
             shown = ", ".join(places)
-            lines.append(f"left out, as broken: {count:,} {unit}{plural}: {shown}{more} (the first: {parts[0].reason})")
+            lines.append(
+                f"left out, as broken: {count:,} {unit}{plural}: {shown}{more} (the first: {parts[0].reason})"
+            )
         return lines
 
     def _keep(self, name: str, part: BrokenPart) -> None:
@@ -129,7 +135,9 @@ class Tally:
     def add(self, place: str, error: DataError) -> None:
         """Count a broken entry, or raise its error with the flag that leaves such entries out."""
         if not self._skip:
-            raise DataError(f"{error}, or add --data.on-broken skip to leave out what is broken") from error
+            raise DataError(
+                f"{error}, or add --data.on-broken skip to leave out what is broken"
+            ) from error
         self.leave_out(place, str(error).removeprefix(f"{place} "))
 
     def leave_out(self, place: str, reason: str) -> None:

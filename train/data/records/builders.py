@@ -89,7 +89,14 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         digits = images.read_digits()
         for i in range(len(digits.labels)):
             image = digits.pixels[i][..., None]
-            yield i, {"image": image, "label": int(digits.labels[i]), "held_out": bool(digits.held_out[i])}
+            yield (
+                i,
+                {
+                    "image": image,
+                    "label": int(digits.labels[i]),
+                    "held_out": bool(digits.held_out[i]),
+                },
+            )
 
 
 def from_folder(folder: Path) -> Any:
@@ -120,7 +127,9 @@ def check_features(file: Path) -> None:
         raise DataError(str(error)) from error
     connector = tfds.features.FeatureConnector
     tfds_classes = {
-        f"{kind.__module__}.{kind.__name__}" for kind in vars(tfds.features).values() if isinstance(kind, type)
+        f"{kind.__module__}.{kind.__name__}"
+        for kind in vars(tfds.features).values()
+        if isinstance(kind, type)
     }
     # Classes that were defined in this process; their code was run on the user's word.
     allowed = tfds_classes | set(connector._registered_features)
@@ -156,7 +165,9 @@ def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.co
         builder: of the data set.
         features: name to TFDS feature or dtype.
     """
-    return tfds.core.DatasetInfo(builder=builder, features=tfds.features.FeaturesDict(features), disable_shuffling=True)
+    return tfds.core.DatasetInfo(
+        builder=builder, features=tfds.features.FeaturesDict(features), disable_shuffling=True
+    )
 
 
 def embedded(
@@ -188,7 +199,9 @@ def embedded(
 
     def opened() -> tuple[Any, bool]:
         with quiet(), cache.whole(base / kind.name, kind.name):
-            builder = kind(data_dir=named, file_format="array_record", config=builder_config, **arguments)
+            builder = kind(
+                data_dir=named, file_format="array_record", config=builder_config, **arguments
+            )
             return builder, builder.is_prepared()
 
     builder, ready = opened()

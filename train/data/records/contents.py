@@ -48,16 +48,22 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
     record = cache.root() / "contents" / f"{cache.digest(*names)}.jsonl"
     recorded = _read(record)
     stamps = {name: stamp(path) for name, path in zip(names, local, strict=True)}
-    current = {name: content for name, (before, content) in recorded.items() if stamps.get(name) == before}
+    current = {
+        name: content for name, (before, content) in recorded.items() if stamps.get(name) == before
+    }
     changed = [name for name in names if name not in current]
     if sum(stamps[name][0] for name in changed) >= _NOTED_BYTES:
         note(f"reading {len(changed)} files, to see whether they have changed")
     if changed:
         with ThreadPool(min(_THREADS, len(changed))) as pool:
-            current |= dict(zip(changed, pool.map(_content_digest, changed, chunksize=8), strict=True))
+            current |= dict(
+                zip(changed, pool.map(_content_digest, changed, chunksize=8), strict=True)
+            )
         # A file that is changed again within a tick of the clock would keep its stamp.
         settled = time.time_ns() - _TICK_NS
-        entries = [(name, stamps[name], current[name]) for name in names if stamps[name][2] < settled]
+        entries = [
+            (name, stamps[name], current[name]) for name in names if stamps[name][2] < settled
+        ]
         _write(record, entries)
     parts = []
     for path in files:
@@ -69,7 +75,12 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
 def stamp(path: Path) -> Stamp:
     """Return what tells that a file may have changed, without reading it."""
     stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, getattr(stat, "st_ctime_ns", 0), getattr(stat, "st_ino", 0)]
+    return [
+        stat.st_size,
+        stat.st_mtime_ns,
+        getattr(stat, "st_ctime_ns", 0),
+        getattr(stat, "st_ino", 0),
+    ]
 
 
 def _remote_mark(path: Path) -> str:
@@ -105,5 +116,7 @@ def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:
         part = record.with_name(f"{record.name}.{os.getpid()}.part")
         with part.open("w") as file:
             for name, file_stamp, content in entries:
-                file.write(json.dumps({"path": name, "stamp": file_stamp, "content": content}) + "\n")
+                file.write(
+                    json.dumps({"path": name, "stamp": file_stamp, "content": content}) + "\n"
+                )
         part.replace(record)

@@ -23,7 +23,15 @@ from mupax.train.data.records.broken import BrokenLog
 
 Split = Literal["train", "eval"]
 EVAL_SHARE = 0.08
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__"}
+_NOT_LIBRARY = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "lib-dynload",
+    "__pycache__",
+}
 _MADE_BY_INSTALLATION = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 _PIECE_BYTES = 1 << 24
 
@@ -53,7 +61,9 @@ class Piece:
         """
         data = read_bytes(self.path, self.start, self.stop)
         if len(data) != self.stop - self.start:
-            raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
+            raise DataError(
+                f"{self.path} became shorter while it was read; start again when nothing writes to it"
+            )
         wrong = self._wrong(data)
         if wrong is not None:
             offset, reason = wrong
@@ -75,7 +85,10 @@ class Piece:
         """Return where the first byte that is no text is, and what is wrong with it; `None` if all is well."""
         zero = data.find(b"\0")
         if zero >= 0:
-            return zero, "is not text: it has a NUL byte. Repair it, or take the file out of the folder"
+            return (
+                zero,
+                "is not text: it has a NUL byte. Repair it, or take the file out of the folder",
+            )
         if self.is_utf8:
             try:
                 data.decode()
@@ -89,7 +102,9 @@ class Piece:
         """Return the line of the file, from 1, that byte `offset` of the piece is in."""
         lines = 1 + data.count(b"\n", 0, offset)
         for start in range(0, self.start, _PIECE_BYTES):
-            lines += read_bytes(self.path, start, min(start + _PIECE_BYTES, self.start)).count(b"\n")
+            lines += read_bytes(self.path, start, min(start + _PIECE_BYTES, self.start)).count(
+                b"\n"
+            )
         return lines
 
 
@@ -115,13 +130,19 @@ def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
     library = library or Path(sysconfig.get_path("stdlib"))
     modules = []
     for folder, subfolders, names in os.walk(library):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY and not name.startswith("config-")]
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in _NOT_LIBRARY and not name.startswith("config-")
+        ]
         for name in names:
             if name.endswith(".py") and not name.startswith(_MADE_BY_INSTALLATION):
                 path = Path(folder, name)
                 modules.append((path.relative_to(library).as_posix(), path))
     if not modules:
-        raise DataError(f"no sources of the Python standard library in {library}; use a Python installed with them")
+        raise DataError(
+            f"no sources of the Python standard library in {library}; use a Python installed with them"
+        )
     return sorted(modules)
 
 
@@ -168,7 +189,9 @@ def text_pieces(
     pieces: dict[str, list[Piece]] = {"train": [], "eval": []}
     for name, path in files:
         side_by_hash = "eval" if name in for_eval else "train"
-        pieces[sides.get(name, side_by_hash)] += _pieces(path, 0, path.stat().st_size, is_utf8, broken)
+        pieces[sides.get(name, side_by_hash)] += _pieces(
+            path, 0, path.stat().st_size, is_utf8, broken
+        )
     return pieces
 
 
@@ -190,7 +213,9 @@ def names_for_eval(names: list[str]) -> set[str]:
     return for_eval - set(ranked[-1:]) if len(for_eval) == len(names) else for_eval
 
 
-def _pieces(path: Path, start: int, stop: int, is_utf8: bool = False, broken: BrokenLog | None = None) -> list[Piece]:
+def _pieces(
+    path: Path, start: int, stop: int, is_utf8: bool = False, broken: BrokenLog | None = None
+) -> list[Piece]:
     """Return [start, stop) of a file, cut at line ends into parts small enough to hold in memory."""
     cuts = [start]
     while stop - cuts[-1] > _PIECE_BYTES:

@@ -54,7 +54,8 @@ def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[in
     """Return how many evaluation documents are also training documents, and how many there are; empty ones do not count."""
     starts, stops = _documents(held_out, separator)
     held_out_counts: dict[bytes, int] = Counter(
-        held_out[start:stop].tobytes() for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        held_out[start:stop].tobytes()
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
     )
     keys = np.unique(_keys(held_out, starts, stops))
     train_starts, train_stops = _documents(train, separator)
@@ -72,7 +73,10 @@ def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[in
 def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where documents begin and end (their separators left out), int64 [documents] each."""
     blocks = range(0, len(tokens), _BLOCK_TOKENS)
-    ends = [np.flatnonzero(tokens[start : start + _BLOCK_TOKENS] == separator) + start for start in blocks]
+    ends = [
+        np.flatnonzero(tokens[start : start + _BLOCK_TOKENS] == separator) + start
+        for start in blocks
+    ]
     stops = np.concatenate([np.zeros(0, np.int64), *ends, [len(tokens)]]).astype(np.int64)
     starts = np.concatenate([[0], stops[:-1] + 1])
     has_tokens = stops > starts
@@ -88,7 +92,9 @@ def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarr
     return keys
 
 
-def report_files(train: Sequence[FileParts], held_out: Sequence[FileParts], note: cache.Note) -> None:
+def report_files(
+    train: Sequence[FileParts], held_out: Sequence[FileParts], note: cache.Note
+) -> None:
     """Tell the user how many evaluation files are also training files, byte by byte. Files of one size alone are read.
 
     Args:

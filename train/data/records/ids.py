@@ -67,11 +67,17 @@ class IdFile:
         """
         with self.path.open("rb") as file:
             file.seek(self.offset + start * self.dtype.itemsize)
-            ids = np.frombuffer(file.read((stop - start) * self.dtype.itemsize), self.dtype).astype(np.int64)
+            ids = np.frombuffer(file.read((stop - start) * self.dtype.itemsize), self.dtype).astype(
+                np.int64
+            )
         if len(ids) != stop - start:
-            raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
+            raise DataError(
+                f"{self.path} became shorter while it was read; start again when nothing writes to it"
+            )
         if (wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))).size:
-            save = ", save ids of another width as .npy" if self.path.suffix.lower() != ".npy" else ""
+            save = (
+                ", save ids of another width as .npy" if self.path.suffix.lower() != ".npy" else ""
+            )
             raise DataError(
                 f"{self.path} has the id {ids[wrong[0]]} at place {start + wrong[0]} (read as {self.dtype}), and the tokenizer "
                 f"has {self.vocab_size}; write data.tokenizer as the one that made the file{save}, or take the file out"
@@ -105,11 +111,15 @@ def opened(path: Path, vocab_size: int) -> IdFile:
             except ValueError as error:
                 raise DataError(f"{path} is no .npy of NumPy: {error}") from error
             if len(shape) != 1 or dtype.kind not in "iu":
-                raise DataError(f"{path} is an array {shape} of {dtype}; token ids are one row of whole numbers")
+                raise DataError(
+                    f"{path} is an array {shape} of {dtype}; token ids are one row of whole numbers"
+                )
             offset = file.tell()
         else:
             if path.with_suffix(".idx").is_file():
-                raise DataError(f"{path} has an index beside it, as Megatron's; write its ids alone as a .npy")
+                raise DataError(
+                    f"{path} has an index beside it, as Megatron's; write its ids alone as a .npy"
+                )
             kind = _LLM_C.get(int.from_bytes(file.read(4), "little"))
             offset = _LLM_C_BYTES if kind else 0
             dtype = np.dtype(kind or _width(path, default_width(vocab_size)))
@@ -134,10 +144,18 @@ def array_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     if len(size) < width or length > _LARGEST_HEADER:
         raise ValueError(f"its header has {length:,} bytes")
     header = io.BytesIO(size + stream.read(length))
-    read = np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
+    read = (
+        np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
+    )
     try:
         return read(header)
-    except (SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:  # NumPy parses it as Python
+    except (
+        SyntaxError,
+        TypeError,
+        KeyError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # NumPy parses it as Python
         raise ValueError(f"its header cannot be read: {error!s:.200}") from error
 
 

@@ -76,7 +76,9 @@ class Lines:
                     number += 1
                     continue
                 if len(line) > limit:
-                    first_error = first_error or bounds.too_long(self._place(number), len(line), self.broken.limits)
+                    first_error = first_error or bounds.too_long(
+                        self._place(number), len(line), self.broken.limits
+                    )
                     if not line.endswith(b"\n") and not self._ends(stream):
                         break
                 else:
@@ -130,7 +132,12 @@ class Lines:
                     if line_size > self._line_limit and not is_long:
                         is_long = True
                         place = self._place(line + lines)
-                        self.broken.add(place, "record", place, bounds.too_long(place, line_size, self.broken.limits))
+                        self.broken.add(
+                            place,
+                            "record",
+                            place,
+                            bounds.too_long(place, line_size, self.broken.limits),
+                        )
                         if line_start > start:
                             yield Part(start, line_start - start, line)
                         start = line_start
@@ -198,11 +205,15 @@ class Lines:
                 content = self._stream.read(part.size)
         except (DamagedError, bounds.LimitError) as error:
             self.close()
-            self.broken.add(f"{self.path} {part.start}", "file", f"{self.path} from line {part.line} on", error)
+            self.broken.add(
+                f"{self.path} {part.start}", "file", f"{self.path} from line {part.line} on", error
+            )
             return b""
         self._at += len(content)
         if len(content) != part.size:
-            raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
+            raise DataError(
+                f"{self.path} became shorter while it was read; start again when nothing writes to it"
+            )
         self._close_at_end()
         return _unmarked(content) if part.start == 0 else content
 
@@ -221,9 +232,13 @@ class Lines:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             shown = line[:_SHOWN].decode(errors="replace")
-            raise DataError(f"{where} is no JSON: {shown!r} ({error}). Repair or remove the line") from error
+            raise DataError(
+                f"{where} is no JSON: {shown!r} ({error}). Repair or remove the line"
+            ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{where} is no JSON object; write each document as {{{json.dumps(self.field)}: ...}}")
+            raise DataError(
+                f"{where} is no JSON object; write each document as {{{json.dumps(self.field)}: ...}}"
+            )
         return self.content(row, where)
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
@@ -238,7 +253,9 @@ class Lines:
         """
         texts = [name for name in row if isinstance(row[name], str)]
         if self.field not in row and isinstance(row.get("messages"), list):
-            raise DataError(f"{where} has no field {self.field!r} but messages of a chat; write data.name chat:PATH")
+            raise DataError(
+                f"{where} has no field {self.field!r} but messages of a chat; write data.name chat:PATH"
+            )
         if self.field in row and row[self.field] is None:
             raise DataError(f"{where} has null in {self.field!r}; repair or remove it")
         return content_of(row.get(self.field), where, self.field, texts)
@@ -277,7 +294,9 @@ def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> by
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where} has half of a surrogate pair in its text: {error}. Repair or remove it") from error
+        raise DataError(
+            f"{where} has half of a surrogate pair in its text: {error}. Repair or remove it"
+        ) from error
 
 
 def _advice(text_fields: list[str]) -> str:
@@ -307,7 +326,9 @@ def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
                 stream = stack.enter_context(io.BufferedReader(bounded, _BLOCK_BYTES))
             elif is_remote(path):  # files in buckets read lines of any length alone
                 stream = stack.enter_context(
-                    io.BufferedReader(bounds.BoundedStream(file, file, str(path), limits), _BLOCK_BYTES)
+                    io.BufferedReader(
+                        bounds.BoundedStream(file, file, str(path), limits), _BLOCK_BYTES
+                    )
                 )
             else:
                 stream = file
@@ -329,7 +350,9 @@ def _whole(path: Path) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        raise DamagedError(f"cannot read {path}: {error}. It may be damaged or cut off; fetch it again") from error
+        raise DamagedError(
+            f"cannot read {path}: {error}. It may be damaged or cut off; fetch it again"
+        ) from error
 
 
 def _unpacked(file: Any, suffix: str) -> Any:

@@ -38,7 +38,11 @@ def files_below(folder: Path) -> Listing:
         folder: an existing folder. Hidden parts of its own path do not count.
     """
     if is_remote(folder):
-        files = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
+        files = [
+            (file.relative_to(folder).as_posix(), file)
+            for file in folder.rglob("*")
+            if file.is_file()
+        ]
         visible = [(name, file) for name, file in files if not any(map(is_hidden, name.split("/")))]
         return Listing(sorted(visible), {})
     files: list[tuple[str, Path]] = []

@@ -93,7 +93,10 @@ def by_name(names: Iterable[str], place: str) -> SplitNames | None:
             raise DataError(
                 f"{place} has two {split} parts, {first} and {second}; move one of them out of it, or give them one name"
             )
-    parts = {split: [name for files in named.values() for name in files] for split, named in words.items()}
+    parts = {
+        split: [name for files in named.values() for name in files]
+        for split, named in words.items()
+    }
     if parts["validation"]:
         return SplitNames(parts["train"], parts["validation"], parts["test"])
     return SplitNames(parts["train"], parts["test"], [])
@@ -152,7 +155,9 @@ def _is_about(file: str) -> bool:
     return re.split(r"[._\- ]", name)[0] in _ABOUT and split_word(name) is None
 
 
-def _file_split(parts: SplitNames, names: dict[str, str], every: list[str], prefix: str) -> FileSplit:
+def _file_split(
+    parts: SplitNames, names: dict[str, str], every: list[str], prefix: str
+) -> FileSplit:
     """Return the split of files from the parts of their names.
 
     Args:
@@ -180,7 +185,9 @@ def _file_split(parts: SplitNames, names: dict[str, str], every: list[str], pref
 
 def tells_some(files: Iterable[str]) -> bool:
     """Return whether most names look like a split, training and evaluation among them, though some tell no part."""
-    splits = [split_of(file.partition("/")[0]) or split_of(file.rpartition("/")[2]) for file in files]
+    splits = [
+        split_of(file.partition("/")[0]) or split_of(file.rpartition("/")[2]) for file in files
+    ]
     told = [split for split in splits if split is not None]
     return "train" in told and len(set(told)) > 1 and 2 * len(told) >= len(splits)
 

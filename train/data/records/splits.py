@@ -71,7 +71,9 @@ def by_file(read: Files) -> list[FileParts]:
     Args:
         read: as `files` gave them.
     """
-    pieces = corpus.text_pieces(read.text, read.sides, read.is_utf8, read.broken) if read.text else {}
+    pieces = (
+        corpus.text_pieces(read.text, read.sides, read.is_utf8, read.broken) if read.text else {}
+    )
     of_text: dict[Path, list[tuple[str, Reader]]] = {file: [] for _, file in read.text}
     for side, on_side in pieces.items():
         for piece in on_side:
@@ -95,10 +97,15 @@ def by_file(read: Files) -> list[FileParts]:
 
     rest = [(name, file.path, of_ids(name, file)) for name, file in read.ids]
     entries = [*((name, file, of_text[file]) for name, file in read.text), *rest]
-    listed = {name: FileParts(name, file, {side for side, _ in parts}, parts.__iter__) for name, file, parts in entries}
+    listed = {
+        name: FileParts(name, file, {side for side, _ in parts}, parts.__iter__)
+        for name, file, parts in entries
+    }
     for name, file in read.records:
         side = read.sides.get(name)
-        listed[name] = FileParts(name, file.path, {side} if side else {*SIDES}, partial(of_records, file, side))
+        listed[name] = FileParts(
+            name, file.path, {side} if side else {*SIDES}, partial(of_records, file, side)
+        )
     return [listed[name] for name, _ in (*read.text, *read.records, *read.ids)]
 
 

@@ -69,9 +69,17 @@ class Table:
             columns = {column.name: column.type for column in table.schema_arrow}
         texts = [name for name, column in columns.items() if self.holds(column)]
         if self.field not in texts:
-            kind = f"{self.kind} but {columns[self.field]!s:.200} in" if self.field in columns else "column"
+            kind = (
+                f"{self.kind} but {columns[self.field]!s:.200} in"
+                if self.field in columns
+                else "column"
+            )
             named = ", ".join([*columns][:_LISTED])
-            advice = f"write --data.field {shlex.quote(texts[0])}" if texts else f"its columns are {named}"
+            advice = (
+                f"write --data.field {shlex.quote(texts[0])}"
+                if texts
+                else f"its columns are {named}"
+            )
             more = f" (or {', '.join(texts[1:_LISTED])})" if texts[1:] else ""
             raise DataError(f"{self.path} has no {kind} {self.field!r}; {advice}{more}")
 
@@ -114,7 +122,10 @@ class Table:
                     self._copied[group] = decoded
                     if decoded > bounds.WINDOW_BYTES:
                         step = max(1, rows * _PART_BYTES // (decoded + size))
-                    parts += [Part(group, start, min(start + step, rows), first) for start in range(0, rows, step)]
+                    parts += [
+                        Part(group, start, min(start + step, rows), first)
+                        for start in range(0, rows, step)
+                    ]
                     first += rows
         except (lines.DamagedError, bounds.LimitError) as error:
             rows = f"{self.path} from row {first} on"
@@ -153,7 +164,9 @@ class Table:
         if cursor is None or cursor.group != part.group or cursor.row > part.start:
             self._close()
             copied = self._copied.get(part.group)
-            cursor = self._cursor = _Cursor(self.path, self.field, part.group, self.broken.limits, copied)
+            cursor = self._cursor = _Cursor(
+                self.path, self.field, part.group, self.broken.limits, copied
+            )
         cursor.skip_to(part.start)
         is_new = part not in self._counted
         if is_new:
@@ -258,7 +271,9 @@ class _Cursor:
         LimitError: a page unpacks to much more than its size on disk.
     """
 
-    def __init__(self, path: Path, field: str, group: int, limits: LimitsConfig, copied: int | None = None) -> None:
+    def __init__(
+        self, path: Path, field: str, group: int, limits: LimitsConfig, copied: int | None = None
+    ) -> None:
         self._path = path
         self._stack = contextlib.ExitStack()
         self.group = group
@@ -291,7 +306,9 @@ class _Cursor:
                 batch_rows = _REMOTE_ROWS
             else:
                 headers = self._headers(file, column, limits)
-                self.copied_rows = max(self.copied_rows, sum(page.values for page in headers if page.copies))
+                self.copied_rows = max(
+                    self.copied_rows, sum(page.values for page in headers if page.copies)
+                )
             if is_nested:
                 values = max(0, column.num_values)
                 bounds.check_ratio(str(self._path), _ROW_BYTES * values, self.packed_bytes, limits)
@@ -299,21 +316,29 @@ class _Cursor:
             elif headers is not None:
                 batch_rows = _rows_at_once(headers, copied)
         if is_nested:
-            batch_rows = min(batch_rows, max(1, _BATCH_ROWS[1] * self.rows // max(1, leaves[0].num_values)))
+            batch_rows = min(
+                batch_rows, max(1, _BATCH_ROWS[1] * self.rows // max(1, leaves[0].num_values))
+            )
         self.copied_rows = min(self.copied_rows, self.rows)
         table = self._stack.enter_context(opened(self._path, dictionaries))
-        batches = table.iter_batches(batch_rows, row_groups=[self.group], columns=[field], use_threads=False)
+        batches = table.iter_batches(
+            batch_rows, row_groups=[self.group], columns=[field], use_threads=False
+        )
         self._batches = iter(batches)
 
     def _headers(self, file: Any, column: Any, limits: LimitsConfig) -> list[bounds.Page]:
         """Return the headers of a leaf column's pages, after they were checked."""
-        start = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+        start = (
+            column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
+        )
         headers = []
         unpacked = 0
         for page in bounds.pages(file, start, column.total_compressed_size):
             largest = max(_LARGEST_PAGE, limits.ratio * page.packed // 10)
             if page.unpacked > largest:
-                raise bounds.too_packed(f"a page of {self._path}", 10 * page.unpacked, page.packed, limits)
+                raise bounds.too_packed(
+                    f"a page of {self._path}", 10 * page.unpacked, page.packed, limits
+                )
             unpacked += page.unpacked
             headers.append(page)
         bounds.check_ratio(str(self._path), unpacked, column.total_compressed_size, limits)

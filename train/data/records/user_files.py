@@ -52,7 +52,9 @@ class Files(NamedTuple):
 
     def every(self) -> Named:
         """(relative path, file) of all, sorted."""
-        return sorted([*self.text, *((name, file.path) for name, file in (*self.records, *self.ids))])
+        return sorted(
+            [*self.text, *((name, file.path) for name, file in (*self.records, *self.ids))]
+        )
 
     def reading(self) -> list[str]:
         """Return how the files are read, as far as that is not how they always were read.
@@ -100,27 +102,43 @@ def files(
     elif path.is_dir():
         every, left_out = listing.files_below(path)
     else:
-        raise DataError(f"no file or folder {path}; write data.name as {kind}:PATH, with the path of your {kind}")
+        raise DataError(
+            f"no file or folder {path}; write data.name as {kind}:PATH, with the path of your {kind}"
+        )
     read = Files([], [], [], {}, [], BrokenLog(skip_broken, limits), is_utf8)
     refused, not_text = _placed(read, every, field, vocab_size, kind)
     if skip_broken and _size(read.text) <= _CHECKED_BYTES:
-        sound_text = [(name, file) for name, file in read.text if not corpus.is_broken(file, is_utf8, read.broken)]
+        sound_text = [
+            (name, file)
+            for name, file in read.text
+            if not corpus.is_broken(file, is_utf8, read.broken)
+        ]
         read = read._replace(text=sound_text)
-    left_out |= {name: error.reason for name, _, error in (*refused, *not_text) if isinstance(error, _NotTextError)}
+    left_out |= {
+        name: error.reason
+        for name, _, error in (*refused, *not_text)
+        if isinstance(error, _NotTextError)
+    }
     read_size = _size(read.every())
     refused_size = _size([(name, file) for name, file, _ in refused])
     if refused and (read_size == 0 or (refused_size >= read_size and not skip_broken)):
         _, _, error = max(refused, key=lambda entry: entry[1].stat().st_size)
         raise DataError(str(error)) from error
     if read_size == 0:
-        reasons = [f"it {reason}" for reason in left_out.values()] if path.is_file() else listing.summary(left_out)
+        reasons = (
+            [f"it {reason}" for reason in left_out.values()]
+            if path.is_file()
+            else listing.summary(left_out)
+        )
         not_text_files = [(name, file) for name, file, _ in not_text]
         raise DataError(_nothing(path, kind, not_text_files, [*reasons, *read.broken.summary()]))
     read, lines = _split(read, str(path))
     for line in (*listing.summary(left_out), *lines):
         note(f"{path}: {line}")
     if read.records:
-        note(f"reading the field {field!r} of {_listed([(name, file.path) for name, file in read.records])}")
+        note(
+            f"reading the field {field!r} of {_listed([(name, file.path) for name, file in read.records])}"
+        )
     for name, file in read.ids:
         note(f"reading {name} as {file.size:,} token ids ({file.dtype})")
     return read
@@ -216,7 +234,9 @@ class _RefusedError(_NotTextError):
         self.args = (message,)
 
 
-def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | None, kind: str) -> None:
+def _place(
+    read: Files, name: str, file: Path, field: str, vocab_size: int | None, kind: str
+) -> None:
     """Put a file where it belongs.
 
     Raises:
@@ -238,7 +258,9 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
         elif suffix == ".parquet":
             read.records.append((name, of_tables(file, field, read.broken)))
         elif suffix in _UNREAD:
-            raise _RefusedError(f"{suffix} is not read: write JSON lines or Parquet", _plain_text_of(file))
+            raise _RefusedError(
+                f"{suffix} is not read: write JSON lines or Parquet", _plain_text_of(file)
+            )
         elif suffix in ids.SUFFIXES and vocab_size is not None:
             read.ids.append((name, ids.opened(file, vocab_size)))
         else:
@@ -249,7 +271,9 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
     except (DamagedError, LimitError, ids.WidthError):
         raise
     except OSError as error:
-        raise _RefusedError(f"cannot be read: {error.strerror}", f"cannot read {file}: {error.strerror}") from error
+        raise _RefusedError(
+            f"cannot be read: {error.strerror}", f"cannot read {file}: {error.strerror}"
+        ) from error
     except DataError as error:
         cause = error.__cause__
         if isinstance(cause, OSError):
@@ -257,7 +281,11 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
         # JSON files need not be lines: one list, say, which is read whole or not at all.
         if suffix == ".json" and "no JSON" in str(error):
             raise _RefusedError("holds no JSON lines", _plain_text_of(file)) from error
-        reason = "holds no ids of the tokenizer" if suffix in ids.SUFFIXES else f"has no text in the field {field!r}"
+        reason = (
+            "holds no ids of the tokenizer"
+            if suffix in ids.SUFFIXES
+            else f"has no text in the field {field!r}"
+        )
         raise _RefusedError(reason, str(error)) from error
 
 
@@ -298,7 +326,12 @@ def _wide(beginning: bytes) -> str | None:
     for zero_places, text_places, coding in ((1, 0, "UTF-16LE"), (0, 1, "UTF-16BE")):
         upper = beginning[zero_places::2]
         lower = beginning[text_places::2]
-        if len(upper) >= 8 and 0 not in lower and 2 * upper.count(0) > len(upper) and min(lower) >= 9:
+        if (
+            len(upper) >= 8
+            and 0 not in lower
+            and 2 * upper.count(0) > len(upper)
+            and min(lower) >= 9
+        ):
             return coding
     return None
 
@@ -337,13 +370,13 @@ def _listed(named: Named) -> str:
 
 def _plain_text_of(path: Path) -> str:
     """What to say of a file of records that are not read: how to write them as JSON lines, or as text."""
-    advice = f"{path} holds records that are not read as they are; write them as JSON lines or Parquet"
+    advice = (
+        f"{path} holds records that are not read as they are; write them as JSON lines or Parquet"
+    )
     if _format(path) != ".json":
         return advice
     unpack = {".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc"}.get(
         path.suffix.lower(), "cat"
     )
     program = "import json, sys; x = json.load(sys.stdin); [print(json.dumps(row)) for row in ([x] if type(x) is dict else x)]"
-    return (
-        f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {path.name.partition(".")[0]}.jsonl'
-    )
+    return f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {path.name.partition(".")[0]}.jsonl'

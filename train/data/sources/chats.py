@@ -14,7 +14,12 @@ from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import contents, duplicates, splits, user_files
 from mupax.train.data.sources import training_texts
-from mupax.train.data.sources.text import check_vocabulary, language_model, note_broken, opened_tokenizer
+from mupax.train.data.sources.text import (
+    check_vocabulary,
+    language_model,
+    note_broken,
+    opened_tokenizer,
+)
 from mupax.train.data.text import named_tokenizers, packing, quoting, tokenizer
 from mupax.zoo.families import ModelConfig
 
@@ -36,7 +41,9 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     model = language_model(config.name, model)
     template = templates.find(config.tokenizer, config.chat_template)
     ending = template.special_tokens_at_end if template else ()
-    encoder = named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens, ending)
+    encoder = named_tokenizers.opened(
+        config.tokenizer, config.separator, config.special_tokens, ending
+    )
     if isinstance(encoder, tokenizer.Ids):
         raise DataError(
             f"data.tokenizer is {config.tokenizer}, a number of ids and no words; write bytes, bpe:SIZE, or the path of a "
@@ -49,12 +56,16 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         )
     if encoder is None:
         texts = training_texts.opened(config, model, note)
-        encoder = opened_tokenizer(config, texts.key, model.vocab_size, texts.read, note, texts.special)
+        encoder = opened_tokenizer(
+            config, texts.key, model.vocab_size, texts.read, note, texts.special
+        )
     check_vocabulary(config, encoder, model)
     field = FIELD if config.field == type(config).field else config.field
     path = path_of(config.name.partition(":")[2])
     skip_broken = config.on_broken == "skip"
-    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits)
+    files = user_files.files(
+        path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits
+    )
     tokens = ChatTokens(encoder, template, config.loss_on)
     # The version of the reading: caches made before messages had weights hold other targets.
     every = contents.digest([path for _, path in files.every()], note)
@@ -90,8 +101,15 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
         },
     )
-    for name, side in (("training", conversations.train_windows), ("evaluation", conversations.eval_windows)):
+    for name, side in (
+        ("training", conversations.train_windows),
+        ("evaluation", conversations.eval_windows),
+    ):
         lost = f"; {side.cut} longer than {model.seq_len + 1} tokens were cut" if side.cut else ""
-        lost += f"; {side.without_target} left out, without a token of an answer in it" if side.without_target else ""
+        lost += (
+            f"; {side.without_target} left out, without a token of an answer in it"
+            if side.without_target
+            else ""
+        )
         note(f"{name}: {len(side.spans):,} conversations in {side.count:,} windows{lost}")
     return conversations

@@ -37,7 +37,9 @@ IMAGE_SHAPE = (32, 32, 3)
 _IMAGES_AT_ONCE = 4096
 
 
-def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+def cifar5m(
+    config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> images.ImageData:
     """CIFAR-5M as batches: parts 0 to 4 to train on, part 5 to test on.
 
     Args:
@@ -45,7 +47,9 @@ def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
     """
     vision = images.vision_model(config.name, model, CLASSES)
     images.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
-    sources = [builders.Source(builder, "train") for builder in prepared_parts(config.data_dir, note)]
+    sources = [
+        builders.Source(builder, "train") for builder in prepared_parts(config.data_dir, note)
+    ]
     return images.ImageData(
         config,
         published.labelled(sources[:-1], "image", "label", vision.channels),
@@ -59,7 +63,10 @@ def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
 
 def _marks(source: Sequence) -> list[bytes]:
     """What tells a part of CIFAR-5M from any other: its length, first and last image."""
-    return [len(source).to_bytes(8, "little"), *(source[i]["image"].tobytes() for i in (0, len(source) - 1))]
+    return [
+        len(source).to_bytes(8, "little"),
+        *(source[i]["image"].tobytes() for i in (0, len(source) - 1)),
+    ]
 
 
 def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
@@ -74,13 +81,20 @@ def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
     """
     base = cache.data_sets(data_dir)
     version = "1.0.0/dataset_info.json"
-    files = {part: base / f"{part}.npz" for part in PARTS if not (base / "cifar5m" / part / version).exists()}
+    files = {
+        part: base / f"{part}.npz"
+        for part in PARTS
+        if not (base / "cifar5m" / part / version).exists()
+    }
     if missing := [file.name for file in files.values() if not file.exists()]:
         raise DataError(
             f"cifar5m needs {', '.join(missing)} in {base}; get them from {SOURCE}, "
             "or set data.data_dir to the folder that has them"
         )
-    return [builders.embedded(Cifar5m, data_dir, note, config=part, source=files.get(part)) for part in PARTS]
+    return [
+        builders.embedded(Cifar5m, data_dir, note, config=part, source=files.get(part))
+        for part in PARTS
+    ]
 
 
 class Cifar5m(tfds.core.GeneratorBasedBuilder):

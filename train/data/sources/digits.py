@@ -31,19 +31,28 @@ class DigitData(images.ImageData):
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
-        train, test = [self.train[i] for i in range(len(self.train))], [self.eval[i] for i in chosen]
-        score = cache.remembered(f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)})
+        train, test = (
+            [self.train[i] for i in range(len(self.train))],
+            [self.eval[i] for i in chosen],
+        )
+        score = cache.remembered(
+            f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)}
+        )
         return [Reference("logistic regression", score["accuracy"], "accuracy")]
 
 
-def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tuple[np.ndarray, int]]) -> float:
+def logistic_accuracy(
+    train: Iterable[tuple[np.ndarray, int]], test: Iterable[tuple[np.ndarray, int]]
+) -> float:
     """Accuracy on test images of multinomial logistic regression on pixels in [0, 1], L2 with C = 10.
 
     Args:
         train, test: (pixels [8, 8, 1] from 0 to 16, label) each.
     """
     (x, y), (x_test, y_test) = (map(np.array, zip(*pairs, strict=True)) for pairs in (train, test))
-    weights = images.fit_logistic(x.reshape(len(x), -1) / _WHITE, y, inverse_penalty=10, iterations=2000)
+    weights = images.fit_logistic(
+        x.reshape(len(x), -1) / _WHITE, y, inverse_penalty=10, iterations=2000
+    )
     predicted = images.predict_logistic(weights, x_test.reshape(len(x_test), -1) / _WHITE)
     return float((predicted == y_test).mean())
 
@@ -59,7 +68,9 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
 
     source = builders.Source(builders.embedded(builders.Digits, config.data_dir, note), "train")
     records = [source[i] for i in range(len(source))]
-    x, y, held_out = (np.array([record[key] for record in records]) for key in ("image", "label", "held_out"))
+    x, y, held_out = (
+        np.array([record[key] for record in records]) for key in ("image", "label", "held_out")
+    )
     y = y.astype(np.int32)
     test = by_writer(y) if config.split == "writer" else held_out
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())

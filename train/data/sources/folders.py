@@ -36,7 +36,20 @@ if TYPE_CHECKING:
     from mupax.zoo.configs import ModelConfig
 
 _NO_PICTURES = frozenset(
-    {".bufr", ".emf", ".eps", ".fit", ".fits", ".flc", ".fli", ".gbr", ".grib", ".h5", ".hdf", ".iim"}
+    {
+        ".bufr",
+        ".emf",
+        ".eps",
+        ".fit",
+        ".fits",
+        ".flc",
+        ".fli",
+        ".gbr",
+        ".grib",
+        ".h5",
+        ".hdf",
+        ".iim",
+    }
     | {".mpeg", ".mpg", ".palm", ".pcd", ".pdf", ".ps", ".pxr", ".wmf"}
 )
 """Suffixes that Pillow registers for documents, films and containers, some of which it only writes."""
@@ -130,7 +143,13 @@ class Files:
         limits: bounds on an image.
     """
 
-    def __init__(self, files: _Labelled, channels: int, background: str, limits: LimitsConfig = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        files: _Labelled,
+        channels: int,
+        background: str,
+        limits: LimitsConfig = DEFAULT_LIMITS,
+    ) -> None:
         self.files = files
         self._limits = limits
         self._channels = channels
@@ -188,10 +207,14 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
     _prepare_pil(limits)
     with contextlib.ExitStack() as stack:
         try:
-            content = file if isinstance(file, (Path, io.BytesIO)) else io.BytesIO(file.read_bytes())
+            content = (
+                file if isinstance(file, (Path, io.BytesIO)) else io.BytesIO(file.read_bytes())
+            )
             image = stack.enter_context(Image.open(content))
             if image.mode in ("I", "F"):
-                raise ValueError(f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits")
+                raise ValueError(
+                    f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits"
+                )
             if _checked_pixels(image, name, limits) > _LARGE_PIXELS:
                 stack.enter_context(_LARGE_IMAGES)
             yield image
@@ -203,7 +226,9 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             ) from error
         # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError or EOFError.
         except Exception as error:
-            raise DataError(f"cannot read the image {name}: {error}. Remove or repair it") from error
+            raise DataError(
+                f"cannot read the image {name}: {error}. Remove or repair it"
+            ) from error
 
 
 def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
@@ -278,7 +303,9 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
         band = _eight_bits(band)
         if has_background:
             band = _on_background(band, background)
-        pixels[top:bottom] = np.asarray(band.convert(_MODES[channels])).reshape(bottom - top, width, channels)
+        pixels[top:bottom] = np.asarray(band.convert(_MODES[channels])).reshape(
+            bottom - top, width, channels
+        )
     # Not ImageOps.exif_transpose: it writes the EXIF data anew and fails on values that cameras write and PIL cannot.
     turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
@@ -294,7 +321,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 def _on_background(image: Image.Image, background: str) -> Image.Image:
     """Return an image with transparency over a colour."""
     picture = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", picture.size, ImageColor.getrgb(background)), picture)
+    return Image.alpha_composite(
+        Image.new("RGBA", picture.size, ImageColor.getrgb(background)), picture
+    )
 
 
 def decoding_threads() -> int:
@@ -302,7 +331,9 @@ def decoding_threads() -> int:
     return min(os.cpu_count() or 2, 16)
 
 
-def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+def own_images(
+    config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> images.ImageData:
     """A user's images as batches, cropped and scaled to the model's size.
 
     Args:
@@ -315,11 +346,15 @@ def folder_of(name: str) -> Path:
     """Return the folder that a data.name images:PATH means; raises DataError where there is none."""
     path = path_of(name.removeprefix("images:"))
     if not path.is_dir():
-        raise DataError(f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class")
+        raise DataError(
+            f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class"
+        )
     return path
 
 
-def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+def opened(
+    folder: Folder, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> images.ImageData:
     """Return the images of a folder as batches, after every image was decoded once.
 
     Args:
@@ -337,12 +372,23 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
     for line in lines:
         note(line)
     # An evaluation alone has the same files on both sides.
-    scan = _scanned(train, [] if train is eval_ else eval_, vision.channels, pixels.background, config.limits, note)
+    scan = _scanned(
+        train,
+        [] if train is eval_ else eval_,
+        vision.channels,
+        pixels.background,
+        config.limits,
+        note,
+    )
     if broken := scan.broken:
         if config.on_broken == "stop":
             first = next(iter(broken.values()))
-            raise DataError(f"{first} ({len(broken)} of {scan.count} are broken), or add --data.on-broken skip")
-        note(f"left out, as broken: {len(broken)} of {scan.count} images: {_listed(sorted(broken))}")
+            raise DataError(
+                f"{first} ({len(broken)} of {scan.count} are broken), or add --data.on-broken skip"
+            )
+        note(
+            f"left out, as broken: {len(broken)} of {scan.count} images: {_listed(sorted(broken))}"
+        )
         before = {label for _, _, label in train}
         evaluates_only = train is eval_
         train = [item for item in train if str(item[1]) not in broken]
@@ -367,7 +413,10 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
     train_files = Files(train, vision.channels, pixels.background, config.limits)
     eval_files = Files(eval_, vision.channels, pixels.background, config.limits)
     jitter = config.transforms.jitter
-    if jitter is not None and (len(train) + len(eval_)) * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY:
+    if (
+        jitter is not None
+        and (len(train) + len(eval_)) * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY
+    ):
         train_files = KeptFiles(train_files, fitted, size, vision.channels)
         eval_files = KeptFiles(eval_files, fitted, size, vision.channels)
         views = crops.Jitter(jitter, config.transforms.mirror), images.as_is
@@ -471,7 +520,12 @@ def _has_colour(image: Image.Image) -> bool:
 
 
 def _scanned(
-    train: _Labelled, eval_: _Labelled, channels: int, background: str, limits: LimitsConfig, note: cache.Note
+    train: _Labelled,
+    eval_: _Labelled,
+    channels: int,
+    background: str,
+    limits: LimitsConfig,
+    note: cache.Note,
 ) -> _Scan:
     """Decode every image once: a file to refuse is better named now than in mid-run.
 
@@ -504,7 +558,11 @@ def _scanned(
 
     scanned = cache.remembered(f"scanned-{digest}", numbers)
     suspects = [path for _, path, _ in files if f"{prefix}{path}" in scanned]
-    broken = {path: look.error for path, look in looks(suspects).items() if look.error} if suspects else {}
+    broken = (
+        {path: look.error for path, look in looks(suspects).items() if look.error}
+        if suspects
+        else {}
+    )
     counts = {name: int(scanned.get(name, 0)) for name in ("colour", "hidden", "copies")}
     return _Scan(len(files), len(eval_), broken, **counts)
 
@@ -520,7 +578,11 @@ def _copies(train: _Labelled, eval_: _Labelled, sizes: Sequence[int]) -> int:
     shared_sizes = set(train_sizes) & set(eval_sizes)
 
     def contents(files: _Labelled, lengths: Sequence[int]) -> Iterator[bytes]:
-        paths = [path for (_, path, _), length in zip(files, lengths, strict=True) if length in shared_sizes]
+        paths = [
+            path
+            for (_, path, _), length in zip(files, lengths, strict=True)
+            if length in shared_sizes
+        ]
         with ThreadPool(decoding_threads()) as pool:
             yield from pool.imap(_content_digest, paths, chunksize=64)
 
@@ -598,7 +660,9 @@ def _part(root: Path, path: Path) -> _Part:
     for name, reason in listing.skipped.items():
         # Without it another class would take its label, and no line would stand out.
         if "/" not in name and reason.startswith("cannot be read"):
-            raise DataError(f"{path / name} {reason}; make it readable or take it out of the folder")
+            raise DataError(
+                f"{path / name} {reason}; make it readable or take it out of the folder"
+            )
     return _Part({name: sorted(classes[name]) for name in sorted(classes)}, skipped)
 
 
@@ -650,7 +714,11 @@ def split(path: Path) -> Folder:
         return _split_by_hash(path, _part(path, path), notes)
     # Test images as competitions give them out have no classes.
     labelled = [name for name in names if _folder_names(path / name)]
-    notes = [f"{path / name} is not used: it has no folders of classes" for name in names if name not in labelled]
+    notes = [
+        f"{path / name} is not used: it has no folders of classes"
+        for name in names
+        if name not in labelled
+    ]
     training = [name for name in labelled if split_of(name) == "train"]
     if not training:
         raise DataError(
@@ -668,7 +736,9 @@ def split(path: Path) -> Folder:
         there = ", ".join(str(path / name) for name in parts.train)
         raise DataError(f"{where} has class folders that {there} has not: {', '.join(unknown[:5])}")
     if not eval_.size:
-        raise DataError(f"{where} has no image to evaluate on; put images into its folders of classes, or remove it")
+        raise DataError(
+            f"{where} has no image to evaluate on; put images into its folders of classes, or remove it"
+        )
     classes = [*train.classes]
     notes = [f"{path}: {parts.describe()}", *notes, *summary(train.skipped | eval_.skipped)]
     return Folder(_numbered(train, classes), _numbered(eval_, classes), classes, notes)
@@ -681,8 +751,12 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
     eval_: _Labelled = []
     for label, (name, files) in enumerate(part.classes.items()):
         if len(files) < 2:
-            raise DataError(f"class folder {path / name} has one image; give it at least two, to train and to test")
-        ranked = sorted(((item, file, label) for item, file, _ in files), key=lambda item: corpus.rank(item[0]))
+            raise DataError(
+                f"class folder {path / name} has one image; give it at least two, to train and to test"
+            )
+        ranked = sorted(
+            ((item, file, label) for item, file, _ in files), key=lambda item: corpus.rank(item[0])
+        )
         # Ranks below the share are the hash split; one of each class at least on either side.
         count = sum(corpus.side(item) == "eval" for item, _, _ in ranked)
         count = min(max(count, 1), len(ranked) - 1)
@@ -708,7 +782,11 @@ def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
     """
     names = _folder_names(path)
     model_classes = set(map(nfc, classes or ()))
-    parts = bool(names) and all(split_of(name) for name in names) and not model_classes.issuperset(map(nfc, names))
+    parts = (
+        bool(names)
+        and all(split_of(name) for name in names)
+        and not model_classes.issuperset(map(nfc, names))
+    )
     if not parts:
         part = _part(path, path)
         where = f"all {{count}} images of {path}"
@@ -746,13 +824,17 @@ def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
     if not trained_on.startswith("images:"):
         return held_out(path, run.get("class_names"))
     before = path_of(trained_on.removeprefix("images:"))
-    own = name == trained_on or (not is_remote(path) and before.exists() and path.resolve() == before.resolve())
+    own = name == trained_on or (
+        not is_remote(path) and before.exists() and path.resolve() == before.resolve()
+    )
     try:
         folder = split(path)
     except DataError:
         if own:
             raise
-        return held_out(path, run.get("class_names"))  # one class, or one image of a class, can be evaluated on
+        return held_out(
+            path, run.get("class_names")
+        )  # one class, or one image of a class, can be evaluated on
     if not own and folder.digest != run.get("digest"):  # a copy of the run's folder has its digest
         return held_out(path, run.get("class_names"))
     total = len(folder.train) + len(folder.eval)
@@ -770,13 +852,19 @@ def without_images(folder: Folder, classes: Sequence[str]) -> list[str]:
 def _numbered(part: _Part, classes: Sequence[str]) -> _Labelled:
     """Return the images of a part, sorted by name, with their places among the classes as labels."""
     labels = {name: label for label, name in enumerate(classes)}
-    return sorted((item, file, labels[name]) for name, files in part.classes.items() for item, file, _ in files)
+    return sorted(
+        (item, file, labels[name])
+        for name, files in part.classes.items()
+        for item, file, _ in files
+    )
 
 
 def _check_filled(part: _Part, path: Path) -> None:
     for name, files in part.classes.items():
         if not files:
-            raise DataError(f"class folder {path / name} has no image; put images there or remove it")
+            raise DataError(
+                f"class folder {path / name} has no image; put images there or remove it"
+            )
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:

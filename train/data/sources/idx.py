@@ -30,7 +30,12 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = (
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
-FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 """Images and labels to train on, images and labels to test."""
 _BYTES = 8
 _UNCHECKED_BYTES = 1 << 28
@@ -56,7 +61,9 @@ class _Greys:
         return self._pixels[index][..., None], int(self._labels[index])
 
 
-def fashion(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+def fashion(
+    config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> images.ImageData:
     """Fashion-MNIST (Xiao et al. 2017), 60,000 photographs of clothes and 10,000 to test, as batches.
 
     Args:
@@ -73,13 +80,17 @@ def fashion(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
     return _open(config, model, seed, folder, list(FASHION), images.shift_and_flip)
 
 
-def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+def own_files(
+    config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> images.ImageData:
     """The images of a folder of IDX files as batches; classes are named by their numbers.
 
     Args:
         config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is idx:FOLDER.
     """
-    return _open(config, model, seed, path_of(config.name.removeprefix("idx:")), None, images.jitter)
+    return _open(
+        config, model, seed, path_of(config.name.removeprefix("idx:")), None, images.jitter
+    )
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
@@ -93,13 +104,25 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         pictures, labels, test_labels = (array(folder / FILES[i], config.limits) for i in (0, 1, 3))
     except DataError:  # the run says it
         return None
-    if pictures.ndim != 3 or pictures.shape[1] != pictures.shape[2] or not labels.size or not test_labels.size:
+    if (
+        pictures.ndim != 3
+        or pictures.shape[1] != pictures.shape[2]
+        or not labels.size
+        or not test_labels.size
+    ):
         return None
-    return ImageSizes(int(max(labels.max(), test_labels.max())) + 1, 1, pictures.shape[1], scaled=False)
+    return ImageSizes(
+        int(max(labels.max(), test_labels.max())) + 1, 1, pictures.shape[1], scaled=False
+    )
 
 
 def _open(
-    config: DataConfig, model: ModelConfig, seed: int, folder: Path, names: list[str] | None, view: images.View
+    config: DataConfig,
+    model: ModelConfig,
+    seed: int,
+    folder: Path,
+    names: list[str] | None,
+    view: images.View,
 ) -> images.ImageData:
     x, y, x_test, y_test = (array(folder / name, config.limits) for name in FILES)
     for pixels, labels, side in ((x, y, "train"), (x_test, y_test, "t10k")):
@@ -117,7 +140,9 @@ def _open(
         raise DataError(
             f"{folder} has images of {x.shape[1:]} and {x_test.shape[1:]} pixels; only squares of one size are read"
         )
-    images.check_size(config.name, images.vision_model(config.name, model, classes), height, channels=1)
+    images.check_size(
+        config.name, images.vision_model(config.name, model, classes), height, channels=1
+    )
     return images.ImageData(
         config,
         _Greys(x, y),
@@ -146,7 +171,9 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
             stream = gzip.GzipFile("", "rb", fileobj=stored) if file == packed else stored
             return _array(file, stream, bounds.size_of(stored), limits)
     except FileNotFoundError:
-        raise DataError(f"no file {path} or {packed.name}; a folder of IDX files has {', '.join(FILES)}") from None
+        raise DataError(
+            f"no file {path} or {packed.name}; a folder of IDX files has {', '.join(FILES)}"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file} cannot be read: {error}; get it again") from error
 
@@ -160,12 +187,18 @@ def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> 
     """
     header = stream.read(4)
     if len(header) < 4 or header[:2] != b"\0\0":
-        raise DataError(f"{file} is no IDX file: it begins with {header.hex() or 'nothing'}, not with two zero bytes")
+        raise DataError(
+            f"{file} is no IDX file: it begins with {header.hex() or 'nothing'}, not with two zero bytes"
+        )
     kind, dimensions = header[2:4]
     if kind != _BYTES:
-        raise DataError(f"{file} has values of IDX type {kind:#x}; only uint8 ({_BYTES:#x}) is read")
+        raise DataError(
+            f"{file} has values of IDX type {kind:#x}; only uint8 ({_BYTES:#x}) is read"
+        )
     sizes = stream.read(4 * dimensions)
-    shape = tuple(int.from_bytes(sizes[start : start + 4], "big") for start in range(0, len(sizes), 4))
+    shape = tuple(
+        int.from_bytes(sizes[start : start + 4], "big") for start in range(0, len(sizes), 4)
+    )
     size = math.prod(shape)
     if size > max(_UNCHECKED_BYTES, limits.ratio * stored_bytes // 10):
         raise bounds.too_packed(str(file), 10 * size, stored_bytes, limits)

@@ -36,7 +36,9 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
         config = dataclasses.replace(config, tokenizer=_trained_tokenizer(config, model, note))
     for name, part in parts.items():
         try:
-            text = sources.load(training_texts.part_config(config, part.source), model, seed=seed, note=note)
+            text = sources.load(
+                training_texts.part_config(config, part.source), model, seed=seed, note=note
+            )
         except DataError as error:
             raise DataError(f"data.mix {name}: {error}") from error
         if not isinstance(text, TextWindows | Conversations):

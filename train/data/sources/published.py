@@ -66,10 +66,14 @@ def labelled(
     def read(i: int, record: dict[str, Any]) -> tuple[np.ndarray, int]:
         pixels = record[image]
         if isinstance(pixels, bytes):
-            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set", background, limits=limits)
+            pixels = folders.decoded(
+                io.BytesIO(pixels), channels, f"{i} of the data set", background, limits=limits
+            )
         return pixels, int(record[label])
 
-    records: Any = grain.MapDataset.concatenate([grain.MapDataset.source(source) for source in sources])
+    records: Any = grain.MapDataset.concatenate(
+        [grain.MapDataset.source(source) for source in sources]
+    )
     return records.map_with_index(read)
 
 
@@ -103,12 +107,18 @@ def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
         raise DataError(
             f"{data_set.folder} has no split but train, of which {train} is trained on; leave --data.train-percent out"
         )
-    return data_set._replace(splits=data_set.splits | {"train": f"{train}[:{config.train_percent}%]"})
+    return data_set._replace(
+        splits=data_set.splits | {"train": f"{train}[:{config.train_percent}%]"}
+    )
 
 
-def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
+def _text(
+    data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> Data:
     key, documents = text_documents(data_set, config, note)
-    return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
+    return text.open_text(
+        config, model, seed, note, key, documents, {"version": data_set.folder.name}
+    )
 
 
 def text_documents(
@@ -120,7 +130,9 @@ def text_documents(
         data_set: as `prepared` gives it.
         note: told if much is read to see whether the records have changed.
     """
-    content = contents.digest(sorted(file for file in data_set.folder.iterdir() if file.is_file()), note)
+    content = contents.digest(
+        sorted(file for file in data_set.folder.iterdir() if file.is_file()), note
+    )
 
     def documents() -> packing.Documents:
         import tensorflow_datasets as tfds
@@ -130,7 +142,10 @@ def text_documents(
         with cache.whole(data_set.folder, config.name):
             builder = builders.from_folder(data_set.folder)
             feature = _feature(builder, data_set, (tfds.features.Text,), "text")
-        return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
+        return {
+            side: text.records(builders.Source(builder, split), feature)
+            for side, split in data_set.splits.items()
+        }
 
     part = "" if config.train_percent == 100 else f"-{config.train_percent}"
     name = config.name.replace("/", "-").replace(":", "-")
@@ -156,13 +171,20 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     small = None not in (height, width) and min(height, width) <= size
     images.check_size(config.name, vision, height if small else size, channels or vision.channels)
     if (height, width) == (size, size):
-        views, pixels = (images.jitter if channels == 1 else images.shift_and_flip, images.as_is), images.WHOLE
+        views, pixels = (
+            (images.jitter if channels == 1 else images.shift_and_flip, images.as_is),
+            images.WHOLE,
+        )
     else:
         pixels = config.pixels.resolved(size)
         pixels.check(size, vision.channels)
         views = (crops.training(config, size), crops.fitted(pixels, size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
-    skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
+    skip: Any = (
+        {image: tfds.decode.SkipDecoding()}
+        if isinstance(features[image], tfds.features.Image)
+        else None
+    )
     train, eval_ = (
         labelled(
             [builders.Source(builder, data_set.splits[side], skip)],
@@ -196,7 +218,9 @@ def sizes(config: DataConfig) -> ImageSizes | None:
     base = path_of(config.data_dir) if config.data_dir else cache.data_sets(None)
     name = config.name.partition(":")[0]
     # Looked for first: to say which data sets there are takes seconds. What is in a bucket is fetched by the run.
-    if is_remote(base) or not any(_versions(base / folder) for folder in (name, CONFIGS.get(name, name))):
+    if is_remote(base) or not any(
+        _versions(base / folder) for folder in (name, CONFIGS.get(name, name))
+    ):
         return None
     try:
         data_set = find(config.name, config.data_dir)
@@ -213,9 +237,13 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         return None
     kinds = (tfds.features.Image, tfds.features.Tensor)
     pictures: list[Any] = [
-        feature for feature in features.values() if type(feature) in kinds and len(feature.shape) == 3
+        feature
+        for feature in features.values()
+        if type(feature) in kinds and len(feature.shape) == 3
     ]
-    labels: list[Any] = [feature for feature in features.values() if isinstance(feature, tfds.features.ClassLabel)]
+    labels: list[Any] = [
+        feature for feature in features.values() if isinstance(feature, tfds.features.ClassLabel)
+    ]
     if len(pictures) != 1 or len(labels) != 1:
         return None
     height, width, channels = pictures[0].shape
@@ -258,9 +286,15 @@ def find(name: str, data_dir: str | None) -> DataSet:
         folder = base / CONFIGS[dataset]
     versions = _versions(folder)
     if not versions:
-        configs = sorted(sub.name for sub in folder.iterdir() if _versions(sub)) if folder.is_dir() else []
+        configs = (
+            sorted(sub.name for sub in folder.iterdir() if _versions(sub))
+            if folder.is_dir()
+            else []
+        )
         if configs:
-            raise DataError(f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}")
+            raise DataError(
+                f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}"
+            )
         if dataset.split("/")[0] not in builder_names():
             raise DataError(unknown(name, base))
         where = f" --data-dir {shlex.quote(data_dir)}" if data_dir and not is_remote(base) else ""
@@ -278,12 +312,16 @@ def find(name: str, data_dir: str | None) -> DataSet:
 
 def _described(folder: Path, dataset: str) -> DataSet:
     content = cache.read_json(folder / "dataset_info.json")
-    listed, alternatives = ((content or {}).get(name, []) for name in ("splits", "alternativeFileFormats"))
+    listed, alternatives = (
+        (content or {}).get(name, []) for name in ("splits", "alternativeFileFormats")
+    )
     if not isinstance(listed, list) or not isinstance(alternatives, list):
         content = None
     splits = [split.get("name") for split in listed if isinstance(split, dict)] if content else []
     if content is None or not (folder / "features.json").exists():
-        raise DataError(f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(dataset)}")
+        raise DataError(
+            f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(dataset)}"
+        )
     formats = [content.get("fileFormat"), *alternatives]
     if "array_record" not in formats:
         raise DataError(
@@ -293,7 +331,9 @@ def _described(folder: Path, dataset: str) -> DataSet:
         )
     if "train" not in splits:
         raise DataError(f"{folder} has no split train, only {', '.join(map(str, splits))}")
-    digest = cache.digest((folder / "dataset_info.json").read_bytes(), (folder / "features.json").read_bytes())
+    digest = cache.digest(
+        (folder / "dataset_info.json").read_bytes(), (folder / "features.json").read_bytes()
+    )
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     train, eval_ = ("train", held_out) if held_out else ("train[:95%]", "train[95%:]")
     return DataSet(folder, digest, {"train": train, "eval": eval_})
@@ -301,7 +341,11 @@ def _described(folder: Path, dataset: str) -> DataSet:
 
 def _versions(folder: Path) -> list[str]:
     """Versions prepared in a folder, oldest first."""
-    names = [file.parent.name for file in folder.glob("*/dataset_info.json") if _VERSION.fullmatch(file.parent.name)]
+    names = [
+        file.parent.name
+        for file in folder.glob("*/dataset_info.json")
+        if _VERSION.fullmatch(file.parent.name)
+    ]
     return sorted(names, key=lambda version: tuple(map(int, version.split("."))))
 
 
@@ -313,11 +357,19 @@ def unknown(name: str, base: Path) -> str:
         base: folder of data sets, whose names may be near too.
     """
     if (path := Path(name)).exists():
-        kinds = "text:{0}, records:{0} or images:{0}" if path.is_dir() else "text:{0} or records:{0}"
+        kinds = (
+            "text:{0}, records:{0} or images:{0}" if path.is_dir() else "text:{0} or records:{0}"
+        )
         return f"{name} is a {'folder' if path.is_dir() else 'file'} here, and not how data are named; write {kinds.format(name)}"
     names = [*SOURCES, *builder_names(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
-    near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
-    hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"
+    near = difflib.get_close_matches(
+        name, list(dict.fromkeys(names)), n=3
+    )  # a prepared one is there twice
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else f"write one of {', '.join(SOURCES)} or a TFDS name"
+    )
     return f"no data is named {name!r}; {hint}, or add --plugin MODULE for a data set of your own"
 
 

@@ -65,7 +65,9 @@ class EndlessData(LabelledData):
         )
         self.seed = seed
 
-    def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shown(
+        self, k: int, rows: np.ndarray, examples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         raw, labels = render(self.seed, TRAIN, examples)
         return raw.astype(np.float32), labels
 
@@ -78,7 +80,9 @@ class EndlessData(LabelledData):
 
     def references(self) -> list[Reference]:
         key = cache.digest(VERSION, f"{LINEAR_IMAGES} {self.eval_size}")
-        score = cache.remembered(f"shapes-{key}", lambda: {"accuracy": linear_accuracy(LINEAR_IMAGES, self.eval_size)})
+        score = cache.remembered(
+            f"shapes-{key}", lambda: {"accuracy": linear_accuracy(LINEAR_IMAGES, self.eval_size)}
+        )
         return [Reference("logistic regression", score["accuracy"], "accuracy")]
 
 
@@ -98,7 +102,9 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
     return correct / eval_images
 
 
-def striped_shapes(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> EndlessData:
+def striped_shapes(
+    config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
+) -> EndlessData:
     """The endless set of striped shapes as batches; there is nothing to augment and nothing to prepare.
 
     Args:
@@ -150,13 +156,17 @@ class _Random:
 
     def words(self, count: int) -> np.ndarray:
         """uint64 [B, count]."""
-        steps = np.arange(self._offset + 1, self._offset + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        steps = np.arange(self._offset + 1, self._offset + count + 1, dtype=np.uint64) * np.uint64(
+            _GOLDEN
+        )
         self._offset += count
         return _mix(self._states_B[:, None] + steps)
 
     def uniform(self, low: float, high: float, *shape: int) -> np.ndarray:
         """float32 [B, *shape] in [low, high)."""
-        unit = (self.words(math.prod(shape)) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+        unit = (self.words(math.prod(shape)) >> np.uint64(40)).astype(np.float32) * np.float32(
+            2**-24
+        )
         return (np.float32(low) + np.float32(high - low) * unit).reshape(-1, *shape)
 
     def bytes(self, *shape: int) -> np.ndarray:
@@ -172,7 +182,9 @@ def _draw(rng: _Random) -> tuple[np.ndarray, np.ndarray]:
 
     ground_BPC = _striped(rng, x_P, y_P, rng.uniform(0, 2 * np.pi, 1), contrast=(0.0, 0.08))
     across_B1 = np.float32(np.pi / 2) * (label_B[:, None] % 2 == 0)
-    figure_BPC = _striped(rng, x_P, y_P, across_B1 + rng.uniform(-0.3, 0.3, 1), contrast=(0.25, 0.4))
+    figure_BPC = _striped(
+        rng, x_P, y_P, across_B1 + rng.uniform(-0.3, 0.3, 1), contrast=(0.25, 0.4)
+    )
     inside_BP = _inside(rng, x_P, y_P, label_B // 2)
     ground_BPC += inside_BP[..., None] * (figure_BPC - ground_BPC)
     for _ in range(_DABS):
@@ -180,7 +192,11 @@ def _draw(rng: _Random) -> tuple[np.ndarray, np.ndarray]:
         over_BP = _soft((x_P - x) ** 2 + (y_P - y) ** 2, rng.uniform(1, 2.5, 1) ** 2, 0.25)
         ground_BPC += over_BP[..., None] * (rng.uniform(0.2, 0.8, 1, 3) - ground_BPC)
 
-    angle, slope, level = rng.uniform(0, 2 * np.pi, 1), rng.uniform(0, 0.015, 1), rng.uniform(0.85, 1.1, 1)
+    angle, slope, level = (
+        rng.uniform(0, 2 * np.pi, 1),
+        rng.uniform(0, 0.015, 1),
+        rng.uniform(0.85, 1.1, 1),
+    )
     light_BP = level + slope * (np.cos(angle) * x_P + np.sin(angle) * y_P)
     ground_BPC *= (255 * light_BP)[..., None]
     strength = rng.uniform(0.0, 0.15, 1, 1)
@@ -189,11 +205,17 @@ def _draw(rng: _Random) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _striped(
-    rng: _Random, x_P: np.ndarray, y_P: np.ndarray, angle_B1: np.ndarray, contrast: tuple[float, float]
+    rng: _Random,
+    x_P: np.ndarray,
+    y_P: np.ndarray,
+    angle_B1: np.ndarray,
+    contrast: tuple[float, float],
 ) -> np.ndarray:
     """Stripes of two colours over the whole image, float32 [B, P, C]; the colours vary along the angle."""
     k = 2 * np.pi / rng.uniform(4, 6.5, 1)
-    wave_BP = np.sin((k * np.cos(angle_B1)) * x_P + (k * np.sin(angle_B1)) * y_P + rng.uniform(0, 2 * np.pi, 1))
+    wave_BP = np.sin(
+        (k * np.cos(angle_B1)) * x_P + (k * np.sin(angle_B1)) * y_P + rng.uniform(0, 2 * np.pi, 1)
+    )
     np.clip(3 * wave_BP, -1, 1, out=wave_BP)
     mean_BC = rng.uniform(0.35, 0.65, 1) + rng.uniform(-0.12, 0.12, 3)
     towards_BC = rng.uniform(*contrast, 1) * rng.uniform(0.4, 1.6, 3)

@@ -55,9 +55,13 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     corpus = Corpus(
         key=key,
         identity=cache.digest(
-            *(f"{name} {file.stat().st_size}" for name, file in read.every()), config.field, *read.reading()
+            *(f"{name} {file.stat().st_size}" for name, file in read.every()),
+            config.field,
+            *read.reading(),
         ),
-        lanes=[files.FileDocuments(share, "train") for share in files.lanes(train, config.batch_size)],
+        lanes=[
+            files.FileDocuments(share, "train") for share in files.lanes(train, config.batch_size)
+        ],
         train=files.FileDocuments(files.lanes(train, 1)[0], "train"),
         held_out=files.FileDocuments(files.lanes(held_out, 1)[0], "eval"),
         facts={"files": len(by_file)},
@@ -93,7 +97,9 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     return _opened(config, model, seed, note, corpus)
 
 
-def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note, corpus: Corpus) -> Stream:
+def _opened(
+    config: DataConfig, model: ModelConfig, seed: int, note: cache.Note, corpus: Corpus
+) -> Stream:
     """The stream of a corpus, its evaluation text tokenized.
 
     Raises:
@@ -103,23 +109,32 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
 
     def texts() -> Iterator[bytes]:
         chunks = corpus.train.after(None)
-        return (content for chunk, _ in chunks for content, _ in chunk if isinstance(content, bytes))
+        return (
+            content for chunk, _ in chunks for content, _ in chunk if isinstance(content, bytes)
+        )
 
     encoder = text.opened_tokenizer(config, corpus.key, model.vocab_size, texts, note)
     text.check_vocabulary(config, encoder, model)
     folder = cache.folder(cache.root() / "streams" / f"{corpus.key}-{encoder.key}{encoder.variant}")
     evaluation = StreamShard(folder / "eval", corpus.held_out, encoder)
-    eval_tokens = EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
+    eval_tokens = (
+        EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
+    )
     held_out = evaluation.first(eval_tokens, note)
     count = len(corpus.lanes)
-    lanes = [StreamShard(folder / f"train-{i}-of-{count}", each, encoder) for i, each in enumerate(corpus.lanes)]
+    lanes = [
+        StreamShard(folder / f"train-{i}-of-{count}", each, encoder)
+        for i, each in enumerate(corpus.lanes)
+    ]
     beginning = lanes[0].first(1, note)  # what is wrong with every record is wrong with the first
     if lanes[0].ended:
         check_length(config, "training", len(beginning.tokens), 2 * model.seq_len, model.seq_len)
     for line in corpus.broken.summary() if corpus.broken is not None else ():
         note(f"so far: {line}")
     some = [held_out.quoted, beginning.quoted]
-    quoted = quoting.note_counts(note, f"{config.name}, as far as it is read,", some, config.special_tokens)
+    quoted = quoting.note_counts(
+        note, f"{config.name}, as far as it is read,", some, config.special_tokens
+    )
     separators.check(config, encoder, held_out.tokens, note, is_text=corpus.has_bytes)
     note(
         f"{config.name} is tokenized while it is trained on, in {count} lane{'s' if count > 1 else ''}; "

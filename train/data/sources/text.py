@@ -83,7 +83,9 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     return open_text(config, model, seed, note, key, lambda: splits.sides(files), facts, files)
 
 
-def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple[user_files.Files, str]:
+def user_text(
+    config: DataConfig, model: ModelConfig, note: cache.Note
+) -> tuple[user_files.Files, str]:
     """A user's text, records and token ids, and a name of their content in the cache.
 
     Args:
@@ -112,10 +114,16 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
             f"{path}, or write data.tokenizer as the path of the tokenizer.json that made the ids"
         )
     if config.field != type(config).field and not files.records:
-        raise DataError(f"data.field {config.field} is of records, and {path} has none; leave it out")
+        raise DataError(
+            f"data.field {config.field} is of records, and {path} has none; leave it out"
+        )
     every = files.every()
     # A stream begins before all of its text is read.
-    named = corpus.stat_digest(every) if config.stream else contents.digest([path for _, path in every], note)
+    named = (
+        corpus.stat_digest(every)
+        if config.stream
+        else contents.digest([path for _, path in every], note)
+    )
     key = f"text-{named}"
     if files.records or files.ids:  # plain text has no field
         key = f"records-{cache.digest(key, config.field, kind)}"
@@ -136,7 +144,9 @@ def language_model(name: str, model: ModelConfig) -> TokenModel:
         DataError: it reads images.
     """
     if not isinstance(model, TokenModel):
-        raise DataError(f"data {name!r} is text, and the model reads images; write a decoder such as lm-tiny")
+        raise DataError(
+            f"data {name!r} is text, and the model reads images; write a decoder such as lm-tiny"
+        )
     return model
 
 
@@ -176,7 +186,9 @@ def open_text(
     sides = packing.prepared(key, documents, encoder, note)
     if files is not None:
         facts = facts | note_broken(files, note)
-        if files.text or files.ids or files.sides:  # records that are split by content have a text on one side only
+        if (
+            files.text or files.ids or files.sides
+        ):  # records that are split by content have a text on one side only
             duplicates.report(sides, encoder.separator, note)
     some = sides["train"].tokens[:_LOOKED_AT]
     if (
@@ -256,7 +268,9 @@ def opened_tokenizer(
     Raises:
         DataError: there is no such tokenizer, or the model has no room for it.
     """
-    if encoder := named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens):
+    if encoder := named_tokenizers.opened(
+        config.tokenizer, config.separator, config.special_tokens
+    ):
         return encoder
     size = named_tokenizers.bpe_size(config.tokenizer)
     assert size is not None
@@ -269,5 +283,7 @@ def opened_tokenizer(
         with cache.lock(path.parent, path.stem, note):
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
-                disk.write_whole(path, named_tokenizers.train_bpe(texts(), size, special).to_str(pretty=True))
+                disk.write_whole(
+                    path, named_tokenizers.train_bpe(texts(), size, special).to_str(pretty=True)
+                )
     return tokenizer.Subwords(path, config.separator, config.special_tokens)

@@ -97,12 +97,16 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
 
 def _has_records(path: str, field: str) -> bool:
     try:
-        return bool(user_files.files(path_of(path), "records", field, None, lambda line: None).records)
+        return bool(
+            user_files.files(path_of(path), "records", field, None, lambda line: None).records
+        )
     except DataError:
         return False
 
 
-def weighted(texts: Mapping[str, TrainingTexts], weights: Mapping[str, int] | None) -> TrainingTexts:
+def weighted(
+    texts: Mapping[str, TrainingTexts], weights: Mapping[str, int] | None
+) -> TrainingTexts:
     """Return several texts as one.
 
     Args:
@@ -115,13 +119,17 @@ def weighted(texts: Mapping[str, TrainingTexts], weights: Mapping[str, int] | No
 
     def read() -> Iterator[bytes]:
         return _interleaved(
-            [texts[name] for name in texts], [weights[name] if weights else 1 for name in texts], bool(weights)
+            [texts[name] for name in texts],
+            [weights[name] if weights else 1 for name in texts],
+            bool(weights),
         )
 
     return TrainingTexts(f"mix-{cache.digest(*shares)}", read, tuple(special))
 
 
-def _interleaved(texts: Sequence[TrainingTexts], weights: Sequence[int], repeat: bool) -> Iterator[bytes]:
+def _interleaved(
+    texts: Sequence[TrainingTexts], weights: Sequence[int], repeat: bool
+) -> Iterator[bytes]:
     """Yield the documents of several texts so that each text has its share of the bytes at any time."""
     readers = [part.read() for part in texts]
     sizes = [0] * len(texts)
@@ -159,10 +167,14 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
     field = FIELD if config.field == type(config).field else config.field
     path = path_of(config.name.partition(":")[2])
     skip_broken = config.on_broken == "skip"
-    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits)
+    files = user_files.files(
+        path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits
+    )
     every = contents.digest([path for _, path in files.every()], note)
     key = cache.digest(every, field, template.source, *map(str, template.tokens.items()))
-    return TrainingTexts(f"chat-{key}", lambda: _written(template, splits.sides(files)), template.special_tokens)
+    return TrainingTexts(
+        f"chat-{key}", lambda: _written(template, splits.sides(files)), template.special_tokens
+    )
 
 
 def _written(template: Template, documents: Documents) -> Iterator[bytes]:

@@ -76,8 +76,12 @@ class TokenizerThread:
         with contextlib.suppress(MupaxError, OSError):
             while not self._stopped.is_set():
                 self._changed.clear()
-                lacks = [(self._lanes[i].tokens / target, i) for i, target in [*self._targets.items()]]
-                behind = [(share, i) for share, i in lacks if share < 1 and not self._lanes[i].ended]
+                lacks = [
+                    (self._lanes[i].tokens / target, i) for i, target in [*self._targets.items()]
+                ]
+                behind = [
+                    (share, i) for share, i in lacks if share < 1 and not self._lanes[i].ended
+                ]
                 if not behind:
                     self._changed.wait()
                 elif not self._lanes[min(behind)[1]].grow():
@@ -115,7 +119,15 @@ class Stream(TextWindows):
         has_bytes: bool = True,
         note: cache.Note = print,
     ) -> None:
-        super().__init__(config, eval_, tokenizer, seq_len=seq_len, facts=facts, train_size=None, has_bytes=has_bytes)
+        super().__init__(
+            config,
+            eval_,
+            tokenizer,
+            seq_len=seq_len,
+            facts=facts,
+            train_size=None,
+            has_bytes=has_bytes,
+        )
         self._lanes, self._seed, self._note = lanes, seed, note
         self._pool = max(1, _POOL // len(lanes))
         self._ahead_of = TokenizerThread(lanes)
@@ -160,4 +172,6 @@ class Stream(TextWindows):
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def _offset(self, lane: int, epoch: int) -> int:
-        return int(interface.rng(self._seed, interface.WINDOWS, lane, epoch).integers(self._seq_len))
+        return int(
+            interface.rng(self._seed, interface.WINDOWS, lane, epoch).integers(self._seq_len)
+        )

@@ -18,8 +18,24 @@ from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.lines import Lines, content_of
 from mupax.train.data.streams.lanes import Chunk
 
-_DATA_SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".text", ".arrow"}
-_ABOUT = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_DATA_SUFFIXES = {
+    ".jsonl",
+    ".json",
+    ".ndjson",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".text",
+    ".arrow",
+}
+_ABOUT = {
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
 """Files that `datasets` keeps beside data."""
 _CHUNK_BYTES, _CHUNK_ROWS = 1 << 18, 1000
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
@@ -63,10 +79,14 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     options: dict[str, Any] = {"streaming": True}
     split = None
     if isinstance(place, Path):
-        hidden_too = {file.relative_to(place).as_posix(): file for file in place.rglob("*") if file.is_file()}
+        hidden_too = {
+            file.relative_to(place).as_posix(): file for file in place.rglob("*") if file.is_file()
+        }
         visible = dict(listing.files_below(place).files)
         files = sorted((hidden_too | visible).items())
-        revision = cache.digest(*(f"{file_name} {file.stat().st_size}" for file_name, file in files))
+        revision = cache.digest(
+            *(f"{file_name} {file.stat().st_size}" for file_name, file in files)
+        )
         key = corpus.stat_digest(files)
         _check_files([file for _, file in files], limits)
         split = None if subset or _declares_splits(place) else _file_split(visible, name)
@@ -86,11 +106,17 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     else:
         train, held_out = _chosen([*map(str, every)], name)
         unused = [other for other in map(str, every) if other not in (train, held_out)]
-        line = split_names.SplitNames([train], [held_out or "a part of it by hash"], unused).describe()
+        line = split_names.SplitNames(
+            [train], [held_out or "a part of it by hash"], unused
+        ).describe()
         usual = train == "train" and held_out in ("validation", "test", None)
-        reading = [] if usual else [f"{train}, {held_out}"]  # earlier versions evaluated on another split
+        reading = (
+            [] if usual else [f"{train}, {held_out}"]
+        )  # earlier versions evaluated on another split
     splits = {"train": every[train]} | ({"eval": every[held_out]} if held_out else {})
-    return DataSet(name, splits, revision, cache.digest(where, subset or "", key, *reading), f"{name}: {line}")
+    return DataSet(
+        name, splits, revision, cache.digest(where, subset or "", key, *reading), f"{name}: {line}"
+    )
 
 
 def _check_files(files: list[Path], limits: LimitsConfig) -> None:
@@ -113,7 +139,9 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
         with zipfile.ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
     except (OSError, zipfile.BadZipFile, ValueError) as error:
-        raise DataError(f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again") from error
+        raise DataError(
+            f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again"
+        ) from error
     bounds.check_ratio(str(file), size, file.stat().st_size, limits)
 
 
@@ -121,7 +149,9 @@ def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dic
     """Return the files of each split, as `datasets` takes them."""
     by_split: dict[str, list[str]] = {"train": [], "eval": []}
     for file_name, side in split.sides.items():
-        by_split[side].append(str(files[file_name].absolute()))  # `datasets` takes others from FOLDER
+        by_split[side].append(
+            str(files[file_name].absolute())
+        )  # `datasets` takes others from FOLDER
     return by_split
 
 
@@ -131,7 +161,11 @@ def _declares_splits(folder: Path) -> bool:
     names_files = readme.is_file() and bool(
         re.search(r"(?m)^\s*-?\s*(configs|data_files)\s*:", readme.read_text("utf-8", "replace"))
     )
-    return names_files or (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file()
+    return (
+        names_files
+        or (folder / "dataset_dict.json").is_file()
+        or (folder / "dataset_info.json").is_file()
+    )
 
 
 def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | None:
@@ -255,7 +289,9 @@ def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
         if word and (path := Path(word).expanduser()).is_dir():
             return path, subset
     if Path(rest).expanduser().is_file():
-        raise DataError(f"{rest} is a file; write records:{rest}, or hf: with the folder that it is in")
+        raise DataError(
+            f"{rest} is a file; write records:{rest}, or hf: with the folder that it is in"
+        )
     named = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::(.+))?", rest)
     if not named or rest.startswith("."):
         raise DataError(
@@ -289,16 +325,30 @@ def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> 
     except Exception as error:  # each of their parts raises what it likes
         reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if kinds & {"RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError", "DatasetNotFoundError"}:
+        if kinds & {
+            "RepositoryNotFoundError",
+            "GatedRepoError",
+            "RevisionNotFoundError",
+            "DatasetNotFoundError",
+        }:
             raise DataError(
                 f"the hub has no data set of {name} that may be read: {reason}. Look up its name; if it asks for "
                 "an account, run `hf auth login`"
             ) from error
-        if isinstance(error, OSError) or kinds & {"HTTPError", "HfHubHTTPError", "TransportError", "ClientError"}:
+        if isinstance(error, OSError) or kinds & {
+            "HTTPError",
+            "HfHubHTTPError",
+            "TransportError",
+            "ClientError",
+        }:
             raise unreachable(
                 f"{name} cannot be read: {reason}. Is there a network? Otherwise run `hf download NAME --repo-type dataset "
                 "--local-dir FOLDER` where there is one, and write data.name as hf:FOLDER"
             ) from error
         folder = Path(name.removeprefix("hf:")).expanduser()
-        advice = f". Write data.name as records:{folder}, which names the file and line" if folder.is_dir() else ""
+        advice = (
+            f". Write data.name as records:{folder}, which names the file and line"
+            if folder.is_dir()
+            else ""
+        )
         raise DataError(f"`datasets` cannot read {name}: {reason}{advice}") from error

@@ -72,7 +72,9 @@ class StreamShard:
     """
 
     def __init__(self, path: Path, documents: Documents, encoder: Encoder) -> None:
-        self._bin, self._lines, self._lock = (path.with_name(f"{path.name}.{end}") for end in ("bin", "jsonl", "lock"))
+        self._bin, self._lines, self._lock = (
+            path.with_name(f"{path.name}.{end}") for end in ("bin", "jsonl", "lock")
+        )
         self._documents, self._encoder = documents, encoder
         self._dtype = np.dtype(packing.id_type(encoder))
         self._steps: list[Step] = []
@@ -103,10 +105,14 @@ class StreamShard:
             DataError, ReadError: as `until`.
         """
         self.until(tokens, note)
-        steps = self._steps[: bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens) + 1]
+        steps = self._steps[
+            : bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens) + 1
+        ]
         digest = cache.digest(*(f"{step.tokens} {step.crc}" for step in steps))
         quoted = sum((Counter(step.quoted or {}) for step in steps), Counter())
-        return packing.PackedCorpus(self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest, dict(quoted))
+        return packing.PackedCorpus(
+            self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest, dict(quoted)
+        )
 
     def until(self, tokens: int, note: cache.Note) -> None:
         """Returns when there are so many tokens, or all that there will be.
@@ -125,7 +131,9 @@ class StreamShard:
                 time.sleep(POLL_S)
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
-                note(f"tokenizing {self._bin.stem}: {self.tokens:,} of the {tokens:,} tokens that training waits for")
+                note(
+                    f"tokenizing {self._bin.stem}: {self.tokens:,} of the {tokens:,} tokens that training waits for"
+                )
 
     def grow(self) -> bool:
         """Takes what other processes have done, or else does one more step; no where another one is doing that."""
@@ -156,17 +164,28 @@ class StreamShard:
         """
         first = bisect.bisect_right(self._steps, start, key=lambda step: step.tokens)
         for i in range(
-            first, min(len(self._steps), bisect.bisect_left(self._steps, stop, key=lambda step: step.tokens) + 1)
+            first,
+            min(
+                len(self._steps),
+                bisect.bisect_left(self._steps, stop, key=lambda step: step.tokens) + 1,
+            ),
         ):
             if not self._intact[i]:
                 begin = self._steps[i - 1].tokens if i else 0
-                self._intact[i] = zlib.crc32(self._ids(begin, self._steps[i].tokens).tobytes()) == self._steps[i].crc
+                self._intact[i] = (
+                    zlib.crc32(self._ids(begin, self._steps[i].tokens).tobytes())
+                    == self._steps[i].crc
+                )
                 if not self._intact[i]:
-                    raise DataError(f"{self._bin} is not what was written; delete {self._lines}, and it is made again")
+                    raise DataError(
+                        f"{self._bin} is not what was written; delete {self._lines}, and it is made again"
+                    )
         return self._ids(start, stop)
 
     def _ids(self, start: int, stop: int) -> np.ndarray:
-        return np.fromfile(self._bin, self._dtype, stop - start, offset=start * self._dtype.itemsize)
+        return np.fromfile(
+            self._bin, self._dtype, stop - start, offset=start * self._dtype.itemsize
+        )
 
     def _refresh(self) -> bool:
         """Takes in the lines that are new, as far as the file has their tokens; whether there are some."""
@@ -203,7 +222,9 @@ class StreamShard:
             ended = chunk is None
             documents += shares.documents_of(chunk or [])
             total += sum(len(content) for content, _ in chunk or [])
-        ids = np.concatenate([np.zeros(0, self._dtype), *shares.encoded(documents, self._encoder)]).astype(self._dtype)
+        ids = np.concatenate(
+            [np.zeros(0, self._dtype), *shares.encoded(documents, self._encoder)]
+        ).astype(self._dtype)
         tokens = done.tokens + len(ids)
         text_bytes = done.text_bytes + sum(each.text_bytes + each.ends for each in documents)
         quoted = shares.quoted(documents, self._encoder)

@@ -116,7 +116,9 @@ class TextWindows(Data):
         tokens = np.zeros((len(indices), self._seq_len + 1), np.int32)
         weights = np.zeros((len(indices), self._seq_len), np.float32)
         inside = [row for row, i in enumerate(indices) if i < self.eval_size]
-        for row, window in zip(inside, self._eval_shuffle(indices[row] for row in inside)[1], strict=True):
+        for row, window in zip(
+            inside, self._eval_shuffle(indices[row] for row in inside)[1], strict=True
+        ):
             ids = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
             tokens[row, : len(ids)] = ids
             weights[row, : len(ids) - 1] = 1.0
@@ -136,7 +138,9 @@ class TextWindows(Data):
             return
         ids = np.asarray(self._eval).astype(np.int32)
         starts = np.append(0, np.flatnonzero(ids[:-1] == self.tokenizer.separator) + 1)
-        if begin.tolist() == [self.tokenizer.separator]:  # the end of the document before it is there already
+        if begin.tolist() == [
+            self.tokenizer.separator
+        ]:  # the end of the document before it is there already
             starts = starts[:1]
         places = np.repeat(starts, len(begin))
         self._eval = np.insert(ids, places, np.tile(begin, len(starts)))
@@ -216,7 +220,9 @@ class TextWindows(Data):
             counts = batch["weights"] > 0
             begins = counts & np.isin(batch["inputs"], self._before_documents())
             targets += int(counts.sum())
-            text_bytes += int(sizes[batch["targets"][counts]].sum()) - int(spaces[batch["targets"][begins]].sum())
+            text_bytes += int(sizes[batch["targets"][counts]].sum()) - int(
+                spaces[batch["targets"][begins]].sum()
+            )
         return Counted(targets, text_bytes)
 
     def _before_documents(self) -> list[int]:
@@ -276,16 +282,29 @@ class TokenData(TextWindows):
     ) -> None:
         check_length(config, "training", len(train.tokens), 2 * seq_len, seq_len)
         size = (len(train.tokens) - seq_len) // seq_len
-        counts = {"train_tokens": len(train.tokens), **({"train_bytes": train.text_bytes} if has_bytes else {})}
+        counts = {
+            "train_tokens": len(train.tokens),
+            **({"train_bytes": train.text_bytes} if has_bytes else {}),
+        }
         facts = {**facts, **counts}
-        super().__init__(config, eval_, tokenizer, seq_len=seq_len, facts=facts, train_size=size, has_bytes=has_bytes)
+        super().__init__(
+            config,
+            eval_,
+            tokenizer,
+            seq_len=seq_len,
+            facts=facts,
+            train_size=size,
+            has_bytes=has_bytes,
+        )
         self._train, self._seed = train.tokens, seed
         self._shuffle = interface.Shuffle(size, seed)
 
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
         """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
         epochs, windows = self._shuffle(indices)
-        starts = [self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)]
+        starts = [
+            self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)
+        ]
         tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
         for row, start in zip(tokens, starts, strict=True):
             row[:] = self._train[start : start + self._seq_len + 1]
@@ -300,7 +319,9 @@ class TokenData(TextWindows):
             return []
         from mupax.train.data.text import ngrams
 
-        return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
+        return ngrams.references(
+            self._train, self._eval, self.eval_targets(), str(self.facts["digest"])
+        )
 
 
 def check_length(config: DataConfig, side: str, count: int, least: int, seq_len: int) -> None:

@@ -54,8 +54,12 @@ def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Refe
     uniform = Reference("uniform", math.log(vocab_size), "nats/target")
     if vocab_size > 1 << 16 or data.train_size is None:
         return [uniform]
-    key = cache.digest(*(str(fact) for fact in (data.facts["digest"], data.facts["noise"], data.eval_size)))
-    losses = cache.remembered(f"denoising-{key}", lambda: _losses(data, vocab_size, np.array(sorted(special))))
+    key = cache.digest(
+        *(str(fact) for fact in (data.facts["digest"], data.facts["noise"], data.eval_size))
+    )
+    losses = cache.remembered(
+        f"denoising-{key}", lambda: _losses(data, vocab_size, np.array(sorted(special)))
+    )
     return [uniform, *(Reference(name, loss, "nats/target") for name, loss in losses.items())]
 
 
@@ -66,10 +70,18 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
     evaluated = -(-data.eval_size // data.eval_batch_size)
     test = _examples((data.eval_batch(j) for j in range(evaluated)), _MOST_COPIED)
     text = _counted(test)
-    *_, trigram, fourgram = ngrams.nats_per_byte(_counted(train), text, np.arange(len(text)), 4, vocab_size)
-    some = {name: array[: _MOST_COPIED // train["targets"].shape[1]] for name, array in train.items()}
+    *_, trigram, fourgram = ngrams.nats_per_byte(
+        _counted(train), text, np.arange(len(text)), 4, vocab_size
+    )
+    some = {
+        name: array[: _MOST_COPIED // train["targets"].shape[1]] for name, array in train.items()
+    }
     copy = copy_losses(some, test, fourgram, special)
-    return {"trigram": float(trigram.mean()), "4-gram": float(fourgram.mean()), "copy": float(copy.mean())}
+    return {
+        "trigram": float(trigram.mean()),
+        "4-gram": float(fourgram.mean()),
+        "copy": float(copy.mean()),
+    }
 
 
 def _examples(batches: Iterator[Batch], most_targets: int) -> Batch:
@@ -88,7 +100,9 @@ def _counted(examples: Batch) -> np.ndarray:
     return examples["targets"][examples["weights"] > 0]
 
 
-def copy_losses(train: Batch, test: Batch, otherwise: np.ndarray, special: np.ndarray) -> np.ndarray:
+def copy_losses(
+    train: Batch, test: Batch, otherwise: np.ndarray, special: np.ndarray
+) -> np.ndarray:
     """-ln p of the test examples' targets that count, [P], where what can be copied is.
 
     Args:
@@ -101,7 +115,9 @@ def copy_losses(train: Batch, test: Batch, otherwise: np.ndarray, special: np.nd
     counts = train["weights"] > 0
     right = (guess == train["targets"])[counts]
     total = np.bincount(matched[counts], minlength=_LONGEST_MATCH + 1)
-    trust = np.bincount(matched[counts], right, minlength=_LONGEST_MATCH + 1) / (total + 2)  # never certain
+    trust = np.bincount(matched[counts], right, minlength=_LONGEST_MATCH + 1) / (
+        total + 2
+    )  # never certain
     guess, matched = guesses(test, special)
     counts = test["weights"] > 0
     share = np.where(matched > 0, trust[matched], 0)[counts]
@@ -121,7 +137,9 @@ def guesses(examples: Batch, special: np.ndarray) -> tuple[np.ndarray, np.ndarra
     guess, matched = np.zeros(history.shape, inputs.dtype), np.zeros(history.shape, np.int64)
     run = np.zeros(inputs.shape, np.int16)
     for t in range(history.shape[1]):
-        same = inputs[:, :-1] == history[:, t, None]  # run[:, j]: tokens before j that are the last ones of the history
+        same = (
+            inputs[:, :-1] == history[:, t, None]
+        )  # run[:, j]: tokens before j that are the last ones of the history
         run[:, 1:] = np.where(same, np.minimum(run[:, :-1] + 1, _LONGEST_MATCH), 0)
         fits = np.where(plain, run, 0)
         best = fits.argmax(axis=1)[:, None]
@@ -153,7 +171,13 @@ class Denoising(Data):
     kind = "tokens"
 
     def __init__(
-        self, text: TextWindows | Mixture, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int
+        self,
+        text: TextWindows | Mixture,
+        noise: Noise,
+        *,
+        inputs: int,
+        vocab_size: int | None = None,
+        seed: int,
     ) -> None:
         self.noise, self.lengths, self.text = noise, noise.lengths(inputs), text
         self.ids = special_ids(text.tokenizer, noise.sentinels(self.lengths.tokens), vocab_size)
@@ -164,7 +188,11 @@ class Denoising(Data):
             facts={
                 **text.facts,
                 "digest": cache.digest(str(text.facts["digest"]), repr(noise), repr(self.ids)),
-                "noise": {"name": noise.name, **dataclasses.asdict(noise), **self.lengths._asdict()},
+                "noise": {
+                    "name": noise.name,
+                    **dataclasses.asdict(noise),
+                    **self.lengths._asdict(),
+                },
             },
             train_size=text.train_size,
             eval_size=text.eval_size,
@@ -207,16 +235,22 @@ class Denoising(Data):
         for row, index in zip(uniforms, indices, strict=True):
             interface.rng(seed, purpose, index).random(out=row)
         batch: Batch = {
-            name: np.full((len(tokens), *spec.shape), self.ids.pad if spec.dtype == "int32" else 0, spec.dtype)
+            name: np.full(
+                (len(tokens), *spec.shape), self.ids.pad if spec.dtype == "int32" else 0, spec.dtype
+            )
             for name, spec in self.example.items()
         }
         batch["input_mask"][:] = np.arange(self.lengths.inputs) < 1
         start = self.ids.eos if self.noise.name == "infilling" else self.ids.pad
         batch["decoder_inputs"][:, 0] = start
-        for count in np.unique(counts[counts > 0]):  # all are whole windows but the evaluation text's last
+        for count in np.unique(
+            counts[counts > 0]
+        ):  # all are whole windows but the evaluation text's last
             rows = np.flatnonzero(counts == count)
             text = tokens[rows, :count]
-            noised = self.noise(text, self._sentences.starts(text), uniforms[rows, :, :count], self.ids)
+            noised = self.noise(
+                text, self._sentences.starts(text), uniforms[rows, :, :count], self.ids
+            )
             width, length = noised.inputs.shape[1], noised.targets.shape[1]
             batch["inputs"][rows, :width] = noised.inputs
             batch["input_mask"][rows] = np.arange(self.lengths.inputs) < noised.counts[:, None]
@@ -226,7 +260,9 @@ class Denoising(Data):
         return batch
 
 
-def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note = print) -> Denoising:
+def load(
+    config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note = print
+) -> Denoising:
     """The text and noise that a config names, for an encoder-decoder.
 
     Args:
@@ -246,18 +282,28 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note 
             f"write --model.target-len {target_len}"
         )
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
-    return denoising(plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note)
+    return denoising(
+        plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note
+    )
 
 
 def noise_of(config: DataConfig) -> Noise:
     """The noise that a config names; raises DataError for numbers that it cannot have."""
     assert config.noise is not None
     fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
-    return NOISES[config.noise](**{name: value for name, value in fields.items() if value is not None})
+    return NOISES[config.noise](
+        **{name: value for name, value in fields.items() if value is not None}
+    )
 
 
 def denoising(
-    config: DataConfig, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int, note: cache.Note = print
+    config: DataConfig,
+    noise: Noise,
+    *,
+    inputs: int,
+    vocab_size: int | None = None,
+    seed: int,
+    note: cache.Note = print,
 ) -> Denoising:
     """A source of text that a config names, prepared if it is not, as batches with noise.
 
@@ -273,10 +319,18 @@ def denoising(
         DataError: as `mupax.train.data.load`, or the data are images, or the vocabulary has no room for special ids.
     """
     if source(config.name).task == "images":
-        raise DataError(f"data {config.name!r} is images, and noise is put on text; write python_corpus or text:PATH")
+        raise DataError(
+            f"data {config.name!r} is images, and noise is put on text; write python_corpus or text:PATH"
+        )
     tokens = noise.lengths(inputs).tokens
-    windows = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31)
+    windows = DecoderConfig(
+        width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31
+    )
     text = sources.load(config, windows, seed=seed, note=note)
-    if not isinstance(text, TextWindows | Mixture) or (isinstance(text, Mixture) and text.has_conversations):
-        raise DataError(f"data {config.name!r} is conversations, and noise is put on text; leave data.noise out")
+    if not isinstance(text, TextWindows | Mixture) or (
+        isinstance(text, Mixture) and text.has_conversations
+    ):
+        raise DataError(
+            f"data {config.name!r} is conversations, and noise is put on text; leave data.noise out"
+        )
     return Denoising(text, noise, inputs=inputs, vocab_size=vocab_size, seed=seed)

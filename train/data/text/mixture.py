@@ -60,7 +60,9 @@ class MixtureWeights:
         sizes = np.array(list(sizes))
         block = int(np.min(sizes // self.counts))
         of, rank = self._block(block)
-        return block * BLOCK + int(np.flatnonzero(rank >= sizes[of])[0])  # one text at least does not fill the block
+        return block * BLOCK + int(
+            np.flatnonzero(rank >= sizes[of])[0]
+        )  # one text at least does not fill the block
 
 
 class Mixture(Data):
@@ -76,9 +78,16 @@ class Mixture(Data):
     kind = "tokens"
 
     def __init__(
-        self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TextWindows | Conversations], seed: int
+        self,
+        config: DataConfig,
+        parts: Mapping[str, Part],
+        texts: Mapping[str, TextWindows | Conversations],
+        seed: int,
     ) -> None:
-        counts, self._texts = [part.count for part in parts.values()], [texts[name] for name in parts]
+        counts, self._texts = (
+            [part.count for part in parts.values()],
+            [texts[name] for name in parts],
+        )
         self._train, self._eval = MixtureWeights(counts, seed), MixtureWeights(counts, 0)
         each = {
             name: {"source": part.source, "share": part.count / BLOCK, **texts[name].facts}
@@ -88,9 +97,15 @@ class Mixture(Data):
         super().__init__(
             config,
             facts={
-                "digest": cache.digest(*(f"{facts['digest']} {facts['share']}" for facts in each.values())),
+                "digest": cache.digest(
+                    *(f"{facts['digest']} {facts['share']}" for facts in each.values())
+                ),
                 "tokenizer": self._texts[0].facts["tokenizer"],
-                **({} if None in sizes else {"train_tokens": sum(facts["train_tokens"] for facts in each.values())}),
+                **(
+                    {}
+                    if None in sizes
+                    else {"train_tokens": sum(facts["train_tokens"] for facts in each.values())}
+                ),
                 "eval_tokens": sum(facts["eval_tokens"] for facts in each.values()),
                 "mix": each,
             },
@@ -103,7 +118,9 @@ class Mixture(Data):
         )
         if all(text.bytes_per_token is not None for text in self._texts):
             examples = np.bincount(self._eval(range(self.eval_size))[0], minlength=len(counts))
-            counted = [text.counted(int(count)) for text, count in zip(self._texts, examples, strict=True)]
+            counted = [
+                text.counted(int(count)) for text, count in zip(self._texts, examples, strict=True)
+            ]
             targets = sum(part.targets for part in counted)
             self.bytes_per_token = sum(part.text_bytes for part in counted) / max(targets, 1)
 
@@ -140,7 +157,10 @@ def _joined(parts: Sequence[Batch], texts: np.ndarray) -> Batch:
         parts: rows of each text, in their order.
         texts: number of the text of each row of the batch, [B].
     """
-    batch = {name: np.empty((len(texts), *array.shape[1:]), array.dtype) for name, array in parts[0].items()}
+    batch = {
+        name: np.empty((len(texts), *array.shape[1:]), array.dtype)
+        for name, array in parts[0].items()
+    }
     for i, part in enumerate(parts):
         for name, array in part.items():
             batch[name][texts == i] = array

@@ -41,11 +41,21 @@ def opened(
         return Subwords(path_of(name), separator, special_tokens, template_tokens)
     if size is None:
         if separator is not None:
-            raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")
+            raise DataError(
+                f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out"
+            )
         return Bytes()
-    last = size - 1 if separator is None else int(separator) if separator.isascii() and separator.isdigit() else size
+    last = (
+        size - 1
+        if separator is None
+        else int(separator)
+        if separator.isascii() and separator.isdigit()
+        else size
+    )
     if last >= size:
-        raise DataError(f"data.separator is {separator!r}; of data.tokenizer {name} write an id below {size}")
+        raise DataError(
+            f"data.separator is {separator!r}; of data.tokenizer {name} write an id below {size}"
+        )
     return Ids(f"ids{size}-{last}", size, last)
 
 
@@ -84,7 +94,9 @@ def _size(name: str, kind: str, least: int) -> int | None:
         return None
     size = name.removeprefix(f"{kind}:")
     if not size.isascii() or not size.isdigit() or int(size) < least:
-        raise DataError(f"data.tokenizer is {name!r}; write {kind}:SIZE with a SIZE of at least {least}")
+        raise DataError(
+            f"data.tokenizer is {name!r}; write {kind}:SIZE with a SIZE of at least {least}"
+        )
     return int(size)
 
 

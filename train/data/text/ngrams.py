@@ -21,7 +21,9 @@ _MOST_BYTES = 1 << 25
 _MOST_TARGETS = 1 << 24
 
 
-def references(train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest: str) -> list[Reference]:
+def references(
+    train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest: str
+) -> list[Reference]:
     """Uniform, trigram and 4-gram models, in nats per byte over the chosen evaluation bytes.
 
     Args:
@@ -58,15 +60,21 @@ def nats_per_byte(
         float64 [P] per order.
     """
     if not 1 <= order <= 4 or vocab_size > 1 << 16:
-        raise ValueError(f"order {order} of {vocab_size} tokens: a key holds 1 to 4 bytes, or as many of 65536 tokens")
+        raise ValueError(
+            f"order {order} of {vocab_size} tokens: a key holds 1 to 4 bytes, or as many of 65536 tokens"
+        )
     p = np.full(len(positions), 1 / vocab_size)
     key: Any = np.uint32 if vocab_size <= 256 else np.uint64
     losses = []
     for n in range(1, order + 1):
         inside = positions >= n - 1
         if n <= len(train) and inside.any():
-            grams, counts = np.unique(_keys(train, np.arange(n - 1, len(train)), n, key), return_counts=True)
-            contexts, first, kinds = np.unique(_context(grams, n), return_index=True, return_counts=True)
+            grams, counts = np.unique(
+                _keys(train, np.arange(n - 1, len(train)), n, key), return_counts=True
+            )
+            contexts, first, kinds = np.unique(
+                _context(grams, n), return_index=True, return_counts=True
+            )
             totals = np.add.reduceat(counts, first)
             keys = _keys(text, positions[inside], n, key)
             context = _context(keys, n)

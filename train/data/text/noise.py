@@ -53,9 +53,13 @@ class _Spans:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
-            raise DataError(f"the noise rate is {self.rate}; write a share of the tokens in (0, 1), such as 0.3")
+            raise DataError(
+                f"the noise rate is {self.rate}; write a share of the tokens in (0, 1), such as 0.3"
+            )
         if not 1 <= self.mean_span <= 50:
-            raise DataError(f"the mean span is {self.mean_span}; write a number of tokens from 1 to 50, such as 3")
+            raise DataError(
+                f"the mean span is {self.mean_span}; write a number of tokens from 1 to 50, such as 3"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,14 +86,18 @@ class Infilling(_Spans):
             DataError: that is no room for a token.
         """
         if inputs < 3:
-            raise DataError(f"inputs of {inputs} tokens have no room for text between bos and eos; write at least 3")
+            raise DataError(
+                f"inputs of {inputs} tokens have no room for text between bos and eos; write at least 3"
+            )
         return Lengths(inputs - 2, inputs, inputs)
 
     def sentinels(self, tokens: int) -> int:
         """Sentinels in use: none."""
         return 0
 
-    def __call__(self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds) -> CorruptedBatch:
+    def __call__(
+        self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
+    ) -> CorruptedBatch:
         """Windows with noise.
 
         Args:
@@ -105,7 +113,9 @@ class Infilling(_Spans):
         ends[:, -1] = cut
         spans = np.diff(ends, axis=1, prepend=0)
         masks = 1 + (ends < cut).sum(axis=1, keepdims=True)
-        slots = length - cut + masks  # what is left and the masks; at most N, as there are at most `cut` masks
+        slots = (
+            length - cut + masks
+        )  # what is left and the masks; at most N, as there are at most `cut` masks
         column = np.arange(length)
         order = np.argsort(np.where(column < slots, uniforms[:, 2], 2.0), axis=1)
         row, span = np.nonzero(column[:cut] < masks)
@@ -115,7 +125,11 @@ class Infilling(_Spans):
         source = np.minimum(np.cumsum(advance, axis=1) - advance, length - 1)
         noised = np.take_along_axis(text, source, axis=1)
         noised[row, slot] = ids.mask
-        inputs = np.pad(np.where(column < slots, noised, ids.pad), ((0, 0), (1, 1)), constant_values=(ids.bos, ids.pad))
+        inputs = np.pad(
+            np.where(column < slots, noised, ids.pad),
+            ((0, 0), (1, 1)),
+            constant_values=(ids.bos, ids.pad),
+        )
         np.put_along_axis(inputs, slots + 1, ids.eos, axis=1)
         targets = np.pad(tokens, ((0, 0), (1, 1)), constant_values=(ids.bos, ids.eos))
         return CorruptedBatch(inputs, slots[:, 0] + 2, targets)
@@ -124,7 +138,9 @@ class Infilling(_Spans):
         """Poisson lengths by inversion, one per uniform."""
         k = np.arange(_LONGEST_SPAN)
         log_factorial = np.cumsum(np.log(np.maximum(k, 1)))
-        cumulative = np.cumsum(np.exp(k * math.log(self.mean_span) - self.mean_span - log_factorial))
+        cumulative = np.cumsum(
+            np.exp(k * math.log(self.mean_span) - self.mean_span - log_factorial)
+        )
         return np.searchsorted(cumulative, uniforms, side="right")
 
 
@@ -161,7 +177,9 @@ class Sentinels(_Spans):
         while self._lengths(tokens + 1).inputs <= inputs:
             tokens += 1
         lengths = self._lengths(tokens)
-        if self.rate == 0.5 and lengths.targets > inputs:  # both sides as long: T5's own exception, at most a pad each
+        if (
+            self.rate == 0.5 and lengths.targets > inputs
+        ):  # both sides as long: T5's own exception, at most a pad each
             return Lengths(tokens - 1, inputs, lengths.targets - 1)
         return lengths
 
@@ -180,7 +198,9 @@ class Sentinels(_Spans):
         """Sentinels in use for a window of so many tokens."""
         return self.counts(tokens)[1]
 
-    def __call__(self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds) -> CorruptedBatch:
+    def __call__(
+        self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
+    ) -> CorruptedBatch:
         """Windows with noise.
 
         Args:
@@ -203,7 +223,10 @@ class Sentinels(_Spans):
         cut, spans = self.counts(tokens)
         flips = np.zeros((len(uniforms), tokens), np.int8)
         if spans:
-            parts = [_parts(tokens - cut, spans, uniforms[:, 0]), _parts(cut, spans, uniforms[:, 1])]
+            parts = [
+                _parts(tokens - cut, spans, uniforms[:, 0]),
+                _parts(cut, spans, uniforms[:, 1]),
+            ]
             bounds = np.cumsum(np.stack(parts, axis=2).reshape(len(uniforms), 2 * spans), axis=1)
             np.put_along_axis(flips, bounds[:, :-1], 1, axis=1)
         return np.cumsum(flips, axis=1) % 2 == 1

@@ -78,7 +78,9 @@ def prepared(
     if opened is not None:
         with contextlib.suppress(OSError):  # a cache that may only be read
             for side in SIDES:
-                (folder / f"{side}.jsonl").unlink(missing_ok=True)  # left by a kill just after the manifest
+                (folder / f"{side}.jsonl").unlink(
+                    missing_ok=True
+                )  # left by a kill just after the manifest
         return opened
     with cache.lock(folder.parent, name, note, lambda: _help(documents(), tokenizer, folder)):
         opened, wrong = _open(folder, tokenizer)
@@ -90,15 +92,15 @@ def prepared(
             try:
                 _pack(documents(), tokenizer, cache.folder(folder), note)
             except OSError as error:
-                message = (
-                    f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
-                )
+                message = f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
                 if error.errno in disk.NO_ROOM:
                     raise disk.DiskError(message) from error
                 raise DataError(message) from error
             opened, wrong = _open(folder, tokenizer)
     if opened is None:
-        raise DataError(f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?")
+        raise DataError(
+            f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?"
+        )
     return opened
 
 
@@ -125,32 +127,43 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
     shutil.rmtree(folder / shares.FOLDER, ignore_errors=True)
 
 
-def _pack_side(documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note) -> dict[str, Any]:
+def _pack_side(
+    documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note
+) -> dict[str, Any]:
     dtype = id_type(tokenizer)
     path, itemsize, shared = folder / f"{side}.bin", np.dtype(dtype).itemsize, 0
     noted = time.monotonic()
     with path.open("ab") as file, path.with_suffix(".jsonl").open("a+b") as lines:
         done = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
         file.truncate(done["tokens"] * itemsize)
-        for step in shares.steps(shares.in_order(documents, side, done["documents"], folder, dtype), _STEP_BYTES):
+        for step in shares.steps(
+            shares.in_order(documents, side, done["documents"], folder, dtype), _STEP_BYTES
+        ):
             contents = [document for part in step for document in part]
-            block = np.concatenate([np.zeros(0, dtype), *shares.encoded(contents, tokenizer)]).astype(dtype)
+            block = np.concatenate(
+                [np.zeros(0, dtype), *shares.encoded(contents, tokenizer)]
+            ).astype(dtype)
             shared += sum(any(each.by_others for each in part) for part in step)
             _write(file, block.tobytes())
             line = {
                 "documents": done["documents"] + len(step),
                 "tokens": done["tokens"] + len(block),
-                "text_bytes": done["text_bytes"] + sum(each.text_bytes + each.ends for each in contents),
+                "text_bytes": done["text_bytes"]
+                + sum(each.text_bytes + each.ends for each in contents),
                 "digest": _next_digest(done["digest"], block),
             }
             quoted = shares.quoted(contents, tokenizer)
-            _write(lines, f"{json.dumps({**line, 'step': len(block), 'quoted': quoted})}\n".encode())
+            _write(
+                lines, f"{json.dumps({**line, 'step': len(block), 'quoted': quoted})}\n".encode()
+            )
             done.update(line)
             done["quoted"] = _added(done["quoted"], quoted)
             done["steps"].append(len(block))
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
-                note(f"tokenizing {side}: {done['documents']:,} of {len(documents):,} parts, {done['tokens']:,} tokens")
+                note(
+                    f"tokenizing {side}: {done['documents']:,} of {len(documents):,} parts, {done['tokens']:,} tokens"
+                )
     if shared:
         note(f"other processes tokenized {shared:,} of {len(documents):,} parts of {side}")
     return done
@@ -195,7 +208,9 @@ def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int
 
 def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
     """Whether this is a side's progress with every field in its place."""
-    return isinstance(state, dict) and _kinds(state) == _kinds(_NOTHING) and state["dtype"] in _DTYPES
+    return (
+        isinstance(state, dict) and _kinds(state) == _kinds(_NOTHING) and state["dtype"] in _DTYPES
+    )
 
 
 def _kinds(fields: dict[str, Any]) -> dict[str, type]:
@@ -216,7 +231,11 @@ def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | N
         return None, ""
     manifest = cache.read_json(path)
     sides = (manifest or {}).get("sides")
-    if manifest is None or manifest.get("format") != _FORMAT or manifest.get("tokenizer") != tokenizer.key:
+    if (
+        manifest is None
+        or manifest.get("format") != _FORMAT
+        or manifest.get("tokenizer") != tokenizer.key
+    ):
         return None, f"{path} is not a manifest of this version"
     if not isinstance(sides, dict) or not all(_whole(sides.get(side)) for side in SIDES):
         return None, f"{path} is damaged"

@@ -58,7 +58,8 @@ def _tree(tokens: list[str]) -> str:
     """Return a regular expression for sorted strings, in which no character is looked at twice."""
     branches = []
     endings = {
-        first: [token[1:] for token in group] for first, group in itertools.groupby(tokens, lambda token: token[:1])
+        first: [token[1:] for token in group]
+        for first, group in itertools.groupby(tokens, lambda token: token[:1])
     }
     for first, following in endings.items():
         if first:
@@ -70,7 +71,10 @@ def _tree(tokens: list[str]) -> str:
 
 
 def note_counts(
-    note: Callable[[str], None], name: str, sides: Sequence[Mapping[str, int] | None], mode: SpecialTokens
+    note: Callable[[str], None],
+    name: str,
+    sides: Sequence[Mapping[str, int] | None],
+    mode: SpecialTokens,
 ) -> dict[str, int]:
     """Tell the user how often special tokens stand in the texts, and return the counts.
 
@@ -83,7 +87,9 @@ def note_counts(
     total = sum((collections.Counter(side or {}) for side in sides), collections.Counter())
     if not total:
         return {}
-    listed = ", ".join(f"{token} {count:,} time{'s' * (count > 1)}" for token, count in total.most_common(_LISTED))
+    listed = ", ".join(
+        f"{token} {count:,} time{'s' * (count > 1)}" for token, count in total.most_common(_LISTED)
+    )
     more = f" and {len(total) - _LISTED} others" if len(total) > _LISTED else ""
     if mode == "text":
         note(f"special tokens in the texts of {name} are read as plain text: {listed}{more}")
@@ -114,9 +120,13 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
         model["unk_token"] = MARK + model["unk_token"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        model["vocab"] = {MARK + piece if piece in tokens else piece: i for piece, i in vocab.items()}
+        model["vocab"] = {
+            MARK + piece if piece in tokens else piece: i for piece, i in vocab.items()
+        }
     else:
-        model["vocab"] = [[MARK + piece if piece in tokens else piece, score] for piece, score in vocab]
+        model["vocab"] = [
+            [MARK + piece if piece in tokens else piece, score] for piece, score in vocab
+        ]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _makes(merge, tokens)]
     library = Tokenizer.from_str(json.dumps(fields))

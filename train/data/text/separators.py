@@ -17,7 +17,12 @@ _MOST_TOKENS = 1 << 28
 
 
 def check(
-    config: DataConfig, encoder: Bytes | Subwords, tokens: np.ndarray, note: cache.Note, *, is_text: bool
+    config: DataConfig,
+    encoder: Bytes | Subwords,
+    tokens: np.ndarray,
+    note: cache.Note,
+    *,
+    is_text: bool,
 ) -> None:
     """Tell the user if the separator never occurs before the last token.
 
@@ -34,7 +39,9 @@ def check(
     if (is_text and not config.document_mask) or _occurs(encoder.separator, tokens[:-1]):
         return
     effect = (
-        "--data.document-mask has no effect" if config.document_mask else "a model does not learn where documents end"
+        "--data.document-mask has no effect"
+        if config.document_mask
+        else "a model does not learn where documents end"
     )
     if is_text:
         note(
@@ -50,4 +57,6 @@ def check(
 def _occurs(separator: int, tokens: np.ndarray) -> bool:
     """Return whether a token is among the first `_MOST_TOKENS`."""
     starts = range(0, min(len(tokens), _MOST_TOKENS), _TOKENS_AT_ONCE)
-    return any(bool((tokens[start : start + _TOKENS_AT_ONCE] == separator).any()) for start in starts)
+    return any(
+        bool((tokens[start : start + _TOKENS_AT_ONCE] == separator).any()) for start in starts
+    )

@@ -81,7 +81,10 @@ def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
     """
     separator = np.array([tokenizer.separator])
     fresh = iter(tokenizer.encode([document.text for document in step if document.ids is None]))
-    return [np.append(next(fresh), separator[: each.ends]) if each.ids is None else each.ids for each in step]
+    return [
+        np.append(next(fresh), separator[: each.ends]) if each.ids is None else each.ids
+        for each in step
+    ]
 
 
 def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
@@ -93,7 +96,9 @@ def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
     """
     total = Counter()
     for document in step:
-        total.update(tokenizer.quoted(document.text) if document.ids is None else document.quoted or {})
+        total.update(
+            tokenizer.quoted(document.text) if document.ids is None else document.quoted or {}
+        )
     return dict(total)
 
 
@@ -117,7 +122,9 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
         first = stop
 
 
-def pack(documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: str, step_bytes: int) -> None:
+def pack(
+    documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: str, step_bytes: int
+) -> None:
     """Tokenizes shares, the last ones first, until there are none before those of the process that packs all.
 
     Args:
@@ -164,13 +171,22 @@ def documents_of(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
 
 def _position(progress: Path) -> int:
     """How many parts the process that packs all has done, by its last whole line."""
-    with contextlib.suppress(OSError, IndexError, KeyError, disk.JsonError), progress.open("rb") as file:
+    with (
+        contextlib.suppress(OSError, IndexError, KeyError, disk.JsonError),
+        progress.open("rb") as file,
+    ):
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        return int(disk.json_object(file.read().rpartition(b"\n")[0].splitlines()[-1], "a line")["documents"])
+        return int(
+            disk.json_object(file.read().rpartition(b"\n")[0].splitlines()[-1], "a line")[
+                "documents"
+            ]
+        )
     return 0
 
 
-def _write(path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int) -> None:
+def _write(
+    path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int
+) -> None:
     """A share, which others see when it is whole."""
     ids = [np.zeros(0, dtype)]
     facts = []
@@ -180,7 +196,10 @@ def _write(path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, st
         documents = [document for part in step for document in part]
         tokens = encoded(documents, tokenizer)
         ids += [each.astype(dtype) for each in tokens]
-        facts += [(len(part), each.text_bytes, each.ends) for part, each in zip(tokens, documents, strict=True)]
+        facts += [
+            (len(part), each.text_bytes, each.ends)
+            for part, each in zip(tokens, documents, strict=True)
+        ]
         sizes += map(len, step)
         quotes += [quoted([document], tokenizer) for document in documents]
     part = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
@@ -205,9 +224,17 @@ def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
             quotes = json.loads(str(arrays["quoted"]))
     except Exception:  # numpy and zipfile raise whatever the damage makes of them
         return None
-    if ids.dtype != dtype or len(sizes) != count or facts.shape != (sizes.sum(), 3) or facts[:, 0].sum() != len(ids):
+    if (
+        ids.dtype != dtype
+        or len(sizes) != count
+        or facts.shape != (sizes.sum(), 3)
+        or facts[:, 0].sum() != len(ids)
+    ):
         return None
     tokens = np.split(ids, np.cumsum(facts[:, 0]))
     facts = zip(tokens, facts, quotes, strict=False)  # after the last cut nothing is left
-    documents = (Document(b"", int(size), bool(ends), part, True, counts) for part, (_, size, ends), counts in facts)
+    documents = (
+        Document(b"", int(size), bool(ends), part, True, counts)
+        for part, (_, size, ends), counts in facts
+    )
     return [list(itertools.islice(documents, int(size))) for size in sizes]

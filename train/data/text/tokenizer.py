@@ -90,11 +90,16 @@ class Bytes:
         counts = [[len(character.encode()) for character in text] for text in texts]
         starts = [np.repeat(np.arange(len(each)), each) for each in counts]
         ids = self.encode([text.encode() for text in texts])
-        return [(each, np.stack([start, start + 1], axis=1)) for each, start in zip(ids, starts, strict=True)]
+        return [
+            (each, np.stack([start, start + 1], axis=1))
+            for each, start in zip(ids, starts, strict=True)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; bytes that are no UTF-8 come out as U+FFFD, and so does an id of a model whose vocabulary is larger."""
-        return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode("utf-8", errors="replace")
+        return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode(
+            "utf-8", errors="replace"
+        )
 
     unknown: ClassVar[int | None] = None
 
@@ -155,7 +160,9 @@ class Ids(Bytes):
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         words = [text.split() for text in texts]
-        if not all(word.isdigit() and int(word) < self.vocab_size for text in words for word in text):
+        if not all(
+            word.isdigit() and int(word) < self.vocab_size for text in words for word in text
+        ):
             raise DataError(
                 f"the tokenizer of {self.key} is not known, so it has no text but ids below {self.vocab_size} between "
                 "spaces; write data.tokenizer as the path of the tokenizer.json that made them"
@@ -214,7 +221,9 @@ class Subwords:
         except DataError:
             raise
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
+            raise DataError(
+                f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}"
+            ) from error
         self._library.no_padding()  # of a model's inputs, not of texts: ids must not depend on the batch
         self._library.no_truncation()
         ids = self._library.get_vocab(with_added_tokens=True).values()
@@ -226,11 +235,19 @@ class Subwords:
         usual = self.find(*USUAL_SEPARATORS)
         chosen = usual if separator is None else self.find(separator)
         if chosen is None:
-            special = [token.content for token in self._library.get_added_tokens_decoder().values() if token.special]
+            special = [
+                token.content
+                for token in self._library.get_added_tokens_decoder().values()
+                if token.special
+            ]
             missing = "token to end a document with" if separator is None else f"token {separator}"
             raise DataError(
                 f"{path} has no {missing}; write --data.separator with one of its tokens"
-                + (f", such as {', '.join(special[:_LISTED])}" if special else f", or add {SEPARATOR} to it")
+                + (
+                    f", such as {', '.join(special[:_LISTED])}"
+                    if special
+                    else f", or add {SEPARATOR} to it"
+                )
             )
         self.separator = chosen
         if chosen != usual:
@@ -270,7 +287,10 @@ class Subwords:
             return self._spans(texts)
         marked = [quoting.marked(text, starts) for text, starts in zip(texts, written, strict=True)]
         spans = self._spans([text for text, _ in marked])
-        return [(ids, _at_origin(places, origin)) for (ids, places), (_, origin) in zip(spans, marked, strict=True)]
+        return [
+            (ids, _at_origin(places, origin))
+            for (ids, places), (_, origin) in zip(spans, marked, strict=True)
+        ]
 
     def _spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         spans: list[tuple[np.ndarray, np.ndarray]] = []
@@ -311,7 +331,9 @@ class Subwords:
                 break
             encoded_end = stop
             begin = max(begin + 1, stop - min(_OVERLAP, self._batch_bytes // 2))
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([places for _, places in parts])
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate(
+            [places for _, places in parts]
+        )
 
     def quoted(self, text: bytes) -> dict[str, int]:
         return self._quotes(text)
@@ -337,7 +359,9 @@ class Subwords:
     def end(self) -> np.ndarray:
         with self._calling():
             alone = self._library.encode("a", add_special_tokens=True)
-        count = next((i for i, special in enumerate(reversed(alone.special_tokens_mask)) if not special), 0)
+        count = next(
+            (i for i, special in enumerate(reversed(alone.special_tokens_mask)) if not special), 0
+        )
         return np.array(alone.ids[len(alone.ids) - count :], np.int32)
 
     def find(self, *names: str) -> int | None:
@@ -352,7 +376,10 @@ class Subwords:
 
     def pieces(self) -> list[str]:
         tokens = (self._library.id_to_token(i) or "" for i in range(self.vocab_size))
-        return [functools.reduce(lambda piece, pair: piece.replace(*pair), _SPACES, token) for token in tokens]
+        return [
+            functools.reduce(lambda piece, pair: piece.replace(*pair), _SPACES, token)
+            for token in tokens
+        ]
 
     @property
     def adds_space(self) -> bool:
@@ -418,7 +445,11 @@ class Subwords:
             return None
         levels = [_BYTE_LEVELS.get(character) for character in name]
         # An added token is written as it is.
-        return name.encode() if None in levels else bytes(level for level in levels if level is not None)
+        return (
+            name.encode()
+            if None in levels
+            else bytes(level for level in levels if level is not None)
+        )
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -507,4 +538,6 @@ def decoded(text: bytes) -> str:
         return text.decode()
     except UnicodeDecodeError as error:
         near = text[max(0, error.start - 20) : error.start + 10]
-        raise DataError(f"text near {near!r} is not UTF-8; convert it, or use data.tokenizer bytes") from error
+        raise DataError(
+            f"text near {near!r} is not UTF-8; convert it, or use data.tokenizer bytes"
+        ) from error

@@ -44,18 +44,26 @@ def check_content(content: bytes, name: str) -> None:
         DataError: it is too large, or a Unigram model whose pieces are too long.
     """
     if len(content) > _LARGEST_FILE:
-        raise DataError(f"{name} is larger than {_LARGEST_FILE >> 20} MiB, which no tokenizer.json is")
+        raise DataError(
+            f"{name} is larger than {_LARGEST_FILE >> 20} MiB, which no tokenizer.json is"
+        )
     if not (_UNIGRAM.search(content) or _ESCAPED_ASCII.search(content)):
         return  # the other models take about as much memory as the file
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
+        raise DataError(
+            f"{name} is no tokenizer.json of the `tokenizers` library: {error!s:.300}"
+        ) from error
     model = fields.get("model") if isinstance(fields, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, list):
         return
-    pieces = [entry[0] for entry in vocab if isinstance(entry, list) and entry and isinstance(entry[0], str)]
+    pieces = [
+        entry[0]
+        for entry in vocab
+        if isinstance(entry, list) and entry and isinstance(entry[0], str)
+    ]
     total = sum(map(len, pieces))
     if total > max(_FEW_CHARACTERS, _PIECE_CHARACTERS * len(pieces)):
         raise DataError(
@@ -81,7 +89,9 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
     growth = 1.0
     for part in ("normalizer", "decoder"):
         step = getattr(library, part)
-        growths = [_growth(fields) for fields in _steps(_described(step))] if step is not None else []
+        growths = (
+            [_growth(fields) for fields in _steps(_described(step))] if step is not None else []
+        )
         total = 1.0
         for factor in growths:
             total *= factor
@@ -94,17 +104,23 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
     for field in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = getattr(model, field, None)
         if isinstance(affix, str) and len(affix) > _LONGEST_AFFIX:
-            raise DataError(f"{name} has a {field} of {len(affix):,} characters; write one of {_LONGEST_AFFIX} at most")
+            raise DataError(
+                f"{name} has a {field} of {len(affix):,} characters; write one of {_LONGEST_AFFIX} at most"
+            )
     longest = getattr(model, "max_input_chars_per_word", None)
     if isinstance(longest, int) and longest > _LONGEST_WORD:
-        raise DataError(f"{name} has max_input_chars_per_word {longest:,}; write {_LONGEST_WORD:,} at most")
+        raise DataError(
+            f"{name} has max_input_chars_per_word {longest:,}; write {_LONGEST_WORD:,} at most"
+        )
     for token in library.get_added_tokens_decoder().values():
         if token.special and len(token.content) > _LONGEST_SPECIAL:
             raise DataError(
                 f"{name} has a special token of {len(token.content):,} characters; write one of {_LONGEST_SPECIAL} at most"
             )
     if ids and max(ids) > _GAP * (len(ids) + 1024):
-        raise DataError(f"{name} has the id {max(ids):,} and {len(ids):,} tokens; number its tokens from 0 on")
+        raise DataError(
+            f"{name} has the id {max(ids):,} and {len(ids):,} tokens; number its tokens from 0 on"
+        )
     return growth
 
 

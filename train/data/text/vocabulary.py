@@ -93,5 +93,8 @@ class Sentences:
             tokens: [B, N].
         """
         before, after = tokens[:, :-1], tokens[:, 1:]
-        begins = self._ends_line[before] & ~self._starts_line[after] | self._stops[before] & self._spaces[after]
+        begins = (
+            self._ends_line[before] & ~self._starts_line[after]
+            | self._stops[before] & self._spaces[after]
+        )
         return np.pad(begins, ((0, 0), (1, 0)), constant_values=True)

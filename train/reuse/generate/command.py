@@ -76,9 +76,13 @@ def main(argv: Sequence[str]) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
-            raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
+            raise DecodingError(
+                f"--{name} is {getattr(args, name)}; write a whole number of at least {least}"
+            )
     path = hub.local(args.workdir, args.revision)
-    run = trained.open_model(path, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
+    run = trained.open_model(
+        path, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator
+    )
     if args.chat:
         from mupax.train.reuse.generate import chat
 
@@ -109,7 +113,9 @@ def main(argv: Sequence[str]) -> int:
     model = transformer(run.config.model, "writing text")
     empty = jax.eval_shape(lambda: caches.empty(model, args.samples))
     fit.check_arrays(empty, f"keys and values of {args.samples} samples", "Write fewer --samples")
-    generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
+    generator = Generator(
+        program, params, program.step_inputs(), sampling=sampling, samples=args.samples
+    )
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
     terminal.note(f"{run.described}: {cost}")
     return 0
@@ -137,7 +143,9 @@ def _check(args: Generate) -> None:
         raise command_line.UsageError("--tokens is 0; write at least 1 for --chat")
 
 
-def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int) -> str:
+def write(
+    generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int
+) -> str:
     """Print the prompt and its continuations, one as it is made, several when they are done; returns what it took, in words.
 
     Args:

@@ -128,17 +128,24 @@ class Generator:
         """
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
-            raise DecodingError(f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}")
+            raise DecodingError(
+                f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}"
+            )
         limit, key = self.model.sizes()["position"], jax.random.key(seed)
         drawn = None if sampling is None else AnySampling.of(sampling)
-        text_BT = np.broadcast_to(prompt.astype(np.int32), (samples or self.samples, prompt.size))[:, -limit:]
+        text_BT = np.broadcast_to(prompt.astype(np.int32), (samples or self.samples, prompt.size))[
+            :, -limit:
+        ]
         text, number, context, count = None, 0, limit, 1
         while number < length:
             began = time.monotonic()
             if text is None or context == limit:
                 context_BT = text_BT if text is None else text_BT[:, -max(limit // 2, 1) :]
                 context = context_BT.shape[1]
-                padded_BT, counts = self.padded(context_BT), (np.int32(context), key, np.int32(number))
+                padded_BT, counts = (
+                    self.padded(context_BT),
+                    (np.int32(context), key, np.int32(number)),
+                )
                 text = self._fill(self.weights, self.forward, padded_BT, *counts, drawn)
                 new_BT = np.asarray(text.token_B)[:, None]
             else:
@@ -147,9 +154,15 @@ class Generator:
                 text, out_BT = self._extend(self.weights, self.forward, text, *counts, drawn)
                 context, new_BT = context + steps, np.asarray(out_BT)[:, :steps]
                 # More where they come fast; what is drawn does not depend on it.
-                count = min(2 * count, MOST) if time.monotonic() - began < _LIVELY_S / 2 else max(count // 2, 1)
+                count = (
+                    min(2 * count, MOST)
+                    if time.monotonic() - began < _LIVELY_S / 2
+                    else max(count // 2, 1)
+                )
             if not text.finite:
-                raise DecodingError("the logits hold nan or inf: the model has diverged, there is nothing to sample")
+                raise DecodingError(
+                    "the logits hold nan or inf: the model has diverged, there is nothing to sample"
+                )
             number += new_BT.shape[1]
             text_BT = np.concatenate([text_BT, new_BT], axis=1)[:, -limit:]
             yield new_BT
@@ -191,9 +204,13 @@ class Generator:
     ) -> _Text:
         """Read a text that is padded on the right, and draw a token after its `length` tokens."""
         empty = (caches.empty(self.model, text_BT.shape[0]),) * len(weights)
-        logits_BV, read = self.logits_after(weights, forward, text_BT, empty, length - 1, fresh=True)
+        logits_BV, read = self.logits_after(
+            weights, forward, text_BT, empty, length - 1, fresh=True
+        )
         token_B = self._drawn(logits_BV, key, number, drawn)
-        return _Text(tuple(one._replace(length=length) for one in read), token_B, _finite(logits_BV))
+        return _Text(
+            tuple(one._replace(length=length) for one in read), token_B, _finite(logits_BV)
+        )
 
     def _extended(
         self,
@@ -210,7 +227,9 @@ class Generator:
         def body(loop: tuple[jax.Array, _Text, jax.Array]) -> tuple[jax.Array, _Text, jax.Array]:
             index, text, out_BT = loop
             last_B1 = text.token_B[:, None]
-            logits_BV, read = self.logits_after(weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False)
+            logits_BV, read = self.logits_after(
+                weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False
+            )
             token_B = self._drawn(logits_BV, key, number + index, drawn)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (jnp.int32(0), index))
             return index + 1, _Text(read, token_B, text.finite & _finite(logits_BV)), out_BT
@@ -219,7 +238,14 @@ class Generator:
         return jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)[1:]
 
     def logits_after(
-        self, weights: Any, forward: Arrays, text_BT: jax.Array, read: Any, at: jax.Array, *, fresh: bool
+        self,
+        weights: Any,
+        forward: Arrays,
+        text_BT: jax.Array,
+        read: Any,
+        at: jax.Array,
+        *,
+        fresh: bool,
     ) -> tuple[jax.Array, tuple[caches.Cache, ...]]:
         """Logits [B, V] after the token at a position of the text, and the caches with all of it."""
         self.compilations += 1  # runs when a program is traced, and never again
@@ -231,18 +257,24 @@ class Generator:
             after.append(filled)
         return logits[0] - logits[1] if len(logits) == 2 else logits[0], tuple(after)
 
-    def _drawn(self, logits_BV: jax.Array, key: jax.Array, number: jax.Array, drawn: AnySampling | None) -> jax.Array:
+    def _drawn(
+        self, logits_BV: jax.Array, key: jax.Array, number: jax.Array, drawn: AnySampling | None
+    ) -> jax.Array:
         numbers_B = jnp.arange(logits_BV.shape[0])
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), numbers_B)
         sampling = self._sampling if drawn is None else drawn
         assert sampling is not None, "a generator without a sampling is told one with every text"
         return draw(logits_BV, keys_B, sampling)
 
-    def _scored(self, weights: Any, forward: Arrays, tokens: tuple[jax.Array, jax.Array], top: int) -> Scores:
+    def _scored(
+        self, weights: Any, forward: Arrays, tokens: tuple[jax.Array, jax.Array], top: int
+    ) -> Scores:
         """Scores of texts that are padded on the right; logits of `_BLOCK` positions exist at once."""
         self.compilations += 1
         inputs_BT, next_BT = tokens
-        nets: list[Any] = [self._definition.bind(params, forward, layout=self.layout) for params in weights]
+        nets: list[Any] = [
+            self._definition.bind(params, forward, layout=self.layout) for params in weights
+        ]
         empty = caches.empty(self.model, inputs_BT.shape[0])
         h = [net.cached(inputs_BT, empty, fresh=True)[0].swapaxes(0, 1) for net in nets]
 
@@ -251,7 +283,9 @@ class Generator:
             logits = [net.read(h_BD[:, None])[:, 0] for net, h_BD in zip(nets, h, strict=True)]
             logp_BV = jax.nn.log_softmax(logits[0] - logits[1] if len(logits) == 2 else logits[0])
             values_BK, ids_BK = jax.lax.top_k(logp_BV, top)
-            return Scores(jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0], values_BK, ids_BK)
+            return Scores(
+                jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0], values_BK, ids_BK
+            )
 
         scores = jax.lax.map(place, (h, next_BT.T), batch_size=_BLOCK)
         return jax.tree.map(lambda x: x.swapaxes(0, 1), scores)

@@ -92,8 +92,13 @@ class Seq2SeqGenerator:
         if beams < 1:
             raise DecodingError(f"beams is {beams}; write at least 1")
         if beams > 1 and sampling.temperature:
-            raise DecodingError(f"{beams} beams take the likeliest tokens; write temperature 0 with them, or 1 beam")
-        self._model, self._definition = transformer(program.config.model, "writing text"), program.definition
+            raise DecodingError(
+                f"{beams} beams take the likeliest tokens; write temperature 0 with them, or 1 beam"
+            )
+        self._model, self._definition = (
+            transformer(program.config.model, "writing text"),
+            program.definition,
+        )
         self._layout, self._forward = program.layout, inputs.factors.forward
         self._start, self._end, self._sampling = start, end, sampling
         self._first, self._last = first, last
@@ -101,7 +106,9 @@ class Seq2SeqGenerator:
         networks = (params,) if inputs.reference is None else (params, inputs.reference)
         apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
         self._weights = apply(networks, inputs.factors.multiplier)
-        self._run = jax.jit(self._written, static_argnums=2, out_shardings=program.layout.replicated)
+        self._run = jax.jit(
+            self._written, static_argnums=2, out_shardings=program.layout.replicated
+        )
 
     def write(
         self, inputs: np.ndarray, input_mask: np.ndarray, length: int | None = None, seed: int = 0
@@ -120,35 +127,51 @@ class Seq2SeqGenerator:
         most = self._model.sizes()["position"]
         length = most if length is None else length
         if not 1 <= length <= most:
-            raise DecodingError(f"{length} tokens cannot be written; write 1 to {most}, the model's longest text")
+            raise DecodingError(
+                f"{length} tokens cannot be written; write 1 to {most}, the model's longest text"
+            )
         arrays = np.asarray(inputs, np.int32), np.asarray(input_mask, np.int32)
         out_BT, count_B, finite = self._run(self._weights, arrays, length, jax.random.key(seed))
         if not finite:
-            raise DecodingError("the logits hold nan or inf: the model has diverged, there is nothing to write")
-        return [row[:count] for row, count in zip(np.asarray(out_BT), np.asarray(count_B), strict=True)]
+            raise DecodingError(
+                "the logits hold nan or inf: the model has diverged, there is nothing to write"
+            )
+        return [
+            row[:count] for row, count in zip(np.asarray(out_BT), np.asarray(count_B), strict=True)
+        ]
 
     def _written(
         self, weights: Any, arrays: tuple[jax.Array, jax.Array], length: int, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The best text of every input, int32 [B, length], its tokens, int32 [B], and whether all logits were finite."""
         rows = len(arrays[0]) * self._beams
-        networks: list[Any] = [self._definition.bind(params, self._forward, layout=self._layout) for params in weights]
+        networks: list[Any] = [
+            self._definition.bind(params, self._forward, layout=self._layout) for params in weights
+        ]
         memories = [net.remember(*arrays).repeated(self._beams) for net in networks]
         empty = tuple(caches.empty(self._model, rows) for _ in weights)
-        first_R = jnp.arange(rows) % self._beams == 0  # beams begin alike: all but one would be copies of it
+        first_R = (
+            jnp.arange(rows) % self._beams == 0
+        )  # beams begin alike: all but one would be copies of it
         text = _Text(
             jnp.int32(0), empty, jnp.full((rows, length), self._end, jnp.int32), jnp.zeros(rows, bool),
             jnp.where(first_R, 0.0, -jnp.inf), jnp.zeros(rows, jnp.int32), jnp.array(True),
         )  # fmt: skip
         step = functools.partial(self._step, networks, memories, key)
-        text = jax.lax.while_loop(lambda text: (text.number < length) & ~jnp.all(text.done), step, text)
-        score_BK = (text.score / jnp.maximum(text.count, 1) ** self._penalty).reshape(-1, self._beams)
+        text = jax.lax.while_loop(
+            lambda text: (text.number < length) & ~jnp.all(text.done), step, text
+        )
+        score_BK = (text.score / jnp.maximum(text.count, 1) ** self._penalty).reshape(
+            -1, self._beams
+        )
         best_B = jnp.arange(len(score_BK)) * self._beams + jnp.argmax(score_BK, axis=1)
         return text.out[best_B], text.count[best_B], text.finite
 
     def _step(self, networks: list[Any], memories: list[Any], key: jax.Array, text: _Text) -> _Text:
         """One token more of every text that has not ended."""
-        newest_R = jax.lax.dynamic_slice_in_dim(text.out, jnp.maximum(text.number - 1, 0), 1, axis=1)[:, 0]
+        newest_R = jax.lax.dynamic_slice_in_dim(
+            text.out, jnp.maximum(text.number - 1, 0), 1, axis=1
+        )[:, 0]
         newest_R1 = jnp.where(text.number == 0, self._start, newest_R)[:, None]
         logits, read = [], []
         for net, memory, cache in zip(networks, memories, text.caches, strict=True):
@@ -162,16 +185,23 @@ class Seq2SeqGenerator:
             if token is not None:
                 only_V = jnp.where(jnp.arange(chances_RV.shape[1]) == token, 0.0, -jnp.inf)
                 chances_RV = jnp.where(text.number == at, only_V, chances_RV)
-        parent_R, token_R, score_R = self._choice(text, chances_RV, jax.random.fold_in(key, text.number))
+        parent_R, token_R, score_R = self._choice(
+            text, chances_RV, jax.random.fold_in(key, text.number)
+        )
         out, done, count = text.out[parent_R], text.done[parent_R], text.count[parent_R]
         token_R = jnp.where(done, self._end, token_R)
         out = jax.lax.dynamic_update_slice(out, token_R[:, None], (0, text.number))
         if self._beams > 1:
-            read = [one._replace(keys=one.keys[:, parent_R], values=one.values[:, parent_R]) for one in read]
+            read = [
+                one._replace(keys=one.keys[:, parent_R], values=one.values[:, parent_R])
+                for one in read
+            ]
         ended = done | (token_R == self._end)
         return _Text(text.number + 1, tuple(read), out, ended, score_R, count + ~done, finite)
 
-    def _choice(self, text: _Text, chances_RV: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _choice(
+        self, text: _Text, chances_RV: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The text that each row goes on with, the token, and the score with it, all [R]."""
         rows, vocab = chances_RV.shape
         if self._beams == 1:
@@ -252,7 +282,11 @@ def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) ->
     written: list[str] = []
     for row in rows:
         tokens = row.tolist() if request.holes is None else restored(prompt, row, request.holes)
-        written.append(tokenizer.decode([i for i in tokens if i not in request.hidden and i < tokenizer.vocab_size]))
+        written.append(
+            tokenizer.decode(
+                [i for i in tokens if i not in request.hidden and i < tokenizer.vocab_size]
+            )
+        )
     seconds = time.monotonic() - began
     terminal.note(f"{model.described}: {sum(map(len, rows)):,} tokens in {seconds:.1f} s")
     return written
@@ -262,7 +296,9 @@ def _request_of_run(text: str, model: TrainedModel, tokenizer: Any) -> Request:
     """Return a request whose text is noised as in the run's training."""
     sizes = model.model.sizes()
     noise = noise_of(model.config.data)
-    ids = special_ids(tokenizer, noise.sentinels(noise.lengths(sizes["source"]).tokens), sizes["vocab"])
+    ids = special_ids(
+        tokenizer, noise.sentinels(noise.lengths(sizes["source"]).tokens), sizes["vocab"]
+    )
     prompt = _prompt(text, tokenizer, ids, bos=noise.name == "infilling")
     holes = ids if noise.name == "sentinels" else None
     return Request(prompt, ids.pad, _ends(model.config, ids), ids.names(), holes)
@@ -291,14 +327,20 @@ def _prompt(text: str, tokenizer: Any, ids: SpecialIds, *, bos: bool) -> np.ndar
     words = {word: token for token, word in ids.names().items()}
     parts = re.split(f"({'|'.join(map(re.escape, words))})", text)
     tokens = [
-        np.array([words[part]]) if part in words else tokenizer.encode([part.encode("utf-8", "surrogateescape")])[0]
+        np.array([words[part]])
+        if part in words
+        else tokenizer.encode([part.encode("utf-8", "surrogateescape")])[0]
         for part in parts
         if part
     ]
-    return np.concatenate([np.array([ids.bos] * bos, np.int32), *tokens, np.array([ids.eos])]).astype(np.int32)
+    return np.concatenate(
+        [np.array([ids.bos] * bos, np.int32), *tokens, np.array([ids.eos])]
+    ).astype(np.int32)
 
 
-def examples_text(program: Program, data: Data, params: Arrays, inputs: StepInputs, count: int = 2) -> str:
+def examples_text(
+    program: Program, data: Data, params: Arrays, inputs: StepInputs, count: int = 2
+) -> str:
     """The first evaluation examples, in columns: the input with noise, what the model writes (greedily), and the text.
 
     Args:
@@ -324,5 +366,7 @@ def examples_text(program: Program, data: Data, params: Arrays, inputs: StepInpu
         if of.noise.name == "sentinels":
             texts = {name: restored(noised, tokens, of.ids) for name, tokens in texts.items()}
         columns = {"input": noised, **texts}
-        blocks.append(side_by_side({name: visible(ids, pieces, names) for name, ids in columns.items()}))
+        blocks.append(
+            side_by_side({name: visible(ids, pieces, names) for name, ids in columns.items()})
+        )
     return "\n".join(blocks)

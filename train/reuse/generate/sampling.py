@@ -38,9 +38,13 @@ class Sampling:
                 f"temperature is {self.temperature}; write 0 for the likeliest token, or a positive number"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise DecodingError(f"top-k is {self.top_k}; write at least 1, or leave it out to draw among all tokens")
+            raise DecodingError(
+                f"top-k is {self.top_k}; write at least 1, or leave it out to draw among all tokens"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise DecodingError(f"top-p is {self.top_p}; write a probability above 0 and up to 1, or leave it out")
+            raise DecodingError(
+                f"top-p is {self.top_p}; write a probability above 0 and up to 1, or leave it out"
+            )
 
 
 class AnySampling(NamedTuple):
@@ -56,7 +60,10 @@ class AnySampling(NamedTuple):
     def of(cls, sampling: Sampling) -> AnySampling:
         """The numbers of a sampling without top_k, which is of a program's shapes."""
         assert sampling.top_k is None
-        return cls(np.float32(sampling.temperature), np.float32(1 if sampling.top_p is None else sampling.top_p))
+        return cls(
+            np.float32(sampling.temperature),
+            np.float32(1 if sampling.top_p is None else sampling.top_p),
+        )
 
 
 DEFAULT = Sampling()
@@ -79,7 +86,9 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | AnySampli
         return categorical(keys_B, logits_BV / sampling.temperature).astype(jnp.int32)
 
     def among_likeliest() -> jax.Array:
-        best_BK, ids_BK = jax.lax.top_k(logits_BV / sampling.temperature, min(sampling.top_k or vocab, vocab))
+        best_BK, ids_BK = jax.lax.top_k(
+            logits_BV / sampling.temperature, min(sampling.top_k or vocab, vocab)
+        )
         if sampling.top_p is not None:
             share_BK = jax.nn.softmax(best_BK, axis=-1)
             likelier_BK = jnp.cumsum(share_BK, axis=-1) - share_BK
@@ -96,7 +105,9 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | AnySampli
     return among_all() if sampling.top_k is None and sampling.top_p is None else among_likeliest()
 
 
-def draw_each(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
+def draw_each(
+    logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array
+) -> jax.Array:
     """Draw a token per row, int32 [B], each row by its own sampling. A row's token does not depend on the other rows.
 
     Args:

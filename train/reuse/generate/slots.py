@@ -188,7 +188,9 @@ class Slots:
             most: tokens of each text at most.
         """
         began = time.monotonic()
-        full = [text for text in self.active if text.context == self._limit and not text.is_complete]
+        full = [
+            text for text in self.active if text.context == self._limit and not text.is_complete
+        ]
         written = [self._begin_anew(text) for text in full]
         writing = [text for text in self.active if text not in full and not text.is_complete]
         if not writing:
@@ -207,7 +209,13 @@ class Slots:
     def _advance(self, writing: list[Text], steps: int) -> list[tuple[Text, list[int], bool]]:
         """Call the step. Return the new tokens of each text, and if its logits are numbers."""
         generator = self._generator
-        arguments = (generator.weights, generator.forward, self._caches, self._rows(writing), np.int32(steps))
+        arguments = (
+            generator.weights,
+            generator.forward,
+            self._caches,
+            self._rows(writing),
+            np.int32(steps),
+        )
         self._caches, out_BT, finite_B = self._call("step", self._step, *arguments)
         out_BT = np.asarray(out_BT)
         finite_B = np.asarray(finite_B)
@@ -290,11 +298,15 @@ class Slots:
         self, weights: Any, forward: Any, text_1P: jax.Array, size: jax.Array
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Read a prompt that is padded on the right. Return the logits after its `size` tokens, and its cache."""
-        return self._generator.logits_after(weights, forward, text_1P, self._empty(1), size - 1, fresh=True)
+        return self._generator.logits_after(
+            weights, forward, text_1P, self._empty(1), size - 1, fresh=True
+        )
 
     def _drawn(self, logits_BV: jax.Array, rows: _Rows) -> tuple[jax.Array, jax.Array]:
         """Draw a token of each row. Return the tokens, and if the logits are numbers."""
-        keys_B = jax.vmap(_folded)(jax.random.wrap_key_data(rows.key_B2, impl=PRNG), rows.number_B, rows.row_B)
+        keys_B = jax.vmap(_folded)(
+            jax.random.wrap_key_data(rows.key_B2, impl=PRNG), rows.number_B, rows.row_B
+        )
         token_B = draw_each(logits_BV, keys_B, rows.temperature_B, rows.top_p_B)
         # Logits of -inf are masked tokens, as long as one is not.
         return token_B, jnp.isfinite(jnp.max(logits_BV, axis=-1))
@@ -308,11 +320,17 @@ class Slots:
             index, read, rows, out_BT, finite_B = loop
             read = tuple(cache._replace(length=rows.context_B) for cache in read)
             last_B1 = rows.token_B[:, None]
-            logits_BV, read = self._generator.logits_after(weights, forward, last_B1, read, jnp.int32(0), fresh=False)
+            logits_BV, read = self._generator.logits_after(
+                weights, forward, last_B1, read, jnp.int32(0), fresh=False
+            )
             token_B, new_finite_B = self._drawn(logits_BV, rows)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (0, index))
             moved_B = rows.active_B.astype(jnp.int32)
-            rows = rows._replace(token_B=token_B, context_B=rows.context_B + moved_B, number_B=rows.number_B + moved_B)
+            rows = rows._replace(
+                token_B=token_B,
+                context_B=rows.context_B + moved_B,
+                number_B=rows.number_B + moved_B,
+            )
             read = tuple(cache._replace(length=jnp.int32(0)) for cache in read)
             return index + 1, read, rows, out_BT, finite_B & new_finite_B
 
@@ -356,7 +374,9 @@ def _folded(key: jax.Array, number: jax.Array, row: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, number), row)
 
 
-def _inserted(read: tuple[Cache, ...], saved: tuple[Cache, ...], slot: jax.Array) -> tuple[Cache, ...]:
+def _inserted(
+    read: tuple[Cache, ...], saved: tuple[Cache, ...], slot: jax.Array
+) -> tuple[Cache, ...]:
     """Replace the cache of one slot."""
 
     def replaced(all_LBKSN: jax.Array, one_L1KSN: jax.Array) -> jax.Array:

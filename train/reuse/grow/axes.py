@@ -108,7 +108,11 @@ def hidden(before: TransformerConfig, after: TransformerConfig) -> dict[str, tup
     """
     if upcycled(before, after):
         return {"expert_dim": ("expert_dim", before.mlp_dim, after.expert_size)}
-    experts = {"expert_dim": ("expert_dim", before.expert_size, after.expert_size)} if before.experts else {}
+    experts = (
+        {"expert_dim": ("expert_dim", before.expert_size, after.expert_size)}
+        if before.experts
+        else {}
+    )
     return {**experts, "mlp": ("mlp_dim", before.dense_dim, after.dense_dim)}
 
 
@@ -124,7 +128,9 @@ def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     """
     _check(before, after)
     heads, kv_heads, copies = _heads(before, after)
-    along = {axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()}
+    along = {
+        axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()
+    }
     along |= {axis: first(was, now) for axis, (_, was, now) in hidden(before, after).items()}
     along["memory"] = along["representation"] = along["embed"]
     if before.denoises:
@@ -132,12 +138,16 @@ def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     if (expert_copies := copied(before, after)) > 1:
         along["experts"] = np.repeat(np.arange(before.experts or 1), expert_copies)
     rotated, notes = _rotated(before, after)
-    return Axes({**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, expert_copies, notes)
+    return Axes(
+        {**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, expert_copies, notes
+    )
 
 
 def _check(before: TransformerConfig, after: TransformerConfig) -> None:
     if before.family != after.family:
-        raise GrowError(f"the checkpoint is a {before.family} and --to a {after.family}; name a model of its family")
+        raise GrowError(
+            f"the checkpoint is a {before.family} and --to a {after.family}; name a model of its family"
+        )
     if before.centered:
         raise GrowError(
             "a centred model is its network minus that of its first step, which the checkpoint does not hold"
@@ -161,7 +171,11 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
             raise GrowError(f"{size} would shrink from {was} to {now}; growth only adds{instead}")
     if before.denoises and after.sizes()[ENCODER.axis] < (was := before.sizes()[ENCODER.axis]):
         raise GrowError(f"encoder_depth would shrink from {was}; growth only adds")
-    if after.width != before.width and getattr(before, "embedding_norm", False) and not before.norm_gain:
+    if (
+        after.width != before.width
+        and getattr(before, "embedding_norm", False)
+        and not before.norm_gain
+    ):
         raise GrowError(
             "a wider stream needs a gain of the norm after the embeddings, and this model has none; keep its width"
         )
@@ -174,7 +188,10 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         raise GrowError(
             f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
         )
-    if len({before.rotary_of(sight) for sight in before.attention_specs}) > 1 and after.heads_dim != before.heads_dim:
+    if (
+        len({before.rotary_of(sight) for sight in before.attention_specs}) > 1
+        and after.heads_dim != before.heads_dim
+    ):
         raise GrowError(
             f"layers turn positions at different rates (window_theta); keep head_dim {before.heads_dim} and add heads"
         )
@@ -183,7 +200,11 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
             "norms after the branches (post_norm) divide by the size of what is written, whatever new entries and layers start at; "
             f"keep width {before.width} and depth {before.depth}, and add heads or mlp_ratio"
         )
-    if after.width != before.width and before.branch_gains is not None and before.norm == "layernorm":
+    if (
+        after.width != before.width
+        and before.branch_gains is not None
+        and before.norm == "layernorm"
+    ):
         raise GrowError(
             "a wider stream under LayerNorm needs branches of mean 0, and gains after them (layer_scale) leave none; keep its width"
         )
@@ -202,7 +223,11 @@ def _check_routing(before: TransformerConfig, after: TransformerConfig) -> None:
     if not upcycled(before, after):
         return
     if (gate := after.routing.gate) != "softmax":
-        why = "sigmoids of scores over their number" if gate == "sigmoid" else "shares of a softmax over all experts"
+        why = (
+            "sigmoids of scores over their number"
+            if gate == "sigmoid"
+            else "shares of a softmax over all experts"
+        )
         raise GrowError(
             f"every expert starts as the MLP, and under model.routing.gate {gate} a token's are weighed by {why}, which do not "
             "add up to 1: the function would be another; add routing.gate=softmax to --set"
@@ -229,7 +254,11 @@ def _heads(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, 
         for copy in range(copies):
             kv_heads[old * copies + copy] = old
         for query in range(there):
-            at = (old * copies + query // here) * here + query % here if copies > 1 else old * here + query
+            at = (
+                (old * copies + query // here) * here + query % here
+                if copies > 1
+                else old * here + query
+            )
             heads[at] = old * there + query
     return heads, kv_heads, copies
 
@@ -240,12 +269,20 @@ def _rotated(before: TransformerConfig, after: TransformerConfig) -> tuple[Index
     theta, new_theta = before.rotary_theta, after.rotary_theta
     if theta is None or new_theta is None:
         return first(small, large), []
-    turns, grown = (-np.arange(n // 2) / (n // 2) * np.log(base) for n, base in ((small, theta), (large, new_theta)))
+    turns, grown = (
+        -np.arange(n // 2) / (n // 2) * np.log(base)
+        for n, base in ((small, theta), (large, new_theta))
+    )
     pairs = np.abs(turns[:, None] - grown[None]).argmin(1)
     if len(set(pairs)) < len(pairs):
-        raise GrowError(f"rope_theta {new_theta} has no {small // 2} frequencies near those of {theta}; keep it")
+        raise GrowError(
+            f"rope_theta {new_theta} has no {small // 2} frequencies near those of {theta}; keep it"
+        )
     index = np.full(large, -1)
-    index[pairs], index[pairs + large // 2] = np.arange(small // 2), np.arange(small // 2) + small // 2
+    index[pairs], index[pairs + large // 2] = (
+        np.arange(small // 2),
+        np.arange(small // 2) + small // 2,
+    )
     if np.allclose(turns, grown[pairs], atol=1e-6):
         return index, []
     fitting = theta ** (large / small)

@@ -74,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
     transplant.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
-    difference = f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
+    difference = (
+        f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
+    )
     for line in (
         f"logits of {EXAMPLES} {examples} {difference}",
         f"step {step} of {args.checkpoint} is in {args.out}, {other.definition.count():,} parameters; go on with",
@@ -82,12 +84,17 @@ def main(argv: Sequence[str]) -> int:
         console.print(line, highlight=False)
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= after.steps:
-        console.print(f"which has {after.steps} steps, all done: add --steps N, of more than {step}", highlight=False)
+        console.print(
+            f"which has {after.steps} steps, all done: add --steps N, of more than {step}",
+            highlight=False,
+        )
     finish(args.out)
     return 0
 
 
-def compared_examples(model: TrainedModel, note: Callable[[str], None]) -> tuple[dict[str, np.ndarray], str]:
+def compared_examples(
+    model: TrainedModel, note: Callable[[str], None]
+) -> tuple[dict[str, np.ndarray], str]:
     """Return what the model reads of a few examples, and what kind of examples they are: random ones without the run's data.
 
     Args:
@@ -119,7 +126,11 @@ def compared_examples(model: TrainedModel, note: Callable[[str], None]) -> tuple
             else:
                 batch[name] = rng.standard_normal(shape, np.float32)
         kind = "random examples"
-    read = {name: array[:EXAMPLES] for name, array in batch.items() if name not in ("targets", "weights")}
+    read = {
+        name: array[:EXAMPLES]
+        for name, array in batch.items()
+        if name not in ("targets", "weights")
+    }
     return read, kind
 
 
@@ -134,7 +145,10 @@ def larger(before: Config, args: Grow) -> Config:
         ConfigError: no such model or field, or sizes that do not fit.
     """
     model = before.model if args.to is None else configs.get(args.to)
-    values: dict[str, Any] = {**model_to_json(model), "compute": dataclasses.asdict(before.model.compute)}
+    values: dict[str, Any] = {
+        **model_to_json(model),
+        "compute": dataclasses.asdict(before.model.compute),
+    }
     for word in args.set:
         field, equals, value = word.removeprefix("model.").partition("=")
         *owners, field = field.split(".")
@@ -148,7 +162,9 @@ def larger(before: Config, args: Grow) -> Config:
         holder[field] = _read(value)
     steps = args.steps or before.steps
     model, out = model_from_json(values), str(args.out)
-    config = dataclasses.replace(before, resume=False, resume_from=None, resume_change=(), resume_exact=False)
+    config = dataclasses.replace(
+        before, resume=False, resume_from=None, resume_change=(), resume_exact=False
+    )
     return dataclasses.replace(config, model=model, workdir=out, init=InitConfig(), steps=steps)
 
 
@@ -169,7 +185,9 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
 
     growth, config = grow.plan(ScaledModel.of(one), ScaledModel.of(other)), other.config
     fresh = growth.silenced(fresh_params(other.definition, config.seed, other.stds, growth.fresh()))
-    state = transplant.state(growth.moves, old, fresh, other.abstract.opt_state, config.optimizer.name)
+    state = transplant.state(
+        growth.moves, old, fresh, other.abstract.opt_state, config.optimizer.name
+    )
     return jax.tree.map(transplant.placed, state, other.abstract), growth
 
 
@@ -187,7 +205,9 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
     from mupax.zoo.definition import definition
 
     model = program.config.model
-    exact = definition(dataclasses.replace(model, compute=dataclasses.replace(model.compute, dtype="float32")))
+    exact = definition(
+        dataclasses.replace(model, compute=dataclasses.replace(model.compute, dtype="float32"))
+    )
     factors = program.inputs.factors
 
     @jax.jit

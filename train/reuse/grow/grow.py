@@ -33,7 +33,15 @@ import numpy as np
 from mupax.presets import VECTORS, ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
-from mupax.train.reuse.transplant import ParamTransfer, Plan, Row, ScaledModel, Shape, check_unmovable, role_of
+from mupax.train.reuse.transplant import (
+    ParamTransfer,
+    Plan,
+    Row,
+    ScaledModel,
+    Shape,
+    check_unmovable,
+    role_of,
+)
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
 
@@ -54,7 +62,9 @@ class Growth(Plan):
 
     def silenced(self, fresh: Params) -> Params:
         """Initial parameters with what writes for new units at zero, and what tells copies apart adding up to zero."""
-        return {name: self._silenced(name, w) if name in self.silent else w for name, w in fresh.items()}
+        return {
+            name: self._silenced(name, w) if name in self.silent else w for name, w in fresh.items()
+        }
 
     def _silenced(self, name: str, w: np.ndarray) -> np.ndarray:
         silent = np.where(self.silent[name], 0, w)
@@ -62,7 +72,11 @@ class Growth(Plan):
             return silent
         split = (*w.shape[: move.apart], -1, move.copies, *w.shape[move.apart + 1 :])
         each = w.reshape(split)
-        return np.where(move.transplanted(), (each - each.mean(move.apart + 1, keepdims=True)).reshape(w.shape), silent)
+        return np.where(
+            move.transplanted(),
+            (each - each.mean(move.apart + 1, keepdims=True)).reshape(w.shape),
+            silent,
+        )
 
 
 def plan(there: ScaledModel, here: ScaledModel) -> Growth:
@@ -102,16 +116,30 @@ def plan(there: ScaledModel, here: ScaledModel) -> Growth:
         if inserted is not None:
             along = (*along[:inserted], np.zeros(new[inserted], int), *along[inserted + 1 :])
         layers = along[0] if spec.stacked else None
-        scale = _scale(spec, before, after) * transplant.ratio(there.scales[source], here.scales[name], layers)
+        scale = _scale(spec, before, after) * transplant.ratio(
+            there.scales[source], here.scales[name], layers
+        )
         prepared = _centred(spec, before, after) if exact else np.asarray
-        copies = axes.copies if "kv_heads" in spec.axes else 1 if inserted is None else new[inserted]
+        copies = (
+            axes.copies if "kv_heads" in spec.axes else 1 if inserted is None else new[inserted]
+        )
         if (
             "experts" in spec.axes and axes.expert_copies > 1 and not spec.moved_by_loads
         ):  # of which each copy has the whole
             copies = axes.expert_copies
-        apart = spec.axes.index("experts") if spec.role is Role.EXPERT_OUT and axes.expert_copies > 1 else None
+        apart = (
+            spec.axes.index("experts")
+            if spec.role is Role.EXPERT_OUT and axes.expert_copies > 1
+            else None
+        )
         moves[name] = ParamTransfer(
-            source=source, along=along, scale=scale, prepared=prepared, copies=copies, inserted=inserted, apart=apart
+            source=source,
+            along=along,
+            scale=scale,
+            prepared=prepared,
+            copies=copies,
+            inserted=inserted,
+            apart=apart,
         )
         if (zero := _silent(spec, along)) is not None:
             silent[name] = zero
@@ -130,7 +158,11 @@ def plan(there: ScaledModel, here: ScaledModel) -> Growth:
 def _scale(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig) -> float:
     """What an entry is taken times in the plain network."""
     wider, of_query = (before.width / after.width) ** 0.5, Role.QUERY in (spec.role, spec.of)
-    scale = (after.heads_dim / before.heads_dim) ** 0.5 if of_query and spec.role is not Role.NORM_GAIN else 1.0
+    scale = (
+        (after.heads_dim / before.heads_dim) ** 0.5
+        if of_query and spec.role is not Role.NORM_GAIN
+        else 1.0
+    )
     if before.norm_gain:
         return scale * wider if spec.role is Role.NORM_GAIN and spec.of is None else scale
     if spec.role in READS:
@@ -158,7 +190,9 @@ def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
     return sides[spec.blocks] & sides["kv_heads"] & ~sides["head_dim"]
 
 
-def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:
+def _notes(
+    before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes
+) -> tuple[bool, list[str]]:
     """Whether a wider stream is exact, and what is not."""
     notes, ratio = list(axes.notes), after.width / before.width
     if grow_axes.upcycled(before, after) and after.routing.capacity_factor is not None:
@@ -180,15 +214,23 @@ def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.
     return True, notes
 
 
-def _action(spec: ParamSpec, move: ParamTransfer, old: Shape, new: Shape, zero: np.ndarray | None) -> tuple[str, str]:
+def _action(
+    spec: ParamSpec, move: ParamTransfer, old: Shape, new: Shape, zero: np.ndarray | None
+) -> tuple[str, str]:
     """Action and reason."""
-    unit = "MLP" if move.inserted is not None else "expert" if "experts" in spec.axes else "key head"
+    unit = (
+        "MLP" if move.inserted is not None else "expert" if "experts" in spec.axes else "key head"
+    )
     words = [f"every {unit} {move.copies} times"] if move.copies > 1 else []
     words += [move.times] if move.times else []
     grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
     if not grown:
         return ("converted", ", ".join(words)) if words else ("kept", "")
-    if not np.all(move.transplanted()) and spec.role not in VECTORS:  # gains start at 1 and biases at 0
-        start = "initialized" if zero is None else "0" if zero.all() else "initialized, 0 in old heads"
+    if (
+        not np.all(move.transplanted()) and spec.role not in VECTORS
+    ):  # gains start at 1 and biases at 0
+        start = (
+            "initialized" if zero is None else "0" if zero.all() else "initialized, 0 in old heads"
+        )
         words.append(f"new: {start}")
     return "grown", ", ".join([*grown, *words])

@@ -26,14 +26,21 @@ class Harness(LM):
     """
 
     def __init__(
-        self, path: Path | str, step: Step | None = None, average: bool | None = None, tokenizer: str | None = None
+        self,
+        path: Path | str,
+        step: Step | None = None,
+        average: bool | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         self._texts = Texts(Path(path), step, average, tokenizer)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """(log-probability, whether greedy decoding would write it) of each request's (context, continuation)."""
-        return [(score.logprob, score.greedy) for score in self._texts.likelihoods([of.args for of in requests])]
+        return [
+            (score.logprob, score.greedy)
+            for score in self._texts.likelihoods([of.args for of in requests])
+        ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Log-probability of each request's whole text."""

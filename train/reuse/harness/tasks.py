@@ -77,7 +77,11 @@ def measured(
 
 def _numbers(of: dict[str, Any]) -> dict[str, float]:
     """Metrics without the name of the filter behind a comma, where it is none."""
-    values = {name.removesuffix(",none").replace(",", " "): value for name, value in of.items() if "," in name}
+    values = {
+        name.removesuffix(",none").replace(",", " "): value
+        for name, value in of.items()
+        if "," in name
+    }
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
@@ -91,6 +95,12 @@ def rows(numbers: dict[str, dict[str, Any]]) -> list[list[str]]:
             first, *rest = name.split(" ")
             error = of.get(" ".join([f"{first}_stderr", *rest]))
             lines.append(
-                [task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}", str(of["examples"] or "")]
+                [
+                    task,
+                    name,
+                    f"{value:.4f}",
+                    "" if error is None else f"{error:.4f}",
+                    str(of["examples"] or ""),
+                ]
             )
     return lines

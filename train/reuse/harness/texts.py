@@ -58,7 +58,11 @@ class Texts:
     """
 
     def __init__(
-        self, path: Path, step: Step | None = None, average: bool | None = None, tokenizer: str | None = None
+        self,
+        path: Path,
+        step: Step | None = None,
+        average: bool | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         self._run = trained.open_model(path, step, average, tokenizer=tokenizer)
         self._run.check_decoder("eval --tasks")
@@ -67,7 +71,9 @@ class Texts:
         """Tokens before the last that is predicted, at most."""
         self._begin = self._begin_tokens()
         program = runs.on_one_device(self._run.config)
-        self._generator = Generator(program, self._run.params(program.abstract), program.step_inputs(), sampling=None)
+        self._generator = Generator(
+            program, self._run.params(program.abstract), program.step_inputs(), sampling=None
+        )
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
         """Of each (context, continuation), the context cut at its start where both are too long.
@@ -89,7 +95,13 @@ class Texts:
         return [sum(next(scores).logprob for _ in windows) for windows in cut]
 
     def continued(
-        self, context: str, until: Sequence[str], *, most: int = MOST, sampling: Sampling | None = None, seed: int = 0
+        self,
+        context: str,
+        until: Sequence[str],
+        *,
+        most: int = MOST,
+        sampling: Sampling | None = None,
+        seed: int = 0,
     ) -> str:
         """What the model writes after a context, to the first of the texts `until`, without it.
 
@@ -123,7 +135,9 @@ class Texts:
         if len(self.tokenizer.start):
             return self.tokenizer.start
         name = self._run.config.data.tokenizer
-        named = tokenizer_files.special_tokens(path_of(name).parent) if name.endswith(".json") else {}
+        named = (
+            tokenizer_files.special_tokens(path_of(name).parent) if name.endswith(".json") else {}
+        )
         begin = self.tokenizer.find(named.get("bos_token", ""))
         return separator if begin is None else np.array([begin], np.int32)
 

@@ -46,7 +46,9 @@ class Import(PresetFlags):
         if model.run is not None and text.encoder is not None and not model.model.denoises:
             source = source._replace(text_ids=export.present_ids(export.token_ids(model, text)))
         with making(self.out, command) as out:
-            preset = files.write_imported(source, config, out, str(self.path), reads_bytes=text.name == "bytes")
+            preset = files.write_imported(
+                source, config, out, str(self.path), reads_bytes=text.name == "bytes"
+            )
             notes = export.write_text_files(model, text, out, source.text_ids)
         _print_summary(source, preset)
         if source.images:
@@ -101,7 +103,8 @@ class Export:
         for note in notes:
             terminal.say(note)
         terminal.say(
-            f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else "")
+            f"written to {self.out}"
+            + (f"; folded from {source.preset.get('described')}" if source.preset else "")
         )
         finish(self.out)
         return 0

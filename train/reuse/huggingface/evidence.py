@@ -99,7 +99,8 @@ def study(config: Config) -> tuned.Tuned | None:
         )
         numbers = (name for name in preset.optimizer if name not in _STARTS)
         if same == config.preset and all(
-            getattr(reference.optimizer, name) == getattr(config.optimizer, name) for name in numbers
+            getattr(reference.optimizer, name) == getattr(config.optimizer, name)
+            for name in numbers
         ):
             return preset
     return None
@@ -118,8 +119,12 @@ def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
     kind, colon, path = of["data"].partition(":")
     data = f"{kind}:{path.rstrip('/').rpartition('/')[2]}" if colon else kind
     seeds = "one seed" if of["seeds"] == 1 else f"{of['seeds']} paired seeds"
-    grown = [f"{g['axis']} {', '.join(map(str, g['sizes']))}: {tuned.verdict(g)}" for g in of["transfer"]]
-    far = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in preset.distance(sizes).items())
+    grown = [
+        f"{g['axis']} {', '.join(map(str, g['sizes']))}: {tuned.verdict(g)}" for g in of["transfer"]
+    ]
+    far = ", ".join(
+        f"{axis} {doublings:+.1f}" for axis, doublings in preset.distance(sizes).items()
+    )
     return [
         f"- evidence: {preset.evidence}",
         f"- best rate at the base: 2^{optimum['value']:.2f} {tuned.bounds(optimum)}, from {seeds}",

@@ -64,7 +64,9 @@ def exported(
     notes += write_text_files(model, text, out, ids)
     row = evidence.evaluation(model.workdir, source.preset["step"]) if source.run else None
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
-    content = files.card(source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None)
+    content = files.card(
+        source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None
+    )
     (out / files.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
     if licence is None:
         notes.append("the model card states no licence; --licence ID (apache-2.0, mit, ...) does")
@@ -82,9 +84,13 @@ def write_text_files(
     if model.run is None:
         copied = tokenizer_files.keep(model.workdir, out, tokenizer=text.file is None)
         notes += [f"kept beside the weights: {', '.join(copied)}"] if copied else []
-        lacks_tokenizer = text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in copied
+        lacks_tokenizer = (
+            text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in copied
+        )
         if model.model.task == "tokens" and lacks_tokenizer:
-            notes.append("no tokenizer.json beside the weights: commands that read text need --data.tokenizer FILE")
+            notes.append(
+                "no tokenizer.json beside the weights: commands that read text need --data.tokenizer FILE"
+            )
     if model.model.task != "tokens":
         return notes
     tokenizer_files.write_generation_config(out, ids)
@@ -95,9 +101,13 @@ def write_text_files(
     elif text.template is not None:
         (out / templates.FILE).write_text(text.template.with_tokens({}), encoding="utf-8")
     if text.name == "bytes":
-        notes.append("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
+        notes.append(
+            "tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())"
+        )
     elif text.name and text.file is None:
-        notes.append(f"the tokenizer {text.name} was not found on this machine; give its file as --tokenizer FILE")
+        notes.append(
+            f"the tokenizer {text.name} was not found on this machine; give its file as --tokenizer FILE"
+        )
     notes += [note for note in (text.lost_template, tokenizer_files.note_on_end(text)) if note]
     return notes
 
@@ -112,7 +122,12 @@ def token_ids(model: TrainedModel, text: TextFiles) -> dict[str, int | None]:
     ids = special_ids(encoder, 0, model.model.sizes()["vocab"])
     infilled = model.run is not None and model.config.data.noise == "infilling"
     start = ids.eos if infilled else ids.pad
-    return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad, "decoder_start_token_id": start}
+    return {
+        "bos_token_id": ids.bos,
+        "eos_token_id": ids.eos,
+        "pad_token_id": ids.pad,
+        "decoder_start_token_id": start,
+    }
 
 
 def present_ids(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
@@ -164,7 +179,9 @@ def _text_of_run(model: TrainedModel, replacement: Path | None) -> TextFiles:
         encoder = named_tokenizers.opened(config.data.tokenizer, config.data.separator)
     file = replacement or file
     if file is not None:
-        separator = _token(file, encoder.separator) if isinstance(encoder, Ids) else config.data.separator
+        separator = (
+            _token(file, encoder.separator) if isinstance(encoder, Ids) else config.data.separator
+        )
         encoder = _opened(file, separator)
     return TextFiles(name, file, encoder, template, config.data.name.startswith("chat:"), lost)
 
@@ -183,9 +200,15 @@ def _template_of_run(
     if digest is None:
         return template, None
     if template is None:
-        return None, f"the run's chat template is left out: {named} is not beside {tokenizer}; bring it back"
+        return (
+            None,
+            f"the run's chat template is left out: {named} is not beside {tokenizer}; bring it back",
+        )
     if hashlib.sha256(template.source.encode()).hexdigest() != digest:
-        return None, f"the run's chat template is left out: {template.name} has changed since; bring back what it was"
+        return (
+            None,
+            f"the run's chat template is left out: {template.name} has changed since; bring back what it was",
+        )
     return template, None
 
 
@@ -203,7 +226,9 @@ def _token(file: Path, number: int) -> str | None:
 
     try:
         return Library.from_buffer(file.read_bytes()).id_to_token(number)
-    except Exception:  # the library raises bare Exception; whoever opens the file says what is wrong
+    except (
+        Exception
+    ):  # the library raises bare Exception; whoever opens the file says what is wrong
         return None
 
 
@@ -211,7 +236,9 @@ def images_line(images: ImageInput) -> str:
     """Return what an export says of class names and preprocessing."""
     names, pixels = images.class_names, images.pixels
     count = 0 if names is None else len(names)
-    listed = ", ".join(map(images.name, range(min(count, 6)))) + (f" and {count - 6} more" if count > 6 else "")
+    listed = ", ".join(map(images.name, range(min(count, 6)))) + (
+        f" and {count - 6} more" if count > 6 else ""
+    )
     means, stds = (" ".join(f"{x:.4g}" for x in values) for values in (pixels.mean, pixels.std))
     scaled = f"{pixels.fit}, {pixels.interpolation}, mean {means}, std {stds}"
     return f"classes: {listed or 'without names'}; images: {scaled}"

@@ -60,8 +60,12 @@ def card(
     from huggingface_hub import ModelCardData
 
     model, sizes = source.model, source.model.sizes()
-    task, loader = ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
-    header = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["mupax"], license=licence)
+    task, loader = (
+        ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
+    )
+    header = ModelCardData(
+        library_name="transformers", pipeline_tag=task, tags=["mupax"], license=licence
+    )
     shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
     lines = [
         f"---\n{header}\n---",
@@ -98,7 +102,11 @@ def _training(source: WeightsSource) -> list[str]:
         f"- data: {_inline(data)}, digest {_inline(str(facts.get('digest')))}",
         f"- {source.preset.get('step', config.steps)} of {config.steps} steps of {config.data.batch_size} examples, seed {config.seed}",
         f"- {opt.name}, peak rate {opt.peak_lr:g}, schedule {opt.schedule}, weight decay {opt.weight_decay:g}",
-        *([f"- started from {_inline(_last(start.partition('/checkpoints/')[0]))}"] if start else []),
+        *(
+            [f"- started from {_inline(_last(start.partition('/checkpoints/')[0]))}"]
+            if start
+            else []
+        ),
     ]
     return ["## Training", "\n".join(rows)]
 
@@ -106,7 +114,11 @@ def _training(source: WeightsSource) -> list[str]:
 def _tuned(source: WeightsSource) -> list[str]:
     if source.run is None or (study := evidence.study(source.run[0])) is None:
         return []
-    origin = "as others have published them" if study.is_published else "measured by a study of small models"
+    origin = (
+        "as others have published them"
+        if study.is_published
+        else "measured by a study of small models"
+    )
     text = f"The numbers of {_inline(study.use)} (`mupax presets tuned {study.use}`), {origin}:"
     return ["## Tuned preset", text, "\n".join(evidence.of_study(study, source.model.base_sizes()))]
 
@@ -122,7 +134,11 @@ def _images(source: WeightsSource) -> list[str]:
         return []
     names, pixels = source.images.class_names, source.images.pixels
     listed = [f"{label}. {_inline(name)}" for label, name in enumerate((names or ())[:_LISTED])]
-    more = [f"and {len(names) - _LISTED} more, in config.json"] if names and len(names) > _LISTED else []
+    more = (
+        [f"and {len(names) - _LISTED} more, in config.json"]
+        if names and len(names) > _LISTED
+        else []
+    )
     read = f"Images: {pixels.fit}, {pixels.interpolation}, mean {pixels.mean}, deviation {pixels.std} (preprocessor_config.json)."
     return ["## Classes", "\n".join([*listed, *more]) or "They have no names.", read]
 
@@ -130,7 +146,9 @@ def _images(source: WeightsSource) -> list[str]:
 def _use(source: WeightsSource, loader: str, tokenizer: bool, chats: bool) -> list[str]:
     code = ["import transformers", ""]
     if source.images:
-        code.append('processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")')
+        code.append(
+            'processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")'
+        )
     if tokenizer:
         code.append("tokenizer = transformers.AutoTokenizer.from_pretrained(folder)")
     code.append(f"model = transformers.{loader}.from_pretrained(folder)")
@@ -157,7 +175,12 @@ def _inline(text: str) -> str:
 
 
 def write_imported(
-    source: WeightsSource, fields: PresetConfig, out: Path, origin: str, *, reads_bytes: bool = False
+    source: WeightsSource,
+    fields: PresetConfig,
+    out: Path,
+    origin: str,
+    *,
+    reads_bytes: bool = False,
 ) -> dict[str, Any]:
     """Write weights in a preset's form: our names in safetensors, and `model.json`.
 
@@ -228,7 +251,10 @@ def write_huggingface(
         fields["mupax"] = {**source.preset, **({"tokenizer": "bytes"} if reads_bytes else {})}
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(
-        out, weights.to_huggingface(model, {**source.params, **added}), dtype=dtype, metadata={"format": "pt"}
+        out,
+        weights.to_huggingface(model, {**source.params, **added}),
+        dtype=dtype,
+        metadata={"format": "pt"},
     )
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     if processor:

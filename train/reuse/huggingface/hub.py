@@ -55,8 +55,12 @@ def local(place: Path, revision: str | None) -> Path:
             f"--revision is of a model of the Hugging Face hub, and {name} {what}; leave it out"
         )
     if not named or here or (revision is None and place.parent.exists()):
-        if named and place.is_dir() and not (place / CHECKPOINTS).exists():  # a run can be nothing else
-            terminal.note(f"note: {name} is a folder here, and is read in place of a model of that name on the hub")
+        if (
+            named and place.is_dir() and not (place / CHECKPOINTS).exists()
+        ):  # a run can be nothing else
+            terminal.note(
+                f"note: {name} is a folder here, and is read in place of a model of that name on the hub"
+            )
         return place
     return _snapshot(name, revision)
 
@@ -92,7 +96,9 @@ def _downloaded(name: str, revision: str | None, files: Any) -> Path:
     with _answered(name, revision):
         endpoint = os.environ.get("HF_ENDPOINT") or None
         return Path(
-            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=[*files], endpoint=endpoint)
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=[*files], endpoint=endpoint
+            )
         )
 
 
@@ -120,7 +126,11 @@ def _answered(name: str, revision: str | None) -> Iterator[None]:
             f"{_token(huggingface_hub.get_token())}"
         ) from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+        cause = (
+            error.__cause__
+            if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__
+            else error
+        )
         reason = " ".join(str(cause).split())[:200] or type(cause).__name__
         raise MupaxFailure(
             f"{name} is no folder here, has no whole copy in the cache, and the hub gives none ({reason}). Where there is a network run "

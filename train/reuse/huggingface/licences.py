@@ -41,7 +41,11 @@ def identifier(text: str) -> str:
     if name in IDENTIFIERS:
         return name
     near = difflib.get_close_matches(name, IDENTIFIERS, n=_SHOWN, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "write such as apache-2.0, mit or cc-by-4.0."
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else "write such as apache-2.0, mit or cc-by-4.0."
+    )
     raise LicenceError(
         f"--licence {text}: no licence has this identifier at Hugging Face; {hint} Or leave it out: the card then says that none is stated"
     )

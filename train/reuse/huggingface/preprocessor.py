@@ -28,7 +28,9 @@ _BY_EDGE = ("CLIP", "Bit")
 _PROCESSORS = ("ViT", "DeiT", "Siglip", *_BY_EDGE)
 
 
-def from_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any] | None, model: ImageModel) -> ImageInput:
+def from_huggingface(
+    config: Mapping[str, Any], processor: Mapping[str, Any] | None, model: ImageModel
+) -> ImageInput:
     """Names and preprocessing of a published model.
 
     Args:
@@ -41,12 +43,17 @@ def from_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any] | N
     """
     if processor is None:
         how: Interpolation = "bilinear" if config.get("model_type") == "vit" else "bicubic"
-        return ImageInput(_names(config, model), PixelsConfig(fit="squash", interpolation=how, background=_BACKGROUND))
+        return ImageInput(
+            _names(config, model),
+            PixelsConfig(fit="squash", interpolation=how, background=_BACKGROUND),
+        )
     try:
         pixels = _pixels(processor, model)
         pixels.check(model.image_size, model.channels)
     except ConfigError as error:
-        raise ConfigError(f"{FILE}: {error}; remove the file to read the weights without it") from error
+        raise ConfigError(
+            f"{FILE}: {error}; remove the file to read the weights without it"
+        ) from error
     return ImageInput(_names(config, model), pixels)
 
 
@@ -57,7 +64,9 @@ def _names(config: Mapping[str, Any], model: ImageModel) -> tuple[str, ...] | No
         return None
     names = [labels.get(str(i)) for i in range(model.num_classes)]
     if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"config.json: id2label does not name the classes 0 to {model.num_classes - 1}")
+        raise ConfigError(
+            f"config.json: id2label does not name the classes 0 to {model.num_classes - 1}"
+        )
     return None if names == [f"LABEL_{i}" for i in range(len(names))] else tuple(map(str, names))
 
 
@@ -67,7 +76,9 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
             raise ConfigError(f"{field} is {read[field]!r:.40}, which is not done here")
     kind = str(read.get("image_processor_type", read.get("feature_extractor_type", "ViT")))
     if not kind.startswith(_PROCESSORS):
-        raise ConfigError(f"image_processor_type is {kind!r:.60}; only those of {', '.join(_PROCESSORS)} are read")
+        raise ConfigError(
+            f"image_processor_type is {kind!r:.60}; only those of {', '.join(_PROCESSORS)} are read"
+        )
     fit, resize, cut = "squash", _size(read.get("size", model.image_size), "size"), model.image_size
     if type(read.get("size")) is int and kind.startswith(_BY_EDGE):
         resize = {"shortest_edge": read["size"]}
@@ -75,17 +86,23 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
         cut = _size(read.get("crop_size", model.image_size), "crop_size")
     if isinstance(resize, dict):
         fit, resize = "edge", resize["shortest_edge"]
-    if cut != model.image_size or (not read.get("do_center_crop") and (fit == "edge" or resize != model.image_size)):
+    if cut != model.image_size or (
+        not read.get("do_center_crop") and (fit == "edge" or resize != model.image_size)
+    ):
         raise ConfigError(
             f"images come out of another size than the {model.image_size} x {model.image_size} that config.json says"
         )
     if read.get("do_resize") is False:
         raise ConfigError("do_resize is false, and images of any size are to be read")
-    resample = read.get("resample", _RESAMPLE.index("bilinear" if kind.startswith("ViT") else "bicubic"))
+    resample = read.get(
+        "resample", _RESAMPLE.index("bilinear" if kind.startswith("ViT") else "bicubic")
+    )
     if type(resample) is not int or not 0 <= resample < len(_RESAMPLE):
         raise ConfigError(f"resample is {resample!r:.40}, no number of PIL's filters")
     factor = read.get("rescale_factor", 1 / 255) if read.get("do_rescale", True) else 1.0
-    mean, std = (_channels(read.get(f"image_{name}", 0.5), f"image_{name}") for name in ("mean", "std"))
+    mean, std = (
+        _channels(read.get(f"image_{name}", 0.5), f"image_{name}") for name in ("mean", "std")
+    )
     if read.get("do_normalize") is False:
         mean, std = (0.0,), (1.0,)
     if type(factor) not in (int, float) or not 1 / _FAR < factor < _FAR:
@@ -107,13 +124,17 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
 def _size(value: Any, field: str) -> Any:
     """Pixels on a side, or a dictionary with the shortest edge."""
     whole = {"height", "width"}
-    if isinstance(value, Mapping) and {k for k, v in value.items() if v is not None} == {"shortest_edge"}:
+    if isinstance(value, Mapping) and {k for k, v in value.items() if v is not None} == {
+        "shortest_edge"
+    }:
         if type(value["shortest_edge"]) is int:
             return {"shortest_edge": value["shortest_edge"]}
     elif isinstance(value, Mapping) and {k for k, v in value.items() if v is not None} == whole:
         value = value["height"] if value["height"] == value["width"] else value
     if type(value) is not int:
-        raise ConfigError(f"{field} is {value!r:.60}, which is neither a square nor a shortest edge")
+        raise ConfigError(
+            f"{field} is {value!r:.60}, which is neither a square nor a shortest edge"
+        )
     return value
 
 
@@ -134,8 +155,13 @@ def labels(names: tuple[str, ...] | None) -> dict[str, Any]:
         return {}
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"two classes are called {twice!r}, and label2id of config.json has one number for a name")
-    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+        raise ConfigError(
+            f"two classes are called {twice!r}, and label2id of config.json has one number for a name"
+        )
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {n: i for i, n in enumerate(names)},
+    }
 
 
 def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> dict[str, Any]:
@@ -155,8 +181,12 @@ def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> d
     return {
         "image_processor_type": kind,
         "do_resize": True,
-        "size": {"height": resize, "width": resize} if pixels.fit == "squash" else {"shortest_edge": resize},
-        "resample": _RESAMPLE.index("box" if pixels.interpolation == "area" else pixels.interpolation),
+        "size": {"height": resize, "width": resize}
+        if pixels.fit == "squash"
+        else {"shortest_edge": resize},
+        "resample": _RESAMPLE.index(
+            "box" if pixels.interpolation == "area" else pixels.interpolation
+        ),
         **cut,
         "do_rescale": True,
         "rescale_factor": 1 / 255,

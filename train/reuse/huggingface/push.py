@@ -94,7 +94,11 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         if args.step or args.tokenizer or args.separator or args.licence or args.dtype != "float32":
             flags = "--step, --dtype, --tokenizer, --separator and --licence"
             raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
-        entries = [entry for entry in folder.iterdir() if entry.name.endswith(SENT) and not entry.name.startswith(".")]
+        entries = [
+            entry
+            for entry in folder.iterdir()
+            if entry.name.endswith(SENT) and not entry.name.startswith(".")
+        ]
         names = sorted(entry.name for entry in entries if entry.is_file())
         _check_links(folder, names)
         if not any(name.endswith(".safetensors") for name in names):
@@ -103,7 +107,10 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         yield folder, names
         return
     with scratch() as target:
-        licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
+        licence, name = (
+            args.licence and licences.identifier(args.licence),
+            args.to.partition("/")[2],
+        )
         _, notes = exported(
             args.path,
             target,
@@ -138,7 +145,9 @@ def _check_name(to: str) -> None:
     except HFValidationError as error:
         raise PushError(f"--to {to}: {error}") from error
     if not (slash and user and name):
-        raise PushError(f"--to {to} is no USER/NAME; write your name at Hugging Face before it, as in --to you/{to}")
+        raise PushError(
+            f"--to {to} is no USER/NAME; write your name at Hugging Face before it, as in --to you/{to}"
+        )
 
 
 def _client() -> HfApi:
@@ -159,18 +168,26 @@ def _open(api: HfApi, to: str, public: bool) -> None:
         api.create_repo(to, private=not public, exist_ok=True)
         private = api.repo_info(to).private
     if not public and private is False:
-        raise PushError(f"{to} is there and public; add --public to write into it, or give another name as --to")
+        raise PushError(
+            f"{to} is there and public; add --public to write into it, or give another name as --to"
+        )
     if public and private:
-        terminal.note(f"note: {to} was there and private, and stays so; its settings at Hugging Face make it public")
+        terminal.note(
+            f"note: {to} was there and private, and stays so; its settings at Hugging Face make it public"
+        )
 
 
 def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:
     """Where the files are."""
     from huggingface_hub import CommitOperationAdd
 
-    added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(folder / name)) for name in names]
+    added = [
+        CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(folder / name)) for name in names
+    ]
     with _answered(args.to):
-        api.create_commit(args.to, added, commit_message=f"{args.to.partition('/')[2]}, written by mupax")
+        api.create_commit(
+            args.to, added, commit_message=f"{args.to.partition('/')[2]}, written by mupax"
+        )
     return f"{api.endpoint}/{args.to}"
 
 
@@ -183,11 +200,16 @@ def _answered(to: str) -> Iterator[None]:
     try:
         yield
     except errors.HfHubHTTPError as error:
-        code, message = error.response.status_code, error.server_message or str(error).strip().partition("\n")[0]
+        code, message = (
+            error.response.status_code,
+            error.server_message or str(error).strip().partition("\n")[0],
+        )
         if code in (401, 403, 404):
             raise PushError(
                 f"{to}: Hugging Face refused it ({code}: {message}); the token must be one that may write there"
             ) from error
         raise MupaxFailure(f"{to}: Hugging Face answered {code}: {message}") from error
     except unanswered as error:
-        raise MupaxFailure(f"{to}: Hugging Face does not answer ({error}); nothing more was sent") from error
+        raise MupaxFailure(
+            f"{to}: Hugging Face does not answer ({error}); nothing more was sent"
+        ) from error

@@ -88,7 +88,11 @@ def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[in
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         numbers = value if isinstance(value, list) else [value]
-        if value is not None and numbers and all(type(number) is int and 0 <= number < vocab for number in numbers):
+        if (
+            value is not None
+            and numbers
+            and all(type(number) is int and 0 <= number < vocab for number in numbers)
+        ):
             ids[name] = value
     return ids
 
@@ -109,8 +113,14 @@ def of(ids: Mapping[str, Any], where: Path, vocab: int) -> TextIds:
         missing = "decoder_start_token_id" if start is None else "eos_token_id"
         raise TextIdsError(f"{where}: nothing says {missing}; add it to config.json or {FILE}")
     if wrong := {name: token for name, token in ids.items() if token >= vocab}:
-        raise TextIdsError(f"{where}: the model has {vocab} tokens, and no {wrong}; write ids of its own")
+        raise TextIdsError(
+            f"{where}: the model has {vocab} tokens, and no {wrong}; write ids of its own"
+        )
     end = ids["eos_token_id"]
     return TextIds(
-        start, end, ids.get("pad_token_id", end), ids.get("forced_bos_token_id"), ids.get("forced_eos_token_id")
+        start,
+        end,
+        ids.get("pad_token_id", end),
+        ids.get("forced_bos_token_id"),
+        ids.get("forced_eos_token_id"),
     )

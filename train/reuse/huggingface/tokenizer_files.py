@@ -93,7 +93,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
-    return {**tokens, **templates.special_tokens(str(folder / TOKENIZER))}  # tokenizer_config.json decides
+    return {
+        **tokens,
+        **templates.special_tokens(str(folder / TOKENIZER)),
+    }  # tokenizer_config.json decides
 
 
 def separator_beside(folder: Path, ids: Ids) -> str | None:
@@ -154,7 +157,9 @@ def decoder_ids(text: TextFiles) -> dict[str, int | None]:
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
 
 
-def write_tokenizer(text: TextFiles, out: Path, ids: Ids, context: int, *, decoder: bool = True) -> list[str]:
+def write_tokenizer(
+    text: TextFiles, out: Path, ids: Ids, context: int, *, decoder: bool = True
+) -> list[str]:
     """Write tokenizer.json, tokenizer_config.json and the chat template of a run.
 
     Args:
@@ -173,7 +178,9 @@ def write_tokenizer(text: TextFiles, out: Path, ids: Ids, context: int, *, decod
     assert text.encoder is not None
     content = text.file.read_bytes()
     library = Library.from_buffer(content)
-    special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
+    special = {
+        number for number, token in library.get_added_tokens_decoder().items() if token.special
+    }
     tokens = templates.special_tokens(str(text.file))
     for name in ("bos", "eos", "pad"):
         number = ids.get(f"{name}_token_id")
@@ -200,7 +207,9 @@ def write_tokenizer(text: TextFiles, out: Path, ids: Ids, context: int, *, decod
             "nothing, as add_special_tokens=False does"
         )
     (out / TOKENIZER).write_bytes(content)
-    (out / templates.CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / templates.CONFIG).write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     if text.template is not None:
         (out / templates.FILE).write_text(text.template.with_tokens(tokens), encoding="utf-8")
     return notes

@@ -40,7 +40,9 @@ class Classifier:
         described: which weights they are, in words.
     """
 
-    def __init__(self, program: Program, params: Arrays, images: ImageInput, described: str) -> None:
+    def __init__(
+        self, program: Program, params: Arrays, images: ImageInput, described: str
+    ) -> None:
         assert isinstance(program.config.model, ImageModel)
         self.model, self.images, self.described = program.config.model, images, described
         self._params, self._inputs = params, program.step_inputs()
@@ -62,7 +64,9 @@ class Classifier:
                             yield Prediction(path, probabilities)
                         else:
                             yield Prediction(
-                                path, None, f"the model has no answer for {path}: its logits are not finite"
+                                path,
+                                None,
+                                f"the model has no answer for {path}: its logits are not finite",
                             )
                     else:
                         yield Prediction(path, None, str(image))
@@ -70,17 +74,26 @@ class Classifier:
     def _read(self, path: Path) -> np.ndarray | DataError:
         """A file as the model reads it, float32 [H, W, C], or what is wrong with it."""
         try:
-            image = folders.decoded(path, self.model.channels, str(path), self.images.pixels.background)
+            image = folders.decoded(
+                path, self.model.channels, str(path), self.images.pixels.background
+            )
         except DataError as error:
             return error
-        raw = crops.fitted(self.images.pixels, self.model.image_size)([image], np.zeros((1, images.NUMBERS)))
+        raw = crops.fitted(self.images.pixels, self.model.image_size)(
+            [image], np.zeros((1, images.NUMBERS))
+        )
         return images.normalized(raw, self.images.pixels)[0]
 
     def _probabilities(self, inputs: np.ndarray) -> np.ndarray:
         """float64 [b, classes] of at most a batch of images [b, H, W, C]; the rest of the batch is zeros."""
         count = len(inputs)
-        batch = np.concatenate([inputs, np.zeros((self._batch - count, *inputs.shape[1:]), np.float32)])
-        unread = {"targets": np.zeros(self._batch, np.int32), "weights": np.zeros(self._batch, np.float32)}
+        batch = np.concatenate(
+            [inputs, np.zeros((self._batch - count, *inputs.shape[1:]), np.float32)]
+        )
+        unread = {
+            "targets": np.zeros(self._batch, np.int32),
+            "weights": np.zeros(self._batch, np.float32),
+        }
         logits = self._logits(self._params, self._inputs, {"inputs": batch, **unread})
         return softmax(np.asarray(jax.device_get(logits))[:count])
 

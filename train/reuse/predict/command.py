@@ -32,7 +32,9 @@ class Predict(ModelFlags):
     is 2 then.
     """
 
-    images: Annotated[conf.Positional[tuple[command_line.Place, ...]], conf.arg(metavar="IMAGES ...")]
+    images: Annotated[
+        conf.Positional[tuple[command_line.Place, ...]], conf.arg(metavar="IMAGES ...")
+    ]
     """Image files, folders of them, or text files (.txt, .lst) with a path a line."""
     top: Annotated[int, conf.arg(metavar="K")] = 5
     """How many classes, the likeliest first."""
@@ -64,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
             terminal.note(f"left out: {error}")
             continue
         best = ranked(probabilities, args.top)
-        print(as_json(path, best, model.images) if args.json else as_line(path, best, model.images), flush=True)
+        print(
+            as_json(path, best, model.images) if args.json else as_line(path, best, model.images),
+            flush=True,
+        )
     lost = f"; {unread} could not be read" if unread else ""
     terminal.note(f"{len(paths) - unread} of {len(paths)} images by {model.described}{lost}")
     return 2 if unread else 0
@@ -88,7 +93,11 @@ def files(places: Sequence[Path]) -> list[Path]:
                 raise command_line.UsageError(
                     f"{place} has no image in it; give image files, or a folder that has some"
                 )
-            no_images = {name: not_an_image(path.name) for name, path in listing.files if not is_image(path.name)}
+            no_images = {
+                name: not_an_image(path.name)
+                for name, path in listing.files
+                if not is_image(path.name)
+            }
             for line in summary(listing.skipped | no_images):
                 terminal.note(f"{place}: {line}")
             paths += inside
@@ -101,7 +110,9 @@ def files(places: Sequence[Path]) -> list[Path]:
         else:
             paths.append(place)
     if not paths:
-        raise command_line.UsageError("no images are named; write image files, folders, or texts with a path a line")
+        raise command_line.UsageError(
+            "no images are named; write image files, folders, or texts with a path a line"
+        )
     return paths
 
 
@@ -113,7 +124,9 @@ def _listed(text: Path) -> list[Path]:
         raise command_line.UsageError(f"{text} is no text: {error}") from error
     if not any(Path(line).is_file() for line in lines):
         first = f"its first line is {lines[0]!r:.60}" if lines else "it is empty"
-        raise command_line.UsageError(f"{text} lists no image file ({first}); write a path a line, as seen from here")
+        raise command_line.UsageError(
+            f"{text} lists no image file ({first}); write a path a line, as seen from here"
+        )
     return [Path(line) for line in lines]
 
 
@@ -149,8 +162,11 @@ def as_json(path: Path, best: list[tuple[int, float]], images: ImageInput) -> st
         best: of `ranked`.
         images: has the names.
     """
-    names = images.class_names or [str(label) for label in range(1 + max(label for label, _ in best))]
+    names = images.class_names or [
+        str(label) for label in range(1 + max(label for label, _ in best))
+    ]
     classes: list[dict[str, Any]] = [
-        {"class": names[label], "label": label, "probability": probability} for label, probability in best
+        {"class": names[label], "label": label, "probability": probability}
+        for label, probability in best
     ]
     return json.dumps({"image": str(path), "classes": classes})

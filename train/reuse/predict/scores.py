@@ -29,7 +29,9 @@ class Outcomes:
     def __call__(self, batch: Batch) -> None:
         """Take in a batch, without what fills it up."""
         real = np.asarray(batch["weights"]) > 0
-        self._parts.append((np.asarray(self._logits_fn(batch))[real], np.asarray(batch["targets"])[real]))
+        self._parts.append(
+            (np.asarray(self._logits_fn(batch))[real], np.asarray(batch["targets"])[real])
+        )
 
     def scores(self, names: Sequence[str] | None) -> dict[str, Any]:
         """`scores` of all; classes without names are called by their numbers."""
@@ -87,7 +89,9 @@ def _calibration_error(logits: np.ndarray, hits: np.ndarray) -> float | None:
     return float(np.abs(gaps).sum() / len(logits))
 
 
-def _classes(guesses: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+def _classes(
+    guesses: np.ndarray, targets: np.ndarray, names: Sequence[str]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for label, name in enumerate(names):
         there, called = targets == label, guesses == label
@@ -148,6 +152,12 @@ def table(classes: Sequence[dict[str, Any]], most: int = MOST) -> list[Sequence[
     for row in rows:
         prediction = printable(row["taken_for"] or "")
         lines.append(
-            (printable(row["class"]), prediction, f"{row['examples']:,}", share(row["recall"]), share(row["precision"]))
+            (
+                printable(row["class"]),
+                prediction,
+                f"{row['examples']:,}",
+                share(row["recall"]),
+                share(row["precision"]),
+            )
         )
     return lines

@@ -78,12 +78,18 @@ def _check(args: Serve) -> None:
     """Refuse flags out of their range, and an installation without the extra."""
     if not 0 <= args.port < 1 << 16:
         raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
-    least = {"--slots": args.slots, "--max-tokens": args.max_tokens, "--max-waiting": args.max_waiting}
+    least = {
+        "--slots": args.slots,
+        "--max-tokens": args.max_tokens,
+        "--max-waiting": args.max_waiting,
+    }
     for flag, value in least.items():
         if value < 1:
             raise command_line.UsageError(f"{flag} is {value}; write at least 1")
     if not 0 < args.max_seconds < math.inf:
-        raise command_line.UsageError(f"--max-seconds is {args.max_seconds}; write a positive number")
+        raise command_line.UsageError(
+            f"--max-seconds is {args.max_seconds}; write a positive number"
+        )
     extras.require("serve", "mupax serve", command_line.UsageError)
 
 
@@ -96,12 +102,16 @@ def opened_service(args: Serve) -> Service:
     from mupax.train.reuse.serve.service import Limits, Service
 
     source = hub.local(args.workdir, args.revision)
-    run = trained.open_model(source, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
+    run = trained.open_model(
+        source, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator
+    )
     run.check_decoder("serve")
     tokenizer = run.tokenizer()
     template = run.template(args.chat_template)
     program = runs.on_one_device(run.config)
-    generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
+    generator = Generator(
+        program, run.params(program.abstract), program.step_inputs(), sampling=None
+    )
     limits = Limits(
         slots=args.slots,
         max_tokens=args.max_tokens,

@@ -51,7 +51,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
 }
 """Fields of the API that are not read here: their values that change nothing."""
-IGNORED = ("metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "tool_choice", "user")
+IGNORED = (
+    "metadata",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "tool_choice",
+    "user",
+)
 
 
 class ApiError(Exception):
@@ -82,7 +90,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """OpenAI's JSON form."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +143,11 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
     n, stream = read.whole("n", 1, 1, MOST_TEXTS), read.switch("stream")
     prompts, messages = ([], _messages(fields)) if is_chat else (_prompts(fields), [])
     if n * len(prompts) > MOST_TEXTS:
-        raise ApiError(400, f"n {n} times {len(prompts)} prompts is more than {MOST_TEXTS} texts; ask in parts", "n")
+        raise ApiError(
+            400,
+            f"n {n} times {len(prompts)} prompts is more than {MOST_TEXTS} texts; ask in parts",
+            "n",
+        )
     if is_chat:
         top = read.whole("top_logprobs", 0, 0, MOST_LIKELY)
         length_field, logprobs = "max_completion_tokens", top if read.switch("logprobs") else None
@@ -151,7 +165,9 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
         messages=messages,
         model=read.text("model"),
         max_tokens=read.whole(length_field, None if is_chat else 16, 0 if echo else 1, LONGEST),
-        sampling=Sampling(read.number("temperature", 1.0, 0, 100), None, read.number("top_p", 1.0, 0, 1) or 1e-9),
+        sampling=Sampling(
+            read.number("temperature", 1.0, 0, 100), None, read.number("top_p", 1.0, 0, 1) or 1e-9
+        ),
         n=n,
         stops=_stops(fields),
         seed=read.whole("seed", int.from_bytes(os.urandom(4)) >> 1, 0, LARGEST_SEED),
@@ -186,7 +202,9 @@ def _check_values(fields: dict[str, Any]) -> None:
             inner += [item for item in value if isinstance(item, dict | list)]
         for text in texts:
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise ApiError(400, "a string has half of a surrogate pair, which is no text; remove it")
+                raise ApiError(
+                    400, "a string has half of a surrogate pair, which is no text; remove it"
+                )
         if not inner:
             return
         level = inner
@@ -210,14 +228,18 @@ class _Reader:
     def whole(self, name: str, default: Any, least: int, most: int) -> Any:
         value = self._fields.get(name, default)
         if name in self._fields and (type(value) is not int or not least <= value <= most):
-            raise ApiError(400, f"{name} is {_shown(value)}; write a whole number from {least} to {most}", name)
+            raise ApiError(
+                400, f"{name} is {_shown(value)}; write a whole number from {least} to {most}", name
+            )
         return value
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         value = self._fields.get(name, default)
         # The comparison is false for nan and inf. It holds for integers that no float can represent.
         if type(value) not in (int, float) or not least <= value <= most:
-            raise ApiError(400, f"{name} is {_shown(value)}; write a number from {least} to {most}", name)
+            raise ApiError(
+                400, f"{name} is {_shown(value)}; write a number from {least} to {most}", name
+            )
         return float(value)
 
     def switch(self, name: str) -> bool:
@@ -240,9 +262,13 @@ def _refuse_others(fields: Mapping[str, Any], is_chat: bool) -> None:
         if name in NEUTRAL:
             if value in NEUTRAL[name]:
                 continue
-            raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+            raise ApiError(
+                400, f"{name} is not supported here; leave it out", name, "unsupported_parameter"
+            )
         raise ApiError(
-            400, f"unrecognized field: {name[:60]!r}; there are {', '.join(sorted(FIELDS[is_chat]))}", name[:60]
+            400,
+            f"unrecognized field: {name[:60]!r}; there are {', '.join(sorted(FIELDS[is_chat]))}",
+            name[:60],
         )
 
 
@@ -254,7 +280,9 @@ def _prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
     for prompt in prompts:
         ids = isinstance(prompt, list) and prompt and all(type(i) is int and i >= 0 for i in prompt)
         if not (ids or isinstance(prompt, str)):
-            raise ApiError(400, "prompt is a string, a list of token ids from 0, or a list of such", "prompt")
+            raise ApiError(
+                400, "prompt is a string, a list of token ids from 0, or a list of such", "prompt"
+            )
         if isinstance(prompt, str) and "\0" in prompt:
             raise ApiError(400, "prompt has a NUL character; remove it", "prompt")
     if not prompts:
@@ -272,8 +300,14 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ApiError(400, f"stop is a string or a list of at most {MOST_STOPS}, none of them empty", "stop")
+    if (
+        not isinstance(stops, list)
+        or len(stops) > MOST_STOPS
+        or not all(isinstance(s, str) and s for s in stops)
+    ):
+        raise ApiError(
+            400, f"stop is a string or a list of at most {MOST_STOPS}, none of them empty", "stop"
+        )
     return tuple(stops)
 
 
@@ -281,7 +315,9 @@ def _usage(fields: Mapping[str, Any]) -> Usage:
     options = fields.get("stream_options", {})
     flags = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     if not isinstance(options, dict) or options.keys() - {*flags}:
-        raise ApiError(400, 'stream_options is {"include_usage": true} or left out', "stream_options")
+        raise ApiError(
+            400, 'stream_options is {"include_usage": true} or left out', "stream_options"
+        )
     if options and not fields.get("stream"):
         raise ApiError(400, "stream_options needs stream true", "stream_options")
     if not options.get("include_usage"):

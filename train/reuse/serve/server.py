@@ -142,7 +142,11 @@ class LimitedProtocol(H11Protocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+        for event in (
+            h11.Response(status_code=error.status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
             self.transport.write(self.conn.send(event) or b"")
         # What still comes is thrown away for a moment: closed at once, its sender would see no answer.
         self._is_refused = True
@@ -257,7 +261,8 @@ def _check_headers(headers: dict[bytes, bytes]) -> None:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if kind != "application/json":  # which a page of another site cannot send unasked
         raise ApiError(
-            415, f"the body is {kind or 'of no type'}; send JSON with the header Content-Type: application/json"
+            415,
+            f"the body is {kind or 'of no type'}; send JSON with the header Content-Type: application/json",
         )
     size = headers.get(b"content-length")
     if size is None:
@@ -305,7 +310,9 @@ class App:
             Route(_COMPLETIONS, self._completions, methods=["POST"]),
             Route(_CHAT, self._completions, methods=["POST"]),
         ]
-        self._routes = Starlette(routes=routes, exception_handlers={ApiError: _refused, HTTPException: _not_routed})
+        self._routes = Starlette(
+            routes=routes, exception_handlers={ApiError: _refused, HTTPException: _not_routed}
+        )
         self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -336,7 +343,9 @@ class App:
             if not has_begun:
                 failed = ApiError(500, "the server failed; its log says how")
                 if memory.exhausted(error):
-                    failed = ApiError(503, "the server ran out of memory; ask for less, or later", retry_s=RETRY_S)
+                    failed = ApiError(
+                        503, "the server ran out of memory; ask for less, or later", retry_s=RETRY_S
+                    )
                 await _ClosingRefusal(failed)(scope, receive, send)
 
     def _check(self, scope: Any) -> None:
@@ -349,9 +358,14 @@ class App:
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > LARGEST_HEAD:
             raise ApiError(431, f"the head of the request has more than {LARGEST_HEAD} bytes")
-        if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or scope["http_version"] == "1.0"
+        ):
             # A proxy that goes by the other header would see another request in this body.
-            raise ApiError(400, "Transfer-Encoding is no header of a request with Content-Length or of HTTP/1.0")
+            raise ApiError(
+                400,
+                "Transfer-Encoding is no header of a request with Content-Length or of HTTP/1.0",
+            )
         if self._is_local:
             # A page of another site, whose name leads here, must not use the model.
             host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
@@ -360,14 +374,22 @@ class App:
                 raise ApiError(403, "this server is for its own machine; ask for localhost")
 
     async def _page(self, request: Request) -> Response:
-        page = importlib.resources.files(__name__.rpartition(".")[0]).joinpath("page.html").read_bytes()
+        page = (
+            importlib.resources.files(__name__.rpartition(".")[0])
+            .joinpath("page.html")
+            .read_bytes()
+        )
         headers = {**_SAFE, "Content-Security-Policy": _POLICY}
         return Response(page, media_type="text/html", headers=headers)
 
     async def _health(self, request: Request) -> Response:
         if self._service.is_well:
             return _json({"status": "ok"})
-        return _json({"status": "the worker is dead or makes no progress"}, 503, {"Retry-After": str(RETRY_S)})
+        return _json(
+            {"status": "the worker is dead or makes no progress"},
+            503,
+            {"Retry-After": str(RETRY_S)},
+        )
 
     async def _models(self, request: Request) -> Response:
         return _json(self._service.models())
@@ -425,7 +447,9 @@ class _Stream(StreamingResponse):
     """A stream of events whose work ends with it, also when its client leaves."""
 
     def __init__(self, events: AsyncIterator[str], answer: Answer) -> None:
-        super().__init__(events, headers={**_SAFE, "Cache-Control": "no-cache"}, media_type="text/event-stream")
+        super().__init__(
+            events, headers={**_SAFE, "Cache-Control": "no-cache"}, media_type="text/event-stream"
+        )
         self._answer = answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -443,10 +467,14 @@ async def _left(request: Request) -> None:
 
 def _log(path: str, used: dict[str, int], began: float) -> None:
     seconds = time.monotonic() - began
-    terminal.note(f"{path}: {used['prompt_tokens']} tokens read, {used['completion_tokens']} made in {seconds:.2f} s")
+    terminal.note(
+        f"{path}: {used['prompt_tokens']} tokens read, {used['completion_tokens']} made in {seconds:.2f} s"
+    )
 
 
-def _json(answer: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(
+    answer: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
     return Response(body, status, {**_SAFE, **(headers or {})}, "application/json")
 
@@ -482,7 +510,9 @@ class _ClosingRefusal(Response):
         self.raw_headers = answer.raw_headers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         if scope["method"] == "POST":
             await discard(receive)
@@ -514,7 +544,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         self._listener.close()
 

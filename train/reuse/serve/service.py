@@ -24,9 +24,24 @@ from mupax.train.data.text.detokenizer import Detokenizer, token_bytes
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.generate.slots import Text
-from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText, answer_end, check_known, prompt_of
+from mupax.train.reuse.generate.writing import (
+    AnswerEnd,
+    StreamingText,
+    answer_end,
+    check_known,
+    prompt_of,
+)
 from mupax.train.reuse.serve.fields import LARGEST_SEED, LONGEST, MOST_LIKELY, ApiError, Request
-from mupax.train.reuse.serve.worker import BusyError, Event, Job, Progress, Scored, ScoreJob, Worker, WorkerError
+from mupax.train.reuse.serve.worker import (
+    BusyError,
+    Event,
+    Job,
+    Progress,
+    Scored,
+    ScoreJob,
+    Worker,
+    WorkerError,
+)
 
 RETRY_S = 5
 """What a client is told to wait where there is no room for its request."""
@@ -56,7 +71,9 @@ class Probabilities:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def of_text(self, request: Request, ids: list[int], prompt: int, scores: Scores) -> dict[str, Any]:
+    def of_text(
+        self, request: Request, ids: list[int], prompt: int, scores: Scores
+    ) -> dict[str, Any]:
         """Return the probabilities of one text.
 
         Args:
@@ -86,7 +103,9 @@ class Probabilities:
             "text_offset": _offsets(chosen),
         }
 
-    def _likeliest(self, request: Request, scores: Scores, place: int, before: int | None) -> list[_Entry] | None:
+    def _likeliest(
+        self, request: Request, scores: Scores, place: int, before: int | None
+    ) -> list[_Entry] | None:
         """Return the likeliest tokens at a place, the likeliest first. The first has none."""
         if place == 0:
             return None
@@ -177,7 +196,12 @@ class Answer:
     """
 
     def __init__(
-        self, request: Request, prompts: list[Prompt], worker: Worker, client: str, max_seconds: float
+        self,
+        request: Request,
+        prompts: list[Prompt],
+        worker: Worker,
+        client: str,
+        max_seconds: float,
     ) -> None:
         self.request = request
         self.prompts = prompts
@@ -192,7 +216,11 @@ class Answer:
         for place, prompt in enumerate(prompts):
             for row, writing in enumerate(prompt.writings):
                 if not writing.finish:
-                    texts.append(Text(prompt.ids, writing.length, request.seed + place, row, request.sampling))
+                    texts.append(
+                        Text(
+                            prompt.ids, writing.length, request.seed + place, row, request.sampling
+                        )
+                    )
                     self._indices.append(place * request.n + row)
         self._jobs: list[Job | ScoreJob] = []
         self._texts = texts
@@ -249,7 +277,9 @@ class Answer:
         try:
             self._worker.submit(job)
         except BusyError:
-            raise ApiError(503, "too many requests wait; ask again later", retry_s=RETRY_S) from None
+            raise ApiError(
+                503, "too many requests wait; ask again later", retry_s=RETRY_S
+            ) from None
         except WorkerError as error:
             raise _api_error(error) from error
         self._jobs.append(job)
@@ -351,11 +381,15 @@ class Service:
             self._check_name(request.model)
         if request.max_tokens is not None and request.max_tokens > self.limits.max_tokens:
             raise ApiError(
-                400, f"this server writes at most {self.limits.max_tokens} tokens; ask for fewer", "max_tokens"
+                400,
+                f"this server writes at most {self.limits.max_tokens} tokens; ask for fewer",
+                "max_tokens",
             )
         if request.seed + len(request.prompts) - 1 > LARGEST_SEED:
             raise ApiError(
-                400, f"prompt number i has the seed + i, which is at most {LARGEST_SEED}; write less", "seed"
+                400,
+                f"prompt number i has the seed + i, which is at most {LARGEST_SEED}; write less",
+                "seed",
             )
         texts = [self._chat_text(request)] if request.chat else request.prompts
         ends = frozenset() if request.ignore_eos else self._ends
@@ -367,7 +401,10 @@ class Service:
         for prompt in texts:
             text, ids = self._tokens(prompt, request)
             length = self._length(request, ids)
-            writings = [StreamingText(self._tokenizer, ids.tolist(), length, stops, ends) for _ in range(request.n)]
+            writings = [
+                StreamingText(self._tokenizer, ids.tolist(), length, stops, ends)
+                for _ in range(request.n)
+            ]
             prompts.append(Prompt(text, ids, writings))
         return prompts
 
@@ -414,9 +451,17 @@ class Service:
                 logprobs = None
                 if scores is not None:
                     ids = [*prompt.ids.tolist(), *writing.ids]
-                    logprobs = self._probabilities.of_text(request, ids, prompt.ids.size, scores[index])
-                body = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
-                choices.append({"index": index, **body, "logprobs": logprobs, "finish_reason": writing.finish})
+                    logprobs = self._probabilities.of_text(
+                        request, ids, prompt.ids.size, scores[index]
+                    )
+                body = (
+                    {"message": {"role": "assistant", "content": text}}
+                    if request.chat
+                    else {"text": text}
+                )
+                choices.append(
+                    {"index": index, **body, "logprobs": logprobs, "finish_reason": writing.finish}
+                )
         return {**self._head(request), "choices": choices, "usage": usage(answer.prompts)}
 
     async def stream(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
@@ -428,7 +473,9 @@ class Service:
         request = answer.request
         head = self._head(request, ".chunk" if request.chat else "")
 
-        def chunk(index: int, text: str | None, finish: str | None = None, **delta: str) -> dict[str, Any]:
+        def chunk(
+            index: int, text: str | None, finish: str | None = None, **delta: str
+        ) -> dict[str, Any]:
             content = delta | ({} if text is None else {"content": text})
             body = {"delta": content} if request.chat else {"text": text or ""}
             choice = {"index": index, **body, "logprobs": None, "finish_reason": finish}
@@ -520,8 +567,15 @@ class Service:
             )
 
     def _head(self, request: Request, more: str = "") -> dict[str, Any]:
-        kind, prefix = (f"chat.completion{more}", "chatcmpl") if request.chat else ("text_completion", "cmpl")
-        return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
+        kind, prefix = (
+            (f"chat.completion{more}", "chatcmpl") if request.chat else ("text_completion", "cmpl")
+        )
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.name,
+        }
 
 
 def usage(prompts: list[Prompt]) -> dict[str, int]:
@@ -529,4 +583,8 @@ def usage(prompts: list[Prompt]) -> dict[str, int]:
     prompt_tokens = sum(prompt.ids.size for prompt in prompts)
     completion_tokens = sum(writing.count for prompt in prompts for writing in prompt.writings)
     total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": total,
+    }

@@ -208,7 +208,9 @@ class Worker:
             with self._changed:
                 self._stopped = True
                 outstanding: list[Job | ScoreJob] = [*self._jobs, *self._score_jobs]
-            reason = "the worker died; the server's log says why" if error else "the server is stopping"
+            reason = (
+                "the worker died; the server's log says why" if error else "the server is stopping"
+            )
             for job in outstanding:
                 job.deliver(WorkerError(reason, 503))
 
@@ -269,7 +271,9 @@ class Worker:
             with contextlib.suppress(ValueError):
                 job.waiting.remove(text)
         with self._changed:
-            self._jobs = [job for job in self._jobs if any(text in self._owners for text in job.texts)]
+            self._jobs = [
+                job for job in self._jobs if any(text in self._owners for text in job.texts)
+            ]
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Answer a request with an error, and drop its texts."""
@@ -343,7 +347,13 @@ class Worker:
         ]
         if not over:
             return False
-        text = max(over, key=lambda text: (*self._priority(self._owners[text][0])[:2], now - self._slot_began[text]))
+        text = max(
+            over,
+            key=lambda text: (
+                *self._priority(self._owners[text][0])[:2],
+                now - self._slot_began[text],
+            ),
+        )
         try:
             self.slots.put_aside(text)
         except Exception as error:
@@ -382,7 +392,10 @@ class Worker:
         row = job.rows[job.next_row]
         try:
             if time.monotonic() > job.deadline:
-                raise WorkerError("the time of the request is over before its logprobs are made; ask for less", 503)
+                raise WorkerError(
+                    "the time of the request is over before its logprobs are made; ask for less",
+                    503,
+                )
             with self.slots.watched(("score", self.generator.padded(row[None, :-1]).shape)):
                 scores = self.generator.logprobs(row[None], job.top)
         except Exception as error:

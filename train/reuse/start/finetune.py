@@ -76,10 +76,16 @@ def check_folder(kind: str | None, folder: Path, rest: Sequence[str]) -> None:
         if kind is None and near:
             hint = f"did you mean finetune {near[0]} {rest[0]}?"
         else:
-            hint = f"write finetune FOLDER, or {', '.join(FAMILIES)} as the first word and then FOLDER"
-        raise UsageError(f"finetune has two words, {folder} and {rest[0]}, and takes one folder; {hint}")
+            hint = (
+                f"write finetune FOLDER, or {', '.join(FAMILIES)} as the first word and then FOLDER"
+            )
+        raise UsageError(
+            f"finetune has two words, {folder} and {rest[0]}, and takes one folder; {hint}"
+        )
     if not folder.exists():
-        raise UsageError(f"no {'folder' if kind in ('vit', None) else 'file or folder'} {folder}; {_DATA[kind]}")
+        raise UsageError(
+            f"no {'folder' if kind in ('vit', None) else 'file or folder'} {folder}; {_DATA[kind]}"
+        )
 
 
 def check_source(kind: str | None, model: ModelConfig, source: Path) -> None:
@@ -150,7 +156,11 @@ def command(argv: Sequence[str]) -> cli.Command:
     else:
         start, what = _text(args.folder, origin, model, has_tokenizer)
     run = cli.parse(
-        NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"], False
+        NAME,
+        lambda: start,
+        rest,
+        ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"],
+        False,
     )
     tokens = "conversations in tokens" if run.config.data.name.startswith("chat:") else "tokens"
     what = what or f"{tokens} of {run.config.data.tokenizer}"
@@ -183,7 +193,9 @@ def rate_rule(origin: TrainedModel) -> tuple[OptimizerConfig, str]:
         return dataclasses.replace(before, peak_lr=share * before.peak_lr, **fields), text
     model = origin.model
     resolved, sizes = preset_for(preset, model), model.sizes()
-    spec = next(spec for spec in model.parameters().values() if spec.role in (Role.MLP_IN, Role.HIDDEN))
+    spec = next(
+        spec for spec in model.parameters().values() if spec.role in (Role.MLP_IN, Role.HIDDEN)
+    )
     target = MATRIX_RATE / sizes["embed"]
     rate = resolved.scales(spec, sizes, "adam").lr
     assert isinstance(rate, float)
@@ -199,7 +211,9 @@ def preset_of_source(origin: TrainedModel) -> PresetConfig:
     name, sizes = base_parts(preset.base)
     base_sizes = base_text({axis: size for axis, size in sizes.items() if axis not in RUN_AXES})
     base = ",".join(part for part in ("" if name == "None" else name, base_sizes) if part) or None
-    return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale)
+    return dataclasses.replace(
+        preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale
+    )
 
 
 def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> tuple[Config, str]:
@@ -232,7 +246,9 @@ def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> tuple[Conf
     return _config(folder, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
-def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer: bool) -> tuple[Config, str]:
+def _text(
+    folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer: bool
+) -> tuple[Config, str]:
     source = origin.exact_path
     if folder.is_dir() and not has_tokenizer:
         from mupax.train.data.records.listing import files_below
@@ -240,7 +256,9 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
 
         names = [name for name, _ in files_below(folder).files]
         if names and all(map(is_image, names)):
-            raise WeightsError(f"{source} holds a {origin.model.family}, which reads text, and {folder} has images")
+            raise WeightsError(
+                f"{source} holds a {origin.model.family}, which reads text, and {folder} has images"
+            )
     from mupax.train.data.chats import templates
     from mupax.train.data.chats.records import in_folder
 
@@ -262,9 +280,14 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
         template = origin.assets.chat_template if origin.assets is not None else None
         fields["chat_template"] = before.chat_template if template is None else str(template)
     elif chat and tokenizer == "bytes" and (origin.workdir / templates.FILE).is_file():
-        fields["chat_template"] = str(origin.workdir / templates.FILE)  # of others it lies beside the tokenizer
+        fields["chat_template"] = str(
+            origin.workdir / templates.FILE
+        )  # of others it lies beside the tokenizer
     data = DataConfig(
-        name=f"{'chat' if chat else 'text'}:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields
+        name=f"{'chat' if chat else 'text'}:{folder}",
+        batch_size=_TEXT_BATCH,
+        tokenizer=tokenizer,
+        **fields,
     )
     return _config(folder, origin, model, data, TEXT_STEPS, ()), ""
 
@@ -283,7 +306,12 @@ def _tokenizer(origin: TrainedModel) -> str:
 
 
 def _config(
-    folder: Path, origin: TrainedModel, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
+    folder: Path,
+    origin: TrainedModel,
+    model: Any,
+    data: DataConfig,
+    steps: int,
+    new: tuple[str, ...],
 ) -> Config:
     optimizer = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10)
     trainable: tuple[str, ...] = ()

@@ -100,8 +100,12 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         return dataclasses.replace(config, init=init)
     if start.init_from is None:
         return config
-    path = processes.broadcast("init_from", lambda: str(trained.describe(path_of(start.init_from or "")).exact_path))
-    return _with_tokenizer(dataclasses.replace(config, init=dataclasses.replace(start, init_from=path)))
+    path = processes.broadcast(
+        "init_from", lambda: str(trained.describe(path_of(start.init_from or "")).exact_path)
+    )
+    return _with_tokenizer(
+        dataclasses.replace(config, init=dataclasses.replace(start, init_from=path))
+    )
 
 
 def _with_tokenizer(config: Config) -> Config:
@@ -169,14 +173,18 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
     notes = [*source.notes, *_notes(source, config, tokenizer)]
     if init.init_optimizer:
         if source.run is None:
-            raise InitError(f"--init-optimizer: {init.init_from} holds no optimizer state, only weights; leave it out")
+            raise InitError(
+                f"--init-optimizer: {init.init_from} holds no optimizer state, only weights; leave it out"
+            )
         if source.run[0].model != source.model:
             raise InitError(
                 f"--init-optimizer: {init.init_from} trained low-rank adapters, which are merged into their matrices here; "
                 "their moments are of no parameter of this run. Leave it out, or go on with that run by --resume"
             )
         old = runs.whole_state(path_of(init.init_from), runs.on_one_device(source.run[0])).opt_state
-        moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
+        moments = transplant.optimizer_state(
+            planned.moves, old, program.abstract.opt_state, config.optimizer.name
+        )
         notes += transplant.overshoot_notes(config.scaled_optimizer) if planned.fresh() else []
     return Start(params, moments, planned.rows, notes)
 
@@ -212,7 +220,9 @@ def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list
                 f"the source reads tokens of {name} and this run of {here}; the same numbers are other text then"
             )
     if isinstance(times := source.preset.get("norm_eps_times"), float):
-        notes.append(f"the source's skips are folded: its norms' eps counts up to {times:.3g} times")
+        notes.append(
+            f"the source's skips are folded: its norms' eps counts up to {times:.3g} times"
+        )
     return notes
 
 
@@ -250,13 +260,21 @@ def plan(there: ScaledModel, here: ScaledModel, init: InitConfig) -> Plan:
             moves[name] = _move(name, source, old, shape, there, here)
             rows.append(Row(name, role, old, shape, *_action(moves[name], old, shape, there, here)))
         else:
-            flag = "--init-resize" if _differing(spec, old, shape) <= {"position", "vocab"} else "--init-new"
+            flag = (
+                "--init-resize"
+                if _differing(spec, old, shape) <= {"position", "vocab"}
+                else "--init-new"
+            )
             refused.append((f"{name} is {old} there and {shape} here", flag, name))
     for name, spec in before.specs.items():
         if name not in specs and name in drop:
-            rows.append(Row(name, role_of(spec), before.abstract[name].shape, None, "dropped", "asked for"))
+            rows.append(
+                Row(name, role_of(spec), before.abstract[name].shape, None, "dropped", "asked for")
+            )
         elif name not in specs:
-            refused.append((f"{name} {before.abstract[name].shape} is not here", "--init-drop", name))
+            refused.append(
+                (f"{name} {before.abstract[name].shape} is not here", "--init-drop", name)
+            )
     if refused:
         raise InitError(_refusal(refused, there.model, here.model))
     return Plan(moves, rows)
@@ -264,7 +282,9 @@ def plan(there: ScaledModel, here: ScaledModel, init: InitConfig) -> Plan:
 
 def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str]) -> None:
     if there.family != here.family:
-        raise InitError(f"it is a {there.family}, and this run trains a {here.family}; give --model one of its family")
+        raise InitError(
+            f"it is a {there.family}, and this run trains a {here.family}; give --model one of its family"
+        )
     if there.centered or here.centered:
         raise InitError(
             "a centred model is its network minus that of its first step, which no checkpoint holds; "
@@ -274,8 +294,12 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
         raise InitError(f"--init-change {unknown[0]}: write one of {', '.join(UNSEEN)}")
     learned = getattr(here, "positions", None) == "learned" == getattr(there, "positions", None)
     free = {*allowed, "rope_theta"} if here.sizes().get("position") and learned else allowed
-    if wrong := [f for f in UNSEEN if f not in free and getattr(there, f, None) != getattr(here, f, None)]:
-        fields = [f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong]
+    if wrong := [
+        f for f in UNSEEN if f not in free and getattr(there, f, None) != getattr(here, f, None)
+    ]:
+        fields = [
+            f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong
+        ]
         flags = " ".join(f"--model.{f.replace('_', '-')} {getattr(there, f)}" for f in wrong)
         raise InitError(
             f"{'; '.join(fields)}\nthe same weights are another function then; write {flags}, or to start from them all the "
@@ -283,7 +307,9 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
         )
 
 
-def _move(name: str, source: str, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel) -> ParamTransfer:
+def _move(
+    name: str, source: str, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel
+) -> ParamTransfer:
     """A parameter that comes from the source's, resized where the shapes differ."""
     along = tuple(transplant.first(a, b) for a, b in zip(old, shape, strict=True))
     scale = transplant.ratio(there.scales[source], here.scales[name])
@@ -299,19 +325,26 @@ def _move(name: str, source: str, old: Shape, shape: Shape, there: ScaledModel, 
     )
 
 
-def _action(move: ParamTransfer, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel) -> tuple[str, str]:
+def _action(
+    move: ParamTransfer, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel
+) -> tuple[str, str]:
     """Action and reason."""
     if move.moments_along is not None:
         sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]
         action, reason = "resized", [f"bicubic, {' to '.join(sides)} patches"]
     elif old != shape:
         sizes = [(a, b) for a, b in zip(old, shape, strict=True) if a != b]
-        reason = [f"first {min(a, b)} kept, {b - a} new" if b > a else f"first {b} of {a} kept" for a, b in sizes]
+        reason = [
+            f"first {min(a, b)} kept, {b - a} new" if b > a else f"first {b} of {a} kept"
+            for a, b in sizes
+        ]
         action = "resized"
     elif move.transposed:
         action, reason = "converted", ["the embedding it was tied to"]
     else:
-        return ("converted", f"{move.times}, the presets' multipliers") if move.times else ("kept", "")
+        return (
+            ("converted", f"{move.times}, the presets' multipliers") if move.times else ("kept", "")
+        )
     return action, ", ".join([*reason, move.times] if move.times else reason)
 
 
@@ -326,6 +359,9 @@ def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: Mode
     growth = [here.sizes().get(axis, 0) - there.sizes().get(axis, 0) for axis in GROWING]
     if min(growth) >= 0 < max(growth):
         return f"{text}\nthis model is larger: `mupax grow` makes the checkpoint one of it, with the same function"
-    flags = {flag: [n for _, f, n in refused if f == flag] for flag in ("--init-new", "--init-resize", "--init-drop")}
+    flags = {
+        flag: [n for _, f, n in refused if f == flag]
+        for flag in ("--init-new", "--init-resize", "--init-drop")
+    }
     words = " ".join(f"{flag} {' '.join(names)}" for flag, names in flags.items() if names)
     return f"{text}\nto start all the same, add {words}"

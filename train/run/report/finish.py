@@ -79,7 +79,10 @@ def loss_plot(
     steps, losses = _series(rows, "loss", scale)
     metric_panels = _metric_panels(rows, unit)
     panels = 1 + len(metric_panels)
-    further_losses = [_further(rows, name, "loss", *_scale(unit, each), per) for name, each in (sets or {}).items()]
+    further_losses = [
+        _further(rows, name, "loss", *_scale(unit, each), per)
+        for name, each in (sets or {}).items()
+    ]
     # Names stand in the right margin: beyond eight they need more height than a panel has.
     least_height = 4.4 + 1.8 * len(metric_panels)
     height = least_height + 0.27 * panels * max(0, len(further_losses) - 8)
@@ -96,7 +99,16 @@ def loss_plot(
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
     gap = 0.06 * panels**0.5 * least_height / height
-    _evaluations(upper, evaluations, lines, "{:.3f}", gap=gap, log=True, around=around, further=further_losses)
+    _evaluations(
+        upper,
+        evaluations,
+        lines,
+        "{:.3f}",
+        gap=gap,
+        log=True,
+        around=around,
+        further=further_losses,
+    )
     if per == "nats/byte" and scale != 1:
         plotting.second_scale(upper, scale, "nats per token")
     above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1)}  # where no line runs
@@ -131,11 +143,17 @@ def _metric_panel(
     metric = METRICS[name]
     scale = 0.01 if metric.share else 1.0
     form = "{:.2f}" if metric.share else f"{{:{metric.form}}}"
-    axes.set_ylabel(f"{metric.label} ({metric.unit})" if metric.unit else metric.label, color=plotting.INK)
+    axes.set_ylabel(
+        f"{metric.label} ({metric.unit})" if metric.unit else metric.label, color=plotting.INK
+    )
     smooth = np.array([])
     if any(name in row for row in rows):
         smooth = _training(axes, *_series(rows, name, scale))
-    values = [(reference.value / scale, reference.name) for reference in references if reference.unit == name]
+    values = [
+        (reference.value / scale, reference.name)
+        for reference in references
+        if reference.unit == name
+    ]
     lines = [(value, f"{label} {form.format(value)}") for value, label in values]
     further = [_further(rows, data_set, name, scale, "", "") for data_set in sets]
     evaluations = _series(rows, row_name(name), scale)
@@ -171,20 +189,28 @@ def summary(
     """
     rows, unit = _rows(metrics_path)
     scale, per = _scale(unit, bytes_per_token)
-    label_column, right, folded = Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(overflow="fold")
+    label_column, right, folded = (
+        Column(no_wrap=True),
+        Column(justify="right", no_wrap=True),
+        Column(overflow="fold"),
+    )
     table = Table.grid(label_column, right, folded, padding=(0, 3, 0, 0))
     per_token = scale if per == "nats/byte" else None
     losses_of_text = _series(rows, "eval_loss", scale)[1]
     remark = f"{per}{_per_token(losses_of_text[-1], per_token)}" if losses_of_text.size else per
     for metric_name in _by_importance(unit):
         metric = METRICS[metric_name]
-        values = losses_of_text if metric_name == "loss" else _series(rows, row_name(metric_name))[1]
+        values = (
+            losses_of_text if metric_name == "loss" else _series(rows, row_name(metric_name))[1]
+        )
         if not values.size:
             continue
         ours = float(values[-1])
         remark_of_metric = remark if metric_name == "loss" else ""
         text = metric.text(ours) if metric_name == "loss" else metric.text_with_unit(ours)
-        table.add_row(Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark_of_metric)
+        table.add_row(
+            Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark_of_metric
+        )
         # The loss of images has no reference: theirs are of the accuracy.
         reference_unit = metric_name
         if metric_name == "loss":
@@ -198,7 +224,9 @@ def summary(
         values = _series(rows, row_name("loss", further))[1]
         if values.size:
             remark = unit_of_set
-            remark += _per_token(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
+            remark += _per_token(
+                values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None
+            )
             for metric_name, metric in shown_everywhere().items():
                 metric_values = _series(rows, row_name(metric_name, further))[1]
                 if metric_name != "loss" and metric_values.size:
@@ -210,7 +238,9 @@ def summary(
         mean = losses[-count:].mean() / scale
         units = f"{per}{_per_token(mean, per_token)}"
         table.add_row(
-            "training loss", f"{mean:.4f}", f"{units}, mean of the last {count} steps" if count > 1 else units
+            "training loss",
+            f"{mean:.4f}",
+            f"{units}, mean of the last {count} steps" if count > 1 else units,
         )
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
@@ -221,7 +251,11 @@ def summary(
     if files:
         below.add_row("files", Text("\n".join(map(relative, files))))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
-    console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
+    console.print(
+        Panel(
+            Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False
+        )
+    )
     if then:  # below the panel and in one line, whose frame and line breaks would be copied with the command
         console.print(Text.assemble(("next  ", "dim"), then), soft_wrap=True)
 
@@ -230,7 +264,9 @@ def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
     """The rows of a file, and the unit that they count."""
     rows = metrics.read(path)
     if not rows:
-        raise metrics.MetricsError(f"{path} has no rows, there is nothing to report; train at least one step")
+        raise metrics.MetricsError(
+            f"{path} has no rows, there is nothing to report; train at least one step"
+        )
     return rows, "images" if any("images" in row for row in rows) else "tokens"
 
 
@@ -248,12 +284,16 @@ def _per_token(loss_per_byte: float, bytes_per_token: float | None) -> str:
     return f", {loss_per_byte * bytes_per_token:.4f} nats/token"
 
 
-def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def _series(
+    rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values / scale of one column; what was not finite is nan."""
     points = [(row["step"], row[key] / scale) for row in rows if row.get(key) is not None]
     points += [(row["step"], math.nan) for row in rows if key in row.get("nonfinite", ())]
     points.sort(key=lambda point: point[0])
-    return np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64)
+    return np.array([step for step, _ in points]), np.array(
+        [value for _, value in points], np.float64
+    )
 
 
 class _Further(NamedTuple):
@@ -267,11 +307,18 @@ class _Further(NamedTuple):
 
 
 def _further(
-    rows: Sequence[Mapping[str, Any]], name: str, measure: str, scale: float, unit: str, panel_unit: str
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    measure: str,
+    scale: float,
+    unit: str,
+    panel_unit: str,
 ) -> _Further:
     """Return the line of a further evaluation set; a long name is cut, so that it fits into the margin."""
     short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-    return _Further(short, *_series(rows, row_name(measure, name), scale), unit if unit != panel_unit else "")
+    return _Further(
+        short, *_series(rows, row_name(measure, name), scale), unit if unit != panel_unit else ""
+    )
 
 
 def _training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -296,13 +343,29 @@ def _evaluations(
     """Evaluations and reference lines, named in the right margin. Sets the limits of y to hold them and `around`."""
     steps, values = points
     inside = [values, [value for value, _ in lines], around, *(line.values for line in further)]
-    axes.plot(steps, values, color=plotting.ORANGE, marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
+    axes.plot(
+        steps,
+        values,
+        color=plotting.ORANGE,
+        marker="o",
+        markersize=3.5,
+        linewidth=1.2,
+        label="evaluation",
+    )
     for value, _ in lines:
         axes.axhline(value, color=plotting.GREY, linestyle=(0, (5, 3)), linewidth=1.0, zorder=1)
     plotting.limits(axes, np.concatenate(inside), log=log)
     labels = [(value, text, plotting.GREY) for value, text in lines]
     for line, (colour, marker) in zip(further, itertools.cycle(plotting.MORE), strict=False):
-        axes.plot(line.steps, line.values, color=colour, marker=marker, markersize=3.5, linewidth=1.2, zorder=1.9)
+        axes.plot(
+            line.steps,
+            line.values,
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            linewidth=1.2,
+            zorder=1.9,
+        )
         if line.values.size and math.isfinite(line.values[-1]):
             text = f"{line.name} {form.format(line.values[-1])} {line.unit}".rstrip()
             labels.append((float(line.values[-1]), text, colour))
@@ -323,7 +386,11 @@ def _compared(console: Console, ours: float, reference: Reference, metric: Metri
         return Text(f"{bad} diverged", "red")
     gain = ours - reference.value if metric.better == "higher" else reference.value - ours
     size = f"{100 * abs(gain):.2f} points" if metric.share else metric.text(abs(gain))
-    return Text(f"{good} better by {size}", "green") if gain >= 0 else Text(f"{bad} worse by {size}", "red")
+    return (
+        Text(f"{good} better by {size}", "green")
+        if gain >= 0
+        else Text(f"{bad} worse by {size}", "red")
+    )
 
 
 def relative(path: Path | str) -> str:
@@ -344,7 +411,12 @@ def leave(session: CompiledRun, params: Arrays) -> None:
         params: the trained parameters.
     """
     program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
-    config, folder, leader, count = program.config, rt.files, rt.processes.leader, program.definition.count()
+    config, folder, leader, count = (
+        program.config,
+        rt.files,
+        rt.processes.leader,
+        program.definition.count(),
+    )
     form = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and (config.model.generates or config.model.denoises):
@@ -361,18 +433,24 @@ def leave(session: CompiledRun, params: Arrays) -> None:
         from mupax.train.run.report import plotting
 
         files.append(folder / "predictions.png")
-        logits = jax.jit(partial(logits_of, program.definition), out_shardings=program.layout.replicated)
+        logits = jax.jit(
+            partial(logits_of, program.definition), out_shardings=program.layout.replicated
+        )
         shown = plotting.guesses(data, lambda images: logits(params, inputs, images))
         if leader:
             with _extra(rt, "predictions.png"):
-                plotting.prediction_picture(**shown, class_names=data.class_names, out_png=files[-1])
+                plotting.prediction_picture(
+                    **shown, class_names=data.class_names, out_png=files[-1]
+                )
     if not leader:
         return
     references, curve = data.references(), folder / "loss.png"
     title = f"{config.recipe}: {count:,} parameters, {program.preset.name}"
     sets = {name: one.bytes_per_token for name, one in session.sets.items()}
     with _extra(rt, "loss.png"):
-        loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token, sets=sets)
+        loss_plot(
+            files[0], curve, references, title, bytes_per_token=data.bytes_per_token, sets=sets
+        )
     facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {form}"}
     facts |= {"stopped early": session.evaluations.stopped} if session.evaluations.stopped else {}
     with _extra(rt, "the summary"):
@@ -385,7 +463,10 @@ def leave(session: CompiledRun, params: Arrays) -> None:
             references=references,
             bytes_per_token=data.bytes_per_token,
             sets=sets,
-            files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
+            files=[
+                rt.folder / file.relative_to(folder).as_posix()
+                for file in (*files, curve, folder / "config.json")
+            ],
             then=_use(config, data, relative(rt.folder)),
         )
 
@@ -395,7 +476,9 @@ def _show(rt: RunContext, step: int, text: str) -> None:
     from mupax.train.run.report.mirrors.trackers import Media, TensorBoard
 
     board = TensorBoard(rt.files / "tensorboard", None, "sample")
-    fenced = "".join(f"    {line}\n" for line in text.splitlines())  # as code: no character of it is markup
+    fenced = "".join(
+        f"    {line}\n" for line in text.splitlines()
+    )  # as code: no character of it is markup
     board.show(step, Media(texts={"sample": fenced}), time.time())
     board.close()
 
@@ -442,7 +525,9 @@ def _extra(rt: RunContext, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        rt.console.print(f"{what} is left out: {reason[:300]}", style="yellow", markup=False, highlight=False)
+        rt.console.print(
+            f"{what} is left out: {reason[:300]}", style="yellow", markup=False, highlight=False
+        )
 
 
 def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) -> str:
@@ -454,5 +539,7 @@ def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) ->
     from mupax.train.reuse.generate.decode import Generator
 
     prompt = data.tokenizer.encode([_prompt(program.config, data).encode()])[0]
-    new = Generator(program, params, inputs).complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
+    new = Generator(program, params, inputs).complete(prompt, _SAMPLE_TOKENS, program.config.seed)[
+        0
+    ]
     return data.tokenizer.decode(np.concatenate([prompt, new]))

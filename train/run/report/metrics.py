@@ -66,7 +66,17 @@ _MOST_ROWS = 100_000
 FILE_NAME = "metrics.jsonl"
 _NUMBERS = ("lr", "grad_norm", "tokens", "images", "seconds")
 """What a row has as numbers, or null, besides the metrics of `METRICS`."""
-OWN_NAMES = ("step", *_NUMBERS, "logit_z_loss", "weight", "batch", "spike", "skipped", "stopped", "nonfinite")
+OWN_NAMES = (
+    "step",
+    *_NUMBERS,
+    "logit_z_loss",
+    "weight",
+    "batch",
+    "spike",
+    "skipped",
+    "stopped",
+    "nonfinite",
+)
 """Names in the rows that a run writes itself, besides those that `is_own_name` knows otherwise."""
 _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
 
@@ -340,7 +350,9 @@ def read(path: Path | str) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):  # No newline after it: the write was cut off.
                 continue
-            raise MetricsError(f"{path} line {number} is not a metrics row ({error}); remove the line") from error
+            raise MetricsError(
+                f"{path} line {number} is not a metrics row ({error}); remove the line"
+            ) from error
     return rows
 
 
@@ -349,7 +361,12 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     step = row.get("step")
     if type(step) is not int or not 0 <= step < 2**53:
         raise ValueError("no whole step")
-    names = [*_NUMBERS, *METRICS, *map(row_name, METRICS), *(name for name in row if name.startswith("eval/"))]
+    names = [
+        *_NUMBERS,
+        *METRICS,
+        *map(row_name, METRICS),
+        *(name for name in row if name.startswith("eval/")),
+    ]
     wrong = [name for name in names if type(row.get(name)) not in (int, float, type(None))]
     if wrong or not isinstance(row.get("nonfinite", {}), dict):
         raise ValueError(f"{(wrong or ['nonfinite'])[0]} is of another kind")
@@ -364,12 +381,18 @@ def has_evaluation(workdir: Path | str, step: int) -> bool:
         step: steps done at it.
     """
     path = Path(workdir) / FILE_NAME
-    return bool(disk.status(path)) and any(row["step"] == step and "eval_loss" in row for row in read(path))
+    return bool(disk.status(path)) and any(
+        row["step"] == step and "eval_loss" in row for row in read(path)
+    )
 
 
 def to_json(row: Mapping[str, Any]) -> str:
     """One row as strict JSON on one line: a non-finite number becomes null and is named under `nonfinite`."""
-    nonfinite = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    nonfinite = {
+        key: str(value)
+        for key, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
     if not nonfinite:
         return json.dumps(row, allow_nan=False)
     return json.dumps({**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}, allow_nan=False)
@@ -381,7 +404,11 @@ def _keep_until(path: Path, step: int | None) -> str:
     rows = [row for row in read(path) if row["step"] <= step] if there else []
     disk.write_whole(path, "".join(to_json(row) + "\n" for row in rows))
     missing = set(range(1, (step or 0) + 1)) - {row["step"] for row in rows if "loss" in row}
-    which = f"{len(missing)} of {step} steps, from {min(missing)} up to {max(missing)}" if missing else ""
+    which = (
+        f"{len(missing)} of {step} steps, from {min(missing)} up to {max(missing)}"
+        if missing
+        else ""
+    )
     return which and f"{path.name} lacks the rows of {which}: they were deleted"
 
 
@@ -411,7 +438,9 @@ class Evaluations:
             row: as metrics.jsonl has it, with its `step`.
         """
         names = {METRIC, *metrics_of(()), *(name for name in row if name.startswith("eval/"))}
-        measured = self.metrics[row["step"]] = {name: row[name] for name in sorted(names & row.keys())}
+        measured = self.metrics[row["step"]] = {
+            name: row[name] for name in sorted(names & row.keys())
+        }
         self.stopped = self._reason()
         return measured
 
@@ -440,7 +469,11 @@ class Evaluations:
         else:
             return ""
         by = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
-        shown = "and was never finite" if best_step is None else f"the best is {abs(best):.6g} at step {best_step}"
+        shown = (
+            "and was never finite"
+            if best_step is None
+            else f"the best is {abs(best):.6g} at step {best_step}"
+        )
         return f"{metric} has not improved{by} in {since} evaluation{'s' * (since > 1)}, {shown}"
 
 

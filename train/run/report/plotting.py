@@ -42,7 +42,9 @@ def guesses(data: Data, logits: Callable[[np.ndarray], Any]) -> dict[str, np.nda
     for batch in data.eval_batches():
         real = batch["weights"] > 0
         predictions = np.asarray(logits(batch["inputs"])).argmax(axis=-1)
-        for parts, array in zip(shown.values(), (batch["inputs"], batch["targets"], predictions), strict=True):
+        for parts, array in zip(
+            shown.values(), (batch["inputs"], batch["targets"], predictions), strict=True
+        ):
             parts.append(array[real])
         if sum(map(len, shown["targets"])) >= _IMAGES:
             break
@@ -72,7 +74,11 @@ def prediction_picture(
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    images, targets, predictions = np.asarray(images, np.float32), np.asarray(targets), np.asarray(predictions)
+    images, targets, predictions = (
+        np.asarray(images, np.float32),
+        np.asarray(targets),
+        np.asarray(predictions),
+    )
     if images.ndim != 4 or images.shape[-1] not in (1, 3) or not len(images):
         raise ValueError(f"images are {images.shape}; give [N, H, W, C] with N >= 1 and C = 1 or 3")
     if targets.shape != images.shape[:1] or predictions.shape != images.shape[:1]:
@@ -95,14 +101,40 @@ def prediction_picture(
         left, top = cell % columns, _CELL * (cell // columns)
         extent = (left + 0.06, left + 0.94, top + 0.94, top + 0.06)
         picture = pixels[index] if images.shape[-1] == 3 else pixels[index, ..., 0]
-        axes.imshow(picture, extent=extent, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
+        axes.imshow(
+            picture,
+            extent=extent,
+            cmap="gray",
+            vmin=0,
+            vmax=1,
+            interpolation="nearest",
+            aspect="equal",
+        )
         label, color, weight = _class_name(class_names, int(predictions[index])), INK, "normal"
         if not right[index]:
             truth = _class_name(class_names, int(targets[index]))
             label = f"{label}, is {truth}" if len(label + truth) <= 8 else f"{label},\nis {truth}"
             color, weight = ORANGE, "bold"
-            axes.add_patch(Rectangle((left + 0.06, top + 0.06), 0.88, 0.88, fill=False, edgecolor=color, linewidth=2.5))
-        axes.text(left + 0.5, top + 1.0, label, ha="center", va="top", fontsize=7.5, color=color, fontweight=weight)
+            axes.add_patch(
+                Rectangle(
+                    (left + 0.06, top + 0.06),
+                    0.88,
+                    0.88,
+                    fill=False,
+                    edgecolor=color,
+                    linewidth=2.5,
+                )
+            )
+        axes.text(
+            left + 0.5,
+            top + 1.0,
+            label,
+            ha="center",
+            va="top",
+            fontsize=7.5,
+            color=color,
+            fontweight=weight,
+        )
     axes.set(xlim=(0, width), ylim=(height - 0.4, -0.4))  # After imshow, which moves them.
     marked = "; framed: wrong, with the true class" if len(wrong_first) else ""
     heading = f"{right.sum():,} of {len(right):,} right ({100 * right.mean():.1f} %){marked}"
@@ -173,7 +205,13 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
     axes.set_ylim(low / pad, high * pad)
     # Round numbers, few enough to read: the coarsest list that has five of them in sight. Matplotlib lays out what is out of sight, too.
     powers = range(math.floor(math.log10(low / pad)), math.ceil(math.log10(high * pad)) + 1)
-    coarse = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+    coarse = (
+        (1,),
+        (1, 3),
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 4, 5, 7),
+        (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
+    )
     for leads in (*coarse, np.arange(10, 100) / 10):
         ticks = [lead * 10.0**power for power in powers for lead in leads]
         ticks = [tick for tick in ticks if low / pad <= tick <= high * pad]
@@ -194,7 +232,9 @@ def second_scale(axes: Axes, factor: float, label: str) -> None:
     """
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    second = axes.secondary_yaxis(-0.13, functions=(lambda y: np.asarray(y) * factor, lambda y: np.asarray(y) / factor))
+    second = axes.secondary_yaxis(
+        -0.13, functions=(lambda y: np.asarray(y) * factor, lambda y: np.asarray(y) / factor)
+    )
     second.yaxis.set_major_locator(FixedLocator([tick * factor for tick in axes.get_yticks()]))
     second.yaxis.set_minor_locator(NullLocator())
     second.yaxis.set_major_formatter(lambda tick, _: f"{tick:.3g}")
@@ -227,7 +267,14 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
             va="center",
             fontsize=9,
             color=color,
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.8, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "lw": 0.8,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "relpos": (0, 0.5),
+            },
         )
 
 
@@ -242,6 +289,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     """
     count, low = len(heights), [height - rank * gap for rank, height in enumerate(heights)]
     return [
-        rank * gap + max(min(fmean(low[i:j]) for j in range(rank + 1, count + 1)) for i in range(rank + 1))
+        rank * gap
+        + max(min(fmean(low[i:j]) for j in range(rank + 1, count + 1)) for i in range(rank + 1))
         for rank in range(count)
     ]

@@ -139,21 +139,32 @@ class Timing:
         seconds, self._row_from = self._seconds[self._row_from :], len(self._seconds)
         if not seconds:
             return {}
-        row = {f"perf_step_seconds_p{percent}": value for percent, value in _percentiles(seconds).items()}
-        row |= {"perf_data_wait": window.data_wait, "perf_flops_per_second": window.rate * self._flops_per_unit}
+        row = {
+            f"perf_step_seconds_p{percent}": value
+            for percent, value in _percentiles(seconds).items()
+        }
+        row |= {
+            "perf_data_wait": window.data_wait,
+            "perf_flops_per_second": window.rate * self._flops_per_unit,
+        }
         if (utilization := self.utilization(window)) is not None:
             row["perf_mfu"] = utilization
         if (memory := self._memory()) is not None:
             row["perf_memory_peak_bytes"] = memory
         if self._compile_pending:
             row["perf_compile_seconds"], self._compile_pending = self._compile_seconds, False
-        return {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in row.items()}
+        return {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value
+            for name, value in row.items()
+        }
 
     def facts(self) -> dict[str, str]:
         """Lines for a person about the whole session, by their label; empty where no step was counted."""
         if not self._seconds:
             return {}
-        percentiles = {percent: _short(seconds) for percent, seconds in _percentiles(self._seconds).items()}
+        percentiles = {
+            percent: _short(seconds) for percent, seconds in _percentiles(self._seconds).items()
+        }
         slow = ", ".join(f"p{percent} {percentiles[percent]}" for percent in PERCENTILES[1:])
         device = f"{quantity(self.whole.rate * self._flops_per_unit)} FLOP/s"
         if (utilization := self.utilization(self.whole)) is not None:
@@ -186,7 +197,12 @@ class Profile:
         paused: Callable[[], AbstractContextManager[None]],
         note: Callable[[str], None],
     ) -> None:
-        self._steps, self._folder, self._paused, self._note = steps or range(0), folder, paused, note
+        self._steps, self._folder, self._paused, self._note = (
+            steps or range(0),
+            folder,
+            paused,
+            note,
+        )
         self._tracing = False
 
     def step(self, number: int) -> AbstractContextManager[object]:
@@ -196,7 +212,11 @@ class Profile:
             with self._paused():
                 jax.profiler.start_trace(self._folder) if active else self.close()
             self._tracing = active
-        return jax.profiler.StepTraceAnnotation("train", step_num=number) if active else contextlib.nullcontext()
+        return (
+            jax.profiler.StepTraceAnnotation("train", step_num=number)
+            if active
+            else contextlib.nullcontext()
+        )
 
     def close(self) -> None:
         """End the trace, if one is going on."""
@@ -232,7 +252,9 @@ def duration(seconds: float) -> str:
 def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
     """Step times that so many percent of the steps do not exceed."""
     ordered = sorted(seconds)
-    return {percent: ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES}
+    return {
+        percent: ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES
+    }
 
 
 def _short(seconds: float) -> str:
@@ -272,11 +294,15 @@ class Progress:
         self._loss = self._lr = math.nan
         self._loss_per_byte: float | None = None
         # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
-        live = enabled and console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        live = (
+            enabled and console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        )
         self._live = Live(self, console=console, refresh_per_second=4) if live else None
         self._plain = enabled and not live
         round_steps = (lead * 10**power for power in range(18) for lead in (1, 2, 5))
-        self._plain_every = next(steps for steps in round_steps if steps * _PLAIN_LINES >= total_steps)
+        self._plain_every = next(
+            steps for steps in round_steps if steps * _PLAIN_LINES >= total_steps
+        )
         self._plain_last = (start_step, -math.inf)
 
     def __enter__(self) -> Progress:
@@ -306,7 +332,9 @@ class Progress:
         self.step, self._loss, self._lr = step, loss, lr
         if self._plain:
             waited = now - self._plain_last[1] >= _PLAIN_LINE_S
-            at_round = step % self._plain_every == 0 and self._plain_every * self._per_step < _PLAIN_LINE_S
+            at_round = (
+                step % self._plain_every == 0 and self._plain_every * self._per_step < _PLAIN_LINE_S
+            )
             if waited or at_round or step == self.total_steps:
                 self._print_line()
 
@@ -353,7 +381,12 @@ class Progress:
         # What a narrow terminal has no room for goes, the least needed first.
         for name in ("lr", "MFU", "bar", "rate", "wait", "eta"):
             bar = _BAR_WIDTH[0] + 2 if name in ("lr", "MFU", "bar") else 0
-            room = options.max_width - count.cell_len - bar - sum(text.cell_len + 2 for text in fields.values())
+            room = (
+                options.max_width
+                - count.cell_len
+                - bar
+                - sum(text.cell_len + 2 for text in fields.values())
+            )
             if room >= 0:
                 break
             fields.pop(name, None)
@@ -375,7 +408,11 @@ class Progress:
         if self._compiled is None:
             if self.step >= self.total_steps:
                 return {"state": Text("nothing left to do")}
-            return {"state": Text(f"waiting for the first step, {duration(self._clock() - self._began)}", "dim")}
+            return {
+                "state": Text(
+                    f"waiting for the first step, {duration(self._clock() - self._began)}", "dim"
+                )
+            }
         fields = {
             "loss": Text(
                 f"loss {self._loss:.4f}{_per_byte(self._loss, self._loss_per_byte)}",
@@ -398,7 +435,9 @@ class Progress:
 
     def _print_line(self) -> None:
         self._plain_last = (self.step, self._updated)
-        self.note("  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())]))
+        self.note(
+            "  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())])
+        )
 
 
 def _per_byte(loss: float, loss_per_byte: float | None) -> str:

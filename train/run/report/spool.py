@@ -40,7 +40,9 @@ class UploadBuffer:
         self._sending, self._sent_all = threading.Lock(), False
         for name in _AGAIN:
             if disk.status(target / name) is not None:
-                disk.Patience()(partial(disk.copy, target / name, self.folder / name), target / name)
+                disk.Patience()(
+                    partial(disk.copy, target / name, self.folder / name), target / name
+                )
 
     def send(self) -> None:
         """Upload every file that has changed since it was sent.
@@ -53,7 +55,11 @@ class UploadBuffer:
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._sent.get(file) == state:
                     continue
-                with contextlib.nullcontext() if file.name in _AGAIN else contextlib.suppress(OSError):
+                with (
+                    contextlib.nullcontext()
+                    if file.name in _AGAIN
+                    else contextlib.suppress(OSError)
+                ):
                     disk.copy(file, self.target / file.relative_to(self.folder).as_posix())
                     self._sent[file] = state
 
@@ -73,7 +79,10 @@ class UploadBuffer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is not None and not isinstance(error, Exception):
@@ -82,6 +91,8 @@ class UploadBuffer:
             if not self._sent_all:
                 folder = tempfile.mkdtemp(prefix="mupax-unsent-")
                 disk.copy(self.folder, Path(folder))
-                raise MupaxFailure(f"cannot upload all rows to {self.target}; they are in {folder}") from error
+                raise MupaxFailure(
+                    f"cannot upload all rows to {self.target}; they are in {folder}"
+                ) from error
         finally:
             self._temporary.cleanup()

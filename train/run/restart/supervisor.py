@@ -99,7 +99,11 @@ class RestartAttempt:
     def failed_as(self, other: RestartAttempt) -> bool:
         """Whether both ended at the same step, or before any with the same words."""
         if self.reached.step < 0 or other.reached.step < 0:
-            return (self.reached.step, self.code, self.last) == (other.reached.step, other.code, other.last)
+            return (self.reached.step, self.code, self.last) == (
+                other.reached.step,
+                other.code,
+                other.last,
+            )
         return abs(self.reached.step - other.reached.step) <= _NEAR
 
     def say(self, then: str) -> None:
@@ -109,7 +113,9 @@ class RestartAttempt:
             then: what follows from it.
         """
         who = f"process {self.reached.process}: " if self.reached.processes > 1 else ""
-        where = f"after step {self.reached.step}" if self.reached.step >= 0 else "before its first step"
+        where = (
+            f"after step {self.reached.step}" if self.reached.step >= 0 else "before its first step"
+        )
         took = datetime.timedelta(seconds=round(self.ended - self.began))
         text = f"{who}attempt {self.number} ended {where} and {took}: {self.ending}; {then}"
         terminal.note(text)
@@ -117,12 +123,26 @@ class RestartAttempt:
     def record(self, config: Config) -> None:
         """Append it to the file, where the run has a workdir yet; a place that does not take it is said, no more."""
         began, ended = (_time(seconds) for seconds in (self.began, self.ended))
-        progress = {name: value for name, value in self.reached._asdict().items() if value >= 0 and name != "processes"}
-        row = {"attempt": self.number, "began": began, "ended": ended, "code": self.code, "ending": self.ending}
-        line = json.dumps({**row, **progress, "host": socket.gethostname(), "last": self.last}) + "\n"
+        progress = {
+            name: value
+            for name, value in self.reached._asdict().items()
+            if value >= 0 and name != "processes"
+        }
+        row = {
+            "attempt": self.number,
+            "began": began,
+            "ended": ended,
+            "code": self.code,
+            "ending": self.ending,
+        }
+        line = (
+            json.dumps({**row, **progress, "host": socket.gethostname(), "last": self.last}) + "\n"
+        )
         with _cautions():
             folder = _folder(config)
-            path = folder / (FILE if self.reached.process < 1 else f"attempts-{self.reached.process}.jsonl")
+            path = folder / (
+                FILE if self.reached.process < 1 else f"attempts-{self.reached.process}.jsonl"
+            )
             if not folder.is_dir():
                 return
             if is_remote(path):  # an object is written whole
@@ -142,7 +162,9 @@ def ended_since(config: Config, began: float) -> int:
     count = 0
     with _cautions():
         for path in _folder(config).glob("attempts*.jsonl"):
-            with contextlib.suppress(ValueError, RecursionError, KeyError, IndexError, TypeError):  # half a row
+            with contextlib.suppress(
+                ValueError, RecursionError, KeyError, IndexError, TypeError
+            ):  # half a row
                 count += json.loads(path.read_text().splitlines()[-1])["ended"] >= _time(began)
     return count
 
@@ -242,7 +264,9 @@ def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartA
     finally:
         memory.close()
     words = _last_words(last.decode(errors="replace"))
-    return RestartAttempt(number, child.returncode, _kills_for_memory() > kills, reached, words, began, time.time())
+    return RestartAttempt(
+        number, child.returncode, _kills_for_memory() > kills, reached, words, began, time.time()
+    )
 
 
 @functools.cache
@@ -258,7 +282,9 @@ def _passed_on(pipe: int) -> tuple[bytes, bool]:
     try:
         while piece := os.read(pipe, 65536):
             text += piece
-            with contextlib.suppress(OSError, ValueError):  # a terminal that was closed must not end the run
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # a terminal that was closed must not end the run
                 sys.stderr.write(piece.decode(errors="replace"))
                 sys.stderr.flush()
     except BlockingIOError:
@@ -268,7 +294,9 @@ def _passed_on(pipe: int) -> tuple[bytes, bool]:
 
 def _last_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "")[:300]
+    return next(
+        (line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else ""
+    )[:300]
 
 
 def _kills_for_memory() -> int:
@@ -293,15 +321,21 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
         for number in range(1, most + 2):
             last = attempt(number, command, listener)
             # A folder that was refused is another run's, or was not meant to be gone on in.
-            command += ["--resume"] if last.reached.process >= 0 and "--resume" not in command else []
-            if last.reached.start >= 0:  # it has gone back already; to do so again would set its own steps aside
+            command += (
+                ["--resume"] if last.reached.process >= 0 and "--resume" not in command else []
+            )
+            if (
+                last.reached.start >= 0
+            ):  # it has gone back already; to do so again would set its own steps aside
                 command = _without(command, "--resume-from")
             if last.exit_code != 2 and "--resume" in command:
                 last.record(config)
             if last.exit_code in FINAL or listener.received:
                 break
             if before is not None and last.failed_as(before):
-                last.say(f"attempt {number - 1} ended there too, so it is not started again; see {FILE} in the workdir")
+                last.say(
+                    f"attempt {number - 1} ended there too, so it is not started again; see {FILE} in the workdir"
+                )
                 break
             if number > most:
                 last.say(f"--restart {most} allows no other; see {FILE} in the workdir")
@@ -331,12 +365,19 @@ def _command_line(words: Sequence[str]) -> list[str]:
 def _without(words: Sequence[str], flag: str) -> list[str]:
     """The words without a flag and its value."""
     pairs = zip(["", *words], words, strict=False)
-    return [word for before, word in pairs if flag not in (before, word) and not word.startswith(f"{flag}=")]
+    return [
+        word
+        for before, word in pairs
+        if flag not in (before, word) and not word.startswith(f"{flag}=")
+    ]
 
 
 def _others_still_run(config: Config, last: RestartAttempt, listener: Listener) -> bool:
     """Wait until every process has recorded its end, or must have ended; whether a signal came first."""
-    count, until = last.reached.processes, time.monotonic() + config.distributed.heartbeat_seconds + _ENDING_S
+    count, until = (
+        last.reached.processes,
+        time.monotonic() + config.distributed.heartbeat_seconds + _ENDING_S,
+    )
     while count > 1 and time.monotonic() < until and ended_since(config, last.began) < count:
         if listener.wait(0.5):
             return True

@@ -32,7 +32,15 @@ from mupax.presets.tuned.measured import Measured, Table, measured
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import Factors, init_stds, resolve
-from mupax.train.studies.check.feature_speed import Batch, Flow, Speeds, chain, of_model, refuse_tied, split
+from mupax.train.studies.check.feature_speed import (
+    Batch,
+    Flow,
+    Speeds,
+    chain,
+    of_model,
+    refuse_tied,
+    split,
+)
 from mupax.zoo.definition import Arrays, Definition, normals
 
 _CLOSE = 0.01
@@ -98,7 +106,11 @@ def balance(
             return descent(definition, factors._replace(lr=rates), config)(grads)
 
         speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
-        return speeds, parts_of(definition, grads, unit(grads)), balanced(definition, grads, unit(grads))
+        return (
+            speeds,
+            parts_of(definition, grads, unit(grads)),
+            balanced(definition, grads, unit(grads)),
+        )
 
     readouts = [name for name, spec in definition.specs.items() if spec.role is Role.READOUT]
     scaled, scale, tried = factors, 1.0, []
@@ -113,12 +125,19 @@ def balance(
         tried.append((scale, speed))
         scale = next_scale(tried)
     else:
-        raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
+        raise PresetError(
+            f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})"
+        )
     return measured(_table(definition, scaled._replace(lr=rates), reference, config.name))
 
 
 def desiderata(
-    definition: Definition, batch: Batch, config: OptimizerConfig, *presets: Preset, seed: int, centered: bool
+    definition: Definition,
+    batch: Batch,
+    config: OptimizerConfig,
+    *presets: Preset,
+    seed: int,
+    centered: bool,
 ) -> list[Speeds]:
     """cos θ and the four desiderata of every layer at each preset's initialization, under its rates at peak_lr 1.
 
@@ -134,7 +153,14 @@ def desiderata(
     @jax.jit
     def measure(stds: Arrays, factors: Factors, batch: Batch) -> Speeds:
         params = definition.initialize(jnp.uint32(seed), stds, normals)
-        return of_model(definition, params, factors, batch, descent(definition, factors, config), centered=centered)[0]
+        return of_model(
+            definition,
+            params,
+            factors,
+            batch,
+            descent(definition, factors, config),
+            centered=centered,
+        )[0]
 
     factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
     stds = [init_stds(preset, definition) for preset in presets]
@@ -164,7 +190,9 @@ def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -
     """
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
     hyper = chains.OptimizerHyperparams(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
-    return lambda grads: chains.first_step(tx, config.name, grads, None, factors=factors, hyper=hyper)[0]
+    return lambda grads: chains.first_step(
+        tx, config.name, grads, None, factors=factors, hyper=hyper
+    )[0]
 
 
 def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
@@ -190,7 +218,10 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
         grads: by name, in the parameters' shapes.
         updates: by name, in the parameters' shapes, at rate 1.
     """
-    layers, groups = chain(definition), {name: spec.group for name, spec in definition.specs.items()}
+    layers, groups = (
+        chain(definition),
+        {name: spec.group for name, spec in definition.specs.items()},
+    )
     slopes: list[Arrays] = []
     for g, u in zip(split(definition, grads), split(definition, updates), strict=True):
         slopes.append({})
@@ -198,22 +229,34 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
             slope = jnp.sum(g[name].astype(jnp.float32) * u[name].astype(jnp.float32))
             slopes[-1][groups[name]] = slopes[-1].get(groups[name], 0.0) + slope
     outside = [{groups[name] for name, index in layer.items() if index is None} for layer in layers]
-    several = {group for at, here in enumerate(outside) for group in here if any(group in o for o in outside[:at])}
+    several = {
+        group
+        for at, here in enumerate(outside)
+        for group in here
+        if any(group in o for o in outside[:at])
+    }
     shared = {
         group: functools.reduce(
-            jnp.minimum, [1 / (len(layers) * len(here) * here[group]) for here in slopes if group in here]
+            jnp.minimum,
+            [1 / (len(layers) * len(here) * here[group]) for here in slopes if group in here],
         )
         for group in several
     }
     rates: dict[str, list[jax.Array]] = {}
     for layer, here in zip(layers, slopes, strict=True):
-        left = 1 / len(layers) - sum(shared[group] * here[group] for group in here if group in shared)
+        left = 1 / len(layers) - sum(
+            shared[group] * here[group] for group in here if group in shared
+        )
         alone = {
-            group: left / (len(here.keys() - several) * slope) for group, slope in here.items() if group not in shared
+            group: left / (len(here.keys() - several) * slope)
+            for group, slope in here.items()
+            if group not in shared
         }
         for name in layer:
             rates.setdefault(name, []).append((alone | shared)[groups[name]])
-    return {name: jnp.stack(x) if definition.specs[name].stacked else x[0] for name, x in rates.items()}
+    return {
+        name: jnp.stack(x) if definition.specs[name].stacked else x[0] for name, x in rates.items()
+    }
 
 
 def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
@@ -230,14 +273,18 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
         g, u = (x[name].astype(jnp.float32) for x in (grads, updates))
         layers = g.shape[0] if spec.stacked else 1
         for total, product in ((squares, g * g), (slopes, g * u)):
-            total[spec.group] = total.get(spec.group, jnp.zeros(layers)) + jnp.sum(product.reshape(layers, -1), axis=1)
+            total[spec.group] = total.get(spec.group, jnp.zeros(layers)) + jnp.sum(
+                product.reshape(layers, -1), axis=1
+            )
     return Parts({group: jnp.sqrt(square) for group, square in squares.items()}, slopes)
 
 
 def _check_gradients(parts: Parts) -> None:
     norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
     if not 0 < norm < math.inf:
-        raise PresetError(f"the gradient at the reference initialization has norm {norm}; start from another reference")
+        raise PresetError(
+            f"the gradient at the reference initialization has norm {norm}; start from another reference"
+        )
     for group, norms in parts.gradient.items():
         for layer, part in enumerate(norms.tolist()):
             if not part > _ROUNDING * norm or not float(parts.slope[group][layer]) > 0:
@@ -249,7 +296,9 @@ def _check_gradients(parts: Parts) -> None:
 
 def _table(definition: Definition, factors: Factors, reference: Preset, optimizer: str) -> Table:
     scales: dict[str, Scales] = {}
-    columns = {field: getattr(factors, field) for field in ("multiplier", "lr", "eps", "weight_decay")}
+    columns = {
+        field: getattr(factors, field) for field in ("multiplier", "lr", "eps", "weight_decay")
+    }
     columns["init_std"] = init_stds(reference, definition)
     for name, spec in definition.specs.items():
         row = Scales(**{field: _plain(numbers[name]) for field, numbers in columns.items()})
@@ -261,7 +310,9 @@ def _table(definition: Definition, factors: Factors, reference: Preset, optimize
 
     def residual(stack: Stack) -> tuple[tuple[tuple[float, float], ...], ...]:
         return tuple(
-            tuple(reference.residual_scale(sizes, layer, branch, stack) for branch in stack.branches)
+            tuple(
+                reference.residual_scale(sizes, layer, branch, stack) for branch in stack.branches
+            )
             for layer in range(sizes[stack.axis])
         )
 

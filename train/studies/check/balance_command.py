@@ -47,7 +47,9 @@ class Balance:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, derives, writes, measures again; 0 when done; raises as `configured`."""
-    args, rest = command_line.parse_known(Balance, "mupax presets balance", cli.with_file_first(argv))
+    args, rest = command_line.parse_known(
+        Balance, "mupax presets balance", cli.with_file_first(argv)
+    )
     config = configured(args, rest)
     import jax
 
@@ -61,9 +63,14 @@ def main(argv: Sequence[str]) -> int:
     reference, batch = preset_of(config), batch_of(config, args.name, console)
     start: Any = {"seed": config.seed, "centered": config.model.centered}
     table = balance.balance(model, batch, config.optimizer, reference=reference, **start).table
-    measured.save(dataclasses.replace(table, source=f"{args.name}, {table.source}, seed {config.seed}"), args.out)
+    measured.save(
+        dataclasses.replace(table, source=f"{args.name}, {table.source}, seed {config.seed}"),
+        args.out,
+    )
     again = presets.get(f"measured:{args.out}")
-    before, after = jax.device_get(balance.desiderata(model, batch, config.optimizer, reference, again, **start))
+    before, after = jax.device_get(
+        balance.desiderata(model, batch, config.optimizer, reference, again, **start)
+    )
     _show(before, after, table, reference.describe())
     flags = shlex.join(["--preset", f"measured:{args.out}", "--preset.base", "None"])
     terminal.say(f"written to {args.out}; use it with {flags}")
@@ -87,14 +94,20 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
             takes = f"beside --out it takes {', '.join(READ)} and their fields"
             raise UsageError(f"balance does not read {flag}; {takes}")
     if not args.out.absolute().parent.is_dir():
-        raise UsageError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path")
+        raise UsageError(
+            f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path"
+        )
 
     def bare() -> Config:
         model = configs.get(args.name)
-        data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
+        data = DataConfig(
+            name="random", batch_size=1, noise="infilling" if model.denoises else None
+        )
         preset = PresetConfig(name="sp")
         optimizer = OptimizerConfig(name="adam")
-        return Config(recipe=args.name, model=model, data=data, preset=preset, optimizer=optimizer, steps=1)
+        return Config(
+            recipe=args.name, model=model, data=data, preset=preset, optimizer=optimizer, steps=1
+        )
 
     start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare
     chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
@@ -119,7 +132,9 @@ def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
 
     if not cli.is_recipe(name):
         return check.even_batch(config.model)
-    return data.load(config.data, config.model, seed=config.data_seed, note=console.print).train_batch(0)
+    return data.load(
+        config.data, config.model, seed=config.data_seed, note=console.print
+    ).train_batch(0)
 
 
 def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
@@ -127,11 +142,18 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
     import numpy as np
 
     layers = [["layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"]]
-    columns = [(s.cosine, s.feature_rms, s.speed_rms, s.contribution / s.loss_decay) for s in (before, after)]
+    columns = [
+        (s.cosine, s.feature_rms, s.speed_rms, s.contribution / s.loss_decay)
+        for s in (before, after)
+    ]
     encoder = [f"encoder block {i}" for i in range(table.sizes.get("encoder_layers", 0))]
-    for i, name in enumerate(("embedding", *encoder, *(f"block {i}" for i in range(table.sizes["layers"])), "readout")):
+    for i, name in enumerate(
+        ("embedding", *encoder, *(f"block {i}" for i in range(table.sizes["layers"])), "readout")
+    ):
         pairs = zip(*columns, strict=True)
-        layers.append([name, *(f"{was[i]:.3g} | {now[i]:.3g}" if i < len(was) else "" for was, now in pairs)])
+        layers.append(
+            [name, *(f"{was[i]:.3g} | {now[i]:.3g}" if i < len(was) else "" for was, now in pairs)]
+        )
 
     def feature_rms(s: Speeds) -> str:
         return f"{min(s.feature_rms):.3g} to {max(s.feature_rms):.3g}"
@@ -141,7 +163,11 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
         ("signal propagation (feature rms)", "about 1", feature_rms),
         ("feature learning (speed rms, last)", "1", lambda s: f"{s.speed_rms[-1]:.3g}"),
         ("loss decay (nats)", "1", lambda s: f"{s.loss_decay:.3g}"),
-        ("balance (largest part / smallest)", "1", lambda s: f"{max(s.contribution) / min(s.contribution):.3g}"),
+        (
+            "balance (largest part / smallest)",
+            "1",
+            lambda s: f"{max(s.contribution) / min(s.contribution):.3g}",
+        ),
     ):
         goals.append([name, target, value(before), value(after)])
     rates = [["group", "multiplier", "rate, first layer", "rate, last layer"]]

@@ -63,11 +63,22 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
         ConfigError: not a transformer, or sizes that do not fit together.
     """
     model = transformer(model, "growing one size")
-    inputs = {"tokens": {"vocab_size": _VOCAB, "seq_len": _POSITIONS}, "images": {"image_size": 8, "patch_size": 2}}
-    small = {"width": _WIDTH, "num_heads": _HEADS, "head_dim": None, "depth": _DEPTH, **inputs[model.task]}
+    inputs = {
+        "tokens": {"vocab_size": _VOCAB, "seq_len": _POSITIONS},
+        "images": {"image_size": 8, "patch_size": 2},
+    }
+    small = {
+        "width": _WIDTH,
+        "num_heads": _HEADS,
+        "head_dim": None,
+        "depth": _DEPTH,
+        **inputs[model.task],
+    }
     if model.denoises:
         small |= {"encoder_depth": None, "target_len": None}
-    if "distance" in model.sizes() and "seq_len" not in written:  # so that every row of a relative table is seen
+    if (
+        "distance" in model.sizes() and "seq_len" not in written
+    ):  # so that every row of a relative table is seen
         small |= {"distance_buckets": _POSITIONS // 2, "longest_distance": _POSITIONS}
     small = {name: size for name, size in small.items() if name not in written}
     heads, width = small.get("num_heads", model.num_heads), small.get("width", model.width)
@@ -80,7 +91,9 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
     return dataclasses.replace(model, compute=compute, centered=False, **small)
 
 
-def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> tuple[ModelConfig, set[str], list[str]]:
+def own_inputs(
+    model: ModelConfig, written: Collection[str] = ()
+) -> tuple[ModelConfig, set[str], list[str]]:
     """Return a model to check in place of this one: with its vocabulary and context as far as a check can afford them.
 
     Args:
@@ -99,7 +112,9 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> tuple[Model
             used = getattr(small, name)
             if own != used:
                 flag = name.replace("_", "-")
-                notes.append(f"{name.replace('_', ' ')} {used} in place of {own} (--model.{flag} {own} keeps it)")
+                notes.append(
+                    f"{name.replace('_', ' ')} {used} in place of {own} (--model.{flag} {own} keeps it)"
+                )
         return model, keeps, notes
     limits = {"vocab_size": _LARGEST_VOCAB, "seq_len": _LONGEST}
     if model.denoises:
@@ -108,7 +123,9 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> tuple[Model
     for name, most in limits.items():
         if name not in written and sizes_used[name] is not None:
             sizes_used[name] = min(sizes_used[name], most)
-    longest = max(size for name, size in sizes_used.items() if name != "vocab_size" and size is not None)
+    longest = max(
+        size for name, size in sizes_used.items() if name != "vocab_size" and size is not None
+    )
     affordable = _POSITIONS
     while affordable < longest and _logits(sizes_used["vocab_size"], 2 * affordable) <= _LOGITS:
         affordable *= 2
@@ -119,7 +136,9 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> tuple[Model
         if own != sizes_used[name]:
             word = {"vocab_size": "vocabulary", "seq_len": "context"}.get(name, "output length")
             flag = name.replace("_", "-")
-            notes.append(f"{word} {sizes_used[name]} in place of {own} (--model.{flag} {own} keeps it)")
+            notes.append(
+                f"{word} {sizes_used[name]} in place of {own} (--model.{flag} {own} keeps it)"
+            )
         keeps.add(name)
     return dataclasses.replace(model, **sizes_used), keeps, notes
 
@@ -129,7 +148,9 @@ def _logits(vocab_size: int, length: int) -> int:
     return examples(length) * length * vocab_size
 
 
-def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = ()) -> list[TransformerConfig]:
+def grow(
+    model: ModelConfig, axis: str, count: int, written: Collection[str] = ()
+) -> list[TransformerConfig]:
     """`count` models from the smallest on, one size doubling.
 
     Args:
@@ -143,14 +164,21 @@ def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = (
     if axis == "kv_heads":
         most = start.num_heads if "num_heads" in written else 2 * _HEADS
         if 2 ** (count - 1) > most:
-            raise ConfigError(f"key heads grow from 1 to {most}; write --sizes {most.bit_length()} or fewer")
+            raise ConfigError(
+                f"key heads grow from 1 to {most}; write --sizes {most.bit_length()} or fewer"
+            )
         return [dataclasses.replace(start, num_heads=most, num_kv_heads=2**k) for k in range(count)]
     if axis not in sizes.AXES:
-        raise ConfigError(f"no size is named {axis!r}; write {', '.join(sizes.AXES[:-1])} or {sizes.AXES[-1]}")
+        raise ConfigError(
+            f"no size is named {axis!r}; write {', '.join(sizes.AXES[:-1])} or {sizes.AXES[-1]}"
+        )
     if axis != "width":
         return [sizes.grown(start, axis, sizes.of(start, axis) * 2**k) for k in range(count)]
     wider = [sizes.grown(start, "heads", start.num_heads * 2 ** (k // 2)) for k in range(count)]
-    return [sizes.grown(one, "head_dim", one.heads_dim * 2 ** ((k + 1) // 2)) for k, one in enumerate(wider)]
+    return [
+        sizes.grown(one, "head_dim", one.heads_dim * 2 ** ((k + 1) // 2))
+        for k, one in enumerate(wider)
+    ]
 
 
 def batch(model: ModelConfig) -> dict[str, np.ndarray]:
@@ -188,11 +216,20 @@ def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
     if not model.denoises:
         drawn = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
         targets = drawn[:, 1:]
-        return {"inputs": drawn[:, :-1], "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+        return {
+            "inputs": drawn[:, :-1],
+            "targets": targets,
+            "weights": np.ones(targets.shape, np.float32),
+        }
     shapes = {name: (_EXAMPLES, *field.shape) for name, field in model.example().items()}
-    fields = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
+    fields = {
+        name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()
+    }
     mask = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
-    return fields | {"input_mask": mask.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
+    return fields | {
+        "input_mask": mask.astype(np.int32),
+        "weights": np.ones(shapes["weights"], np.float32),
+    }
 
 
 def examples(length: int) -> int:
@@ -229,7 +266,9 @@ def _ranks(rng: np.random.Generator, vocab_size: int, shape: tuple[int, ...]) ->
 def digest(tree: Any) -> bytes:
     """Hash of a tree of arrays: equal where names, shapes, dtypes and bytes are."""
     leaves, structure = jax.tree.flatten(tree)
-    parts = [(np.shape(leaf), np.asarray(leaf).dtype.str, np.asarray(leaf).tobytes()) for leaf in leaves]
+    parts = [
+        (np.shape(leaf), np.asarray(leaf).dtype.str, np.asarray(leaf).tobytes()) for leaf in leaves
+    ]
     return hashlib.sha256(repr((structure, parts)).encode()).digest()
 
 
@@ -244,11 +283,17 @@ class Series:
         steps: optimizer steps.
     """
 
-    def __init__(self, definitions: Sequence[Definition], config: OptimizerConfig, steps: int = STEPS[-1]) -> None:
+    def __init__(
+        self, definitions: Sequence[Definition], config: OptimizerConfig, steps: int = STEPS[-1]
+    ) -> None:
         self.definitions, self.config, self.steps = list(definitions), config, steps
         largest = max(definitions, key=lambda one: one.count())
         # Initial and trained parameters, their gradients, and at least one moment.
-        fit.check_arrays([largest.abstract] * 4, "parameters and state of the largest size", "Write fewer --sizes")
+        fit.check_arrays(
+            [largest.abstract] * 4,
+            "parameters and state of the largest size",
+            "Write fewer --sizes",
+        )
         still_steps = OPTIMIZERS[config.name].still_steps
         self._programs = []
         for definition in definitions:
@@ -259,9 +304,14 @@ class Series:
     def numbers(self, preset: Preset) -> list[tuple[factors.Factors, dict[str, np.ndarray]]]:
         """All that a preset sets in the programs: factors and initial stds, a pair per size."""
         name, decay = self.config.name, self.config.decay
-        return [(factors.resolve(preset, d, name, decay), factors.init_stds(preset, d)) for d in self.definitions]
+        return [
+            (factors.resolve(preset, d, name, decay), factors.init_stds(preset, d))
+            for d in self.definitions
+        ]
 
-    def measure(self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int = 4) -> dict[str, np.ndarray]:
+    def measure(
+        self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int = 4
+    ) -> dict[str, np.ndarray]:
         """Every observable at every size.
 
         Args:
@@ -278,22 +328,30 @@ class Series:
         """
         hyper = hyperparams(self.config, self.steps + 1)
         recorded: list[dict[str, np.ndarray]] = []
-        for size, (program, (size_factors, stds)) in enumerate(zip(self._programs, self.numbers(preset), strict=True)):
+        for size, (program, (size_factors, stds)) in enumerate(
+            zip(self._programs, self.numbers(preset), strict=True)
+        ):
             numbers = StepInputs(size_factors, hyper), stds, dict(batch)
             # Equal numbers are equal trainings: of presets that are one rule along an axis, of all at the base.
             trained = self._recorded.setdefault((size, self.steps, digest(numbers)), [])
             for seed in range(len(trained), seeds):
                 trained.append(program(np.uint32(seed), *numbers, self.steps))
-            recorded.append({name: np.stack([one[name] for one in trained[:seeds]]) for name in trained[0]})
+            recorded.append(
+                {name: np.stack([one[name] for one in trained[:seeds]]) for name in trained[0]}
+            )
         if any(one.keys() != recorded[0].keys() for one in recorded):
-            raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
+            raise PresetError(
+                "the models to compare have different parameters; grow sizes only, not structure"
+            )
         measured: dict[str, np.ndarray] = {}
         for name in recorded[0]:
             each = [np.asarray(one[name], np.float64) for one in recorded]
             if each[0].ndim > 2 and len({one.shape for one in each}) == 1:
                 measured[LAYERS.format(name)] = np.stack(each)
             elif each[0].ndim > 2:
-                measured[ENDS.format(name)] = np.stack([np.stack([one.min(-1), one.max(-1)], -1) for one in each])
+                measured[ENDS.format(name)] = np.stack(
+                    [np.stack([one.min(-1), one.max(-1)], -1) for one in each]
+                )
             if each[0].ndim > 2:
                 each = [np.sqrt(np.mean(one**2, axis=-1)) for one in each]
             measured[name] = np.stack(each)
@@ -326,7 +384,9 @@ def study(
         PresetError: fewer than two models, or the largest is less than four times the smallest.
     """
     if len(definitions) < 2:
-        raise PresetError("a slope needs models of growing size; give study at least three, each twice the one before")
+        raise PresetError(
+            "a slope needs models of growing size; give study at least three, each twice the one before"
+        )
     _, factor = theory.growth(definitions[0].sizes, definitions[-1].sizes)
     if factor < LEAST_GROWTH:
         raise PresetError(

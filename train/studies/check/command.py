@@ -83,7 +83,9 @@ class Check(ConstantFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
-    args, rest = command_line.parse_known(Check, "mupax check", with_group_constants(cli.with_file_first(argv)))
+    args, rest = command_line.parse_known(
+        Check, "mupax check", with_group_constants(cli.with_file_first(argv))
+    )
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
@@ -96,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     if args.desiderata:
         from mupax.train.studies.desiderata import command
 
-        return command.main(config, count=args.sizes, seeds=args.seeds, path=args.json, dry_run=args.dry_run)
+        return command.main(
+            config, count=args.sizes, seeds=args.seeds, path=args.json, dry_run=args.dry_run
+        )
     if args.grow in RUN_AXES:
         return _joint_rule(args, config)
     from mupax.presets.analysis.uneven import refuse_uneven
@@ -109,17 +113,25 @@ def main(argv: Sequence[str]) -> int:
     grown = check.grow(model, args.grow, args.sizes, keeps)
     preset = relative(config.preset, grown[0])
     optimizer = OptimizerConfig(name=config.optimizer.name, schedule="constant", eps=1e-12)
-    optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr)
+    optimizer = dataclasses.replace(
+        optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr
+    )
     definitions = [definition(one) for one in grown]
     if grown[0].family not in configs.FAMILIES:
         from mupax.train.studies.roles.models import refuse_wrong_declarations
 
         refuse_wrong_declarations(grown[0])
     refuse_uneven(preset, definitions[-1].sizes, optimizer.name)
-    expected = theory.of(preset, definitions[0], definitions[-1], optimizer.name, accept=args.accept)
+    expected = theory.of(
+        preset, definitions[0], definitions[-1], optimizer.name, accept=args.accept
+    )
     not_judged = groups.not_judged(definitions[0].specs, expected)
     growth, _ = theory.growth(definitions[0].sizes, definitions[-1].sizes)
-    vanishing = {name: power.growth(growth) for name, power in preset.vanishing.items() if power.growth(growth)}
+    vanishing = {
+        name: power.growth(growth)
+        for name, power in preset.vanishing.items()
+        if power.growth(growth)
+    }
     terminal.say(_sizes_line(args.model, grown, notes))
     if args.dry_run:
         for one in grown:
@@ -134,8 +146,12 @@ def main(argv: Sequence[str]) -> int:
         for name, exponent in vanishing.items():
             terminal.say(f"{name}: its source lets it go as {exponent:+.2f}")
         return 0
-    findings = check.study(definitions, preset, optimizer, check.batch(grown[0]), args.seeds, args.accept)
-    grew = f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
+    findings = check.study(
+        definitions, preset, optimizer, check.batch(grown[0]), args.seeds, args.accept
+    )
+    grew = (
+        f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
+    )
     title = f"{args.model} under {preset.label}, {optimizer.name}, {grew}"
     about = {
         "model": args.model,
@@ -150,10 +166,17 @@ def main(argv: Sequence[str]) -> int:
         "sizes": [dataclasses.asdict(one) for one in grown],
     }
     subject = f"{preset.name} follows its table as {_GROWN.get(args.grow, f'{args.grow} grows')}"
-    return _report(args, findings, _Page(title, subject, _following(args, preset, findings)), not_judged, about)
+    return _report(
+        args, findings, _Page(title, subject, _following(args, preset, findings)), not_judged, about
+    )
 
 
-_GROWN = {"heads": "heads grow", "experts": "experts grow", "kv_heads": "key heads grow", "mlp": "the MLP grows"}
+_GROWN = {
+    "heads": "heads grow",
+    "experts": "experts grow",
+    "kv_heads": "key heads grow",
+    "mlp": "the MLP grows",
+}
 """Sizes that are not said as they are written."""
 
 
@@ -165,7 +188,11 @@ def _sizes_line(name: str, grown: Sequence[Any], notes: Sequence[str]) -> str:
         inputs = f"{first.num_classes:,} classes, {first.image_size} x {first.image_size} pixels"
     else:
         inputs = f"vocabulary {first.vocab_size:,}, context {first.seq_len:,}"
-    width = f"width {first.width}" if first.width == last.width else f"width {first.width} to {last.width}"
+    width = (
+        f"width {first.width}"
+        if first.width == last.width
+        else f"width {first.width} to {last.width}"
+    )
     smaller = f"; {'; '.join(notes)}" if notes else ""
     return f"{name}: {inputs}, {width}, depth {first.depth}{smaller}"
 
@@ -176,7 +203,9 @@ def _following(args: Check, preset: Preset, findings: Sequence[Finding]) -> list
 
     if passes(findings):
         words = f"{args.model}" if cli.is_recipe(args.model) else f"RECIPE --model {args.model}"
-        return [f"next: mupax sweep {words} --preset {preset.name} finds the learning rate at the base, for every size"]
+        return [
+            f"next: mupax sweep {words} --preset {preset.name} finds the learning rate at the base, for every size"
+        ]
     if all(finding.agrees for finding in findings):
         return [
             f"next: mupax presets limits {preset.name} says what its table does, and mupax presets compare which tables do not"
@@ -210,16 +239,22 @@ def _joint_rule(args: Check, config: Config) -> int:
             f"write a recipe, such as lm-tiny --model {args.model}"
         )
     if args.accept:
-        raise command_line.UsageError(f"check does not read --accept growing {args.grow}; it is of presets")
+        raise command_line.UsageError(
+            f"check does not read --accept growing {args.grow}; it is of presets"
+        )
     started, rule = time.monotonic(), horizon.rule(config.preset.joint)
     runs = joint_run.runs(config, args.grow, args.sizes)
     vanishing = {name: power.growth({args.grow: 1.0}) for name, power in rule.concessions.items()}
     vanishing = {name: exponent for name, exponent in vanishing.items() if exponent}
     if args.dry_run:
         for run in runs:
-            terminal.say(f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}")
+            terminal.say(
+                f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}"
+            )
         for name, slope in joint_run.expectation(runs, args.grow).items():
-            terminal.say(f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}")
+            terminal.say(
+                f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}"
+            )
         return 0
     findings, not_judged = joint_run.study(runs, args.grow)
     grew = f"{SYMBOLS[args.grow]} 1 to {2 ** (args.sizes - 1)} ({time.monotonic() - started:.0f} s)"
@@ -232,9 +267,7 @@ def _joint_rule(args: Check, config: Config) -> int:
         "vanishing": vanishing,
         "sizes": [{"batch": run.data.batch_size, "steps": run.steps} for run in runs],
     }
-    subject = (
-        f"the run follows the joint rule {rule.name} as {args.grow} {'grow' if args.grow == 'tokens' else 'grows'}"
-    )
+    subject = f"the run follows the joint rule {rule.name} as {args.grow} {'grow' if args.grow == 'tokens' else 'grows'}"
     code = _report(args, findings, _Page(title, subject, []), not_judged, about)
     for caution in joint.cautions(runs[-1]) if rule.name != "none" else ():
         terminal.say(f"caution: {caution}")
@@ -242,7 +275,11 @@ def _joint_rule(args: Check, config: Config) -> int:
 
 
 def _report(
-    args: Check, findings: Sequence[Finding], page: _Page, not_judged: Sequence[str], about: dict[str, Any]
+    args: Check,
+    findings: Sequence[Finding],
+    page: _Page,
+    not_judged: Sequence[str],
+    about: dict[str, Any],
 ) -> int:
     """Print, write and draw the findings. Return the exit code."""
     from mupax.train.studies.check import report
@@ -250,18 +287,28 @@ def _report(
 
     blamed = "number" if args.grow in RUN_AXES else "role"
     report.show(
-        terminal.console(), findings, page.title, not_judged, blamed, subject=page.subject, following=page.following
+        terminal.console(),
+        findings,
+        page.title,
+        not_judged,
+        blamed,
+        subject=page.subject,
+        following=page.following,
     )
     if vanishing := about["vanishing"]:
         allowed = ", ".join(f"{name} go as {exponent:+.2f}" for name, exponent in vanishing.items())
         terminal.say(f"by its source the preset lets {allowed}")
     if args.json:
-        Path(args.json).write_text(json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n")
+        Path(args.json).write_text(
+            json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n"
+        )
     if args.figure:
         report.figure(args.figure, findings, args.grow, page.title)
     if args.figure_panels:
         grown_sizes = [2.0**doubling for doubling in range(args.sizes)]
-        report.panels(args.figure_panels, findings, grown_sizes, f"{args.grow} / smallest", page.title)
+        report.panels(
+            args.figure_panels, findings, grown_sizes, f"{args.grow} / smallest", page.title
+        )
     return 0 if passes(findings) else 1
 
 
@@ -277,7 +324,9 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         ConfigError: no recipe or model has the name, or a model that cannot be built.
     """
     if not cli.is_recipe(args.model) and args.model not in configs.CONFIGS:
-        near = difflib.get_close_matches(args.model, list(dict.fromkeys([*configs.CONFIGS, *RECIPES])), n=3)
+        near = difflib.get_close_matches(
+            args.model, list(dict.fromkeys([*configs.CONFIGS, *RECIPES])), n=3
+        )
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise configs.ConfigError(
             f"no model or recipe is named {args.model!r}; {hint}`mupax models` and `mupax train` list them"
@@ -290,7 +339,9 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         )
         if of_run and args.grow not in RUN_AXES:
             where = (
-                f" growing {args.grow} (--grow batch or tokens does)" if flag in ("--joint", "--noise-scale") else ""
+                f" growing {args.grow} (--grow batch or tokens does)"
+                if flag in ("--joint", "--noise-scale")
+                else ""
             )
             raise command_line.UsageError(
                 f"check does not read {flag}{where}; it takes --model.* and what its --help lists"
@@ -298,14 +349,26 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
 
     def bare() -> Config:
         model = configs.get(args.model)
-        data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
+        data = DataConfig(
+            name="random", batch_size=1, noise="infilling" if model.denoises else None
+        )
         optimizer = OptimizerConfig(name="adam")
-        return Config(recipe=args.model, model=model, data=data, preset=PresetConfig(), optimizer=optimizer, steps=1)
+        return Config(
+            recipe=args.model,
+            model=model,
+            data=data,
+            preset=PresetConfig(),
+            optimizer=optimizer,
+            steps=1,
+        )
 
     start = cli.recipe(args.model) if cli.is_recipe(args.model) else bare
     config = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check)).config
     constants = tuple(f"{name}={value}" for name, value in args.values().items())
-    start, of_run = config.preset, {name: getattr(config.preset, name) for name in ("base", "joint", "noise_scale")}
+    start, of_run = (
+        config.preset,
+        {name: getattr(config.preset, name) for name in ("base", "joint", "noise_scale")},
+    )
     if args.preset is not None:
         start = PresetConfig(name=args.preset, **of_run)
     preset = dataclasses.replace(start, constants=(*start.constants, *constants))

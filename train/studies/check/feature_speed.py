@@ -66,7 +66,12 @@ class Speeds(NamedTuple):
 
 
 def measure(
-    layers: Sequence[Layer], loss: Layer, params: Any, inputs: Any, flow: Flow, parts: Callable[[Any], list] = list
+    layers: Sequence[Layer],
+    loss: Layer,
+    params: Any,
+    inputs: Any,
+    flow: Flow,
+    parts: Callable[[Any], list] = list,
 ) -> tuple[Speeds, Any]:
     """Every quantity of the formula, and the gradients. Pure: jit it, or vmap it over seeds.
 
@@ -90,7 +95,9 @@ def measure(
     shapes = jax.eval_shape(lambda p: forward(p, [None] * len(layers))[1], params)
     # A zero added to what each layer gives: its gradient is the backward signal there.
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    (value, features), (grads, signals) = jax.value_and_grad(forward, argnums=(0, 1), has_aux=True)(params, zeros)
+    (value, features), (grads, signals) = jax.value_and_grad(forward, argnums=(0, 1), has_aux=True)(
+        params, zeros
+    )
     velocities = flow(grads)
     _, speeds = jax.jvp(lambda p: forward(p, zeros)[1], (params,), (velocities,))
     dots = jnp.stack([-dot(df, b) for df, b in zip(speeds, signals, strict=True)])
@@ -101,8 +108,12 @@ def measure(
         speed=speed,
         backward=backward,
         cosine=dots / (speed * backward),
-        contribution=jnp.stack([-dot(g, w) for g, w in zip(parts(grads), parts(velocities), strict=True)]),
-        entries=jnp.asarray([sum(x.size for x in jax.tree.leaves(f)) for f in features], jnp.float32),
+        contribution=jnp.stack(
+            [-dot(g, w) for g, w in zip(parts(grads), parts(velocities), strict=True)]
+        ),
+        entries=jnp.asarray(
+            [sum(x.size for x in jax.tree.leaves(f)) for f in features], jnp.float32
+        ),
     ), grads
 
 
@@ -122,7 +133,13 @@ def norm(a: Any) -> jax.Array:
 
 
 def of_model(
-    definition: Definition, params: Arrays, factors: Factors, batch: Batch, flow: Flow, *, centered: bool = False
+    definition: Definition,
+    params: Arrays,
+    factors: Factors,
+    batch: Batch,
+    flow: Flow,
+    *,
+    centered: bool = False,
 ) -> tuple[Speeds, Arrays]:
     """`measure` for a model of the zoo: layers are the embedding and each block, with norm and readout last.
 
@@ -153,7 +170,9 @@ def of_model(
             layer = {name for name in own if definition.specs[name].stacked}
             own = {name: w[None] if name in layer else w for name, w in own.items()}
             multipliers |= {name: multipliers[name][index : index + 1] for name in layer}
-            forward |= {name: x[index : index + 1] for name, x in forward.items() if name.startswith(stack)}
+            forward |= {
+                name: x[index : index + 1] for name, x in forward.items() if name.startswith(stack)
+            }
         return definition.model({**params, **own}, multipliers, forward)
 
     def one(stacked: Any) -> Any:
@@ -169,7 +188,9 @@ def of_model(
         table = model.token if model.encoder.token is None else model.encoder.token
         return model.encoder.first(table, batch["inputs"]), model.embed(batch["decoder_inputs"])
 
-    def encoder_block(index: int, own: Arrays, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def encoder_block(
+        index: int, own: Arrays, streams: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         (e_BSD, h_BTD), model = streams, bound(own, index, "encoder.block.")
         e_BSD = one(model.encoder.block)(e_BSD, batch["input_mask"] > 0, None)
         last = index == definition.sizes["encoder_layers"] - 1
@@ -193,8 +214,13 @@ def of_model(
                 "a table of relative positions acts in every block of its stack, so no feature carries its whole effect and the "
                 "formula does not hold; write positions=rotary (--model.positions rotary) to measure"
             )
-        encoder = [functools.partial(encoder_block, index) for index in range(definition.sizes["encoder_layers"])]
-        decoder = [functools.partial(decoder_block, index) for index in range(definition.sizes["layers"])]
+        encoder = [
+            functools.partial(encoder_block, index)
+            for index in range(definition.sizes["encoder_layers"])
+        ]
+        decoder = [
+            functools.partial(decoder_block, index) for index in range(definition.sizes["layers"])
+        ]
         return measure([embeddings, *encoder, *decoder], loss, params, batch, flow, parts)
     if "layers" not in definition.sizes or not all(
         callable(getattr(model, part, None)) for part in ("embed", "block", "read")
@@ -227,7 +253,9 @@ def chain(definition: Definition) -> list[dict[str, int | None]]:
         of_encoder = spec.part == "encoder"
         if spec.stacked:
             (encoder if of_encoder else block).append(name)
-        elif spec.role in EMBEDDINGS or spec.of in EMBEDDINGS or "embedding_norm" in name.split("."):
+        elif (
+            spec.role in EMBEDDINGS or spec.of in EMBEDDINGS or "embedding_norm" in name.split(".")
+        ):
             embed.append(name)
         else:
             (memory if of_encoder else read).append(name)
@@ -248,6 +276,9 @@ def split(definition: Definition, arrays: Arrays) -> list[Arrays]:
         arrays: a parameter's name to an array whose first axis is layers where it is stacked.
     """
     return [
-        {name: arrays[name] if index is None else arrays[name][index] for name, index in layer.items()}
+        {
+            name: arrays[name] if index is None else arrays[name][index]
+            for name, index in layer.items()
+        }
         for layer in chain(definition)
     ]

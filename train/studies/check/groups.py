@@ -19,7 +19,11 @@ from mupax.presets.analysis.limits import Limit
 from mupax.presets.roles import BIASES
 from mupax.presets.rule import Number
 
-COLUMNS: dict[tuple[str, int], Column] = {("weight", 0): "init_std", ("movement", 1): "lr", ("gradient", 0): "eps"}
+COLUMNS: dict[tuple[str, int], Column] = {
+    ("weight", 0): "init_std",
+    ("movement", 1): "lr",
+    ("gradient", 0): "eps",
+}
 """What is observed of a parameter, at which step, and the column of its row that sets it."""
 ROUNDING = 1e-4
 """Share of other gradients below which one is float32's rounding: the largest seen was 3e-7."""
@@ -65,7 +69,10 @@ def slopes(
         row, family, of = preset.row(spec), limit.family, limit.names.get(spec.role)
         if spec.role not in BIASES:
             exponents[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
-        rate, change = limit.x(row.multiplier * row.lr(family)), gradient(spec, limit, preset, aligned=aligned)
+        rate, change = (
+            limit.x(row.multiplier * row.lr(family)),
+            gradient(spec, limit, preset, aligned=aligned),
+        )
         if spec.role is Role.BIAS and spec.of is Role.KEY and normed:
             # Softmax ignores what all keys have in common, but for the norm between: what is left has the exponent of no sum.
             change = None
@@ -80,7 +87,9 @@ def slopes(
     return exponents
 
 
-def troubles(preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit) -> dict[tuple[str, int], Trouble]:
+def troubles(
+    preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit
+) -> dict[tuple[str, int], Trouble]:
     """(observable, step) of a parameter to what is wrong with the column of its row that sets it.
 
     Args:
@@ -116,12 +125,16 @@ def at_base(
         multiplier, std = _of_middle_layer(scales.multiplier), _of_middle_layer(scales.init_std)
         lr, eps = _of_middle_layer(scales.lr), _of_middle_layer(scales.eps)
         if not specs[name].part:
-            stds[specs[name].role] = multiplier * std * math.prod(sizes[axis] for axis in specs[name].fan_in) ** 0.5
+            stds[specs[name].role] = (
+                multiplier * std * math.prod(sizes[axis] for axis in specs[name].fan_in) ** 0.5
+            )
         numbers[f"weight/{label}", 0] = multiplier * std
         numbers[f"movement/{label}", 1] = multiplier * lr
         numbers[f"gradient/{label}", 0] = eps
     if Role.QUERY in stds and Role.KEY in stds and not preset.key_as_query:
-        normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values())
+        normed = any(
+            spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values()
+        )
         entries = 1.0 if normed else stds[Role.QUERY] * stds[Role.KEY]
         numbers["attention", 0] = entries * preset.logit_scale(sizes) * sizes["head_dim"] ** 0.5
     return numbers
@@ -151,10 +164,16 @@ def wrong_base(
     there = dataclasses.replace(preset, base=own_base)
     numbers, right = (at_base(one, specs, sizes, optimizer) for one in (preset, there))
     # Multipliers and stds at the base are fan-ins of the base: what must be 1 is the ratio.
-    return {key: x / right[key] for key, x in numbers.items() if right[key] and abs(x / right[key] - 1) > 0.01}
+    return {
+        key: x / right[key]
+        for key, x in numbers.items()
+        if right[key] and abs(x / right[key] - 1) > 0.01
+    }
 
 
-def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, int]]) -> tuple[str, ...]:
+def not_judged(
+    specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, int]]
+) -> tuple[str, ...]:
     """The observables of parameters that theory says nothing about; a bias starts at zero whatever its std.
 
     Args:
@@ -165,7 +184,8 @@ def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, i
         f"{what}/{label}"
         for name, label in labels(specs).items()
         for (what, step) in COLUMNS
-        if (f"{what}/{label}", step) not in expected and not (what == "weight" and specs[name].role in BIASES)
+        if (f"{what}/{label}", step) not in expected
+        and not (what == "weight" and specs[name].role in BIASES)
     )
 
 
@@ -180,7 +200,11 @@ def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamS
         specs: of the model's parameters.
     """
     names = labels(specs)
-    gradients = [x[:, :, 0] for name, x in measured.items() if name.startswith("gradient/") and "," not in name]
+    gradients = [
+        x[:, :, 0]
+        for name, x in measured.items()
+        if name.startswith("gradient/") and "," not in name
+    ]
     typical = float(np.median([np.median(x) for x in gradients])) if gradients else 0.0
     for name, spec in specs.items():
         key = f"gradient/{names[name]}"
@@ -190,7 +214,9 @@ def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamS
                 del measured[key]
 
 
-def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True) -> float | None:
+def gradient(
+    spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True
+) -> float | None:
     """Exponent of a parameter's gradient as stored, at unit gradient of the output; None where theory has no word for it.
 
     Args:
@@ -241,11 +267,18 @@ def _of_stream(limit: Limit, effective: Mapping[str, float]) -> float:
     return max(effective["value"], effective["MLP in"], effective.get("shared in", -math.inf))
 
 
-def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool) -> float | None:
+def _vector(
+    spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool
+) -> float | None:
     """The same of a gain or bias: that of the matrix beside it, whose input has entries Theta(1)."""
     if spec.role is Role.RELATIVE_BIAS:
         # That of a logit: a sum over a head's values, and over the blocks that share a table.
-        of_logit = effective["query"] - limit.logits - limit.k - (0.0 if aligned else limit.aligned - limit.n / 2)
+        of_logit = (
+            effective["query"]
+            - limit.logits
+            - limit.k
+            - (0.0 if aligned else limit.aligned - limit.n / 2)
+        )
         return of_logit + (0.0 if spec.stacked else limit.layers if aligned else limit.layers / 2)
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
         # q_n k_n times the logit's gradient, a sum over the heads that share the gain.
@@ -263,6 +296,8 @@ def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], align
         return effective[limit.names[spec.of]]
     if spec.part == "cross":  # the norm that queries alone read
         return effective["query"]
-    if limit.routed and (limit.active or limit.growth.get("expert_dim") != limit.growth.get("embed")):
+    if limit.routed and (
+        limit.active or limit.growth.get("expert_dim") != limit.growth.get("embed")
+    ):
         return None  # of the norm before experts: a sum over them that is independent at first (measured, a^-0.47) and aligned later
     return _of_stream(limit, effective)

@@ -67,8 +67,12 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
         )
     _moments(optimizer.name)
     if rule.name != "none" and not rule.speaks_of(grows):
-        rules = [each.name for each in horizon.RULES.values() if each.applied and each.speaks_of(grows)]
-        raise ConfigError(f"the joint rule {rule.name} says nothing about {grows}; write --joint {' or '.join(rules)}")
+        rules = [
+            each.name for each in horizon.RULES.values() if each.applied and each.speaks_of(grows)
+        ]
+        raise ConfigError(
+            f"the joint rule {rule.name} says nothing about {grows}; write --joint {' or '.join(rules)}"
+        )
     if optimizer.eps < _LEAST_EPS:
         raise ConfigError(
             f"optimizer.eps is {optimizer.eps:g}, which this cannot see; write one of at least {_LEAST_EPS:g}"
@@ -84,7 +88,9 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
     return [dataclasses.replace(each, optimizer=optimizer, mesh=MeshConfig()) for each in grown]
 
 
-def observe(config: Config, batch_ratio: float, programs: dict[Any, Callable] | None = None) -> dict[str, float]:
+def observe(
+    config: Config, batch_ratio: float, programs: dict[Any, Callable] | None = None
+) -> dict[str, float]:
     """The observables of `mupax.presets.analysis.joint_limits` of one run.
 
     Args:
@@ -95,7 +101,10 @@ def observe(config: Config, batch_ratio: float, programs: dict[Any, Callable] | 
     program, programs = assemble(config), {} if programs is None else programs
     factors, opt, hyper = program.inputs.factors, config.scaled_optimizer, program.inputs.hyper
     # One parameter of a kind: nothing that a preset gives depends on the batch, and compiling takes the time.
-    kinds = {(rate.ndim, bool(np.any(factors.weight_decay[name]))): name for name, rate in factors.lr.items()}
+    kinds = {
+        (rate.ndim, bool(np.any(factors.weight_decay[name]))): name
+        for name, rate in factors.lr.items()
+    }
     shapes = {name: factors.lr[name].shape for name in kinds.values()}
     lr, eps, decay = (
         np.concatenate([np.ravel(column[name]) for name in shapes])[:, None]
@@ -103,10 +112,14 @@ def observe(config: Config, batch_ratio: float, programs: dict[Any, Callable] | 
     )
     scale = np.repeat(eps[..., None] * config.optimizer.eps, STILL + 1, axis=1)
     clip, norm = opt.clip_norm or math.inf, math.sqrt(_ENTRIES * np.sum(scale[:, :FAINT] ** 2))
-    scale[:, :FAINT] *= min(_LOUD, clip / (4 * norm))  # what is clipped is of one size whatever the noise
+    scale[:, :FAINT] *= min(
+        _LOUD, clip / (4 * norm)
+    )  # what is clipped is of one size whatever the noise
     key = (opt.b1, opt.b2, opt.decay, opt.clip_norm, config.steps, tuple(shapes.items()))
     train = programs.setdefault(key, _program(program.tx, _moments(opt.name), shapes, config.steps))
-    moved, forgotten, rate = jax.device_get(train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio))
+    moved, forgotten, rate = jax.device_get(
+        train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio)
+    )
     moved = moved.astype(np.float64)
     loud, faint, rate = moved[:, NOISE], moved[:, FAINT], np.mean(rate / lr[:, 0], axis=1)
     pull = (decay * lr if opt.decay == "coupled" else decay)[:, 0]
@@ -162,7 +175,9 @@ def _program(
 
     def parted(rows: jax.Array) -> Arrays:
         parts = zip(shapes.items(), ends, ends[1:], strict=False)
-        return {name: rows[i:j].reshape(*shape, STILL + 1, _ENTRIES) for (name, shape), i, j in parts}
+        return {
+            name: rows[i:j].reshape(*shape, STILL + 1, _ENTRIES) for (name, shape), i, j in parts
+        }
 
     @jax.jit
     def train(
@@ -172,14 +187,18 @@ def _program(
         params = jnp.zeros((ends[-1], STILL + 1, _ENTRIES)).at[:, STILL].set(1.0)
 
         def gradient(count: jax.Array) -> Arrays:
-            noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), (ends[-1], _ENTRIES))
+            noise = jax.random.normal(
+                jax.random.fold_in(jax.random.key(0), count), (ends[-1], _ENTRIES)
+            )
             noise = noise / batch_ratio**0.5
             still = jnp.zeros_like(noise)
             kinds = [noise, noise + _SIGNAL_TO_NOISE, still + batch_ratio**-0.5, noise, still]
             return parted(jnp.stack(kinds, axis=1) * scale)
 
         def update(state: optax.OptState, count: jax.Array) -> tuple[Any, optax.OptState]:
-            return tx.update(gradient(count), state, parted(params), factors=factors, hyper=hyper.at(count))
+            return tx.update(
+                gradient(count), state, parted(params), factors=factors, hyper=hyper.at(count)
+            )
 
         def step(carry: tuple, count: jax.Array) -> tuple[tuple, jax.Array]:
             state, moved = carry
@@ -198,7 +217,9 @@ def _program(
             _, remaining = jax.jvp(after, (before,), (before,))
             before_noise = joined(before)[:, NOISE].astype(jnp.float32)
             remaining_noise = joined(remaining)[:, NOISE].astype(jnp.float32)
-            unit = jnp.max(jnp.abs(before_noise), axis=1, keepdims=True)  # squares of a second moment underflow
+            unit = jnp.max(
+                jnp.abs(before_noise), axis=1, keepdims=True
+            )  # squares of a second moment underflow
             before_noise = before_noise / unit
             remaining_noise = remaining_noise / unit
             return 1 - jnp.sum(before_noise * remaining_noise) / jnp.sum(before_noise**2)
@@ -223,7 +244,9 @@ def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
     values = {
         "displacement by noise": opt.peak_lr * math.sqrt(np.sum(schedule**2)),
         "drift": opt.peak_lr * np.sum(schedule) * _SIGNAL_TO_NOISE,
-        "decay over the run": opt.weight_decay * np.sum(schedule) * (opt.peak_lr if opt.decay == "coupled" else 1.0),
+        "decay over the run": opt.weight_decay
+        * np.sum(schedule)
+        * (opt.peak_lr if opt.decay == "coupled" else 1.0),
         "memory of b1": 1 / ((1 - opt.b1) * steps),
         "memory of b2": 1 / ((1 - opt.b2) * steps),
         "eps over noise": 1.0,
@@ -231,14 +254,20 @@ def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
     }
     if "weight_decay" not in OPTIMIZERS[opt.name].reads:
         values["decay over the run"] = 0.0
-    shortest = max(1, min(run.scaled_optimizer.warmup_steps for run in runs))  # a whole number of steps, rounded
+    shortest = max(
+        1, min(run.scaled_optimizer.warmup_steps for run in runs)
+    )  # a whole number of steps, rounded
     rounding = {"warm-up": math.log2(1 + 0.5 / shortest) / (len(runs) - 1)}
     wrong, expected = joint_limits.troubles(rule, grows), {}
     for name, power in joint_limits.observables(rule).items():
         margin = _MARGIN + rounding.get(name, 0.0)
         if values[name]:
             expected[name] = Expected(
-                power.growth({grows: 1.0}), margin, margin, wrong.get(name), base=float(values[name])
+                power.growth({grows: 1.0}),
+                margin,
+                margin,
+                wrong.get(name),
+                base=float(values[name]),
             )
     return expected
 
@@ -262,8 +291,13 @@ def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]
         rows: from `observe`, of runs each twice the one before.
         expected: from `expectation`.
     """
-    measured, ratios = {name: np.array([one[name] for one in rows]) for name in expected}, 2.0 ** np.arange(len(rows))
-    if (pull := measured.get("decay over the run")) is not None:  # a wrong rate is not the decay's fault
+    measured, ratios = (
+        {name: np.array([one[name] for one in rows]) for name in expected},
+        2.0 ** np.arange(len(rows)),
+    )
+    if (
+        pull := measured.get("decay over the run")
+    ) is not None:  # a wrong rate is not the decay's fault
         moved, slope = measured["displacement by noise"], expected["displacement by noise"].slope
         measured["decay over the run"] = pull * moved[0] / moved * ratios**slope
     values = {LABELS[name]: numbers[:, None, None] for name, numbers in measured.items()}

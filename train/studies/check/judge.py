@@ -85,14 +85,20 @@ class Finding:
         if any(self.values):
             off = abs(math.log(self.base)) > _BASE
             where = (
-                f" in {self.layer}" if self.layer else f" ({self.base:.2g} times at the smallest size)" if off else ""
+                f" in {self.layer}"
+                if self.layer
+                else f" ({self.base:.2g} times at the smallest size)"
+                if off
+                else ""
             )
             return f"contradicts theory{where}"
         return "frozen" if self.step else "zero"
 
 
 def judge(
-    measured: Mapping[str, np.ndarray], sizes: Sequence[float], expected: Mapping[tuple[str, int], Expected]
+    measured: Mapping[str, np.ndarray],
+    sizes: Sequence[float],
+    expected: Mapping[tuple[str, int], Expected],
 ) -> list[Finding]:
     """Log-log slopes of every observable that theory speaks of, with 95 % intervals over seeds, and what it says of each.
 
@@ -110,7 +116,9 @@ def judge(
             of, ends = expected[name, step], (float(mean - half), float(mean + half))
             finding = Finding(name, step, float(mean), *ends, tuple(map(float, typical)), of)
             if finding.agrees:
-                finding = dataclasses.replace(finding, layer=_outlier(x - x.mean(), name, step, measured, of))
+                finding = dataclasses.replace(
+                    finding, layer=_outlier(x - x.mean(), name, step, measured, of)
+                )
             findings.append(dataclasses.replace(finding, base=base.get((name, step), 1.0)))
     return findings
 
@@ -134,11 +142,15 @@ def _halves(seeds: int) -> float:
     return float(stats.t.ppf(0.975, seeds - 1)) / math.sqrt(seeds)
 
 
-def _outlier(x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndarray], expected: Expected) -> str | None:
+def _outlier(
+    x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndarray], expected: Expected
+) -> str | None:
     """The layer whose slope is the farthest from theory and outside its band; None where none is."""
     by_layer, ends = (measured.get(layers.format(name)) for layers in (LAYERS, ENDS))
     layers = ends if by_layer is None else by_layer
-    if layers is None or (layers is ends and expected.base is None):  # what has a number is the same in all layers
+    if layers is None or (
+        layers is ends and expected.base is None
+    ):  # what has a number is the same in all layers
         return None
     mean, half, _ = _fit(x, layers[:, :, step])
     room = _LAYER.get(name.partition("/")[0], 0.15)
@@ -162,7 +174,10 @@ def _at_base(
             ratios[name, step] = float(np.exp(np.mean(np.log(first)))) / one.base
     moved = [ratio for (name, _), ratio in ratios.items() if name.startswith("movement")]
     peak = float(np.median(moved)) if moved else 1.0
-    return {key: ratio / peak if key[0].startswith("movement") else ratio for key, ratio in ratios.items()}
+    return {
+        key: ratio / peak if key[0].startswith("movement") else ratio
+        for key, ratio in ratios.items()
+    }
 
 
 def passes(findings: Sequence[Finding]) -> bool:

@@ -78,7 +78,9 @@ def program(
 
     @jax.jit
     def forward(params: Arrays, factors: Factors, batch: Batch) -> Arrays:
-        return internals(definition.model(params, factors.multiplier, factors.forward), **_read(batch))
+        return internals(
+            definition.model(params, factors.multiplier, factors.forward), **_read(batch)
+        )
 
     @functools.partial(jax.jit, compiler_options=options)
     def step(
@@ -93,20 +95,28 @@ def program(
         stats = _activations(model, now, start, _read(batch), definition.tied_readout is not None)
         stats["change logits"] = along_targets(now["logits"] - start["logits"], batch)
         read_now = _rows_read(definition, grads)
-        stats |= _weights(definition, factors, _Weights(initial, state.params, grads), rows_read, read_now)
+        stats |= _weights(
+            definition, factors, _Weights(initial, state.params, grads), rows_read, read_now
+        )
         # Rows that have been read so far: of those whose first gradient waits for a readout that starts at zero, too.
         start |= {name: rows_read[name] | mask for name, mask in read_now.items()}
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=run.hyper)
+        updates, opt_state = tx.update(
+            grads, state.opt_state, state.params, factors=factors, hyper=run.hyper
+        )
         new: Any = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, new, opt_state), start, stats
 
-    def measure(seed: np.ndarray, run: StepInputs, stds: Arrays, batch: Batch, steps: int) -> dict[str, np.ndarray]:
+    def measure(
+        seed: np.ndarray, run: StepInputs, stds: Arrays, batch: Batch, steps: int
+    ) -> dict[str, np.ndarray]:
         state, (run, batch) = begin(seed, stds), jax.device_put((run, dict(batch)))
         initial, schedule, records = state.params, run.hyper.schedule, []
         # Of the first step they are what it computes itself.
         shapes = forward.eval_shape(initial, run.factors, batch)
         start = {name: jnp.zeros(of.shape, of.dtype) for name, of in shapes.items()}
-        start |= {name: jnp.zeros_like(mask) for name, mask in _rows_read(definition, initial).items()}
+        start |= {
+            name: jnp.zeros_like(mask) for name, mask in _rows_read(definition, initial).items()
+        }
         for count in range(-still_steps, steps + 1):
             now = run._replace(hyper=run.hyper._replace(schedule=schedule[max(count, 0)]))
             state, start, record = step(state, initial, start, now, batch)
@@ -134,13 +144,26 @@ def _activations(model: Any, now: Arrays, start: Arrays, read: Batch, tied: bool
     """
     out = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
     if tied:
-        contact_BTV = jnp.arange(now["logits"].shape[-1]) == read.get("decoder_inputs", read["inputs"])[..., None]
-        out |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
-    out |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in (*_BY_OWN_WEIGHTS, CROSS)}
+        contact_BTV = (
+            jnp.arange(now["logits"].shape[-1])
+            == read.get("decoder_inputs", read["inputs"])[..., None]
+        )
+        out |= {
+            "logits": rms(now["logits"], ~contact_BTV),
+            "contact logit": rms(now["logits"], contact_BTV),
+        }
+    out |= {
+        f"change {name}": rms(x - start[name])
+        for name, x in now.items()
+        if name not in (*_BY_OWN_WEIGHTS, CROSS)
+    }
     if "query" in now:
         # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
         graph, blocks = nnx.split(model.block)
-        moved = jax.lax.map(lambda layer: _attention(nnx.merge(graph, layer[0]), layer[1]), (blocks, start["attended"]))
+        moved = jax.lax.map(
+            lambda layer: _attention(nnx.merge(graph, layer[0]), layer[1]),
+            (blocks, start["attended"]),
+        )
         out |= {f"update {name}": rms(moved[name] - start[name]) for name in _BY_OWN_WEIGHTS}
     if "attention" in now and now["attention"].shape[2] > 1:
         out["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
@@ -172,8 +195,14 @@ def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
         of_outputs = spec.role is Role.BIAS and spec.of is Role.READOUT
         if (looked_up or of_outputs) and row_axes and name in grads:
             # The axis of layers keeps its size: blocks of a stack have tables of their own.
-            width_axes = [i for i, axis in enumerate(spec.axes) if i not in row_axes and axis not in spec.copies]
-            read_by_table[f"rows/{name}"] = jnp.any(grads[name] != 0, axis=tuple(width_axes), keepdims=True)
+            width_axes = [
+                i
+                for i, axis in enumerate(spec.axes)
+                if i not in row_axes and axis not in spec.copies
+            ]
+            read_by_table[f"rows/{name}"] = jnp.any(
+                grads[name] != 0, axis=tuple(width_axes), keepdims=True
+            )
     return read_by_table
 
 
@@ -210,7 +239,9 @@ def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
         change: of logits, [B, V] or [B, T, V].
         batch: its targets and weights.
     """
-    raised = jnp.take_along_axis(change, batch["targets"][..., None], axis=-1)[..., 0] - jnp.mean(change, axis=-1)
+    raised = jnp.take_along_axis(change, batch["targets"][..., None], axis=-1)[..., 0] - jnp.mean(
+        change, axis=-1
+    )
     return jnp.abs(jnp.sum(raised * batch["weights"])) / jnp.sum(batch["weights"])
 
 
@@ -260,7 +291,9 @@ def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:
         return {"logits": model(inputs, **extra), **model.internals(inputs)}
     if not all(hasattr(model, part) for part in ("embed", "block", "read")):
         return {"logits": model(inputs, **extra)}
-    embedding, context = model.begin(inputs, **extra) if hasattr(model, "begin") else (model.embed(inputs), ())
+    embedding, context = (
+        model.begin(inputs, **extra) if hasattr(model, "begin") else (model.embed(inputs), ())
+    )
     graph, stacked = nnx.split(model.block)
 
     period = getattr(model.block, "period", 1)
@@ -283,14 +316,25 @@ def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:
 
 
 def _cross(
-    block: Any, h_BTD: jax.Array, attended_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: Any, bias: Any
+    block: Any,
+    h_BTD: jax.Array,
+    attended_BTD: jax.Array,
+    memory_BSD: jax.Array,
+    mask_BS: Any,
+    bias: Any,
 ) -> jax.Array:
     h_BTD = block.add_branch(h_BTD, 0, block.attention(attended_BTD, None, bias))
-    return block.add_branch(jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS))
+    return block.add_branch(
+        jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS)
+    )
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:
     q_BTHN, k_BSKN, _ = block.attention.heads(attended_BTD)
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
     logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, jnp.repeat(k_BSKN, groups, axis=2))
-    return {"query": q_BTHN, "key": k_BSKN, "attention": block.attention.logit_scale[...] * logits_BHTS}
+    return {
+        "query": q_BTHN,
+        "key": k_BSKN,
+        "attention": block.attention.logit_scale[...] * logits_BHTS,
+    }

@@ -81,10 +81,24 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     if not passes(findings):
         verdict = f"fails: {failed} of {observables} observables"
     colour = _INK if passes(findings) else _WRONG
-    drawn.text(0.15 / size[0], 1 - 0.3 / size[1], verdict, fontsize=15, fontweight="bold", color=colour, va="center")
+    drawn.text(
+        0.15 / size[0],
+        1 - 0.3 / size[1],
+        verdict,
+        fontsize=15,
+        fontweight="bold",
+        color=colour,
+        va="center",
+    )
     drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
-    shown = [row.finding for row in rows if row.finding is not None and math.isfinite(row.finding.slope)]
-    ends = [end for finding in shown for end in (finding.expected.low, finding.expected.high, finding.slope)]
+    shown = [
+        row.finding for row in rows if row.finding is not None and math.isfinite(row.finding.slope)
+    ]
+    ends = [
+        end
+        for finding in shown
+        for end in (finding.expected.low, finding.expected.high, finding.slope)
+    ]
     limits = (min(ends, default=0.0) - 0.15, max(ends, default=0.0) + 0.15)
     for index, own in enumerate(columns):
         left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
@@ -105,11 +119,18 @@ def _rows(findings: Sequence[Finding]) -> list[_Row]:
         before = decisive.get(finding.observable)
         if before is None or before.ok:
             decisive[finding.observable] = finding
-    sections: dict[str, list[_Row]] = {_FAILED: [], **{heading: [] for heading in _SECTIONS.values()}}
+    sections: dict[str, list[_Row]] = {
+        _FAILED: [],
+        **{heading: [] for heading in _SECTIONS.values()},
+    }
     for observable, finding in sorted(decisive.items()):
         heading = _SECTIONS[_kind(finding)]
         parameter = observable.partition("/")[2].replace("/", ", ")
-        in_section = parameter if parameter and not observable.startswith("contribution") else readable(observable)
+        in_section = (
+            parameter
+            if parameter and not observable.startswith("contribution")
+            else readable(observable)
+        )
         if finding.ok:
             sections[heading].append(_Row(in_section, finding))
         else:
@@ -141,7 +162,9 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tall:
             )  # fmt: skip
         else:
             _observable(panel, index, row.finding)
-    panel.set_yticks([index for index, _ in labelled], [row.label for _, row in labelled], fontsize=9)
+    panel.set_yticks(
+        [index for index, _ in labelled], [row.label for _, row in labelled], fontsize=9
+    )
     for label, (_, row) in zip(panel.get_yticklabels(), labelled, strict=True):
         if row.finding is not None and not row.finding.ok:
             label.set(color=_WRONG, fontweight="bold")
@@ -189,7 +212,15 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
         )
         return
     panel.plot([finding.low, finding.high], [index, index], color=colour, linewidth=1.8, zorder=3)
-    panel.plot([finding.slope], [index], marker, color=colour, markersize=6 if finding.ok else 8, label=label, zorder=4)
+    panel.plot(
+        [finding.slope],
+        [index],
+        marker,
+        color=colour,
+        markersize=6 if finding.ok else 8,
+        label=label,
+        zorder=4,
+    )
     if not finding.ok:
         panel.text(
             1.02,
@@ -208,7 +239,9 @@ def _short(finding: Finding) -> str:
     return verdict.replace("at the smallest size", "at the base") or "outside theory"
 
 
-def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:
+def panels(
+    path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str
+) -> None:
     """Draw a small log-log panel per observable: a line per step, theory dashed with its band shaded, and a verdict in its title.
 
     The title has the slope of the last step, or of the first that is wrong, its interval, and the slopes that pass.
@@ -226,9 +259,18 @@ def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.95 * rows + 0.9), layout="constrained")
     head = f"{title}: {'passes' if passes(findings) else 'fails'}"
     drawn.suptitle(
-        f"{head}\n", x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK if passes(findings) else _WRONG
+        f"{head}\n",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        fontweight="bold",
+        color=_INK if passes(findings) else _WRONG,
     )
-    steps = {step: f"step {step}" for step in _STEP_COLOURS} if any(f.step for f in findings) else {0: "the whole run"}
+    steps = (
+        {step: f"step {step}" for step in _STEP_COLOURS}
+        if any(f.step for f in findings)
+        else {0: "the whole run"}
+    )
     axes = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(axes, names, strict=False)):
         _panel(panel, [f for f in findings if f.observable == name], sizes, steps)
@@ -238,15 +280,21 @@ def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
         panel.set_visible(False)
     lines = {str(line.get_label()): line for panel in axes for line in panel.get_lines()}
     handles: list[Any] = [lines[label] for label in (*steps.values(), "theory") if label in lines]
-    if bands := [patch for panel in axes for patch in panel.collections if patch.get_label() == _BAND]:
+    if bands := [
+        patch for panel in axes for patch in panel.collections if patch.get_label() == _BAND
+    ]:
         handles.append(bands[0])
     if handles:
-        drawn.legend(handles=handles, loc="lower right", ncols=len(handles), fontsize=8, frameon=False)
+        drawn.legend(
+            handles=handles, loc="lower right", ncols=len(handles), fontsize=8, frameon=False
+        )
     drawn.supxlabel(f"{axis}\n{PASSING}", x=0.01, ha="left", fontsize=8)
     drawn.savefig(path, dpi=130)
 
 
-def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]) -> None:
+def _panel(
+    panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]
+) -> None:
     """One observable at every step read."""
     shown = next((f for f in findings if not f.ok), findings[-1])
     low = shown.expected.low
@@ -258,7 +306,15 @@ def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], step
         centre = statistics.geometric_mean(shown.values)
         middle = statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
-        panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
+        panel.plot(
+            sizes,
+            theory,
+            color="#555555",
+            linewidth=0.8,
+            linestyle=(0, (3, 2)),
+            label="theory",
+            zorder=0,
+        )
         band = [[centre * (size / middle) ** slope for size in sizes] for slope in (low, high)]
         panel.fill_between(sizes, *band, color="#DDDDDD", linewidth=0, label=_BAND, zorder=-1)
     name = textwrap.fill(shown.observable.replace("/", ", "), 30, break_long_words=False)
@@ -344,7 +400,10 @@ def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
         not_judged: observables that theory says nothing about.
     """
     failed = [finding for finding in findings if not finding.ok]
-    lines = [_plain(verdict_line(findings, not_judged)), *(f"  {_sentence(finding)}" for finding in failed)]
+    lines = [
+        _plain(verdict_line(findings, not_judged)),
+        *(f"  {_sentence(finding)}" for finding in failed),
+    ]
     return "\n".join(lines)
 
 
@@ -370,10 +429,16 @@ def readable(observable: str) -> str:
 def _sentence(finding: Finding) -> str:
     """Return what failed, after how many steps, what was measured and what theory allows."""
     expected = finding.expected
-    steps = "at the start" if finding.step == 0 else f"after {finding.step} step{'s' * (finding.step > 1)}"
+    steps = (
+        "at the start"
+        if finding.step == 0
+        else f"after {finding.step} step{'s' * (finding.step > 1)}"
+    )
     measured = f"size^{finding.slope:+.2f} [{finding.low:+.2f}, {finding.high:+.2f}]"
     allowed = f"theory {expected.slope:+.2f}, allowed {expected.low:+.2f} to {expected.high:+.2f}"
-    return f"{readable(finding.observable)} {steps}: {measured}, {allowed}: {verdict_words(finding)}"
+    return (
+        f"{readable(finding.observable)} {steps}: {measured}, {allowed}: {verdict_words(finding)}"
+    )
 
 
 def verdict_words(finding: Finding) -> str:
@@ -397,9 +462,16 @@ def verdict_line(
     """
     if not findings:
         return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
-    wrong, bad = [f for f in findings if not f.agrees], [f for f in findings if f.agrees and f.trouble]
+    wrong, bad = (
+        [f for f in findings if not f.agrees],
+        [f for f in findings if f.agrees and f.trouble],
+    )
     table = "table" if blamed == "role" else "joint rule"
-    parts = [f"the program does not do what its {table} says: {_evidence(wrong, blamed)}"] if wrong else []
+    parts = (
+        [f"the program does not do what its {table} says: {_evidence(wrong, blamed)}"]
+        if wrong
+        else []
+    )
     parts += [f"the {table} itself is wrong: {_evidence(bad, blamed)}"] if bad else []
     unsaid = f"; not judged: {', '.join(not_judged)}" if not_judged else ""
     if not parts:
@@ -409,19 +481,26 @@ def verdict_line(
 
 
 def _evidence(bad: Sequence[Finding], blamed: str) -> str:
-    activations = dict.fromkeys(f"{f.observable} {verdict_words(f)}" for f in bad if "/" not in f.observable)
+    activations = dict.fromkeys(
+        f"{f.observable} {verdict_words(f)}" for f in bad if "/" not in f.observable
+    )
     groups: dict[str, list[tuple[str, str]]] = {}
     for f in bad:
         what, *group = f.observable.split("/")
         if group:
-            part = "".join(f" of {name}" for name in group[1:]) + (f" in {f.layer}" if f.layer else "")
+            part = "".join(f" of {name}" for name in group[1:]) + (
+                f" in {f.layer}" if f.layer else ""
+            )
             groups.setdefault(group[0], []).append(
                 (what, what + part if not f.agrees else f"{what}{part}: {f.trouble}")
             )
     # A wrong weight or movement is its role's own; a wrong gradient may come from elsewhere.
     rank = {what: index for index, what in enumerate(_BY_ROLE)}
     order = sorted(groups, key=lambda group: min(rank.get(what, 0) for what, _ in groups[group]))
-    rows = [f"{group} ({', '.join(dict.fromkeys(words for _, words in groups[group]))})" for group in order]
+    rows = [
+        f"{group} ({', '.join(dict.fromkeys(words for _, words in groups[group]))})"
+        for group in order
+    ]
     parts = ["; ".join(_first(list(activations)))] if activations else []
     parts += [f"by {blamed}: {', '.join(_first(rows))}"] if rows else []
     return "; ".join(parts)
@@ -431,7 +510,9 @@ def _first(names: list[str], count: int = 6) -> list[str]:
     return names[:count] + ([f"and {len(names) - count} more"] if len(names) > count else [])
 
 
-def to_json(findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequence[str] = ()) -> dict[str, Any]:
+def to_json(
+    findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequence[str] = ()
+) -> dict[str, Any]:
     """`verdict` (pass or fail), that of the `program` and of the `table`, what was run, and what was seen of every observable.
 
     Args:

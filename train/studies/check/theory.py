@@ -77,9 +77,15 @@ def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str,
     Args:
         first, last: size of every logical axis of the smallest and of the largest model.
     """
-    logs = {axis: math.log2(last[axis] / size) for axis, size in first.items() if last.get(axis, size) != size}
+    logs = {
+        axis: math.log2(last[axis] / size)
+        for axis, size in first.items()
+        if last.get(axis, size) != size
+    }
     if not logs or max(logs.values()) <= 0:
-        raise PresetError(f"no size grows from {dict(first)} to {dict(last)}; give the check models of growing size")
+        raise PresetError(
+            f"no size grows from {dict(first)} to {dict(last)}; give the check models of growing size"
+        )
     fastest = max(logs.values())
     return {axis: value / fastest for axis, value in logs.items()}, 2.0**fastest
 
@@ -114,7 +120,11 @@ def of(
     part = "shared experts" if shared else "experts" if "experts" in first.sizes else ""
     exponents, factor = growth(first.sizes, last.sizes)
     # In a model without attention that of the theory grows with the width, evenly.
-    evenly = {} if "heads" in first.sizes else dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
+    evenly = (
+        {}
+        if "heads" in first.sizes
+        else dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
+    )
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
 
@@ -136,9 +146,17 @@ def of(
     first_gradient = _slopes(slower, first, slower_limit, aligned=False)
     early = _slopes(slowest, first, limit_of(slowest), aligned=False)
     through_logits = _through_logits(slower_limit, factor)
-    worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
-    allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents, encoded)}", explodes=worst > 0, tied=tied)
-    wrong = {key: str(trouble) for key, trouble in groups.troubles(preset, first.specs, limit).items()}
+    worst = max(
+        (slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0
+    )
+    allowed = (
+        {}
+        if strict
+        else _allowed(f"{family} {_grown_size(exponents, encoded)}", explodes=worst > 0, tied=tied)
+    )
+    wrong = {
+        key: str(trouble) for key, trouble in groups.troubles(preset, first.specs, limit).items()
+    }
     of_base = groups.wrong_base(preset, first.specs, first.sizes, optimizer)
     wrong |= {key: f"wrong base ({ratio:.3g} times)" for key, ratio in of_base.items()}
     numbers = groups.at_base(preset, first.specs, first.sizes, optimizer)
@@ -147,7 +165,9 @@ def of(
         wrong["attention", 0] = "heads collapse" if limit.attention < 0 else "explodes"
     # Scores that vanish leave gates of 1/2; at first a chosen expert's is above it, and so is by as much what SGD does to that expert.
     gates = (
-        gates_fall(first.sizes, last.sizes) if part and family == "sgd" and limit.random("router") < -_GROWS else 0.0
+        gates_fall(first.sizes, last.sizes)
+        if part and family == "sgd" and limit.random("router") < -_GROWS
+        else 0.0
     )
     expected, gains = {}, (f"movement/{groups.QUERY_GAIN}", 1)
     for (name, step), slope in late.items():
@@ -157,19 +177,29 @@ def of(
         if (step, kind) in _FIRST_GRADIENT:
             slope = first_gradient[name, step]
         elif step > 0:
-            feels_alignment = family == "sgd" or name.startswith(("change logits", "change residual"))
+            feels_alignment = family == "sgd" or name.startswith(
+                ("change logits", "change residual")
+            )
             slow = early[name, step] if feels_alignment else slope
             below, above = below + max(0.0, slope - slow), above + max(0.0, slow - slope)
         grows = step > 0 and slope > _GROWS
         if grows or step > 1:
             # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
             below += slope if grows else worst
-        trouble, roles = ("explodes", _blamed(name, limit)) if grows else (wrong.get((name, step)), ())
+        trouble, roles = (
+            ("explodes", _blamed(name, limit)) if grows else (wrong.get((name, step)), ())
+        )
         trouble = None if trouble in accept else trouble
         if name == "update attention" and gains in late:
             # A QK-norm gain's step changes each logit by N terms of either sign; where rates are small it is what is seen.
-            below += max(0.0, slope - (limit.logits + late[gains] + limit.q + limit.k + limit.n / 2))
-        if (step, kind) == (0, "gradient") and "block.norm_gain" in name and not name.endswith("/mlp_norm"):
+            below += max(
+                0.0, slope - (limit.logits + late[gains] + limit.q + limit.k + limit.n / 2)
+            )
+        if (
+            (step, kind) == (0, "gradient")
+            and "block.norm_gain" in name
+            and not name.endswith("/mlp_norm")
+        ):
             # The zoo's norms before an MLP are told by their name; of a user's own norms any may be attention's.
             below = max(below, through_logits)
         if name.startswith("movement/block.expert_"):
@@ -181,7 +211,11 @@ def of(
             # The stream's size squared is a sum of two power laws, embedding and branches; between them the slope of the
             # embedding's share is that of neither.
             above += abs(limit.embedded - limit.contribution - limit.layers / 2)
-        absolute = kind in ("weight", "attention") if step == 0 else kind == "movement" and family in ("adam", "lion")
+        absolute = (
+            kind in ("weight", "attention")
+            if step == 0
+            else kind == "movement" and family in ("adam", "lion")
+        )
         base = numbers.get((name, step)) if absolute else None
         expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles, base)
     if preset.zero_readout and not tied:  # a tied table is never zero
@@ -203,7 +237,10 @@ def _through_logits(limit: Limit, factor: float) -> float:
         limit: at initialization, where nothing is aligned yet.
         factor: by which the size grows.
     """
-    effective = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in ("value", "query")}
+    effective = {
+        name: limit.gradient[name] - limit.x(limit.rows[name].multiplier)
+        for name in ("value", "query")
+    }
     gap = effective["value"] - effective["query"]
     if gap <= _GROWS:
         return 0.0
@@ -235,7 +272,9 @@ def _waits_for_readout(name: str, step: int) -> bool:
     """Whether a readout that starts at zero leaves this at zero: nothing else has a gradient before its first step."""
     kind, _, group = name.partition("/")
     if step == 0:
-        return name in ("logits", "weight/readout") or (kind == "gradient" and not group.startswith("readout"))
+        return name in ("logits", "weight/readout") or (
+            kind == "gradient" and not group.startswith("readout")
+        )
     return step == 1 and name != "change logits" and not group.startswith("readout")
 
 
@@ -253,7 +292,9 @@ def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> li
     """Exponents of what moves the (decoder's) stream's input: tables, the patches' matrix and its bias."""
     # Of these parameters alone: the slopes of all others would be worked out for nothing.
     specs = {
-        name: spec for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
+        name: spec
+        for name, spec in definition.specs.items()
+        if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
     }
     of_weights = groups.slopes(preset, specs, limit)
     return [slope for (name, _), slope in of_weights.items() if name.startswith("movement/")]
@@ -263,7 +304,11 @@ def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
     """The weights behind an observable that grows."""
     if (what := name.partition(" ")[2]) in ("query", "key", "embedding"):
         return (what,)
-    moved = {"update attention": "attention logits", "change residual": "stream", "change logits": "output"}
+    moved = {
+        "update attention": "attention logits",
+        "change residual": "stream",
+        "change logits": "output",
+    }
     return limit.moved_by(moved[name]) if name in moved else ()
 
 
@@ -290,7 +335,9 @@ def _slopes(
         features = max(features, limit.branch + limit.layers / 2 - limit.stream + encoder.features)
         output = max(output, encoder.d_output)
     change = {
-        "change embedding": max(_embedding_moves(preset, definition, limit), default=limit.step("embedding")),
+        "change embedding": max(
+            _embedding_moves(preset, definition, limit), default=limit.step("embedding")
+        ),
         "update query": limit.dq,
         "update key": limit.dk,
         "update attention": limit.d_attention,

@@ -83,7 +83,11 @@ class BlockProbe:
         return self.outputs[name]
 
     def attended(
-        self, attention: Any, heads: tuple[jax.Array, ...], bias_HTS: jax.Array | None = None, part: str = ""
+        self,
+        attention: Any,
+        heads: tuple[jax.Array, ...],
+        bias_HTS: jax.Array | None = None,
+        part: str = "",
     ) -> jax.Array:
         """What an attention writes, [B, T, D].
 
@@ -93,7 +97,9 @@ class BlockProbe:
             bias_HTS: added to logits.
             part: before the names of its mappings, as "cross ".
         """
-        q_BTHN, k_BSKN, v_BSKN = (self.mapping(part + name, x) for name, x in zip("qkv", heads, strict=True))
+        q_BTHN, k_BSKN, v_BSKN = (
+            self.mapping(part + name, x) for name, x in zip("qkv", heads, strict=True)
+        )
         groups = q_BTHN.shape[2] // k_BSKN.shape[2]
         k_BSHN, v_BSHN = (jnp.repeat(x, groups, axis=2) for x in (k_BSKN, v_BSKN))
         logits_BHTS = attention.logit_scale[...] * jnp.einsum("bthn,bshn->bhts", q_BTHN, k_BSHN)
@@ -104,8 +110,12 @@ class BlockProbe:
             mask_TS = jnp.tri(*logits_BHTS.shape[-2:], dtype=bool)
             logits_BHTS = jnp.where(mask_TS, logits_BHTS, jnp.finfo(jnp.float32).min)
         weights_BHTS = self.mapping(f"{part}softmax", jax.nn.softmax(logits_BHTS))
-        o_BTHN = self.mapping(f"{part}o", jnp.einsum("bhts,bshn->bthn", self.hold(weights_BHTS), v_BSHN))
-        out_BTD = biased(project(self.hold(o_BTHN), attention.out[...], inputs=2), attention.out_bias)
+        o_BTHN = self.mapping(
+            f"{part}o", jnp.einsum("bhts,bshn->bthn", self.hold(weights_BHTS), v_BSHN)
+        )
+        out_BTD = biased(
+            project(self.hold(o_BTHN), attention.out[...], inputs=2), attention.out_bias
+        )
         return self.mapping(f"{part}attention out", out_BTD)
 
     def written(self, mlp: Any, x_BTD: jax.Array) -> jax.Array:
@@ -117,13 +127,17 @@ class BlockProbe:
         """
         act_BTF = up_BTF = self.mapping("MLP in", biased(project(x_BTD, mlp.up[...]), mlp.up_bias))
         if mlp.gate is not None:
-            act_BTF = GATES[mlp.activation](biased(project(x_BTD, mlp.gate[...]), mlp.gate_bias)) * up_BTF
+            act_BTF = (
+                GATES[mlp.activation](biased(project(x_BTD, mlp.gate[...]), mlp.gate_bias)) * up_BTF
+            )
         elif mlp.activation == "relu":
             act_BTF = jax.nn.relu(up_BTF)
         else:
             act_BTF = jax.nn.gelu(up_BTF, approximate=mlp.activation != "gelu_exact")
         act_BTF = self.mapping("activation", act_BTF)
-        return self.mapping("MLP out", biased(project(self.hold(act_BTF), mlp.down[...]), mlp.down_bias))
+        return self.mapping(
+            "MLP out", biased(project(self.hold(act_BTF), mlp.down[...]), mlp.down_bias)
+        )
 
     def block(
         self, block: Any, h_BTD: jax.Array, bias_HTS: jax.Array | None, memory_BSD: jax.Array | None
@@ -137,15 +151,25 @@ class BlockProbe:
             memory_BSD: what its cross-attention reads; None without one.
         """
         heads = block.attention.heads(self.hold(block.attention_norm(h_BTD)))
-        h_BTD, branch = block.add_branch(h_BTD, 0, self.attended(block.attention, heads, bias_HTS)), 1
+        h_BTD, branch = (
+            block.add_branch(h_BTD, 0, self.attended(block.attention, heads, bias_HTS)),
+            1,
+        )
         if memory_BSD is not None:
             queries = block.cross.queries(self.hold(block.cross_norm(h_BTD)))
             heads = (queries, *block.cross.keys(self.hold(memory_BSD)))
-            h_BTD, branch = block.add_branch(h_BTD, 1, self.attended(block.cross, heads, part="cross ")), 2
-        return block.add_branch(h_BTD, branch, self.written(block.mlp, self.hold(block.mlp_norm(h_BTD))))
+            h_BTD, branch = (
+                block.add_branch(h_BTD, 1, self.attended(block.cross, heads, part="cross ")),
+                2,
+            )
+        return block.add_branch(
+            h_BTD, branch, self.written(block.mlp, self.hold(block.mlp_norm(h_BTD)))
+        )
 
 
-def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool = True) -> tuple[jax.Array, Arrays]:
+def forward(
+    model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool = True
+) -> tuple[jax.Array, Arrays]:
     """The loss, mean over tokens, and what all mappings give: those of blocks with an axis of layers first.
 
     Args:
@@ -166,11 +190,17 @@ def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool
     ) -> jax.Array:
         graph, stacked = nnx.split(block)
         ends = {f"{label}embedding", f"{label}stream"}
-        own = {name: x for name, x in zeros.items() if name.startswith("encoder ") == bool(label) and name not in ends}
+        own = {
+            name: x
+            for name, x in zeros.items()
+            if name.startswith("encoder ") == bool(label) and name not in ends
+        }
 
         def layer(h_BTD: jax.Array, of: tuple[nnx.State, Arrays]) -> tuple[jax.Array, Arrays]:
             cutting = BlockProbe(of[1], hold, masked=masked, label=label)
-            return cutting.block(nnx.merge(graph, of[0]), h_BTD, bias_HTS, memory_BSD), cutting.outputs
+            return cutting.block(
+                nnx.merge(graph, of[0]), h_BTD, bias_HTS, memory_BSD
+            ), cutting.outputs
 
         embedding = embedding + zeros.get(f"{label}embedding", 0.0)
         h_BTD, each = jax.lax.scan(layer, embedding, (stacked, own))
@@ -202,7 +232,9 @@ class Mappings(NamedTuple):
     """rate ‖∇‖² of every weight under the preset's own rates, by name, all layers together."""
 
 
-def measure(definition: Definition, params: Arrays, factors: Factors, batch: Batch, *, masked: bool = True) -> Mappings:
+def measure(
+    definition: Definition, params: Arrays, factors: Factors, batch: Batch, *, masked: bool = True
+) -> Mappings:
     """All of a model where it stands. Pure: jit it, or map it over seeds.
 
     Args:
@@ -246,7 +278,11 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
         dimension: of `growths`; positions are of text only.
         count: how many.
     """
-    tokens = {"vocab_size": 512, "seq_len": _TOKENS, "tied": False} if model.task == "tokens" else {"num_classes": 512}
+    tokens = (
+        {"vocab_size": 512, "seq_len": _TOKENS, "tied": False}
+        if model.task == "tokens"
+        else {"num_classes": 512}
+    )
     if model.denoises:
         tokens |= {"shared": False, "encoder_depth": 2}
     start: Any = check.smallest(dataclasses.replace(model, value_dim=None))  # pyright: ignore[reportCallIssue]
@@ -294,7 +330,10 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
         model: of `grown`.
         dimension: that grows.
     """
-    few = {name: array[: 1 if dimension in OF_TOKENS else 2] for name, array in check.even_batch(model).items()}
+    few = {
+        name: array[: 1 if dimension in OF_TOKENS else 2]
+        for name, array in check.even_batch(model).items()
+    }
     return few | ({"input_mask": np.ones_like(few["inputs"])} if model.denoises else {})
 
 
@@ -333,13 +372,21 @@ class Series:
         *,
         masked: bool = True,
     ) -> None:
-        self.definitions, self._batches, self._seeds = definitions, batches, np.arange(seeds, dtype=np.uint32)
+        self.definitions, self._batches, self._seeds = (
+            definitions,
+            batches,
+            np.arange(seeds, dtype=np.uint32),
+        )
 
         def program(definition: Definition) -> Any:
             def one(seed: Any, stds: Any, numbers: Any, batch: Any) -> Mappings:
-                return measure(definition, definition.initialize(seed, stds), numbers, batch, masked=masked)
+                return measure(
+                    definition, definition.initialize(seed, stds), numbers, batch, masked=masked
+                )
 
-            return jax.jit(lambda seeds, *arrays: jax.lax.map(lambda seed: one(seed, *arrays), seeds))
+            return jax.jit(
+                lambda seeds, *arrays: jax.lax.map(lambda seed: one(seed, *arrays), seeds)
+            )
 
         self._programs = [program(definition) for definition in definitions]
 
@@ -351,8 +398,12 @@ class Series:
         """
         records = []
         rule = "sgd" not in preset.no_rule
-        for program, model, batch in zip(self._programs, self.definitions, self._batches, strict=True):
-            numbers = factors.resolve(preset, model, "sgd" if rule else preset.optimizers[0], "independent")
+        for program, model, batch in zip(
+            self._programs, self.definitions, self._batches, strict=True
+        ):
+            numbers = factors.resolve(
+                preset, model, "sgd" if rule else preset.optimizers[0], "independent"
+            )
             stds = factors.init_stds(preset, model)
             records.append(jax.device_get(program(self._seeds, stds, numbers, batch))._asdict())
         x = np.arange(len(records)) - (len(records) - 1) / 2
@@ -365,7 +416,11 @@ class Series:
 
 
 def compared(
-    preset: Preset, dimension: str, slopes: Mapping[str, Mapping[str, float]], *, encoder: bool = False
+    preset: Preset,
+    dimension: str,
+    slopes: Mapping[str, Mapping[str, float]],
+    *,
+    encoder: bool = False,
 ) -> dict[str, tuple[Cell, Cell]]:
     """By desideratum theory and the same exponents as measured.
 
@@ -388,7 +443,9 @@ def compared(
     return {
         column: (
             cell,
-            theory.cell({name: measured[column][name] for name in cell.exponents}, BAND) if cell.exponents else cell,
+            theory.cell({name: measured[column][name] for name in cell.exponents}, BAND)
+            if cell.exponents
+            else cell,
         )
         for column, cell in expected.items()
     }
@@ -428,10 +485,14 @@ def measured(
             continue
         models = grown(model, dimension, count)
         batches = [batch(one, dimension) for one in models]
-        series = Series([definition(one) for one in models], batches, seeds, masked=dimension not in OF_TOKENS)
+        series = Series(
+            [definition(one) for one in models], batches, seeds, masked=dimension not in OF_TOKENS
+        )
         for row, make in zip(rows, presets, strict=True):
             preset = make(base(models[0], dimension))
-            row[dimension] = compared(preset, dimension, series.slopes(preset), encoder=model.denoises)
+            row[dimension] = compared(
+                preset, dimension, series.slopes(preset), encoder=model.denoises
+            )
     return rows
 
 
@@ -488,7 +549,13 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
         return absolute if absolute.baseless else dataclasses.replace(absolute, base=dict(base))
 
     model = transformer(config.model, "cutting blocks into mappings")
-    plain = {"parallel": False, "window": None, "post_norm": False, "attention_softcap": None, "logit_softcap": None}
+    plain = {
+        "parallel": False,
+        "window": None,
+        "post_norm": False,
+        "attention_softcap": None,
+        "logit_softcap": None,
+    }
     for field in dataclasses.fields(model):
         if field.name in plain and (value := getattr(model, field.name)) != plain[field.name]:
             raise ConfigError(
@@ -499,7 +566,9 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
         print(terminal.table(theory.rows(preset({}), encoder=model.denoises)))
         return 0
     (row,) = measured(model, [preset], count=count, seeds=seeds)
-    terminal.say(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured")
+    terminal.say(
+        f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"
+    )
     print(terminal.table(table(row)))
     if path:
         Path(path).write_text(json.dumps(to_json(row), indent=2) + "\n")
@@ -510,7 +579,10 @@ def to_json(row: Row) -> dict[str, Any]:
     """All exponents, by dimension, desideratum and name as [theory, measured]."""
     return {
         dimension: {
-            column: {name: [x, round(measurement.exponents[name], 4)] for name, x in expected.exponents.items()}
+            column: {
+                name: [x, round(measurement.exponents[name], 4)]
+                for name, x in expected.exponents.items()
+            }
             for column, (expected, measurement) in cells.items()
         }
         for dimension, cells in row.items()

@@ -16,7 +16,16 @@ import itertools
 import numpy as np
 
 from mupax.errors import MupaxFailure
-from mupax.train.studies.forecast.law import PRIORS, RATE, Rows, best_rate, fit, predicted, rows_of, whitened
+from mupax.train.studies.forecast.law import (
+    PRIORS,
+    RATE,
+    Rows,
+    best_rate,
+    fit,
+    predicted,
+    rows_of,
+    whitened,
+)
 from mupax.train.studies.forecast.points import Points, Setting
 from mupax.train.studies.transfer.fit import fit as fit_curve
 
@@ -96,7 +105,9 @@ def fitted(points: Points) -> ScalingLaw:
     free = max(0, len(settings) - sum(name not in RATE for name in rows.names))
     setting, row, best = MISSES, OF_RATE, _started(rows, MISSES, OF_RATE)
     for _ in range(3):
-        best = fit(rows, best[None], rows.y[None], rows.prior[0][None], whitened(rows, setting, row))[0][0]
+        best = fit(
+            rows, best[None], rows.y[None], rows.prior[0][None], whitened(rows, setting, row)
+        )[0][0]
         shared, alone = _parts(rows, rows.y - predicted(rows, best[None])[0])
         setting = max(_deviation(shared**2, free, MISSES), one / seeds**0.5)
         row = _deviation(alone**2, len(rows.at) - len(settings), OF_RATE)
@@ -108,22 +119,42 @@ def fitted(points: Points) -> ScalingLaw:
     rng, white = np.random.default_rng(0), whitened(rows, setting, row)
     rates = [name for name in ("x0", "p", "q", "r") if name in rows.names]
     own = np.isfinite(rows.optima)
-    off = (rows.optima - best_rate(rows.names, best[None], rows.scale)[0])[own] if rates else np.zeros(0)
+    off = (
+        (rows.optima - best_rate(rows.names, best[None], rows.scale)[0])[own]
+        if rates
+        else np.zeros(0)
+    )
     scatter = _deviation(off**2, max(0, len(off) - len(rates)), SCATTER)
     beyond, rate_beyond = _left_out(rows, best, white, setting, scatter)
-    misses = setting * np.sqrt((free + PRIOR_FREEDOM) / rng.chisquare(free + PRIOR_FREEDOM, SAMPLES))
-    y = predicted(rows, best[None]) + (misses[:, None] * rng.standard_normal((SAMPLES, len(settings))))[:, rows.at]
+    misses = setting * np.sqrt(
+        (free + PRIOR_FREEDOM) / rng.chisquare(free + PRIOR_FREEDOM, SAMPLES)
+    )
+    y = (
+        predicted(rows, best[None])
+        + (misses[:, None] * rng.standard_normal((SAMPLES, len(settings))))[:, rows.at]
+    )
     y = y + _of_seeds(rows, row, rng)
     mean, width = rows.prior
     means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     samples, _ = fit(rows, np.broadcast_to(best, means.shape), y, means, white)
     subset = dataclasses.replace(points, settings=tuple(settings))
     return ScalingLaw(
-        subset, rows, best, samples, misses, one * (1 - 1 / seeds) ** 0.5, beyond, scatter, rate_beyond, tuple(notes)
+        subset,
+        rows,
+        best,
+        samples,
+        misses,
+        one * (1 - 1 / seeds) ** 0.5,
+        beyond,
+        scatter,
+        rate_beyond,
+        tuple(notes),
     )
 
 
-def _deviation(squares: np.ndarray, freedom: int, expected: float, prior: int = PRIOR_FREEDOM) -> float:
+def _deviation(
+    squares: np.ndarray, freedom: int, expected: float, prior: int = PRIOR_FREEDOM
+) -> float:
     return float(np.sqrt((prior * expected**2 + float(squares.sum())) / (prior + freedom)))
 
 
@@ -136,7 +167,9 @@ def _usable(points: Points) -> tuple[list[Setting], list[float], list[str]]:
     settings, optima, notes = [], [], []
     for setting in points.settings:
         curve = setting.curve
-        where = f"{setting.parameters:,} parameters, {setting.tokens:,} {setting.config.model.unit}s"
+        where = (
+            f"{setting.parameters:,} parameters, {setting.tokens:,} {setting.config.model.unit}s"
+        )
         own = fit_curve(curve, curve.first)
         if not curve.window().any() or (len(setting.x) >= LEAST and own.trouble):
             notes.append(f"without {where}: {own.trouble}")
@@ -145,7 +178,9 @@ def _usable(points: Points) -> tuple[list[Setting], list[float], list[str]]:
         optima.append(own.optimum)
     rates = {float(x) for setting in settings for x in setting.x}
     if not settings or (not np.isfinite(optima).any() and len(rates) > 1):
-        raise NoLaw(f"{points.label}: no setting has a best learning rate inside its grid{_because(notes)}")
+        raise NoLaw(
+            f"{points.label}: no setting has a best learning rate inside its grid{_because(notes)}"
+        )
     return settings, optima, notes
 
 
@@ -153,7 +188,11 @@ def _dropped(rows: Rows, distinct: list[int]) -> list[str]:
     what = ("model size", "length of training", "batch")
     still = [what[i] for i, count in enumerate(distinct) if count == 1]
     notes = [f"the {name} does not vary: no term in it" for name in still]
-    return notes if "c" in rows.names else [*notes, "the learning rate does not vary: nothing is said of the best one"]
+    return (
+        notes
+        if "c" in rows.names
+        else [*notes, "the learning rate does not vary: nothing is said of the best one"]
+    )
 
 
 def _started(rows: Rows, setting: float, row: float) -> np.ndarray:
@@ -184,7 +223,11 @@ def _of_seeds(rows: Rows, row: float, rng: np.random.Generator) -> np.ndarray:
     moved = (weight * np.where(there, rows.seeds, 0)).sum(axis=2) / weight.sum(axis=2)
     seeds = there.sum(axis=1)
     moved = moved * np.sqrt((seeds + 1) / np.maximum(seeds - 1, 1))
-    moved = moved - np.stack([np.bincount(rows.at, each) for each in moved])[:, rows.at] / np.bincount(rows.at)[rows.at]
+    moved = (
+        moved
+        - np.stack([np.bincount(rows.at, each) for each in moved])[:, rows.at]
+        / np.bincount(rows.at)[rows.at]
+    )
     return np.where(seeds > 1, moved, row * rng.standard_normal(moved.shape))
 
 
@@ -232,5 +275,8 @@ def parameters(law: ScalingLaw) -> dict[str, dict[str, float | bool]]:
     for at, name in enumerate(law.rows.names):
         ends = {"value": law.theta[at], "low": low[at], "high": high[at]}
         told = bool(width[at] < 0.7 * PRIORS[name][1])
-        table[name] = {**{key: round(float(value), 5) for key, value in ends.items()}, "of_rows": told}
+        table[name] = {
+            **{key: round(float(value), 5) for key, value in ends.items()},
+            "of_rows": told,
+        }
     return table

@@ -89,7 +89,9 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
     windows = [setting.curve.window() for setting in settings]
     width = max(setting.losses.shape[1] for setting in settings)
     at = np.repeat(np.arange(len(settings)), [window.sum() for window in windows])
-    x = np.concatenate([setting.x[window] for setting, window in zip(settings, windows, strict=True)])
+    x = np.concatenate(
+        [setting.x[window] for setting, window in zip(settings, windows, strict=True)]
+    )
     losses = np.full((len(x), width), np.nan)
     for k, (setting, window) in enumerate(zip(settings, windows, strict=True)):
         losses[at == k, : setting.losses.shape[1]] = setting.losses[window]
@@ -98,12 +100,25 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
     middle = float(np.nanmean(best)) if np.isfinite(best).any() else float(x.mean())
     varies = [len(set(np.round(column, 6))) > 1 for column in scale.T]
     rated = np.isfinite(best).any()
-    names = tuple(n for n in PRIORS if (n not in NEEDS or varies[NEEDS[n]]) and (rated or n not in RATE))
+    names = tuple(
+        n for n in PRIORS if (n not in NEEDS or varies[NEEDS[n]]) and (rated or n not in RATE)
+    )
     if "B_crit" in names and "C" not in names:  # tokens do not vary, what a batch costs does
         names = tuple(n for n in PRIORS if n in {*names, "C", "b"})
     centre, loss = scale.mean(axis=0), float(np.median(y))
     seeds = losses - y[:, None]
-    return Rows(scale - centre, centre, at, x - middle, middle, y - loss, math.exp(loss), seeds, best - middle, names)
+    return Rows(
+        scale - centre,
+        centre,
+        at,
+        x - middle,
+        middle,
+        y - loss,
+        math.exp(loss),
+        seeds,
+        best - middle,
+        names,
+    )
 
 
 def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -134,7 +149,9 @@ def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.
     """
     value = dict(zip(names, theta.T, strict=True))
     slopes = zip("pqr", scale.T, strict=True)
-    return value["x0"][:, None] + sum(value[n][:, None] * column for n, column in slopes if n in value)
+    return value["x0"][:, None] + sum(
+        value[n][:, None] * column for n, column in slopes if n in value
+    )
 
 
 def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
@@ -163,7 +180,12 @@ def whitened(rows: Rows, setting: float, row: float) -> np.ndarray:
 
 
 def fit(
-    rows: Rows, start: np.ndarray, y: np.ndarray, mean: np.ndarray, white: np.ndarray, weight: np.ndarray | float = 1.0
+    rows: Rows,
+    start: np.ndarray,
+    y: np.ndarray,
+    mean: np.ndarray,
+    white: np.ndarray,
+    weight: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Parameters [R, P] of many samples, and their costs [R].
 
@@ -181,14 +203,21 @@ def fit(
         plain = (y - predicted(rows, theta)) @ white.T * weight
         size = np.abs(plain)
         huber = np.where(size <= HUBER, plain**2, 2 * HUBER * size - HUBER**2).sum(axis=1)
-        return plain, np.minimum(1, HUBER / np.maximum(size, 1e-12)), huber + (((theta - mean) / deviation) ** 2).sum(1)
+        return (
+            plain,
+            np.minimum(1, HUBER / np.maximum(size, 1e-12)),
+            huber + (((theta - mean) / deviation) ** 2).sum(1),
+        )
 
     theta, damping = start.copy(), np.full(len(start), 1e-2)
     left, share, cost = residuals(theta)
     for _ in range(ITERATIONS):
         moved = theta[:, None, :] + 1e-5 * np.eye(theta.shape[1])  # [R, P, P]
         base = predicted(rows, theta)
-        slopes = np.stack([predicted(rows, moved[:, i]) - base for i in range(theta.shape[1])], axis=-1) / 1e-5
+        slopes = (
+            np.stack([predicted(rows, moved[:, i]) - base for i in range(theta.shape[1])], axis=-1)
+            / 1e-5
+        )
         slopes = white @ slopes * np.broadcast_to(weight, left.shape)[..., None]
         shared = (slopes * share[..., None]).swapaxes(1, 2)  # [R, P, M]
         normal = shared @ slopes + np.diag(deviation**-2.0)
@@ -199,7 +228,10 @@ def fit(
         better = other[2] < cost
         done = np.abs(cost - other[2]) < 1e-6 * (1 + cost)
         theta = np.where(better[:, None], theta + step, theta)
-        left, share = (np.where(better[:, None], new, old) for new, old in zip(other[:2], (left, share), strict=True))
+        left, share = (
+            np.where(better[:, None], new, old)
+            for new, old in zip(other[:2], (left, share), strict=True)
+        )
         cost = np.where(better, other[2], cost)
         damping = np.clip(np.where(better, damping / 4, damping * 6), 1e-9, 1e9)
         if done.all():

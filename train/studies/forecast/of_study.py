@@ -91,7 +91,9 @@ def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]
             continue
         for what in predict_:
             try:
-                content = record.forecast(law, predict(law, target(of_label.settings[0].config, what)), what)
+                content = record.forecast(
+                    law, predict(law, target(of_label.settings[0].config, what)), what
+                )
             except NoLaw as error:
                 terminal.say(f"no forecast of {what} under {label}: {error}")
                 every = False
@@ -99,5 +101,9 @@ def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]
             path = record.write(folder, content)
             score = f"mupax plan score {shlex.quote(str(path))} WORKDIR"
             remark = f"written before the run in {path}; `{score}` holds it against what came"
-            Report(record.lines(content), [Step("Next: train it", content["command"])], remarks=[remark]).show()
+            Report(
+                record.lines(content),
+                [Step("Next: train it", content["command"])],
+                remarks=[remark],
+            ).show()
     return every

@@ -25,7 +25,10 @@ from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
 from mupax.train.studies.transfer.fit import Curve
 from mupax.zoo import families
 
-METRICS = {"evaluation": "loss on the evaluation examples", "training": "mean training loss of the last tenth of steps"}
+METRICS = {
+    "evaluation": "loss on the evaluation examples",
+    "training": "mean training loss of the last tenth of steps",
+}
 SCALES = (
     "model.width", "model.depth", "model.encoder_depth", "model.num_heads", "model.head_dim", "model.num_kv_heads", "model.mlp_ratio",
     "steps", "seed",
@@ -124,17 +127,30 @@ def load(folders: Sequence[Path]) -> list[Points]:
     labels: dict[str, str] = {}
     for folder in folders:
         if not (folder / FILE_NAME).is_file():
-            raise PointsError(f"{folder} has no {FILE_NAME}; write the folder of `mupax transfer` or `sweep` (--out)")
+            raise PointsError(
+                f"{folder} has no {FILE_NAME}; write the folder of `mupax transfer` or `sweep` (--out)"
+            )
         rows = Rows(folder)
-        of_folder = _of_study(folder, rows) if (folder / "transfer.json").is_file() else _of_commands(folder, rows)
+        of_folder = (
+            _of_study(folder, rows)
+            if (folder / "transfer.json").is_file()
+            else _of_commands(folder, rows)
+        )
         for label, config, row in of_folder:
-            if label not in labels:  # a default that is written, as tuned presets do, changes the label and no rule
+            if (
+                label not in labels
+            ):  # a default that is written, as tuned presets do, changes the label and no rule
                 labels[label] = first_labels.setdefault(rules_of(config), label)
             by_label.setdefault(labels[label], []).append((config, row))
-    return [points_of(label, pairs, [str(folder) for folder in folders]) for label, pairs in by_label.items()]
+    return [
+        points_of(label, pairs, [str(folder) for folder in folders])
+        for label, pairs in by_label.items()
+    ]
 
 
-def points_of(label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence[str] = ()) -> Points:
+def points_of(
+    label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence[str] = ()
+) -> Points:
     """Rows of one preset as settings.
 
     Args:
@@ -147,7 +163,9 @@ def points_of(label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence
     settings: dict[str, list[tuple[Config, Row]]] = {}
     for config, row in pairs:
         settings.setdefault(_without_rate(config), []).append((config, row))
-    every = sorted((_setting(each, evaluated) for each in settings.values()), key=lambda s: tuple(s.scale))
+    every = sorted(
+        (_setting(each, evaluated) for each in settings.values()), key=lambda s: tuple(s.scale)
+    )
     named = sorted([row.key, repr(_loss(row, evaluated))] for _, row in pairs)
     digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
     metric = "evaluation" if evaluated else "training"
@@ -162,9 +180,15 @@ def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, A
         setting: of a run that was measured.
     """
     fields = differences(_recorded(config), _recorded(setting))
-    fields = [field for field in fields if field[0] not in SCALES and not field[0].startswith(ELSEWHERE)]
+    fields = [
+        field for field in fields if field[0] not in SCALES and not field[0].startswith(ELSEWHERE)
+    ]
     if any(name.startswith("preset.") for name, *_ in fields) and same_preset(config, setting):
-        return [field for field in fields if field[0] == "preset.form" or not field[0].startswith("preset.")]
+        return [
+            field
+            for field in fields
+            if field[0] == "preset.form" or not field[0].startswith("preset.")
+        ]
     return fields
 
 
@@ -188,10 +212,14 @@ def _setting(pairs: Sequence[tuple[Config, Row]], evaluated: bool) -> Setting:
     seeds = sorted({config.seed for config, _ in pairs})
     losses = np.full((len(rates), len(seeds)), np.nan)
     for config, row in pairs:
-        losses[rates.index(config.optimizer.peak_lr), seeds.index(config.seed)] = _loss(row, evaluated)
+        losses[rates.index(config.optimizer.peak_lr), seeds.index(config.seed)] = _loss(
+            row, evaluated
+        )
     full = np.argsort(np.isnan(losses).sum(axis=0), kind="stable")  # seeds at every rate first
     seconds = float(np.median([row.seconds for _, row in pairs]))
-    return Setting(pairs[0][0], np.log2(rates), losses[:, full], seconds, tuple(seeds[at] for at in full))
+    return Setting(
+        pairs[0][0], np.log2(rates), losses[:, full], seconds, tuple(seeds[at] for at in full)
+    )
 
 
 def _of_study(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, Config, Row]]:
@@ -205,7 +233,9 @@ def _of_study(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, Conf
         for size, config in zip(study["sizes"], planned.configs, strict=True):
             for point in size["points"]:
                 if point["key"] in rows:
-                    run = dataclasses.replace(at_rate(config, 2.0 ** point["log2_lr"]), seed=point["seed"])
+                    run = dataclasses.replace(
+                        at_rate(config, 2.0 ** point["log2_lr"]), seed=point["seed"]
+                    )
                     yield study["preset"], run, rows[point["key"]]
 
 
@@ -227,4 +257,6 @@ def _of_commands(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, C
         run = grid_point(config, rate, int(numbers.get("--seed", config.seed)))
         yield label_of(run.preset), run, row
     if rows and not parsed:
-        raise PointsError(f"{folder}: its rows have no commands, as of a recipe that is not in the table; add it there")
+        raise PointsError(
+            f"{folder}: its rows have no commands, as of a recipe that is not in the table; add it there"
+        )

@@ -81,10 +81,16 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
         NoLaw: the run differs from the measured ones in more than its scale, or in an axis that none of them varies.
     """
     target, rows = Setting.bare(config), law.rows
-    nearest = min(law.points.settings, key=lambda setting: float(np.abs(setting.scale - target.scale).sum()))
+    nearest = min(
+        law.points.settings, key=lambda setting: float(np.abs(setting.scale - target.scale).sum())
+    )
     if differing := field_differences(config, nearest.config):
-        texts = ", ".join(f"{name} {text_of(now)} (measured: {text_of(was)})" for name, now, was in differing[:4])
-        raise NoLaw(f"nothing is said of a run that differs from the measured ones in more than its scale: {texts}")
+        texts = ", ".join(
+            f"{name} {text_of(now)} (measured: {text_of(was)})" for name, now, was in differing[:4]
+        )
+        raise NoLaw(
+            f"nothing is said of a run that differs from the measured ones in more than its scale: {texts}"
+        )
     low, high, scale = rows.scale.min(axis=0), rows.scale.max(axis=0), target.scale - rows.centre
     octaves = np.where(scale > high, scale - high, np.where(scale < low, scale - low, 0.0))
     octaves = np.where(np.abs(octaves) < 1e-6, 0.0, octaves)
@@ -96,7 +102,9 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
     theta = np.tile(law.samples, (DRAWS, 1))
     normal = rng.standard_normal((2, len(theta)))
     loss = (
-        log_loss(rows.names, theta, scale[None])[:, 0] + np.tile(law.misses, DRAWS) * normal[0] + law.seed * normal[1]
+        log_loss(rows.names, theta, scale[None])[:, 0]
+        + np.tile(law.misses, DRAWS) * normal[0]
+        + law.seed * normal[1]
     )
     loss = loss + law.beyond[0] * distance * rng.standard_t(law.beyond[1], len(theta))
     band = None
@@ -113,7 +121,9 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
         if not keep_rate:
             config = at_rate(config, float(f"{2.0**rate:.4g}"))
     beyond = {name: float(2.0**value) for name, value in zip(AXES, octaves, strict=True)}
-    numbers = dict(zip(AXES, (target.parameters, target.tokens, config.data.batch_size), strict=True))
+    numbers = dict(
+        zip(AXES, (target.parameters, target.tokens, config.data.batch_size), strict=True)
+    )
     return Prediction(
         config,
         band,
@@ -124,7 +134,9 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
     )
 
 
-def _warnings(law: ScalingLaw, config: Config, beyond: dict[str, float], rate: PredictionInterval | None) -> list[str]:
+def _warnings(
+    law: ScalingLaw, config: Config, beyond: dict[str, float], rate: PredictionInterval | None
+) -> list[str]:
     warnings = [
         f"extrapolates: {ratio:.3g} times the {name} of the {FARTHEST_ROW[name][ratio < 1]} measured"
         for name, ratio in beyond.items()
@@ -147,7 +159,9 @@ def _warnings(law: ScalingLaw, config: Config, beyond: dict[str, float], rate: P
                 f"{name} is {value}, and {measured.pop()} in every row: the law knows only how many parameters there are"
             )
     if law.beyond[1] == BEYOND_FREEDOM and any(ratio != 1 for ratio in beyond.values()):
-        warnings.append("how far the law misses what lies beyond it could not be measured: no axis has four values")
+        warnings.append(
+            "how far the law misses what lies beyond it could not be measured: no axis has four values"
+        )
     if rate and rate.high90 - rate.low90 > 2:
         warnings.append("the best rate is known to no octave; train at a few")
     return warnings

@@ -79,7 +79,8 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
         content: of `forecast`.
     """
     plain = "".join(
-        letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{content['preset']} {content['what']}"
+        letter if letter.isalnum() or letter in "-_" else "-"
+        for letter in f"{content['preset']} {content['what']}"
     )
     number, path = 1, folder / f"forecast-{plain}.json"
     while path.exists():
@@ -102,9 +103,13 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is a plan without a forecast; make it by `mupax plan RECIPE --from STUDY --out PATH`"
         )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ForecastError(f"{path} is no forecast; write what `mupax transfer --predict` or `plan --out` wrote")
+        raise ForecastError(
+            f"{path} is no forecast; write what `mupax transfer --predict` or `plan --out` wrote"
+        )
     if digest(content) != content["digest"]:
-        raise ForecastError(f"{path} is not as it was written: its digest is of other content; make a forecast anew")
+        raise ForecastError(
+            f"{path} is not as it was written: its digest is of other content; make a forecast anew"
+        )
     return content
 
 
@@ -116,7 +121,9 @@ def config_of(content: dict[str, Any]) -> Config:
 def lines(content: dict[str, Any]) -> list[str]:
     """A forecast in words."""
     loss, rate = content["prediction"]["loss"], content["prediction"]["log2_lr"]
-    text = [f"forecast of {content['what']} under {content['preset']}, from {content['rows']['count']} rows:"]
+    text = [
+        f"forecast of {content['what']} under {content['preset']}, from {content['rows']['count']} rows:"
+    ]
     if rate:
         text.append(
             f"  best peak rate 2^{rate['value']:.2f} = {2.0 ** rate['value']:.3g}, 50 % in 2^{rate['low50']:.2f} to "

@@ -57,7 +57,10 @@ def with_heads(config: Config, heads: int) -> Config:
     """
     model = _vit(config)
     return dataclasses.replace(
-        config, model=dataclasses.replace(model, num_heads=heads, width=heads * model.heads_dim, head_dim=None)
+        config,
+        model=dataclasses.replace(
+            model, num_heads=heads, width=heads * model.heads_dim, head_dim=None
+        ),
     )
 
 
@@ -79,7 +82,10 @@ def numbers(config: Config) -> LimitConfig:
         stds[name] = multiplier * scales.init_std
         rates[name] = optimizer.peak_lr * multiplier**2 * scales.lr
     factors = np.array(
-        [[preset.residual_scale(sizes, layer, branch) for branch in ("attention", "mlp")] for layer in range(depth)]
+        [
+            [preset.residual_scale(sizes, layer, branch) for branch in ("attention", "mlp")]
+            for layer in range(depth)
+        ]
     )
     return LimitConfig(
         head_dim=model.heads_dim,
@@ -140,7 +146,9 @@ def check(config: Config) -> None:
                 f"{path} is {value}; the infinite limit is written for {needed}: --{flag} {_word(needed)}"
             )
     if model.activation not in ("gelu", "relu"):
-        raise ConfigError(f"model.activation is {model.activation}; the infinite limit has gelu and relu")
+        raise ConfigError(
+            f"model.activation is {model.activation}; the infinite limit has gelu and relu"
+        )
 
 
 def check_rank(config: Config, images: int) -> int:
@@ -184,7 +192,9 @@ def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:
 
 def _vit(config: Config) -> ViTConfig:
     if not isinstance(config.model, ViTConfig):
-        raise ConfigError(f"the infinite limit is of vision transformers, and the model is a {config.model.family}")
+        raise ConfigError(
+            f"the infinite limit is of vision transformers, and the model is a {config.model.family}"
+        )
     return config.model
 
 
@@ -226,7 +236,13 @@ class Course:
             kernels.append(x @ x.swapaxes(1, 2) / x.shape[2])
         attention = np.array([one[2] for one in networks])
         outputs = np.array(logits)
-        return Course(cross_entropy(outputs, targets)[0], outputs, np.array(memory), np.array(kernels), attention)
+        return Course(
+            cross_entropy(outputs, targets)[0],
+            outputs,
+            np.array(memory),
+            np.array(kernels),
+            attention,
+        )
 
 
 def examples(config: Config, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -237,7 +253,9 @@ def examples(config: Config, count: int) -> tuple[np.ndarray, np.ndarray]:
         count: B.
     """
     source = dataclasses.replace(config.data, batch_size=count)
-    batch = data.load(source, config.model, seed=config.data_seed, note=lambda line: None).train_batch(0)
+    batch = data.load(
+        source, config.model, seed=config.data_seed, note=lambda line: None
+    ).train_batch(0)
     return np.asarray(batch["inputs"]), np.asarray(batch["targets"])
 
 
@@ -269,11 +287,20 @@ def limit(
     of_run, inputs = numbers(wide), patches(images, model.patch_size)
     networks = []
     for rng in np.random.default_rng(seed).spawn(draws):
-        shape = {"positions": inputs.shape[1], "patch": inputs.shape[2], "classes": model.num_classes}
+        shape = {
+            "positions": inputs.shape[1],
+            "patch": inputs.shape[2],
+            "classes": model.num_classes,
+        }
         stack = Stack(of_run, **shape, rng=rng, responses=responses, dtype=dtype)
-        snapshots = [stack.step(inputs, targets) for _ in range(config.steps)] + [stack.look(inputs, targets)]
+        snapshots = [stack.step(inputs, targets) for _ in range(config.steps)] + [
+            stack.look(inputs, targets)
+        ]
         networks.append(
-            tuple(np.concatenate([getattr(one, x) for one in snapshots]) for x in ("logits", "features", "attention"))
+            tuple(
+                np.concatenate([getattr(one, x) for one in snapshots])
+                for x in ("logits", "features", "attention")
+            )
         )
     return Course.of(networks, targets)
 
@@ -293,15 +320,23 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     from mupax.train.core.program import assemble
 
     count = len(targets)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=count, eval_batch_size=count))
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, batch_size=count, eval_batch_size=count)
+    )
     program = assemble(config, jax.devices()[:1])
     step, definition = program.compile_train(), program.definition
-    batch = {"inputs": jnp.asarray(images), "targets": jnp.asarray(targets, jnp.int32), "weights": jnp.ones(count)}
+    batch = {
+        "inputs": jnp.asarray(images),
+        "targets": jnp.asarray(targets, jnp.int32),
+        "weights": jnp.ones(count),
+    }
 
     @jax.jit
     def look(params: Any, run: Any) -> tuple[jax.Array, jax.Array]:
         readings = [
-            definition.model(weights, run.factors.multiplier, run.factors.forward).readout_inputs(batch["inputs"])
+            definition.model(weights, run.factors.multiplier, run.factors.forward).readout_inputs(
+                batch["inputs"]
+            )
             for weights in (params, run.reference)
             if weights is not None
         ]
@@ -316,7 +351,9 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
         for _ in range(config.steps):
             state, _ = step(state, run, batch)
             outputs.append(look(state.params, run))
-        networks.append((*(np.stack(jax.device_get(x)) for x in zip(*outputs, strict=True)), np.zeros(0)))
+        networks.append(
+            (*(np.stack(jax.device_get(x)) for x in zip(*outputs, strict=True)), np.zeros(0))
+        )
     return Course.of(networks, targets)
 
 
@@ -360,7 +397,9 @@ class Dynamics:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, prints, draws, writes: the exit code 0."""
-    args, rest = command_line.parse_known(Dynamics, PROG, with_group_constants(_with_model_flag(argv)))
+    args, rest = command_line.parse_known(
+        Dynamics, PROG, with_group_constants(_with_model_flag(argv))
+    )
     named = cli.is_recipe(args.model)
     recipe = args.model if named else "bordelon-vit"
     words = rest if named else ["--model", args.model, *rest]
@@ -381,14 +420,24 @@ def main(argv: Sequence[str]) -> int:
         return 0
     images, targets = examples(config, args.images)
     dtype = np.float64 if args.float64 else np.float32
-    infinite = limit(config, images, targets, heads=args.heads, draws=args.draws, seed=config.seed, dtype=dtype)
-    nets = {count: finite(with_heads(config, count), images, targets, seeds=args.seeds) for count in args.finite}
+    infinite = limit(
+        config, images, targets, heads=args.heads, draws=args.draws, seed=config.seed, dtype=dtype
+    )
+    nets = {
+        count: finite(with_heads(config, count), images, targets, seeds=args.seeds)
+        for count in args.finite
+    }
     terminal.say(f"\n{terminal.table(rows(infinite, nets))}")
     if args.json:
-        record = {"limit": _plain(infinite), "finite": {str(count): _plain(net) for count, net in nets.items()}}
+        record = {
+            "limit": _plain(infinite),
+            "finite": {str(count): _plain(net) for count, net in nets.items()},
+        }
         Path(args.json).write_text(json.dumps({"heads": args.heads, **record}) + "\n")
     if args.figure:
-        picture(infinite, nets, f"{args.model}, N = {model.heads_dim}, L = {model.depth}").savefig(args.figure)
+        picture(infinite, nets, f"{args.model}, N = {model.heads_dim}, L = {model.depth}").savefig(
+            args.figure
+        )
     return 0
 
 
@@ -451,17 +500,32 @@ def picture(limit: Course, nets: Mapping[int, Course], title: str) -> matplotlib
         style(one, 0, int(steps[-1]))
         one.set_title(name, fontsize=10, color=INK, loc="left")
         one.set_xlabel("step t", fontsize=9)
-    for fade, (count, net) in zip(np.linspace(0.4, 0.9, len(nets)), sorted(nets.items()), strict=True):
+    for fade, (count, net) in zip(
+        np.linspace(0.4, 0.9, len(nets)), sorted(nets.items()), strict=True
+    ):
         left.plot(steps, net.losses.T, color=ORANGE, alpha=fade / 3, linewidth=0.8)
-        left.plot(steps, net.losses.mean(0), color=ORANGE, alpha=fade, label=f"our step, H = {count}")
+        left.plot(
+            steps, net.losses.mean(0), color=ORANGE, alpha=fade, label=f"our step, H = {count}"
+        )
     middle_loss, error = mean(limit.losses)
     left.errorbar(steps, middle_loss, error, color=BLUE, capsize=2, label="infinitely many heads")
     for step in steps:
-        middle.plot(steps, limit.memory.mean(0)[step], color=BLUE, alpha=0.25 + 0.75 * step / steps[-1])
-    for layer, (squares, of_mean) in enumerate(np.moveaxis(np.sqrt(limit.attention.mean(0)), 0, -1)):
+        middle.plot(
+            steps, limit.memory.mean(0)[step], color=BLUE, alpha=0.25 + 0.75 * step / steps[-1]
+        )
+    for layer, (squares, of_mean) in enumerate(
+        np.moveaxis(np.sqrt(limit.attention.mean(0)), 0, -1)
+    ):
         fade = 0.4 + 0.6 * (layer + 1) / limit.attention.shape[2]
         right.plot(steps, squares, color=BLUE, alpha=fade, label="all" if fade == 1 else None)
-        right.plot(steps, of_mean, "--", color=GREY, alpha=fade, label="their mean over heads" if fade == 1 else None)
+        right.plot(
+            steps,
+            of_mean,
+            "--",
+            color=GREY,
+            alpha=fade,
+            label="their mean over heads" if fade == 1 else None,
+        )
     left.legend(fontsize=8, frameon=False)
     right.legend(fontsize=8, frameon=False, title="layers faint to full", title_fontsize=8)
     return figure

@@ -80,7 +80,9 @@ class Plan:
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise ConfigError(f"--mfu is {self.mfu}; write a share in (0, 1], as 0.4")
         if self.tokens_per_second is not None and not self.tokens_per_second > 0:
-            raise ConfigError(f"--tokens-per-second is {self.tokens_per_second}; write a number above 0")
+            raise ConfigError(
+                f"--tokens-per-second is {self.tokens_per_second}; write a number above 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,8 @@ def with_name(argv: Sequence[str]) -> list[str]:
     model = cli.value_of("--model", argv)
     before = ["", *argv]
     alone = any(
-        (word in RECIPES or word in CONFIGS or cli.is_file(word)) and (not last.startswith("--") or "=" in last)
+        (word in RECIPES or word in CONFIGS or cli.is_file(word))
+        and (not last.startswith("--") or "=" in last)
         for last, word in zip(before, argv, strict=False)
     )
     first = bool(argv) and not argv[0].startswith("-")
@@ -163,13 +166,17 @@ def _parsed(args: Plan, recipe: str, study: Points | None, words: Sequence[str])
         )
     start = cli.recipe(recipe)
     make = start if study is None else lambda: _of_study(start(), study.settings[-1].config)
-    config = dataclasses.replace(cli.parse(recipe, make, words, command_line.flags(Plan)).config, workdir=None)
+    config = dataclasses.replace(
+        cli.parse(recipe, make, words, command_line.flags(Plan)).config, workdir=None
+    )
     if not args.tokens:
         return config
     each = config.data.batch_size * config.model.units
     steps = max(1, round(joint.amount("--tokens", args.tokens) / each))
     longer = sizes.grown_run(config, "tokens", steps * each)
-    own = config.preset.joint != "none" or any(word.startswith("--optimizer.warmup") for word in words)
+    own = config.preset.joint != "none" or any(
+        word.startswith("--optimizer.warmup") for word in words
+    )
     return dataclasses.replace(longer, optimizer=config.optimizer) if own else longer
 
 
@@ -192,7 +199,9 @@ def _of_study(recipe: Config, setting: Config) -> Config:
         recipe: of the study.
         setting: a run of it.
     """
-    data = dataclasses.replace(setting.data, seed=recipe.data.seed, eval_batch_size=recipe.data.eval_batch_size)
+    data = dataclasses.replace(
+        setting.data, seed=recipe.data.seed, eval_batch_size=recipe.data.eval_batch_size
+    )
     return dataclasses.replace(
         recipe,
         model=dataclasses.replace(setting.model, compute=recipe.model.compute),
@@ -252,17 +261,28 @@ def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
         from mupax.train.pods.compiled import compile_for
 
         report = compile_for(config, args.chips, args.slices).report()
-    line, peak, room = report["roofline"], report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
+    line, peak, room = (
+        report["roofline"],
+        report["peak_bytes_per_device"],
+        report["hbm_bytes_per_device"],
+    )
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
     compiler = f"TPU compiler for {where}"
     rows: list[PlanRow] = [
         ("mesh", f"{mesh} ({count} chips)", "", compiler),
-        ("remat", f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches", "", compiler),
+        (
+            "remat",
+            f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches",
+            "",
+            compiler,
+        ),
         ("memory", f"{gib(peak)} of {gib(room)} a chip", ranges.NONE, compiler),
     ]
     if not report["fits"]:
         return config, Cost(
-            tuple(rows), (f"does not fit {where} by {gib(peak - room)}; write more chips or a smaller batch",), False
+            tuple(rows),
+            (f"does not fit {where} by {gib(peak - room)}; write more chips or a smaller batch",),
+            False,
         )
     step, band = line["step_seconds"], None
     if args.tokens_per_second or args.mfu:
@@ -298,10 +318,14 @@ def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why:
     ]
     cautions = [f"memory of activations, mesh and remat are not known: {why}"]
     if not (args.mfu or args.tokens_per_second):
-        cautions.append("time is not known without the compiler; write --mfu or --tokens-per-second")
+        cautions.append(
+            "time is not known without the compiler; write --mfu or --tokens-per-second"
+        )
         return Cost(tuple(rows), tuple(cautions), state < chip.hbm_bytes)
     step, source = _speed(config, args, count * chip.peak_flops)
-    return Cost((*rows, *_time(config, args, step, source, count)), tuple(cautions), state < chip.hbm_bytes)
+    return Cost(
+        (*rows, *_time(config, args, step, source, count)), tuple(cautions), state < chip.hbm_bytes
+    )
 
 
 def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
@@ -331,20 +355,36 @@ def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
         peak = hardware.peak_flops(kind, config.model.compute.dtype)
         if args.tokens_per_second is None and peak is None:
             return Cost(
-                tuple(rows), (f"time is not known: nothing is known of the peak of {kind}; write --tokens-per-second",)
+                tuple(rows),
+                (
+                    f"time is not known: nothing is known of the peak of {kind}; write --tokens-per-second",
+                ),
             )
-        return Cost((*rows, *_time(config, args, *_speed(config, args, (peak or 0) * program.mesh.size), 1)))
+        return Cost(
+            (*rows, *_time(config, args, *_speed(config, args, (peak or 0) * program.mesh.size), 1))
+        )
     if not settings:
         return Cost(
-            tuple(rows), ("time is not known: write --tokens-per-second, or a study of this machine behind --from",)
+            tuple(rows),
+            (
+                "time is not known: write --tokens-per-second, or a study of this machine behind --from",
+            ),
         )
     products = [families.train_flops(setting.config.model) * setting.tokens for setting in settings]
-    speeds = [product / setting.seconds for product, setting in zip(products, settings, strict=True)]
+    speeds = [
+        product / setting.seconds for product, setting in zip(products, settings, strict=True)
+    ]
     speed = speeds[products.index(max(products))]
     step = _step_flops(config) / speed
     band, spread = ranges.of_settings(step, speed, speeds)
     source = ", ".join(
-        filter(None, [f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained", spread])
+        filter(
+            None,
+            [
+                f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained",
+                spread,
+            ],
+        )
     )
     return Cost((*rows, *_time(config, args, step, source, 1, band)))
 
@@ -362,7 +402,9 @@ def _step_flops(config: Config) -> float:
     return families.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
-def _time(config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None) -> list[PlanRow]:
+def _time(
+    config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None
+) -> list[PlanRow]:
     """Time, FLOPs and cost.
 
     Args:
@@ -382,13 +424,25 @@ def _time(config: Config, args: Plan, step: float, source: str, count: int, band
             ranges.text(band, config.steps / unit, f"{{:,.1f}} {name}"),
             source,
         ),
-        ("FLOPs", f"{_step_flops(config) * config.steps:.3g}", "", "counted, without recomputation"),
+        (
+            "FLOPs",
+            f"{_step_flops(config) * config.steps:.3g}",
+            "",
+            "counted, without recomputation",
+        ),
     ]
     if args.price is not None:
         hours = seconds / 3600
         bill = count * args.price
         from_ = f"{count} x {hours:,.2f} h at {args.price:g} an hour"
-        rows.append(("cost", f"{hours * bill:,.2f}", ranges.text(band, config.steps / 3600 * bill, "{:,.2f}"), from_))
+        rows.append(
+            (
+                "cost",
+                f"{hours * bill:,.2f}",
+                ranges.text(band, config.steps / 3600 * bill, "{:,.2f}"),
+                from_,
+            )
+        )
     return rows
 
 
@@ -430,10 +484,15 @@ def main(argv: Sequence[str]) -> int:
 
     studies = points.load([Path(folder) for folder in args.studies]) if args.studies else []
     request = run_of(args, rest, studies)
-    keep_rate = any(word.partition("=")[0].replace("_", "-") == "--optimizer.peak-lr" for word in rest)
+    keep_rate = any(
+        word.partition("=")[0].replace("_", "-") == "--optimizer.peak-lr" for word in rest
+    )
     learnt = numbers.of_law(request.config, studies, keep_rate=keep_rate)
     config, costs = of(learnt.config, args, studies)
-    rows, cautions = [*numbers.rows(config, learnt, request.source), *costs.rows], [*learnt.cautions, *costs.cautions]
+    rows, cautions = (
+        [*numbers.rows(config, learnt, request.source), *costs.rows],
+        [*learnt.cautions, *costs.cautions],
+    )
     command = command_of(config) or "(no recipe has its name)"
     Report(
         [_conclusion(args.recipe, config, rows, fits=costs.fits)],
@@ -453,7 +512,11 @@ def main(argv: Sequence[str]) -> int:
             "forecast": forecast,
         }
         write_json(args.out, content)
-        again = f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came" if forecast else ""
+        again = (
+            f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came"
+            if forecast
+            else ""
+        )
         terminal.say(f"plan in {args.out}{again}")
     return 0 if costs.fits else 1
 

@@ -92,10 +92,14 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
         tuned = find.load(path)
         if tuned.is_published or tuned.evidence == "drifts" or not _same_kind(tuned, model):
             continue
-        larger = max((abs(value) for value in tuned.distance(model.base_sizes()).values()), default=0.0)
+        larger = max(
+            (abs(value) for value in tuned.distance(model.base_sizes()).values()), default=0.0
+        )
         longer = max(0.0, math.log2(tokens / tuned.provenance["seen"]))
         doublings = max(larger, longer)
-        candidates.append((doublings > FAR, tuned.evidence != "transfers", doublings, tuned.use, tuned))
+        candidates.append(
+            (doublings > FAR, tuned.evidence != "transfers", doublings, tuned.use, tuned)
+        )
     if not candidates:
         return None
     _, _, doublings, _, tuned = min(candidates, key=lambda candidate: candidate[:4])
@@ -130,9 +134,7 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
     assert best.batch_sequences is not None
     share = LAW_TOKENS / model.units
     applies = doublings <= FAR
-    remark = (
-        "standard parameterization; its data and vocabulary are not yours, so take the loss as an order of magnitude"
-    )
+    remark = "standard parameterization; its data and vocabulary are not yours, so take the loss as an order of magnitude"
     if doublings > 0:
         remark += f"; {doublings:.1f} doublings beyond its runs"
     return Evidence(
@@ -180,7 +182,9 @@ def _published(model: ModelConfig) -> Evidence | None:
 def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
     """Return the doublings between two models on the axis where they are farthest apart, of width and depth."""
     return max(
-        abs(math.log2(model[axis] / sizes[axis])) for axis in ("embed", "layers") if axis in sizes and axis in model
+        abs(math.log2(model[axis] / sizes[axis]))
+        for axis in ("embed", "layers")
+        if axis in sizes and axis in model
     )
 
 
@@ -195,7 +199,12 @@ def _is_dense_decoder(model: ModelConfig) -> bool:
     """Return whether a model is a decoder of tokens without an encoder or experts."""
     parameters: Mapping[str, Any] = model.parameters()
     roles = {spec.role for spec in parameters.values()}
-    return model.unit == "token" and model.generates and not model.denoises and Role.EXPERT_IN not in roles
+    return (
+        model.unit == "token"
+        and model.generates
+        and not model.denoises
+        and Role.EXPERT_IN not in roles
+    )
 
 
 def plan(name: str, tokens: float, out: Path | None) -> int:
@@ -221,7 +230,11 @@ def plan(name: str, tokens: float, out: Path | None) -> int:
     command = command_for(name, model, tokens, best)
     unit = f"{model.unit}s"
     batch = "" if best.batch is None else f" and a batch of {best.batch:.0f}"
-    ends = "no interval is known" if best.rate_interval is None else f"90 %: {_range(best.rate_interval, '{:.3g}')}"
+    ends = (
+        "no interval is known"
+        if best.rate_interval is None
+        else f"90 %: {_range(best.rate_interval, '{:.3g}')}"
+    )
     rate = f"a peak rate of {best.peak_lr:.3g} ({ends})"
     answer = f"{name}, {tokens:.4g} {unit}: {rate}{batch} under {best.preset}, by {best.kind}: {best.source}"
     remarks = [
@@ -248,9 +261,15 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
     alike = [
         recipe
         for recipe, config in configs.items()
-        if type(config.model) is type(model) and _is_dense_decoder(config.model) == _is_dense_decoder(model)
+        if type(config.model) is type(model)
+        and _is_dense_decoder(config.model) == _is_dense_decoder(model)
     ]
-    recipe = min(alike, key=lambda other: abs(math.log(families.params(configs[other].model) / families.params(model))))
+    recipe = min(
+        alike,
+        key=lambda other: abs(
+            math.log(families.params(configs[other].model) / families.params(model))
+        ),
+    )
     words = ["mupax train", recipe, f"--model {name}", f"--preset {evidence.preset}"]
     if ":" not in evidence.preset:
         words.append(f"--optimizer.peak-lr {evidence.peak_lr:.3g}")
@@ -266,13 +285,19 @@ def rows(every: list[Evidence]) -> list[tuple[str, ...]]:
     """Return a table of evidence, names first."""
     table = [("evidence", "rate", "90 %", "batch", "loss", "")]
     for evidence in every:
-        interval = "not known" if evidence.rate_interval is None else _range(evidence.rate_interval, "{:.2g}")
+        interval = (
+            "not known"
+            if evidence.rate_interval is None
+            else _range(evidence.rate_interval, "{:.2g}")
+        )
         batch = "" if evidence.batch is None else f"{evidence.batch:.0f}"
         if evidence.batch_interval is not None:
             batch += f" ({_range(evidence.batch_interval, '{:.0f}')})"
         loss = ""
         if evidence.loss is not None:
-            loss = f"{evidence.loss.value:.2f} ({evidence.loss.low:.2f} to {evidence.loss.high:.2f})"
+            loss = (
+                f"{evidence.loss.value:.2f} ({evidence.loss.low:.2f} to {evidence.loss.high:.2f})"
+            )
         label = f"{evidence.kind}: {evidence.source}"
         remark = evidence.remark if evidence.applies else f"does not apply: {evidence.remark}"
         table.append((label, f"{evidence.peak_lr:.3g}", interval, batch, loss, remark))

@@ -57,7 +57,9 @@ def transferred(config: Config, points: Points) -> tuple[float | None, list[str]
         return log2_lr, [*_other_run(config, setting), *horizons(config, setting, log2_lr)]
     setting, log2_lr = best[-1]
     differing = apart(config, setting.config)
-    texts = " and ".join(f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing)
+    texts = " and ".join(
+        f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing
+    )
     return None, [
         f"the study's best rate, 2^{log2_lr:.2f}, is not used: it is another at {texts}; write "
         f"{flags([(name, was) for name, _, was in differing])} to plan with it"
@@ -69,7 +71,9 @@ def _other_run(config: Config, setting: Setting) -> list[str]:
     differing = field_differences(config, setting.config)
     if not differing:
         return []
-    texts = " and ".join(f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing)
+    texts = " and ".join(
+        f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing
+    )
     return [
         f"the best rate of runs that differ in more than their scale is used, and may be another here: {texts}; sweep a few rates "
         "around it, or write the study's values to plan with what was measured"
@@ -114,7 +118,11 @@ def flags(fields: Sequence[tuple[str, Any]]) -> str:
     """
     return " ".join(
         f"--{name.replace('_', '-')} "
-        + (" ".join(map(shlex.quote, value)) if isinstance(value, list) else shlex.quote(str(value)))
+        + (
+            " ".join(map(shlex.quote, value))
+            if isinstance(value, list)
+            else shlex.quote(str(value))
+        )
         for name, value in fields
     )
 
@@ -141,7 +149,10 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     if config.preset.joint != "none":
         return joint.cautions(config)
     tokens = config.steps * config.data.batch_size * config.model.units
-    ratios = {"batch": config.data.batch_size / setting.config.data.batch_size, "tokens": tokens / setting.tokens}
+    ratios = {
+        "batch": config.data.batch_size / setting.config.data.batch_size,
+        "tokens": tokens / setting.tokens,
+    }
     rates = {
         rule.name: log2_lr + math.log2(rule.factor("lr", ratios))
         for rule in horizon.RULES.values()
@@ -150,7 +161,9 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     octaves = max(rates.values()) - min(rates.values())
     if octaves < APART:
         return []
-    listed = ", ".join(f"{name} 2^{rate:.1f}" for name, rate in sorted(rates.items(), key=lambda pair: pair[1]))
+    listed = ", ".join(
+        f"{name} 2^{rate:.1f}" for name, rate in sorted(rates.items(), key=lambda pair: pair[1])
+    )
     return [
         f"published rules contradict each other at {ratios['tokens']:.3g} times the tokens and {ratios['batch']:.3g} times the batch "
         f"of the largest row, whose best rate is 2^{log2_lr:.1f}: {listed} (`mupax presets joint`)"
@@ -209,7 +222,9 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
     """
     if not studies:
         return StudyEstimates(
-            config, ("", "the recipe"), cautions=("no study: nothing is predicted of the loss; write --from FOLDER",)
+            config,
+            ("", "the recipe"),
+            cautions=("no study: nothing is predicted of the loss; write --from FOLDER",),
         )
     rules = rules_of(config)
     same = [points for points in studies if rules_of(points.settings[-1].config) == rules]
@@ -226,18 +241,27 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
     except NoLaw as error:
         if keep_rate:
             return StudyEstimates(
-                config, ("", "asked for"), points=points, cautions=(f"no loss is predicted: {error}",)
+                config,
+                ("", "asked for"),
+                points=points,
+                cautions=(f"no loss is predicted: {error}",),
             )
         caution = f"no loss is predicted: {error}"
         log2_lr, cautions = transferred(config, points)
         if log2_lr is None:
-            return StudyEstimates(config, ("", "the recipe"), points=points, cautions=(caution, *cautions))
+            return StudyEstimates(
+                config, ("", "the recipe"), points=points, cautions=(caution, *cautions)
+            )
         source = f"best of the largest of {where}; that it stays is the preset's claim"
         at = at_rate(config, float(f"{2.0**log2_lr:.4g}"))
-        return StudyEstimates(at, (ranges.NONE, source), points=points, cautions=(caution, *cautions))
+        return StudyEstimates(
+            at, (ranges.NONE, source), points=points, cautions=(caution, *cautions)
+        )
     rate = prediction.log2_lr
     if keep_rate:
-        return StudyEstimates(prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings)
+        return StudyEstimates(
+            prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings
+        )
     columns = (
         ("", "the recipe, and every row")
         if rate is None
@@ -257,26 +281,44 @@ def rows(config: Config, learnt: StudyEstimates, source: str) -> list[PlanRow]:
     """
     model, base, opt = config.model, config.optimizer, config.scaled_optimizer
     recipe, unit = source, model.unit
-    rule = recipe if config.preset.joint == "none" else f"{recipe}, joint rule {config.preset.joint}"
+    rule = (
+        recipe if config.preset.joint == "none" else f"{recipe}, joint rule {config.preset.joint}"
+    )
     parameters, tokens = families.params(model), config.steps * config.data.batch_size * model.units
     shape = ", ".join(f"{axis} {size}" for axis, size in model.base_sizes().items())
     lines: list[PlanRow] = [
         ("shape", shape, "", recipe),
         ("parameters", f"{parameters:,}", "", "counted"),
         ("batch", f"{config.data.batch_size} x {model.units} {unit}s", "", recipe),
-        ("steps", f"{config.steps:,}, {tokens:,} {unit}s, {tokens / parameters:.3g} per parameter", "", "asked for"),
+        (
+            "steps",
+            f"{config.steps:,}, {tokens:,} {unit}s, {tokens / parameters:.3g} per parameter",
+            "",
+            "asked for",
+        ),
         ("preset", f"{label_of(config.preset)}, base {config.preset.base}", "", recipe),
         ("peak rate", f"{opt.peak_lr:.4g} = 2^{round(math.log2(opt.peak_lr), 2):g}", *learnt.rate),
     ]
     if opt.peak_lr != base.peak_lr:
-        lines.append(("rate at the base", f"{base.peak_lr:.4g}", "", f"scaled by joint rule {config.preset.joint}"))
+        lines.append(
+            (
+                "rate at the base",
+                f"{base.peak_lr:.4g}",
+                "",
+                f"scaled by joint rule {config.preset.joint}",
+            )
+        )
     values = {
         "betas": ("b1", f"{opt.b1:.4g}, {opt.b2:.4g}"),
         "momentum": ("momentum", f"{opt.momentum:g}"),
         "eps": ("eps", f"{opt.eps:.3g}"),
         "weight decay": ("weight_decay", f"{opt.weight_decay:.4g}" if opt.weight_decay else "none"),
     }
-    lines += [(what, value, "", rule) for what, (field, value) in values.items() if field in OPTIMIZERS[opt.name].reads]
+    lines += [
+        (what, value, "", rule)
+        for what, (field, value) in values.items()
+        if field in OPTIMIZERS[opt.name].reads
+    ]
     if opt.weight_decay and "weight_decay" in OPTIMIZERS[opt.name].reads:
         span, _, formula = joint.decay_text(opt, config.steps).partition(" (")
         lines.append(("decay averages", span, "", formula.rstrip(")")))

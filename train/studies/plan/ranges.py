@@ -45,7 +45,10 @@ def of_settings(step: float, speed: float, speeds: Sequence[float]) -> tuple[Ran
     """
     if len(speeds) < 2:
         return None, ""
-    return (step * speed / max(speeds), step * speed / min(speeds)), "its fastest to its slowest setting"
+    return (
+        step * speed / max(speeds),
+        step * speed / min(speeds),
+    ), "its fastest to its slowest setting"
 
 
 def memory(expected: float) -> tuple[str, str]:
@@ -54,7 +57,10 @@ def memory(expected: float) -> tuple[str, str]:
     Args:
         expected: by the formula.
     """
-    return f"{gib(int(expected))} to {gib(int(expected / ROOM))}", f"compilers took up to {1 / ROOM:.2f} times that"
+    return (
+        f"{gib(int(expected))} to {gib(int(expected / ROOM))}",
+        f"compilers took up to {1 / ROOM:.2f} times that",
+    )
 
 
 def text(band: Range, unit: float, shown: str = "{:,.1f}") -> str:

@@ -102,9 +102,15 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
         ForecastError: the run is another one, is not done, or began before the forecast; or no row is of it.
         WorkdirError, PointsError: there is no run and are no rows.
     """
-    runs = of_points(content, points.load([place])) if (place / FILE_NAME).is_file() else [_of_run(content, place)]
+    runs = (
+        of_points(content, points.load([place]))
+        if (place / FILE_NAME).is_file()
+        else [_of_run(content, place)]
+    )
     if not runs:
-        raise ForecastError(f"{place} has no row of the run that is forecast; train `{content['command']}`")
+        raise ForecastError(
+            f"{place} has no row of the run that is forecast; train `{content['command']}`"
+        )
     date = datetime.datetime.fromisoformat(content["date"])
     for outcome in runs:
         if outcome.began is not None and outcome.began < date:
@@ -124,7 +130,9 @@ def other(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, A
     """
     fields = differences(to_json(record.config_of(content).resolved()), to_json(config.resolved()))
     for name, goal, came in fields:
-        same = name in ("seed", "data.seed") or (name == "optimizer.peak_lr" and math.isclose(goal, came, rel_tol=1e-6))
+        same = name in ("seed", "data.seed") or (
+            name == "optimizer.peak_lr" and math.isclose(goal, came, rel_tol=1e-6)
+        )
         if not same and not name.startswith(ELSEWHERE):
             yield name, goal, came
 
@@ -140,9 +148,14 @@ def _of_run(content: dict[str, Any], place: Path) -> Outcome:
         )
     rows = metrics.read(place / metrics.FILE_NAME)
     losses = [row["loss"] for row in rows if "loss" in row]
-    evaluated = next((row["eval_loss"] for row in rows if row["step"] == config.steps and "eval_loss" in row), None)
+    evaluated = next(
+        (row["eval_loss"] for row in rows if row["step"] == config.steps and "eval_loss" in row),
+        None,
+    )
     if len(losses) < config.steps or (content["metric"] == "evaluation" and evaluated is None):
-        raise ForecastError(f"{place} is not done: {len(losses)} of {config.steps} steps; finish it with --resume")
+        raise ForecastError(
+            f"{place} is not done: {len(losses)} of {config.steps} steps; finish it with --resume"
+        )
     last = [math.inf if loss is None else loss for loss in losses[-max(1, len(losses) // LAST) :]]
     loss = evaluated if content["metric"] == "evaluation" else float(np.mean(last))
     return Outcome(math.inf if loss is None else float(loss), config.seed, _began(place))

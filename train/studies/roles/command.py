@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _zoo(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
     if args.sizes is not None:
-        raise UsageError("--sizes is for a MODULE:FUNCTION; a model of the zoo has sizes of its own")
+        raise UsageError(
+            "--sizes is for a MODULE:FUNCTION; a model of the zoo has sizes of its own"
+        )
     config = cli.recipe(args.name)().model if cli.is_recipe(args.name) else configs.get(args.name)
     from mupax.train.studies.roles import models
 
@@ -102,12 +104,18 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
     lines += [f"refused: {name}: {reason}" for name, reason in roles.refused.items()]
     lines += [f"differs: {name}: {words}" for name, words in differing.items()]
     count = len(roles.specs) + len(roles.refused)
-    same = f", {sum(name in roles.specs for name in declared) - len(differing)} as declared" if declared else ""
+    same = (
+        f", {sum(name in roles.specs for name in declared) - len(differing)} as declared"
+        if declared
+        else ""
+    )
     lines.append(f"{len(roles.specs)} of {count} parameters found{same}")
     return "\n".join(lines)
 
 
-def as_json(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str, str]) -> dict[str, Any]:
+def as_json(
+    declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str, str]
+) -> dict[str, Any]:
     """The same as plain values.
 
     Args:
@@ -123,7 +131,10 @@ def as_json(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[
         return {name: value for name, value in fields.items() if name != "start"}
 
     return {
-        "parameters": {name: {**plain(spec), "evidence": roles.evidence[name]} for name, spec in roles.specs.items()},
+        "parameters": {
+            name: {**plain(spec), "evidence": roles.evidence[name]}
+            for name, spec in roles.specs.items()
+        },
         "tied_readout": roles.tied and plain(roles.tied),
         "refused": roles.refused,
         "differs": dict(differing),

@@ -14,7 +14,15 @@ from typing import NamedTuple
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.train.studies.roles.flow import ADDS, Flow
 from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, Place
-from mupax.train.studies.roles.matrices import FIXED, Attention, Constraint, Matrices, Refusal, attentions, split_names
+from mupax.train.studies.roles.matrices import (
+    FIXED,
+    Attention,
+    Constraint,
+    Matrices,
+    Refusal,
+    attentions,
+    split_names,
+)
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
@@ -47,8 +55,13 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
         axes = {names[at] for param, at in node.info["chosen"] if param == use.param}
         role = next((_LOOKUPS[axis] for axis in axes if axis in _LOOKUPS), Role.TOKEN_EMBEDDING)
         if role is Role.RELATIVE_BIAS:
-            raise Refusal("the batch says which distance to look up; compute distances of positions")
-        return Constraint(role=role, evidence=f"is looked up along {', '.join(sorted(axes))} by integers of the batch")
+            raise Refusal(
+                "the batch says which distance to look up; compute distances of positions"
+            )
+        return Constraint(
+            role=role,
+            evidence=f"is looked up along {', '.join(sorted(axes))} by integers of the batch",
+        )
     if node.op in ADDS:
         return _added(matrices, use)
     if node.op in ("mul", "div"):
@@ -57,7 +70,9 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
         node.op in ("concatenate", "select_n", "scatter", "dynamic_update_slice", "stack")
         and matrices.flow.branch_of(node) is None
     ):
-        return Constraint(role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own")
+        return Constraint(
+            role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own"
+        )
     raise Refusal(
         f"it meets an activation in {node.op}; none of the roles does so: declare one, or write it as a product or sum"
     )
@@ -70,10 +85,16 @@ def _of_branch(matrices: Matrices, use: OperandUse) -> Constraint | None:
     assert end is not None
     sources = flow.sources(flow.branches[end][1])
     facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]
-    if len(facts) != 1 or facts[0] is None or not set(_axes(matrices, use)) <= _outputs(matrices, sources):
+    if (
+        len(facts) != 1
+        or facts[0] is None
+        or not set(_axes(matrices, use)) <= _outputs(matrices, sources)
+    ):
         return None
     evidence = f"is added after the product of the {facts[0].role.value}, which ends the branch"
-    return dataclasses.replace(facts[0], role=Role.BIAS, evidence=evidence, fan_in=(), of=facts[0].role)
+    return dataclasses.replace(
+        facts[0], role=Role.BIAS, evidence=evidence, fan_in=(), of=facts[0].role
+    )
 
 
 def _added(matrices: Matrices, use: OperandUse) -> Constraint:
@@ -81,18 +102,29 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
     assert other is not None
     in_block = flow.branch_of(node) is not None
     if flow.norm(other) is not None:
-        return Constraint(role=Role.BIAS, evidence="is added to a norm's result", in_block=in_block, of=Role.NORM_GAIN)
+        return Constraint(
+            role=Role.BIAS,
+            evidence="is added to a norm's result",
+            in_block=in_block,
+            of=Role.NORM_GAIN,
+        )
     sources = flow.sources(other, through=True)
-    if sources and all(any(source.node is of.logits for of in matrices.attentions) for source in sources):
+    if sources and all(
+        any(source.node is of.logits for of in matrices.attentions) for source in sources
+    ):
         if not any(kind == "constant" for (param, _), kind in use.view.picks if param == use.param):
-            raise Refusal("it is added to logits of attention and no distance chose it; declare its role")
+            raise Refusal(
+                "it is added to logits of attention and no distance chose it; declare its role"
+            )
         return Constraint(
             role=Role.RELATIVE_BIAS,
             evidence="distances look it up; it is added to logits of attention",
             in_block=in_block,
         )
     facts = {matrices.at.get((source.node, param)) for source in sources for param in source.params}
-    if blind := [p for source in sources for p in source.params if (source.node, p) not in matrices.at]:
+    if blind := [
+        p for source in sources for p in source.params if (source.node, p) not in matrices.at
+    ]:
         raise Refusal(f"it is added to the product of {blind[0]}, which is refused itself")
     roles = {fact.role for fact in facts if fact is not None}
     if len(roles) == 1 and all(source.params for source in sources):
@@ -102,7 +134,10 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
             evidence = f"is added to the product of the {of.role.value}"
             return dataclasses.replace(of, role=Role.BIAS, evidence=evidence, fan_in=(), of=of.role)
     if not in_block and any(axis in ("position", "source") for axis in _axes(matrices, use)):
-        return Constraint(role=Role.POSITION, evidence="is added to the stream before its blocks, a row a position")
+        return Constraint(
+            role=Role.POSITION,
+            evidence="is added to the stream before its blocks, a row a position",
+        )
     what = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
     raise Refusal(f"it is added to {what}, as neither their bias nor a position; declare its role")
 
@@ -114,7 +149,9 @@ def _outputs(matrices: Matrices, sources: list) -> set[str]:
         for param in source.params:
             of = matrices.at.get((source.node, param))
             names = matrices.names.get(param, ())
-            outputs = [axis for at, axis in enumerate(names) if of is not None and at not in of.fan_in]
+            outputs = [
+                axis for at, axis in enumerate(names) if of is not None and at not in of.fan_in
+            ]
             axes |= set(split_names(outputs))
     return axes
 
@@ -139,23 +176,38 @@ def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
     plain = flow.sources(base) if base is not None else sources
     facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]
     roles = {fact.role for fact in facts if fact is not None} - _STREAM
-    streams = [source.node in flow.branches or source.node.op == "lookup" or bool(source.params) for source in plain]
+    streams = [
+        source.node in flow.branches or source.node.op == "lookup" or bool(source.params)
+        for source in plain
+    ]
     if base is not None and not roles and all(streams or [False]):
-        return Constraint(role=Role.NORM_GAIN, evidence="multiplies a norm of the stream", in_block=in_block)
+        return Constraint(
+            role=Role.NORM_GAIN, evidence="multiplies a norm of the stream", in_block=in_block
+        )
     if roles and roles <= _ENDS:
         roles = {Role.MLP_OUT} if "experts" not in _axes(matrices, use) else roles
     if len(roles) != 1:
         what = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
-        raise Refusal(f"it multiplies {what}; a gain belongs to a norm, or to one matrix: declare its role")
+        raise Refusal(
+            f"it multiplies {what}; a gain belongs to a norm, or to one matrix: declare its role"
+        )
     role = roles.pop()
     ends = role in _ENDS | {Role.ATTENTION_OUT}
     if base is not None and not ends and not all(source.params for source in plain):
-        raise Refusal(f"it multiplies a norm of what a nonlinearity made of the {role.value}; declare its role")
+        raise Refusal(
+            f"it multiplies a norm of what a nonlinearity made of the {role.value}; declare its role"
+        )
     if base is None and not ends:
-        raise Refusal(f"it multiplies the product of the {role.value}, which no norm made; declare its role")
+        raise Refusal(
+            f"it multiplies the product of the {role.value}, which no norm made; declare its role"
+        )
     of = next(fact for fact in facts if fact is not None)
-    evidence = f"multiplies {'a norm of ' if base is not None else ''}the product of the {role.value}"
-    return Constraint(role=Role.NORM_GAIN, evidence=evidence, in_block=of.in_block, of=role, cross=of.cross)
+    evidence = (
+        f"multiplies {'a norm of ' if base is not None else ''}the product of the {role.value}"
+    )
+    return Constraint(
+        role=Role.NORM_GAIN, evidence=evidence, in_block=of.in_block, of=role, cross=of.cross
+    )
 
 
 def _normalized(matrices: Matrices, factor: Node) -> Node | None:
@@ -184,7 +236,9 @@ def cuts_of(graph: Graph) -> dict[Place, set[tuple[int, ...]]]:
     return cuts
 
 
-def _note(cuts: dict[Place, set[tuple[int, ...]]], places: Iterable[Place], dims: list[Dim]) -> None:
+def _note(
+    cuts: dict[Place, set[tuple[int, ...]]], places: Iterable[Place], dims: list[Dim]
+) -> None:
     parts = {sizes for dim in dims for sizes in _parts(dim)}
     for place in places if parts else ():
         cuts.setdefault(place, set()).update(parts)
@@ -214,7 +268,9 @@ def _met(use: OperandUse) -> list[tuple[Place, list[Dim]]]:
         return []
     if node.op == "dot":
         side = 0 if node.inputs[0] is view else 1
-        pairs = list(zip(node.info["contracted"][side], node.info["contracted"][1 - side], strict=True))
+        pairs = list(
+            zip(node.info["contracted"][side], node.info["contracted"][1 - side], strict=True)
+        )
     elif len(view.dims) == len(node.dims):
         pairs = list(zip(view.dims, node.dims, strict=True))
     else:
@@ -222,7 +278,9 @@ def _met(use: OperandUse) -> list[tuple[Place, list[Dim]]]:
     return [
         (place, [theirs])
         for own, theirs in pairs
-        for place in sorted({place for atom in own for place in atom.places if place[0] == use.param})
+        for place in sorted(
+            {place for atom in own for place in atom.places if place[0] == use.param}
+        )
     ]
 
 
@@ -275,8 +333,13 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         try:
             facts = [_fact(matrices, of_attention, use) for use in uses.get(param, [])]
             one, readout = _one(facts)
-            if "kv_heads" not in samples[0].sizes and Role(one.of or one.role) in (Role.KEY, Role.VALUE):
-                axes = tuple(axis.replace("heads", "kv_heads") for axis in axes)  # as presets call them
+            if "kv_heads" not in samples[0].sizes and Role(one.of or one.role) in (
+                Role.KEY,
+                Role.VALUE,
+            ):
+                axes = tuple(
+                    axis.replace("heads", "kv_heads") for axis in axes
+                )  # as presets call them
             specs[param], evidence[param] = _spec(axes, one), one.evidence
             if readout is not None:
                 tied = dataclasses.replace(_spec(axes, readout), tied=True)
@@ -289,11 +352,23 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
 def _fact(matrices: Matrices, of_attention: list[Attention], use: OperandUse) -> Constraint:
     flow = matrices.flow
     if use.node in flow.opaque:
-        raise Refusal(f"it goes into {use.node.op}, through which nothing can be seen; declare its role")
+        raise Refusal(
+            f"it goes into {use.node.op}, through which nothing can be seen; declare its role"
+        )
     if use.view.kind == "derived":
-        raise Refusal(f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored")
-    declared = matrices.at[use.node, use.param] if use.node in flow.matrices else fact(matrices, use)
-    memory = [use.other for of in of_attention if of.cross for node, _ in of.keys for use in flow.matrices[node]]
+        raise Refusal(
+            f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored"
+        )
+    declared = (
+        matrices.at[use.node, use.param] if use.node in flow.matrices else fact(matrices, use)
+    )
+    memory = [
+        use.other
+        for of in of_attention
+        if of.cross
+        for node, _ in of.keys
+        for use in flow.matrices[node]
+    ]
     encoder = any(x is not None and flow.precedes(use.node, x) for x in memory)
     if (
         declared.role in (Role.NORM_GAIN, Role.BIAS)
@@ -302,7 +377,10 @@ def _fact(matrices: Matrices, of_attention: list[Attention], use: OperandUse) ->
         and declared.of in (None, Role.NORM_GAIN)
     ):
         nexts = [end for end, _, _ in flow.reaches(use.node) if flow.matrix(end)]
-        crossed = [any(node is end for of in of_attention if of.cross for node, _ in of.queries) for end in nexts]
+        crossed = [
+            any(node is end for of in of_attention if of.cross for node, _ in of.queries)
+            for end in nexts
+        ]
         declared = dataclasses.replace(declared, cross=bool(crossed) and all(crossed))
     return dataclasses.replace(declared, encoder=encoder, shared=_shared(matrices, use, declared))
 
@@ -398,13 +476,17 @@ def axis_names(
             refused.setdefault(param, _why(at, column, fitting, columns))
         axes = _as_heads(param, axes, samples[0].sizes, cuts)
         if param not in refused and len(set(axes)) < len(axes):
-            refused[param] = f"two of its dimensions {shape} are the same axis; name them apart: {', '.join(axes)}"
+            refused[param] = (
+                f"two of its dimensions {shape} are the same axis; name them apart: {', '.join(axes)}"
+            )
         names[param] = tuple(axes)
     return names, refused
 
 
 def _cut_axes(
-    column: tuple[int, ...], columns: Mapping[str, tuple[int, ...]], cuts: Collection[tuple[int, ...]]
+    column: tuple[int, ...],
+    columns: Mapping[str, tuple[int, ...]],
+    cuts: Collection[tuple[int, ...]],
 ) -> str:
     """Return the axes that a dimension is a product of, in the order in which the loss cuts it; empty where it does not.
 
@@ -424,7 +506,10 @@ def _cut_axes(
 
 
 def _as_heads(
-    param: str, names: list[str], sizes: Mapping[str, int], cuts: Mapping[Place, Collection[tuple[int, ...]]]
+    param: str,
+    names: list[str],
+    sizes: Mapping[str, int],
+    cuts: Mapping[Place, Collection[tuple[int, ...]]],
 ) -> list[str]:
     """Return the names where a width that the loss cuts into heads is "heads head_dim".
 
@@ -433,11 +518,19 @@ def _as_heads(
     if "head_dim" in sizes or "heads" not in sizes:
         return names
     heads = sizes["heads"]
-    cut = {at for at in range(len(names)) if any(parts[:1] == (heads,) for parts in cuts.get((param, at), ()))}
-    return ["heads head_dim" if name == "embed" and at in cut else name for at, name in enumerate(names)]
+    cut = {
+        at
+        for at in range(len(names))
+        if any(parts[:1] == (heads,) for parts in cuts.get((param, at), ()))
+    }
+    return [
+        "heads head_dim" if name == "embed" and at in cut else name for at, name in enumerate(names)
+    ]
 
 
-def _why(at: int, column: tuple[int, ...], fitting: Sequence[str], columns: Mapping[str, tuple[int, ...]]) -> str:
+def _why(
+    at: int, column: tuple[int, ...], fitting: Sequence[str], columns: Mapping[str, tuple[int, ...]]
+) -> str:
     if fitting:
         return f"dimension {at} is {' and '.join(fitting)} at all sizes; build the model so that each can change alone"
     growing = {axis: sizes for axis, sizes in columns.items() if len(set(sizes)) > 1}

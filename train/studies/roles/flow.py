@@ -26,7 +26,18 @@ NONLINEAR = frozenset({
     "reduce_prod",
 })  # fmt: skip
 STILL = frozenset(
-    {"reduce_max", "reduce_min", "argmax", "argmin", "top_k", "sort", "is_finite", "floor", "round", "sign"}
+    {
+        "reduce_max",
+        "reduce_min",
+        "argmax",
+        "argmin",
+        "top_k",
+        "sort",
+        "is_finite",
+        "floor",
+        "round",
+        "sign",
+    }
 )
 """What a signal ends in: orders and extremes, which other operations take for what they cost no gradient."""
 
@@ -39,7 +50,11 @@ def norms(graph: Graph) -> tuple[set[Node], set[Node]]:
     inside: set[Node] = set()
     factors: set[Node] = set()
     for root in graph.nodes:
-        if root.op in ("rsqrt", "sqrt", "pow") and root.kind == "activation" and (chain := _statistic(root)):
+        if (
+            root.op in ("rsqrt", "sqrt", "pow")
+            and root.kind == "activation"
+            and (chain := _statistic(root))
+        ):
             inside |= chain
             factors.add(root)
     for node in graph.nodes:
@@ -77,10 +92,14 @@ def softmaxes(graph: Graph) -> tuple[set[Node], set[Node]]:
         if exp.op != "exp" or exp.kind != "activation":
             continue
         moved = _closure([exp], after, LAYOUT)
-        totals = {user for x in (exp, *moved) for user in after.get(x, []) if user.op == "reduce_sum"}
+        totals = {
+            user for x in (exp, *moved) for user in after.get(x, []) if user.op == "reduce_sum"
+        }
         below = totals | _closure(totals, after, LAYOUT)
         over = {user for x in below for user in after.get(x, []) if _inverse(user, x)}
-        divides = any(user.op == "div" and user.inputs[1] is x for x in below for user in after.get(x, []))
+        divides = any(
+            user.op == "div" and user.inputs[1] is x for x in below for user in after.get(x, [])
+        )
         if divides or over:
             exps.add(exp)
             sums |= below | over | _closure(over, after, LAYOUT)
@@ -93,7 +112,9 @@ def _inverse(node: Node, of: Node) -> bool:
     return node.op == "integer_pow" and node.info["power"] == -1
 
 
-def _closure(nodes: Iterable[Node], after: Mapping[Node, list[Node]], ops: frozenset[str]) -> set[Node]:
+def _closure(
+    nodes: Iterable[Node], after: Mapping[Node, list[Node]], ops: frozenset[str]
+) -> set[Node]:
     """All that these operations make of values."""
     stack, out = list(nodes), set()
     while stack:
@@ -145,7 +166,9 @@ class Flow:
             if node.op in STILL or (signals and all(x in self.still for x in signals)):
                 self.still.add(node)
         self.opaque = {
-            n for n in graph.nodes if n.floating and n.kind in ("activation", "derived") and n.op not in _ALL
+            n
+            for n in graph.nodes
+            if n.floating and n.kind in ("activation", "derived") and n.op not in _ALL
         }
         self.statistics, self.normalizers = norms(graph)
         self.exps, self.denominators = softmaxes(graph)
@@ -170,9 +193,16 @@ class Flow:
 
     def carriers(self, node: Node) -> list[Step]:
         """The operands whose signal goes on in a value."""
-        if not node.floating or node.kind != "activation" or node in self.statistics or node in self.still:
+        if (
+            not node.floating
+            or node.kind != "activation"
+            or node in self.statistics
+            or node in self.still
+        ):
             return []
-        signals = [x for x in node.inputs if x.kind == "activation" and x.floating and x not in self.still]
+        signals = [
+            x for x in node.inputs if x.kind == "activation" and x.floating and x not in self.still
+        ]
         signals = [x for x in signals if x not in self.normalizers and x not in self.denominators]
         if node in self.normalizers:
             return []
@@ -192,7 +222,11 @@ class Flow:
 
     def mixes(self, node: Node) -> bool:
         """Whether it is a product of two activations."""
-        return node.op == "dot" and not self.matrix(node) and sum(x.kind == "activation" for x in node.inputs) == 2
+        return (
+            node.op == "dot"
+            and not self.matrix(node)
+            and sum(x.kind == "activation" for x in node.inputs) == 2
+        )
 
     def sources(self, node: Node, *, through: bool = False) -> list[SignalSource]:
         """Where the signal of a value comes from: products with parameters or of two signals, streams, lookups, the batch.
@@ -210,20 +244,29 @@ class Flow:
                 continue
             visited.add((at, only, plain))
             if "selected" in at.info:
-                only = at.info["selected"] if only is None else only & at.info["selected"] or at.info["selected"]
+                only = (
+                    at.info["selected"]
+                    if only is None
+                    else only & at.info["selected"] or at.info["selected"]
+                )
             steps = self.carriers(at)
             if at in self.matrices:
                 params = frozenset(use.param for use in self.matrices[at])
                 params = params & only if only else params
                 out.setdefault((at, params), SignalSource(at, params, plain))
-            elif self._begins(at) or not steps or not (through or all(step.plain for step in steps)):
+            elif (
+                self._begins(at) or not steps or not (through or all(step.plain for step in steps))
+            ):
                 out.setdefault((at, frozenset()), SignalSource(at, frozenset(), plain))
             else:
                 stack.extend((step.source, only, plain and step.plain) for step in steps)
         return list(out.values())
 
     def _begins(self, node: Node) -> bool:
-        return any(node in nodes for nodes in (self.products, self.opaque, self.branches)) or node.op == "lookup"
+        return (
+            any(node in nodes for nodes in (self.products, self.opaque, self.branches))
+            or node.op == "lookup"
+        )
 
     def reaches(self, node: Node, param: str = "") -> Iterator[tuple[Node, Node, bool]]:
         """Where the signal of a value goes: every next product, branch's end or end of all, as (there, from where, plain).
@@ -275,7 +318,9 @@ class Flow:
         """Whether a norm's factor that is no statistic of this value multiplies it next."""
         for user in self.users(node):
             factors = [x for x in user.inputs if x in self.normalizers]
-            if any(not self.precedes(node, x) for x in factors) or (user.op in LAYOUT and self.norm_after(user)):
+            if any(not self.precedes(node, x) for x in factors) or (
+                user.op in LAYOUT and self.norm_after(user)
+            ):
                 return True
         return False
 
@@ -298,13 +343,18 @@ class Flow:
 
     def _branch(self, node: Node) -> tuple[Node, Node] | None:
         """Of a sum of a stream and what a branch made of it: where the branch left the stream, and its last value."""
-        if node.op not in BRANCHES or len(node.inputs) != 2 or any(x.kind != "activation" for x in node.inputs):
+        if (
+            node.op not in BRANCHES
+            or len(node.inputs) != 2
+            or any(x.kind != "activation" for x in node.inputs)
+        ):
             return None
         for stream, last in (node.inputs, node.inputs[::-1]):
             forks = [x for x in self._stream(stream) if self.precedes(x, last) and x is not last]
             fork = max(forks, key=lambda x: x.number, default=None)
             if fork is not None and any(
-                self.precedes(fork, dot) and self.precedes(dot, last) and dot is not fork for dot in self.matrices
+                self.precedes(fork, dot) and self.precedes(dot, last) and dot is not fork
+                for dot in self.matrices
             ):
                 return fork, last
         return None
@@ -318,7 +368,11 @@ class Flow:
                 continue
             out.append(at)
             signals = [x for x in at.inputs if x.kind == "activation" and x.floating]
-            if at.op in BRANCHES or at.op in LAYOUT or (at.op == "mul" and len(signals) == 1 and _scaled(at)):
+            if (
+                at.op in BRANCHES
+                or at.op in LAYOUT
+                or (at.op == "mul" and len(signals) == 1 and _scaled(at))
+            ):
                 stack.extend(signals)
         return out
 

@@ -56,7 +56,9 @@ class Atom:
             rest = self.size // first
             whole = self.segments and all(stop % rest == 0 for stop, _ in self.segments)
             outer = tuple((stop // rest, params) for stop, params in self.segments) if whole else ()
-            one, other = (Atom(size, self.places, self, broadcast=self.broadcast) for size in (first, rest))
+            one, other = (
+                Atom(size, self.places, self, broadcast=self.broadcast) for size in (first, rest)
+            )
             one.segments = outer
             self.parts = (one, other)
         return self.parts
@@ -115,7 +117,17 @@ class OperandUse:
 
     def places(self, dims: Iterable[Dim]) -> tuple[int, ...]:
         """Dimensions of the parameter that these of the view are made of."""
-        return tuple(sorted({at for dim in dims for atom in dim for name, at in atom.places if name == self.param}))
+        return tuple(
+            sorted(
+                {
+                    at
+                    for dim in dims
+                    for atom in dim
+                    for name, at in atom.places
+                    if name == self.param
+                }
+            )
+        )
 
 
 class Graph:
@@ -127,7 +139,13 @@ class Graph:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def add(
-        self, op: str, inputs: Sequence[Node], dims: Sequence[Dim], floating: bool, kind: Kind, **info: Any
+        self,
+        op: str,
+        inputs: Sequence[Node],
+        dims: Sequence[Dim],
+        floating: bool,
+        kind: Kind,
+        **info: Any,
     ) -> Node:
         """A new value.
 
@@ -135,10 +153,14 @@ class Graph:
             op, inputs, dims, floating, kind: as of `Node`.
             **info: what else is known.
         """
-        views = [node for node in inputs if node.kind == "view"] if kind in ("view", "derived") else []
+        views = (
+            [node for node in inputs if node.kind == "view"] if kind in ("view", "derived") else []
+        )
         params = frozenset().union(*(node.params for node in views)) if views else frozenset()
         picks = frozenset().union(*(node.picks for node in views)) if views else frozenset()
-        node = Node(len(self.nodes), op, tuple(inputs), tuple(dims), kind, floating, params, picks, info)
+        node = Node(
+            len(self.nodes), op, tuple(inputs), tuple(dims), kind, floating, params, picks, info
+        )
         self.nodes.append(node)
         return node
 
@@ -150,7 +172,10 @@ class Graph:
             shape: of the array.
         """
         self.shapes[path] = shape
-        dims = [() if size == 1 else (Atom(size, frozenset({(path, at)})),) for at, size in enumerate(shape)]
+        dims = [
+            () if size == 1 else (Atom(size, frozenset({(path, at)})),)
+            for at, size in enumerate(shape)
+        ]
         node = self.add("parameter", (), dims, True, "view")
         node.params = frozenset({path})
         return node

@@ -18,7 +18,18 @@ Matrix = tuple[Node, str]
 """A product with a parameter, and the parameter."""
 
 FIXED = frozenset(
-    {"vocab", "classes", "patch", "pooled", "position", "source", "distance", "input", "output", "active"}
+    {
+        "vocab",
+        "classes",
+        "patch",
+        "pooled",
+        "position",
+        "source",
+        "distance",
+        "input",
+        "output",
+        "active",
+    }
 )
 """Axes that no limit takes to infinity: those of data, and of what is read out."""
 
@@ -46,8 +57,12 @@ def attentions(flow: Flow) -> list[Attention]:
     out, products = [], []
     for mix in (node for node in flow.graph.nodes if flow.mixes(node)):
         for side in (0, 1):
-            exps = [source.node for source in flow.sources(mix.inputs[side]) if source.node in flow.exps]
-            of = [source.node for exp in exps for source in flow.sources(exp.inputs[0], through=True)]
+            exps = [
+                source.node for source in flow.sources(mix.inputs[side]) if source.node in flow.exps
+            ]
+            of = [
+                source.node for exp in exps for source in flow.sources(exp.inputs[0], through=True)
+            ]
             logits = list(dict.fromkeys(node for node in of if flow.mixes(node)))
             if len(logits) == 1 and len(exps) == 1 and _over_keys(flow, mix, side, exps[0]):
                 products.append((mix, side, logits[0]))
@@ -57,13 +72,21 @@ def attentions(flow: Flow) -> list[Attention]:
     }
     for mix, side, logits in products:
         summed = [atom for dim in mix.info["contracted"][side] for atom in dim]
-        key = next((at for at in (0, 1) if any(atom.is_of(logits.info["kept"][at]) for atom in summed)), None)
+        key = next(
+            (at for at in (0, 1) if any(atom.is_of(logits.info["kept"][at]) for atom in summed)),
+            None,
+        )
         if key is None:
             continue
         query, keys, values = (
-            _matrices(flow, x) for x in (logits.inputs[1 - key], logits.inputs[key], mix.inputs[1 - side])
+            _matrices(flow, x)
+            for x in (logits.inputs[1 - key], logits.inputs[key], mix.inputs[1 - side])
         )
-        out.append(Attention(logits, mix, query, keys, values, _streams(flow, query) != _streams(flow, keys)))
+        out.append(
+            Attention(
+                logits, mix, query, keys, values, _streams(flow, query) != _streams(flow, keys)
+            )
+        )
     return out
 
 
@@ -71,7 +94,9 @@ def _over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
     """Whether a softmax is over what its weights are then summed over, as attention's is."""
     summed = [atom for dim in mix.info["contracted"][side] for atom in dim]
     roots = {root for atom in summed for root in atom.line()}
-    totals = [node for node in flow.denominators if node.op == "reduce_sum" and flow.precedes(exp, node)]
+    totals = [
+        node for node in flow.denominators if node.op == "reduce_sum" and flow.precedes(exp, node)
+    ]
     over = {root for node in totals for atom in node.info["summed"] for root in atom.line()}
     return bool(roots & over)
 
@@ -81,19 +106,26 @@ def _weighed(flow: Flow, node: Node) -> bool:
     for x in node.inputs:
         sources = flow.sources(x, through=True)
         if sources and all(
-            source.params and any(end.op == "top_k" for end, _, _ in flow.reaches(source.node)) for source in sources
+            source.params and any(end.op == "top_k" for end, _, _ in flow.reaches(source.node))
+            for source in sources
         ):
             return True
     return False
 
 
 def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
-    return frozenset((source.node, param) for source in flow.sources(node) for param in source.params)
+    return frozenset(
+        (source.node, param) for source in flow.sources(node) for param in source.params
+    )
 
 
 def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
-    inputs = [use.other for node, param in matrices for use in flow.matrices[node] if use.param == param]
-    return {source.node for x in inputs if x is not None for source in flow.sources(x, through=True)}
+    inputs = [
+        use.other for node, param in matrices for use in flow.matrices[node] if use.param == param
+    ]
+    return {
+        source.node for x in inputs if x is not None for source in flow.sources(x, through=True)
+    }
 
 
 def split_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -143,7 +175,9 @@ class Matrices:
         names: axes of every parameter whose dimensions have names.
     """
 
-    def __init__(self, flow: Flow, attentions: list[Attention], names: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self, flow: Flow, attentions: list[Attention], names: Mapping[str, tuple[str, ...]]
+    ) -> None:
         self.flow, self.attentions, self.names = flow, attentions, names
         self.at: dict[tuple[Node, str], Constraint] = {}
         self.refused: dict[str, str] = {}
@@ -162,7 +196,10 @@ class Matrices:
                 f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored"
             )
         side = 0 if node.inputs[0] is use.view else 1
-        fan_in, names = whole(use, flow.graph.shapes[use.param], node.info["contracted"][side]), self.names[use.param]
+        fan_in, names = (
+            whole(use, flow.graph.shapes[use.param], node.info["contracted"][side]),
+            self.names[use.param],
+        )
         reads = ", ".join(names[at] for at in fan_in)
         if not fan_in:
             raise Refusal(
@@ -170,31 +207,51 @@ class Matrices:
             )
         if other.kind == "data":
             if _one_hot(other):
-                return Constraint(role=Role.TOKEN_EMBEDDING, evidence=f"is multiplied by one-hot vectors over {reads}")
+                return Constraint(
+                    role=Role.TOKEN_EMBEDDING,
+                    evidence=f"is multiplied by one-hot vectors over {reads}",
+                )
             return Constraint(
-                role=Role.PATCH_EMBEDDING, evidence=f"contracts {reads} with the batch itself", fan_in=fan_in
+                role=Role.PATCH_EMBEDDING,
+                evidence=f"contracts {reads} with the batch itself",
+                fan_in=fan_in,
             )
         ends = list(flow.reaches(node, use.param))
         of_attention = self._of_attention(use)
         if len(of_attention) > 1:
             roles = " and ".join(sorted(of.role.value for of in of_attention))
-            raise Refusal(f"its product acts as {roles} of attention; make them parameters of their own")
+            raise Refusal(
+                f"its product acts as {roles} of attention; make them parameters of their own"
+            )
         if of_attention:
             return dataclasses.replace(of_attention[0], fan_in=fan_in)
         in_block = flow.branch_of(node) is not None
         same = {"fan_in": fan_in, "in_block": in_block}
         contracts = f"contracts {reads}"
         if any(end.op == "top_k" for end, _, _ in ends):
-            return Constraint(role=Role.ROUTER, evidence=f"{contracts}; top_k of its product chooses", **same)
+            return Constraint(
+                role=Role.ROUTER, evidence=f"{contracts}; top_k of its product chooses", **same
+            )
         sources = flow.sources(other)
-        if blind := [x for x in (*(s.node for s in sources), *(end for end, _, _ in ends)) if x in flow.opaque]:
-            raise Refusal(f"it reads or feeds {blind[0].op}, through which nothing can be seen; declare its role")
-        if mixes := [of for of in self.attentions if any(source.node is of.mix for source in sources)]:
+        if blind := [
+            x
+            for x in (*(s.node for s in sources), *(end for end, _, _ in ends))
+            if x in flow.opaque
+        ]:
+            raise Refusal(
+                f"it reads or feeds {blind[0].op}, through which nothing can be seen; declare its role"
+            )
+        if mixes := [
+            of for of in self.attentions if any(source.node is of.mix for source in sources)
+        ]:
             if len(sources) > len(mixes):
                 raise Refusal("it reads attention and something else at once; project them apart")
             cross = any(of.cross for of in mixes)
             return Constraint(
-                role=Role.ATTENTION_OUT, evidence=f"{contracts} of values that a softmax weighed", cross=cross, **same
+                role=Role.ATTENTION_OUT,
+                evidence=f"{contracts} of values that a softmax weighed",
+                cross=cross,
+                **same,
             )
         if any(source.node in flow.products for source in flow.sources(other, through=True)) or any(
             end in flow.products for end, _, _ in ends
@@ -206,20 +263,35 @@ class Matrices:
             if not ends:
                 raise Refusal("its product does not reach the loss; leave the parameter out")
             return Constraint(
-                role=Role.READOUT, evidence=f"{contracts}; its product reaches the loss through no other matrix", **same
+                role=Role.READOUT,
+                evidence=f"{contracts}; its product reaches the loss through no other matrix",
+                **same,
             )
         return self._hidden(use, contracts, ends, side, same)
 
     def _hidden(
-        self, use: OperandUse, contracts: str, ends: list[tuple[Node, Node, bool]], side: int, same: dict
+        self,
+        use: OperandUse,
+        contracts: str,
+        ends: list[tuple[Node, Node, bool]],
+        side: int,
+        same: dict,
     ) -> Constraint:
         """Of an MLP, of experts or neither."""
         flow, names = self.flow, self.names[use.param]
         assert use.other is not None
         rows = [*use.places(use.node.info["batched"][side])]
-        rows += [at for (param, at), kind in use.view.picks if param == use.param and kind == "activation"]
+        rows += [
+            at
+            for (param, at), kind in use.view.picks
+            if param == use.param and kind == "activation"
+        ]
         experts = bool(rows) and same["in_block"]
-        outputs = [at for at in range(len(names)) if at not in (*same["fan_in"], *rows) and self._in_output(use, at)]
+        outputs = [
+            at
+            for at in range(len(names))
+            if at not in (*same["fan_in"], *rows) and self._in_output(use, at)
+        ]
         grows = all(names[at] not in FIXED for at in (*same["fan_in"], *outputs))
         nexts = [plain for end, _, plain in ends if flow.matrix(end)]
         reads = [source for source in flow.sources(use.other, through=True) if source.params]
@@ -233,19 +305,25 @@ class Matrices:
             if nexts and not ended and not inner and not any(nexts):
                 role = Role.EXPERT_IN if experts else Role.MLP_IN
                 return Constraint(
-                    role=role, evidence=f"{contracts}; a nonlinearity or gate follows, then another matrix", **same
+                    role=role,
+                    evidence=f"{contracts}; a nonlinearity or gate follows, then another matrix",
+                    **same,
                 )
             if ended and not nexts and inner and not any(source.plain for source in reads):
                 role = Role.EXPERT_OUT if experts else Role.MLP_OUT
                 return Constraint(
-                    role=role, evidence=f"{contracts} of a hidden layer; its product ends the branch", **same
+                    role=role,
+                    evidence=f"{contracts} of a hidden layer; its product ends the branch",
+                    **same,
                 )
         if experts:
             raise Refusal(
                 "an index chooses among its matrices, and it is neither the first nor the last of an MLP; declare its role"
             )
         return Constraint(
-            role=Role.HIDDEN, evidence=f"{contracts}; between other matrices, in no part of attention or an MLP", **same
+            role=Role.HIDDEN,
+            evidence=f"{contracts}; between other matrices, in no part of attention or an MLP",
+            **same,
         )
 
     def _in_output(self, use: OperandUse, at: int) -> bool:
@@ -257,18 +335,32 @@ class Matrices:
         facts: dict[Role, Constraint] = {}
         for of in self.attentions:
             branch = any(self.flow.branch_of(node) for node, _ in of.queries)
-            own = any("value_dim" in split_names(self.names.get(param, ())) for _, param in of.values)
+            own = any(
+                "value_dim" in split_names(self.names.get(param, ())) for _, param in of.values
+            )
             keys = ", ".join(sorted({param for _, param in of.keys}))
             queries = ", ".join(sorted({param for _, param in of.queries}))
             for role, group, evidence in (
-                (Role.QUERY, of.queries, f"its products with those of {keys} go through a softmax over the latter"),
-                (Role.KEY, of.keys, f"its products with those of {queries} go through a softmax over its own rows"),
+                (
+                    Role.QUERY,
+                    of.queries,
+                    f"its products with those of {keys} go through a softmax over the latter",
+                ),
+                (
+                    Role.KEY,
+                    of.keys,
+                    f"its products with those of {queries} go through a softmax over its own rows",
+                ),
                 (Role.VALUE, of.values, "its product is weighed by a softmax and summed"),
             ):
                 if (use.node, use.param) in group:
                     wide = own and role is not Role.VALUE
                     facts[role] = Constraint(
-                        role=role, evidence=evidence, in_block=branch, cross=of.cross, value_dim=wide
+                        role=role,
+                        evidence=evidence,
+                        in_block=branch,
+                        cross=of.cross,
+                        value_dim=wide,
                     )
         return list(facts.values())
 

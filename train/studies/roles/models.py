@@ -76,19 +76,26 @@ class _Interpreter:
             values[var] = const if isinstance(const, Node) else self._constant(const)
         values.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
-            operands = [self._constant(v.val) if hasattr(v, "val") else values[v] for v in eqn.invars]
+            operands = [
+                self._constant(v.val) if hasattr(v, "val") else values[v] for v in eqn.invars
+            ]
             values.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
         return [self._constant(v.val) if hasattr(v, "val") else values[v] for v in jaxpr.outvars]
 
     def _constant(self, value: Any) -> Node:
         shape = tuple(np.shape(value))
-        floating = jax.numpy.issubdtype(np.asarray(value).dtype if shape == () else value.dtype, jax.numpy.floating)
+        floating = jax.numpy.issubdtype(
+            np.asarray(value).dtype if shape == () else value.dtype, jax.numpy.floating
+        )
         info = {"value": value.item() if hasattr(value, "item") else value} if shape == () else {}
         return self.graph.add("constant", (), fresh(shape), floating, "constant", **info)
 
     def _equation(self, eqn: Any, operands: list[Node]) -> list[Node]:
         name, params = eqn.primitive.name, eqn.params
-        outputs = [(tuple(v.aval.shape), jax.numpy.issubdtype(v.aval.dtype, jax.numpy.floating)) for v in eqn.outvars]
+        outputs = [
+            (tuple(v.aval.shape), jax.numpy.issubdtype(v.aval.dtype, jax.numpy.floating))
+            for v in eqn.outvars
+        ]
         if name == "scan":
             return self._scan(params, operands, outputs)
         if name == "cond":
@@ -97,7 +104,11 @@ class _Interpreter:
                 self._op("select_n", {}, [operands[0], *each], *out)
                 for each, out in zip(zip(*branches, strict=True), outputs, strict=True)
             ]
-        if name not in OPAQUE and name != "while" and (inner := next((params[k] for k in CALLS if k in params), None)):
+        if (
+            name not in OPAQUE
+            and name != "while"
+            and (inner := next((params[k] for k in CALLS if k in params), None))
+        ):
             return self.run(*_opened(inner), operands)
         if name == "unstack":
             return [self._row(operands[0], index, params["axis"]) for index in range(len(outputs))]
@@ -109,11 +120,18 @@ class _Interpreter:
                 for start, size in zip(starts, sizes, strict=False)
             ]
         if name == "optimization_barrier":
-            return [self._op("copy", {}, [x], *out) for x, out in zip(operands, outputs, strict=True)]
+            return [
+                self._op("copy", {}, [x], *out) for x, out in zip(operands, outputs, strict=True)
+            ]
         return [self._op(name, params, operands, *out) for out in outputs]
 
     def _op(
-        self, name: str, params: dict[str, Any], operands: list[Node], shape: tuple[int, ...], floating: bool
+        self,
+        name: str,
+        params: dict[str, Any],
+        operands: list[Node],
+        shape: tuple[int, ...],
+        floating: bool,
     ) -> Node:
         graph = self.graph
         op = "scatter" if name.startswith("scatter") else name
@@ -130,7 +148,9 @@ class _Interpreter:
             gone = set(params["axes"])
             dims = [dim for at, dim in enumerate(operands[0].dims) if at not in gone]
             summed = {atom for at in gone for atom in operands[0].dims[at]}
-            node = graph.add(op, operands, dims, floating, operations.kind_of(op, operands), summed=summed)
+            node = graph.add(
+                op, operands, dims, floating, operations.kind_of(op, operands), summed=summed
+            )
         elif op in operations.ELEMENTWISE or math.prod(shape) == 1:
             node = graph.add(
                 op,
@@ -158,7 +178,11 @@ class _Interpreter:
             consts, carried, _ = map(len, params["ft_in"].unpack())
         else:
             consts, carried = params["num_consts"], params["num_carry"]
-        fixed, carry, xs = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+        fixed, carry, xs = (
+            operands[:consts],
+            operands[consts : consts + carried],
+            operands[consts + carried :],
+        )
         rounds = []
         for at in range(min(length, 2)):
             rows = [self._row(x, at, 0) for x in xs]
@@ -166,7 +190,9 @@ class _Interpreter:
             carry, ys = results[:carried], results[carried:]
             rounds.append(ys)
         stacked = []
-        for each, (shape, floating) in zip(zip(*rounds, strict=True), outputs[carried:], strict=True):
+        for each, (shape, floating) in zip(
+            zip(*rounds, strict=True), outputs[carried:], strict=True
+        ):
             kind = operations.kind_of("copy", each) if each[0].kind != "derived" else "derived"
             dims = (*fresh(shape[:1]), *each[0].dims)
             stacked.append(self.graph.add("stacked", each, dims, floating, kind))
@@ -207,12 +233,16 @@ def _same(operands: Sequence[Node]) -> bool:
 class Build(Protocol):
     """A model of one's own: (sizes) to its parameters' shapes, loss(params, batch), and the batch's shapes."""
 
-    def __call__(self, sizes: Mapping[str, int], /) -> tuple[Any, Callable[[Any, Any], jax.Array], Any]: ...
+    def __call__(
+        self, sizes: Mapping[str, int], /
+    ) -> tuple[Any, Callable[[Any, Any], jax.Array], Any]: ...
 
 
 class _Sizes(dict[str, int]):
     def __missing__(self, axis: str) -> int:
-        raise PresetError(f"the model asks for the size of {axis!r}, which is not among {', '.join(self)}; name it too")
+        raise PresetError(
+            f"the model asks for the size of {axis!r}, which is not among {', '.join(self)}; name it too"
+        )
 
 
 def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
@@ -236,7 +266,9 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
         samples.append(Sample(other, _shapes(build(other)[0])))
         if axis != "layers" and samples[-1].shapes.keys() != samples[0].shapes.keys():
             changed = sorted(samples[-1].shapes.keys() ^ samples[0].shapes.keys())
-            raise PresetError(f"with {axis} {2 * size} the model has other parameters: {', '.join(changed[:3])}")
+            raise PresetError(
+                f"with {axis} {2 * size} the model has other parameters: {', '.join(changed[:3])}"
+            )
     shared = [s for s in samples if samples[0].shapes.keys() <= s.shapes.keys()]
     return deduce(trace(loss, params, batch), shared)
 
@@ -249,7 +281,9 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 def roles_of_config(config: ModelConfig) -> Roles:
     """Declarations of a model of the zoo, from the loss that it trains with."""
     model = definition(config)
-    example = {k: jax.ShapeDtypeStruct((BATCH, *a.shape), a.dtype) for k, a in config.example().items()}
+    example = {
+        k: jax.ShapeDtypeStruct((BATCH, *a.shape), a.dtype) for k, a in config.example().items()
+    }
     samples = [_sample(of) for of in (config, *variations(config))]
     # As for a CPU, where attention is made of operations: through a kernel nothing could be seen.
     cpu = Layout(Mesh(np.array(jax.devices("cpu")[:1]), "data"), {})
@@ -270,12 +304,18 @@ def loss_of(
 
     def loss(params: Mapping[str, Any], batch: Mapping[str, Any]) -> jax.Array:
         module: Any = model.bind(params, ones, layout=layout)
-        inputs = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")}
+        inputs = {
+            name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")
+        }
         read = readout_method(module)
         if read is None:
-            return cross_entropy_from_logits(module(batch["inputs"], **inputs), batch["targets"], batch["weights"]).loss
+            return cross_entropy_from_logits(
+                module(batch["inputs"], **inputs), batch["targets"], batch["weights"]
+            ).loss
         readout_inputs = read(batch["inputs"], **inputs)
-        sums = cross_entropy(readout_inputs, batch["targets"], batch["weights"], how="plain", layout=layout)
+        sums = cross_entropy(
+            readout_inputs, batch["targets"], batch["weights"], how="plain", layout=layout
+        )
         return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
 
     return loss
@@ -284,9 +324,15 @@ def loss_of(
 def variations(config: ModelConfig) -> list[ModelConfig]:
     """The same model with every size that can be changed doubled, one at a time or two that must go together."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    alone = {name: getattr(config, of) for name, of in _ALONE.items() if name in values and values[name] is None}
+    alone = {
+        name: getattr(config, of)
+        for name, of in _ALONE.items()
+        if name in values and values[name] is None
+    }
     values |= alone
-    counts = [(name,) for name, value in values.items() if type(value) is int or name == "mlp_ratio"]
+    counts = [
+        (name,) for name, value in values.items() if type(value) is int or name == "mlp_ratio"
+    ]
     out = []
     for fields in (*counts, *_TOGETHER):
         changed = {name: 2 * values[name] for name in fields if values.get(name) is not None}
@@ -302,11 +348,15 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
 def _sample(config: ModelConfig) -> Sample:
     """Sizes and shapes of a config, whose modules make every parameter so (`mupax.zoo.definition.Init.param`)."""
     sizes = config.sizes()
-    shapes = {name: tuple(sizes[axis] for axis in spec.axes) for name, spec in config.parameters().items()}
+    shapes = {
+        name: tuple(sizes[axis] for axis in spec.axes) for name, spec in config.parameters().items()
+    }
     return Sample(sizes, shapes)
 
 
-def differences(config: ModelConfig, roles: Roles, declared: Mapping[str, ParamSpec] | None = None) -> dict[str, str]:
+def differences(
+    config: ModelConfig, roles: Roles, declared: Mapping[str, ParamSpec] | None = None
+) -> dict[str, str]:
     """What differs from declarations, by parameter, in words; what a gain starts at is in no loss and not compared.
 
     Args:
@@ -330,13 +380,17 @@ def refuse_wrong_declarations(config: ModelConfig) -> None:
     """Raises PresetError where declarations of a model are not what its loss does; what tracing refuses is let through."""
     if differing := differences(config, roles_of_config(config)):
         lines = "\n".join(f"{name}: {words}" for name, words in differing.items())
-        raise PresetError(f"the declarations of {config.family} are not what its loss does; mend them:\n{lines}")
+        raise PresetError(
+            f"the declarations of {config.family} are not what its loss does; mend them:\n{lines}"
+        )
 
 
 def _fields(spec: ParamSpec, other: ParamSpec) -> str:
     names = [field.name for field in dataclasses.fields(spec) if field.name != "start"]
     pairs = [(name, getattr(spec, name), getattr(other, name)) for name in names]
-    return "; ".join(f"{name} is declared {_text(a)} and traced {_text(b)}" for name, a, b in pairs if a != b)
+    return "; ".join(
+        f"{name} is declared {_text(a)} and traced {_text(b)}" for name, a, b in pairs if a != b
+    )
 
 
 def _text(value: Any) -> str:

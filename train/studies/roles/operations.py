@@ -6,7 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mupax.train.studies.roles.graph import Atom, Dim, Graph, Kind, Node, Place, fresh, regrouped, sliced
+from mupax.train.studies.roles.graph import (
+    Atom,
+    Dim,
+    Graph,
+    Kind,
+    Node,
+    Place,
+    fresh,
+    regrouped,
+    sliced,
+)
 
 SAME = frozenset({
     "convert_element_type", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "name", "reduce_precision",
@@ -19,7 +29,16 @@ LAYOUT = SAME | {
 """Primitives that move numbers and compute none."""
 SCALING = frozenset({"mul", "div", "neg"})
 REDUCTIONS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and", "reduce_or"}
+    {
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "argmax",
+        "argmin",
+        "reduce_and",
+        "reduce_or",
+    }
 )
 ELEMENTWISE = frozenset({
     "add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf",
@@ -57,10 +76,14 @@ def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
         shape: of the result.
     """
     order = ("activation", "view", "derived", "data", "constant")
-    ranked = sorted((node for node in inputs if node.shape == shape), key=lambda node: order.index(node.kind))
+    ranked = sorted(
+        (node for node in inputs if node.shape == shape), key=lambda node: order.index(node.kind)
+    )
     dims = []
     for at in range(len(shape)):
-        choices = [node.dims[at] for node in ranked if not any(atom.broadcast for atom in node.dims[at])]
+        choices = [
+            node.dims[at] for node in ranked if not any(atom.broadcast for atom in node.dims[at])
+        ]
         dims.append(next(iter(choices), ranked[0].dims[at] if ranked else fresh(shape)[at]))
     return tuple(dims)
 
@@ -73,7 +96,9 @@ def joined(inputs: Sequence[Node], at: int) -> tuple[Dim, ...]:
         at: dimension along which they lie.
     """
     first = max(inputs, key=lambda node: node.kind == "activation")
-    if any(node.kind == "activation" for node in inputs) or not all(node.kind == "view" for node in inputs):
+    if any(node.kind == "activation" for node in inputs) or not all(
+        node.kind == "view" for node in inputs
+    ):
         total = sum(node.shape[at] for node in inputs)
         return tuple(fresh([total])[0] if i == at else dim for i, dim in enumerate(first.dims))
     dims: list[Dim] = []
@@ -82,7 +107,9 @@ def joined(inputs: Sequence[Node], at: int) -> tuple[Dim, ...]:
         if i != at:
             alike = all([a.size for a in dim] == [a.size for a in each[0]] for dim in each)
             columns = zip(*each, strict=True) if alike else ()
-            same = tuple(Atom(c[0].size, frozenset().union(*(a.places for a in c))) for c in columns)
+            same = tuple(
+                Atom(c[0].size, frozenset().union(*(a.places for a in c))) for c in columns
+            )
             dims.append(same if alike else (Atom(first.shape[i], places),))
             continue
         stop, segments = 0, []
@@ -93,7 +120,9 @@ def joined(inputs: Sequence[Node], at: int) -> tuple[Dim, ...]:
     return tuple(dims)
 
 
-def layout(graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]) -> Node:
+def layout(
+    graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
+) -> Node:
     """The result of an operation that computes nothing.
 
     Args:
@@ -127,12 +156,16 @@ def layout(graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any]
                 dims.insert(at, ())
         case "slice":
             strides = params["strides"] or (1,) * len(x.dims)
-            ranges = zip(x.dims, params["start_indices"], params["limit_indices"], strides, strict=True)
+            ranges = zip(
+                x.dims, params["start_indices"], params["limit_indices"], strides, strict=True
+            )
             dims, info = _cut([sliced(*of) for of in ranges])
         case "dynamic_slice":
             starts = [node.info.get("value") for node in inputs[1:]]
             offsets = [0 if start is None else start for start in starts]
-            dims, info = _cut([sliced(d, at, at + n) for d, at, n in zip(x.dims, offsets, shape, strict=True)])
+            dims, info = _cut(
+                [sliced(d, at, at + n) for d, at, n in zip(x.dims, offsets, shape, strict=True)]
+            )
             if None in [s for s, d, n in zip(starts, x.shape, shape, strict=True) if d != n]:
                 info = {}
             kind = kind_of(op, [x])
@@ -146,13 +179,20 @@ def layout(graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any]
             kind = kind_of(op, inputs[1:])
             dims = combined(inputs[1:], shape)
         case "pad" | "scatter" | "dynamic_update_slice" | "rev":
-            same = [dim if n == m else d for dim, n, m, d in zip(x.dims, x.shape, shape, fresh(shape), strict=True)]
+            same = [
+                dim if n == m else d
+                for dim, n, m, d in zip(x.dims, x.shape, shape, fresh(shape), strict=True)
+            ]
             dims = same if op in ("pad", "rev") or x.kind == "activation" else fresh(shape)
         case "gather":
             return _gathered(graph, inputs, params, shape)
         case _:
             dims = x.dims
-    if x.kind in ("data", "constant") and dims is not None and op not in ("concatenate", "stack", "select_n"):
+    if (
+        x.kind in ("data", "constant")
+        and dims is not None
+        and op not in ("concatenate", "stack", "select_n")
+    ):
         info = {}
     node = graph.add(op, inputs, dims or (), True, kind, **info)
     return node
@@ -166,10 +206,14 @@ def _with_row(graph: Graph, node: Node, at: int) -> Node:
 
 def _cut(parts: Sequence[tuple[Dim, frozenset[str] | None]]) -> tuple[list[Dim], dict[str, Any]]:
     chosen = [params for _, params in parts if params is not None]
-    return [dim for dim, _ in parts], {"selected": frozenset.intersection(*chosen)} if chosen else {}
+    return [dim for dim, _ in parts], {
+        "selected": frozenset.intersection(*chosen)
+    } if chosen else {}
 
 
-def _gathered(graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]) -> Node:
+def _gathered(
+    graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
+) -> Node:
     """Rows that an index chose: of a parameter by the batch a lookup; by routing or by positions alone, a view."""
     x, index = inputs[0], inputs[1]
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -182,7 +226,9 @@ def _gathered(graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shap
         dims[at] = dim
     if x.kind != "view":
         return graph.add("gather", inputs, dims, x.floating, kind_of("gather", inputs))
-    chosen = {place for at in numbers.start_index_map for atom in x.dims[at] for place in atom.places}
+    chosen = {
+        place for at in numbers.start_index_map for atom in x.dims[at] for place in atom.places
+    }
     if index.kind == "data":
         node = graph.add("lookup", (x, index), dims, True, "activation", chosen=chosen)
         graph.use(node, x, None)
@@ -203,7 +249,10 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
     """
     (lc, rc), (lb, rb) = params["dimension_numbers"]
     left, right = inputs[0], inputs[1]
-    free = [[d for at, d in enumerate(x.dims) if at not in (*c, *b)] for x, c, b in ((left, lc, lb), (right, rc, rb))]
+    free = [
+        [d for at, d in enumerate(x.dims) if at not in (*c, *b)]
+        for x, c, b in ((left, lc, lb), (right, rc, rb))
+    ]
     sides = [[tuple(atom.copy() for atom in dim) for dim in dims] for dims in free]
     act = [x for x in inputs if x.kind in ("activation", "data")]
     lead = next(iter(act), left)
@@ -215,7 +264,9 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
     return graph.add("dot", inputs, dims, True, kind_of("dot", inputs), **info)
 
 
-def ragged(graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]) -> Node:
+def ragged(
+    graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
+) -> Node:
     """A product of rows in groups with a matrix a group, which counts as a batch dimension of the matrices.
 
     Args:
@@ -228,8 +279,15 @@ def ragged(graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: 
     (lc, rc), _ = numbers.dot_dimension_numbers
     x, w, group = inputs[0], inputs[1], numbers.rhs_group_dimensions
     out = [w.dims[at] for at in range(len(w.dims)) if at not in (*rc, *group)]
-    dims = [*(d for at, d in enumerate(x.dims) if at not in lc), *(tuple(a.copy() for a in d) for d in out)]
+    dims = [
+        *(d for at, d in enumerate(x.dims) if at not in lc),
+        *(tuple(a.copy() for a in d) for d in out),
+    ]
     contracted = (tuple(x.dims[at] for at in lc), tuple(w.dims[at] for at in rc))
-    info = {"contracted": contracted, "batched": ((), tuple(w.dims[at] for at in group)), "kept": [set(), set()]}
+    info = {
+        "contracted": contracted,
+        "batched": ((), tuple(w.dims[at] for at in group)),
+        "kept": [set(), set()],
+    }
     assert tuple(math.prod(a.size for a in d) for d in dims) == shape
     return graph.add("dot", (x, w), dims, True, kind_of("dot", (x, w)), **info)

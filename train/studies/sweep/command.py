@@ -44,7 +44,8 @@ def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: b
     for measured, analysis in studies:
         name = f"With {measured.study.label}: " if len(studies) > 1 else ""
         lines_of_sizes = [
-            _best_rate(measured, analysis, index, loss, grown=grown) for index in range(len(analysis.sizes))
+            _best_rate(measured, analysis, index, loss, grown=grown)
+            for index in range(len(analysis.sizes))
         ]
         if not grown:
             lines.append(f"{name}{lines_of_sizes[0]}")
@@ -56,7 +57,9 @@ def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: b
     return lines
 
 
-def _best_rate(measured: Measured, analysis: Analysis, index: int, loss: str, *, grown: bool) -> str:
+def _best_rate(
+    measured: Measured, analysis: Analysis, index: int, loss: str, *, grown: bool
+) -> str:
     """Return the best rate of one size with its interval, or why it has none and which rates to add."""
     fitted = analysis.fits[index]
     where = f" at {measured.study.axis} {analysis.sizes[index]}" if grown else ""
@@ -64,7 +67,9 @@ def _best_rate(measured: Measured, analysis: Analysis, index: int, loss: str, *,
         return f"No best learning rate{where} by {loss} loss: {fitted.why}."
     half = analysis.optima[index].half_width
     rate = f"{power(2.0**fitted.optimum)} = {2.0**fitted.optimum:.3g}"
-    accuracy = f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
+    accuracy = (
+        f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
+    )
     return f"Best learning rate{where}: {rate} ({accuracy}), {loss} loss there {fitted.loss:.4f}."
 
 
@@ -105,7 +110,9 @@ class Sweep:
     def __post_init__(self) -> None:
         at_least("--", self, 1, "seeds")
         if self.no_eval and self.judge == "evaluation":
-            raise command_line.UsageError("--judge evaluation needs what --no-eval leaves out; write one of them")
+            raise command_line.UsageError(
+                "--judge evaluation needs what --no-eval leaves out; write one of them"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,7 +147,9 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
     """
     recipe = cli.recipe_of_points(args.recipe)
     if "--workdir" in rest or "--resume" in rest:
-        raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
+        raise ConfigError(
+            "a sweep has --out in place of --workdir, and goes on by itself without --resume"
+        )
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
     grid: list[Planned] = []
     for choices in itertools.product(*map(_varied, args.vary)):
@@ -150,11 +159,15 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
         label = " ".join(f"{flag.partition('.')[2] or flag} {value}" for flag, value in choices)
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         if min(rates) <= 0:
-            raise ConfigError(f"--lr {args.lr}: {min(rates):g} trains nothing; write learning rates above 0")
+            raise ConfigError(
+                f"--lr {args.lr}: {min(rates):g} trains nothing; write learning rates above 0"
+            )
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
             model = sizes.grown(config.model, axis, size) if axis else config.model
             point = grids.point(dataclasses.replace(config, model=model), lr, config.seed + seed)
-            grid.append(Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point))
+            grid.append(
+                Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point)
+            )
         if len(grid) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
     return grid
@@ -176,8 +189,14 @@ def _dry_run(grid: Sequence[Planned]) -> None:
     groups = grouped([point.config for point in grid], {}).values()
     terminal.say(f"{len(grid)} points in {len(groups)} program{'s' * (len(groups) > 1)}")
     for group in groups:
-        labels, configs = dict.fromkeys(grid[i].label for i, _ in group), [grid[i].config for i, _ in group]
-        rates, seeds = sorted({c.optimizer.peak_lr for c in configs}), sorted({c.seed for c in configs})
+        labels, configs = (
+            dict.fromkeys(grid[i].label for i, _ in group),
+            [grid[i].config for i, _ in group],
+        )
+        rates, seeds = (
+            sorted({c.optimizer.peak_lr for c in configs}),
+            sorted({c.seed for c in configs}),
+        )
         terminal.say(
             f"  {', '.join(filter(None, labels)) or configs[0].recipe}: {len(group)} points, "
             f"rates {' '.join(map(grids.power, rates))}, seeds {' '.join(map(str, seeds))}, "
@@ -193,25 +212,40 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     folder = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}")
     configs = [point.config for point in grid]
     with sweep.engine(folder, args.how, evaluated=not args.no_eval) as engine:
-        table = LiveTable(terminal.console(), [point.label for point in grid], evaluated=not args.no_eval)
+        table = LiveTable(
+            terminal.console(), [point.label for point in grid], evaluated=not args.no_eval
+        )
         with table:
             rows = engine.run(configs, table)
     varies_rate = len({config.optimizer.peak_lr for config in configs}) > 1
     studies: list[tuple[Measured, Analysis]] = []
     if varies_rate or args.save_tuned:
         losses = [row.loss if args.judge == "training" else row.final_loss for row in rows]
-        judged_rows = [dataclasses.replace(row, loss=loss) for row, loss in zip(rows, losses, strict=True)]
+        judged_rows = [
+            dataclasses.replace(row, loss=loss) for row, loss in zip(rows, losses, strict=True)
+        ]
         studies = judged(grid, judged_rows, (args.sizes or "").partition("=")[0].strip())
-    answered = answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1) if varies_rate else []
+    answered = (
+        answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1) if varies_rate else []
+    )
     best = min(range(len(rows)), key=lambda index: table.value(rows[index]))
-    sentence = f"Next: train the point of the lowest {table.metric}, {table.value(rows[best]):.4f}, alone"
+    sentence = (
+        f"Next: train the point of the lowest {table.metric}, {table.value(rows[best]):.4f}, alone"
+    )
     report.Report(answered, [report.Step(sentence, rows[best].command or grid[best].label)]).show()
     table.show()
     points = [
-        {"what": p.label, "peak_lr": p.config.optimizer.peak_lr, "seed": p.config.seed, **row.to_json()}
+        {
+            "what": p.label,
+            "peak_lr": p.config.optimizer.peak_lr,
+            "seed": p.config.seed,
+            **row.to_json(),
+        }
         for p, row in zip(grid, rows, strict=True)
     ]
-    path = report.write_json(args.json or folder / "sweep.json", {"command": command, "points": points})
+    path = report.write_json(
+        args.json or folder / "sweep.json", {"command": command, "points": points}
+    )
     terminal.say(f"rows in {path}")
     if studies:
         _study(args, grid[0].config, studies, folder, command)
@@ -219,20 +253,30 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
 
 
 def _study(
-    args: Sweep, config: Config, studies: Sequence[tuple[Measured, Analysis]], folder: Path, command: str
+    args: Sweep,
+    config: Config,
+    studies: Sequence[tuple[Measured, Analysis]],
+    folder: Path,
+    command: str,
 ) -> None:
     """Draw the picture of loss against rate, and save the tuned preset."""
     from mupax.train.studies.transfer import figure, tuned
 
-    title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
+    title = (
+        f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
+    )
     figure.draw(folder / "sweep.png", studies, title, figure.LOSSES[args.judge])
     terminal.say(f"picture in {folder / 'sweep.png'}")
     if args.save_tuned:
-        path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command, args.judge)
+        path, word = tuned.save(
+            args.save_tuned, studies[0][0].study.label, studies, command, args.judge
+        )
         terminal.say(tuned.saved_message(path, word))
 
 
-def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tuple[Measured, Analysis]]:
+def judged(
+    points: Sequence[Planned], rows: Sequence[Row], axis: str
+) -> list[tuple[Measured, Analysis]]:
     """Every combination of what was varied beside rate, seed and size, as a study of its sizes.
 
     Args:
@@ -246,17 +290,28 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tu
 
     studies = []
     for varied in dict.fromkeys(point.varied for point in points):
-        own = [(point, row) for point, row in zip(points, rows, strict=True) if point.varied == varied]
+        own = [
+            (point, row) for point, row in zip(points, rows, strict=True) if point.varied == varied
+        ]
         sizes = sorted({point.size for point, _ in own})
         first = min(point.config.seed for point, _ in own)
         configs = {point.size: point.config for point, _ in reversed(own)}
         measured = {
-            (sizes.index(point.size), math.log2(point.config.optimizer.peak_lr) / STEP, point.config.seed - first): row
+            (
+                sizes.index(point.size),
+                math.log2(point.config.optimizer.peak_lr) / STEP,
+                point.config.seed - first,
+            ): row
             for point, row in own
         }
         label = f"{own[0][0].config.preset.name} {varied}".strip()
         widths = tuple(size or configs[size].model.sizes()["embed"] for size in sizes)
-        study = Study(label=label, axis=axis or "width", sizes=widths, configs=tuple(configs[size] for size in sizes))
+        study = Study(
+            label=label,
+            axis=axis or "width",
+            sizes=widths,
+            configs=tuple(configs[size] for size in sizes),
+        )
         whole = Measured(study, 1 + max(seed for _, _, seed in measured), measured)
         studies.append((whole, analyse(study.sizes, whole.curves)))
     return studies

@@ -71,7 +71,9 @@ def _number(word: str, text: str) -> float:
     except (ValueError, ZeroDivisionError, OverflowError):
         value = math.nan
     if isinstance(value, complex) or not math.isfinite(value):
-        raise ConfigError(f"grid {text!r}: {word.strip()!r} is not a number; write one such as 0.001 or 2^-10")
+        raise ConfigError(
+            f"grid {text!r}: {word.strip()!r} is not a number; write one such as 0.001 or 2^-10"
+        )
     return value
 
 
@@ -87,7 +89,9 @@ class Planned:
 
 def at_rate(config: Config, peak_lr: float) -> Config:
     """Return the run at another peak learning rate."""
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=peak_lr))
+    return dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, peak_lr=peak_lr)
+    )
 
 
 def point(config: Config, peak_lr: float, seed: int) -> Config:

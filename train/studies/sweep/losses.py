@@ -18,8 +18,13 @@ LAST = 10
 
 def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
     """A point's loss and curve, from its losses float64 [steps], inf from where it diverged."""
-    parts = [losses[-max(1, len(losses) // LAST) :], *np.array_split(losses, min(CURVE_POINTS, len(losses)))]
-    loss, *curve = (float(f"{part.mean():.9g}") for part in parts)  # nine digits tell all float32 apart
+    parts = [
+        losses[-max(1, len(losses) // LAST) :],
+        *np.array_split(losses, min(CURVE_POINTS, len(losses))),
+    ]
+    loss, *curve = (
+        float(f"{part.mean():.9g}") for part in parts
+    )  # nine digits tell all float32 apart
     return loss, tuple(curve)
 
 
@@ -49,7 +54,11 @@ def saved_losses(folder: Path, steps: int, count: int, digest: str | None) -> np
     try:
         if digest is not None:
             content = disk.read_bytes(folder / f"losses-{steps}.npy")
-            return np.load(io.BytesIO(content)) if xxhash.xxh3_128_hexdigest(content) == digest else None
+            return (
+                np.load(io.BytesIO(content))
+                if xxhash.xxh3_128_hexdigest(content) == digest
+                else None
+            )
         older = np.array(json.loads(disk.read_bytes(folder / "losses.json")), np.float64)[:steps]
         return older if older.shape == (steps, count) else None
     except (*disk.ABSENT, ValueError, TypeError, RecursionError):

@@ -69,7 +69,9 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values; null stands for what is not finite."""
-        loss, *curve = (value if math.isfinite(value) else None for value in (self.loss, *self.curve))
+        loss, *curve = (
+            value if math.isfinite(value) else None for value in (self.loss, *self.curve)
+        )
         return {**dataclasses.asdict(self), "loss": loss, "curve": curve}
 
     @classmethod
@@ -79,7 +81,9 @@ class Row:
         wrong += sorted(fields.keys() - _KINDS.keys())
         if wrong or any(type(value) not in (*_NUMBER, _NONE) for value in fields["curve"]):
             raise ValueError(f"{(wrong or ['curve'])[0]} is of another kind")
-        loss, *curve = (math.inf if value is None else value for value in (fields["loss"], *fields["curve"]))
+        loss, *curve = (
+            math.inf if value is None else value for value in (fields["loss"], *fields["curve"])
+        )
         return cls(**{**fields, "loss": loss, "curve": tuple(curve)})
 
 

@@ -82,7 +82,9 @@ _FIRST = {
     "log": "eval_every_steps tensorboard wandb progress samples profile",
 }  # fmt: skip
 """Section to its fields that were there when points got their names. This list is closed: no new field belongs here."""
-_FIRST_PATHS = {f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()}
+_FIRST_PATHS = {
+    f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()
+}
 
 __all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "engine", "grouped", "run"]
 
@@ -104,7 +106,9 @@ class ExecutionTrial:
         self._slower = False
         """Whether a smaller program was seen to be slower together: a larger one is too."""
 
-    def trainer(self, key: object, points: Sequence[Program], note: Callable[[str], None]) -> Trainer:
+    def trainer(
+        self, key: object, points: Sequence[Program], note: Callable[[str], None]
+    ) -> Trainer:
         """What trains these points.
 
         Args:
@@ -118,7 +122,11 @@ class ExecutionTrial:
             raise ConfigError(
                 f"in turn uses no mesh axis sweep, which is {ways}; write --mesh.sweep 1, or --how together"
             )
-        if self._how == "together" or ways > 1 or (self._how == "auto" and not on_cpu and count > 1):
+        if (
+            self._how == "together"
+            or ways > 1
+            or (self._how == "auto" and not on_cpu and count > 1)
+        ):
             fits = sweep_pack.fitting(program, count)
             if fits > 1:
                 if fits < count:
@@ -147,29 +155,44 @@ class ExecutionTrial:
             del self._trainers[key, fits]
         else:
             self._fastest[key] = many
-        note(f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together")
+        note(
+            f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together"
+        )
         return self._fastest[key]
 
     def _compiled(self, key: object, program: Program, count: int) -> Trainer:
         if (key, count) not in self._trainers:
             began = time.monotonic()
             trainer = sweep_pack.trainer(program, count, self._evaluated)
-            self._trainers[key, count] = dataclasses.replace(trainer, compile_seconds=time.monotonic() - began)
+            self._trainers[key, count] = dataclasses.replace(
+                trainer, compile_seconds=time.monotonic() - began
+            )
         return self._trainers[key, count]
 
     def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
         """The trainer with how many to train at the same time, the seconds of a step and point, and the timings in words."""
         times, program, best = {1: self._seconds(one, points[:1])}, one.program, 1
         if program.mesh.size == 1:  # programs of many devices would wait for each other
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            cores = (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            )
             most = min(cores, len(points), sweep_pack.fitting(program, len(points), one))
             while 2 * best <= most:
                 times[2 * best] = self._seconds(one, points[:1], 2 * best)
                 if times[2 * best] > GAIN * times[best]:
                     break
                 best *= 2
-        words = (f"{1000 * s:.0f} ms {f'by {n} side by side' if n > 1 else 'one by one'}" for n, s in times.items())
-        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {', '.join(words)}"
+        words = (
+            f"{1000 * s:.0f} ms {f'by {n} side by side' if n > 1 else 'one by one'}"
+            for n, s in times.items()
+        )
+        return (
+            dataclasses.replace(one, concurrent=best),
+            times[best],
+            f"a step takes {', '.join(words)}",
+        )
 
     def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
         """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""
@@ -195,10 +218,15 @@ class ExecutionTrial:
             return statistics.median(times[1:] or times)
 
         with ThreadPoolExecutor(concurrent) as pool:
-            return max(future.result() for future in [pool.submit(median) for _ in range(concurrent)]) / concurrent
+            return (
+                max(future.result() for future in [pool.submit(median) for _ in range(concurrent)])
+                / concurrent
+            )
 
 
-def note_changes(folder: Path, program: Program, note: Callable[[str], None], *, goes_on: bool) -> None:
+def note_changes(
+    folder: Path, program: Program, note: Callable[[str], None], *, goes_on: bool
+) -> None:
     """Say what has changed since the last points of a folder were trained, and record the environment of the next ones.
 
     Rows of two environments may differ in bits. They stay comparable as far as seeds are.
@@ -236,7 +264,9 @@ def key_of(config: Config, data_digest: str) -> str:
         _delete(fields, path)
     for section in _unnamed_sections(bare):
         _delete(fields, section)
-    return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[
+        :16
+    ]
 
 
 def without_reports(config: Config) -> Config:
@@ -253,7 +283,9 @@ def _unnamed_fields(config: Config) -> Iterator[str]:
         if field.value == field.default or not field.affects.consequence.names_point:
             yield field.path
     # The background became a field of its own after points of images had their names.
-    if config.data.pixels.background == OLDER_PIXELS.background or not config.data.name.startswith("images:"):
+    if config.data.pixels.background == OLDER_PIXELS.background or not config.data.name.startswith(
+        "images:"
+    ):
         yield "data.pixels.background"
 
 
@@ -267,7 +299,9 @@ def _unnamed_sections(config: Config) -> Iterator[str]:
         yield "model.lora"
     if config.data.transforms == TransformsConfig():
         yield "data.transforms"
-    is_unread = "pixels" not in source(config.data.name).reads and config.data.pixels == PixelsConfig()
+    is_unread = (
+        "pixels" not in source(config.data.name).reads and config.data.pixels == PixelsConfig()
+    )
     if is_unread or config.data.pixels == OLDER_PIXELS:
         yield "data.pixels"
 
@@ -308,7 +342,9 @@ def grouped(
             programs[shape] = assemble(config, devices, swept=True)
             fit.check_state(programs[shape], fit.limit_of(programs[shape]), saves=False)
         program = programs[shape].with_config(config)
-        structure = repr(jax.tree.map(jax.typeof, program.inputs))  # a preset may have a factor that others do not
+        structure = repr(
+            jax.tree.map(jax.typeof, program.inputs)
+        )  # a preset may have a factor that others do not
         groups.setdefault((shape, structure), []).append((index, program))
     return groups
 
@@ -316,7 +352,12 @@ def grouped(
 def shape_of(config: Config) -> Config:
     """The config with every number that is data to the step at one value: equal shapes are one program."""
     same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
-    schedule = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "final_lr_fraction": 0.0}
+    schedule = {
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "decay_steps": None,
+        "final_lr_fraction": 0.0,
+    }
     return dataclasses.replace(
         without_reports(config),
         preset=PresetConfig(),
@@ -368,7 +409,10 @@ class Sweep:
         groups = grouped(configs, self._programs, self._devices)
         members = [member for group in groups.values() for member in group]
         rows = Rows(self._folder, lambda line: None)
-        keys = [key_of(program.config, self._batches.of(program).facts["digest"]) for _, program in members]
+        keys = [
+            key_of(program.config, self._batches.of(program).facts["digest"])
+            for _, program in members
+        ]
         return all(rows.has(key, evaluated=self._evaluated) for key in keys)
 
     def run(self, configs: Sequence[Config], watcher: SweepCallback | None = None) -> list[Row]:
@@ -393,14 +437,21 @@ class Sweep:
             check_extras(config)
         self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder, Processes()):
-            rows, groups = Rows(self._folder, watcher.note), grouped(configs, self._programs, self._devices)
+            rows, groups = (
+                Rows(self._folder, watcher.note),
+                grouped(configs, self._programs, self._devices),
+            )
             members = [member for group in groups.values() for member in group]
             keys = {i: key_of(p.config, self._batches.of(p).facts["digest"]) for i, p in members}
-            done = {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)}
+            done = {
+                i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)
+            }
             watcher.begin(configs, done)
             unrecorded = True
             for key, group in groups.items():
-                unique = list({keys[i]: (i, p) for i, p in reversed(group)}.values())[::-1]  # of equal points the first
+                unique = list({keys[i]: (i, p) for i, p in reversed(group)}.values())[
+                    ::-1
+                ]  # of equal points the first
                 if todo := [(i, p) for i, p in unique if i not in done]:
                     if unrecorded:
                         goes_on = bool(rows) or (self._folder / "unfinished").exists()
@@ -408,7 +459,10 @@ class Sweep:
                         unrecorded = False
                     trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
                     work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
-                    packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]
+                    packs = [
+                        todo[start : start + trainer.count]
+                        for start in range(0, len(todo), trainer.count)
+                    ]
                     with self._saving():
                         for pack, finished in work.trained(packs):
                             for i, row in finished:
@@ -443,11 +497,15 @@ def engine(folder: Path, how: Mode, *, evaluated: bool) -> Iterator[Sweep]:
             )
         except Stopped:
             name = stop.received.name if stop.received else "a signal"
-            terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
+            terminal.say(
+                f"stopped by {name}; what was in training is saved, and the same command goes on"
+            )
             raise SystemExit(stop.exit_code) from None
 
 
-def run(configs: Sequence[Config], folder: Path, *, watcher: SweepCallback | None = None, **how: Any) -> list[Row]:
+def run(
+    configs: Sequence[Config], folder: Path, *, watcher: SweepCallback | None = None, **how: Any
+) -> list[Row]:
     """The rows of one sweep over these points, in their order; raises as `Sweep` and its `run`.
 
     Args:

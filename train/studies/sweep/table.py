@@ -55,7 +55,10 @@ class LiveTable(SweepCallback):
         self._task = self._bar.add_task("", total=None, points="")
         # A table taller than the terminal is cut at its end, so the bar comes first.
         self._live = Live(
-            console=console, get_renderable=lambda: Group(self._bar, self.table()), refresh_per_second=4, transient=True
+            console=console,
+            get_renderable=lambda: Group(self._bar, self.table()),
+            refresh_per_second=4,
+            transient=True,
         )
 
     def __enter__(self) -> Self:
@@ -106,13 +109,17 @@ class LiveTable(SweepCallback):
             self.note(f"{done}  {what}: {outcome}  ({duration(row.seconds)})")
 
     def _reached(self, point: int, share: float) -> None:
-        self._bar.advance(self._task, (share - self._shares.get(point, 0.0)) * _cost(self._configs[point]))
+        self._bar.advance(
+            self._task, (share - self._shares.get(point, 0.0)) * _cost(self._configs[point])
+        )
         self._shares[point] = share
 
     def table(self) -> RichTable:
         """Learning rates down, sizes across, mean over seeds in the cells; the lowest of each size stands out."""
         columns = list(dict.fromkeys(self._columns))
-        losses = {i: loss if math.isfinite(loss) else math.inf for i, loss in dict(self._losses).items()}
+        losses = {
+            i: loss if math.isfinite(loss) else math.inf for i, loss in dict(self._losses).items()
+        }
         places: dict[tuple[float, str], list[int]] = defaultdict(list)
         for i, config in enumerate(self._configs):
             places[config.optimizer.peak_lr, self._columns[i]].append(i)
@@ -121,7 +128,10 @@ class LiveTable(SweepCallback):
             for place, own in places.items()
         }
         best = {
-            c: min((m for (_, c_), m in means.items() if c_ == c and math.isfinite(m)), default=None) for c in columns
+            c: min(
+                (m for (_, c_), m in means.items() if c_ == c and math.isfinite(m)), default=None
+            )
+            for c in columns
         }
         table = RichTable(box=None, pad_edge=False)
         for column in ("rate", *(column or "loss" for column in columns)):
@@ -129,13 +139,25 @@ class LiveTable(SweepCallback):
         for lr in sorted({config.optimizer.peak_lr for config in self._configs}):
             words = [Text(power(lr))]
             for column in columns:
-                mean, final = means.get((lr, column), math.nan), all(i in self._rows for i in places[lr, column])
+                mean, final = (
+                    means.get((lr, column), math.nan),
+                    all(i in self._rows for i in places[lr, column]),
+                )
                 text = "" if math.isnan(mean) else "diverged" if math.isinf(mean) else f"{mean:.4f}"
-                words.append(Text(text, style="bold green" if mean == best[column] else "" if final else "dim"))
+                words.append(
+                    Text(
+                        text, style="bold green" if mean == best[column] else "" if final else "dim"
+                    )
+                )
             table.add_row(*words)
         return table
 
 
 def _cost(config: Config) -> float:
     """FLOPs of a point, by which the time left is estimated."""
-    return families.train_flops(config.model) * config.data.batch_size * config.model.units * config.steps
+    return (
+        families.train_flops(config.model)
+        * config.data.batch_size
+        * config.model.units
+        * config.steps
+    )

@@ -97,9 +97,16 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
     shardings: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
     feed = program.train_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
-    mapped, places = jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split), (*shardings, program.layout.batch(feed))
-    many = jax.jit(mapped, in_shardings=places, out_shardings=(shardings[0], over), donate_argnums=0)
-    compiled = many.lower(abstract, step_inputs, feed).compile(compiler_options=program.compiler_options())
+    mapped, places = (
+        jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split),
+        (*shardings, program.layout.batch(feed)),
+    )
+    many = jax.jit(
+        mapped, in_shardings=places, out_shardings=(shardings[0], over), donate_argnums=0
+    )
+    compiled = many.lower(abstract, step_inputs, feed).compile(
+        compiler_options=program.compiler_options()
+    )
 
     def sums(params: Any, run: StepInputs, batch: Batch) -> Any:
         return batch_sums(program.definition, params, run, batch, layout=program.layout)
@@ -112,7 +119,10 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
         seeds = np.array([point.config.seed for point in points], np.uint32)
         names = {name for point in points for name in point.stds}
         each = [
-            {n: point.stds[n] if n in point.stds else draw_of(n.removeprefix(SHARED_INIT)) for n in names}
+            {
+                n: point.stds[n] if n in point.stds else draw_of(n.removeprefix(SHARED_INIT))
+                for n in names
+            }
             for point in points
         ]
         stds, runs = jax.tree.map(
@@ -122,7 +132,9 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
             runs = runs._replace(reference=births(seeds, stds))
         return begins(births(seeds, stds)), jax.device_put(runs, shardings[1])
 
-    return Trainer(program, count, abstract, compiled, begin, score if evaluated else None, _bytes(compiled))
+    return Trainer(
+        program, count, abstract, compiled, begin, score if evaluated else None, _bytes(compiled)
+    )
 
 
 def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
@@ -135,13 +147,17 @@ def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
     """
     ways = program.mesh.shape["sweep"]
     most = math.ceil(points / ways) * ways
-    state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
+    state = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract)
+    )
     each = max(one.temporary if one is not None else 0, 3 * state)
     free = fit.room(program.mesh.devices.flat[0])
     if free is None or not each:
         return most
     packs = math.ceil(most / max(ways, int(_OF_MEMORY * free / each) * ways))
-    return math.ceil(points / packs / ways) * ways  # packs of one size, so that one program serves them all
+    return (
+        math.ceil(points / packs / ways) * ways
+    )  # packs of one size, so that one program serves them all
 
 
 def _bytes(compiled: jax.stages.Compiled) -> int:
@@ -167,7 +183,10 @@ class Batches:
         with self._lock:
             if key not in self._data:
                 self._data[key] = data_sources.load(
-                    config.data, config.model, seed=config.data_seed, note=lambda text: self.note(text)
+                    config.data,
+                    config.model,
+                    seed=config.data_seed,
+                    note=lambda text: self.note(text),
                 )
             return self._data[key]
 
@@ -187,7 +206,9 @@ class Batches:
             return
         with self._lock:
             if len(cached) < steps:
-                with contextlib.closing(self.of(program).train_batches(len(cached), *feed.rows)) as batches:
+                with contextlib.closing(
+                    self.of(program).train_batches(len(cached), *feed.rows)
+                ) as batches:
                     cached.extend(next(batches) for _ in range(len(cached), steps))
         yield from map(feed.shard_batch, cached[start:steps])
 

@@ -84,7 +84,10 @@ def one_at_a_time(watcher: SweepCallback) -> SweepCallback:
             call(*args)
 
     shared.begin, shared.note = partial(locked, watcher.begin), partial(locked, watcher.note)
-    shared.training, shared.finished = partial(locked, watcher.training), partial(locked, watcher.finished)
+    shared.training, shared.finished = (
+        partial(locked, watcher.training),
+        partial(locked, watcher.finished),
+    )
     return shared
 
 
@@ -106,13 +109,25 @@ class Work:
 
     def unfinished(self, pack: PointBatch) -> Path:
         """Folder of a pack while it trains."""
-        return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *(self.keys[i] for i, _ in pack))
+        return (
+            self.folder
+            / "unfinished"
+            / cache.digest(str(self.trainer.count), *(self.keys[i] for i, _ in pack))
+        )
 
     def train(self, pack: PointBatch) -> list[tuple[int, Row]]:
         """The rows of a pack, whose places past the last point repeat it."""
-        trainer, points, places = self.trainer, [program for _, program in pack], [i for i, _ in pack]
+        trainer, points, places = (
+            self.trainer,
+            [program for _, program in pack],
+            [i for i, _ in pack],
+        )
         points += [points[-1]] * (trainer.count - len(points))
-        folder, steps, data = self.unfinished(pack), points[0].config.steps, self.batches.of(points[0])
+        folder, steps, data = (
+            self.unfinished(pack),
+            points[0].config.steps,
+            self.batches.of(points[0]),
+        )
         losses, done = np.full((steps, trainer.count), np.nan), 0
         with Checkpoints(folder, CheckpointConfig(keep=1), note=self.watcher.note) as saves:
             state, step_inputs = trainer.begin(points)
@@ -125,9 +140,15 @@ class Work:
                     f"{len(pack)} point{'s' * (len(pack) > 1)}",
                 )
                 if before is None:
-                    self.watcher.note(f"the losses of {what} up to step {step} are lost or damaged: beginning again")
+                    self.watcher.note(
+                        f"the losses of {what} up to step {step} are lost or damaged: beginning again"
+                    )
                 else:
-                    state, done, losses[:step] = trainer.program.placed(restored, trainer.step), step, before
+                    state, done, losses[:step] = (
+                        trainer.program.placed(restored, trainer.step),
+                        step,
+                        before,
+                    )
                     self.watcher.note(f"going on at step {done} with {what}")
 
             def save(step: int, state: TrainState) -> None:
@@ -145,11 +166,32 @@ class Work:
             loss, curve = summarized(np.where(finite[:, place], losses[:, place], np.inf))
             score = None if scores is None or first else float(scores[place])
             command = record.command_of(program.config)
-            rows.append((i, Row(self.keys[i], command, loss, score, first, curve, steps, round(seconds, 3), how)))
+            rows.append(
+                (
+                    i,
+                    Row(
+                        self.keys[i],
+                        command,
+                        loss,
+                        score,
+                        first,
+                        curve,
+                        steps,
+                        round(seconds, 3),
+                        how,
+                    ),
+                )
+            )
         return rows
 
     def _steps(
-        self, state: TrainState, step_inputs: Any, done: int, losses: np.ndarray, places: Sequence[int], save: Save
+        self,
+        state: TrainState,
+        step_inputs: Any,
+        done: int,
+        losses: np.ndarray,
+        places: Sequence[int],
+        save: Save,
     ) -> TrainState:
         """The state after the last step; fills losses [steps, count], not a number from where a point diverged."""
         pending: list[dict[str, jax.Array]] = []
@@ -163,7 +205,9 @@ class Work:
                 continue
             for k, fetched in enumerate(jax.device_get(pending), step - len(pending)):
                 finite = np.isfinite(fetched["loss"]) & np.isfinite(fetched["grad_norm"])
-                losses[k] = np.where(finite & ((k == 0) | np.isfinite(losses[k - 1])), fetched["loss"], np.nan)
+                losses[k] = np.where(
+                    finite & ((k == 0) | np.isfinite(losses[k - 1])), fetched["loss"], np.nan
+                )
             pending.clear()
             self.watcher.training(places, step, losses[step - 1, : len(places)])
             if not np.isfinite(losses[step - 1]).any():
@@ -181,11 +225,18 @@ class Work:
             return None
         score, feed = self.trainer.score, self.trainer.program.eval_feed()
         with contextlib.closing(data.eval_batches(*feed.rows)) as batches:
-            sums = [jax.device_get(score(state.evaluated, step_inputs, feed.shard_batch(batch))) for batch in batches]
+            sums = [
+                jax.device_get(score(state.evaluated, step_inputs, feed.shard_batch(batch)))
+                for batch in batches
+            ]
         total = jax.tree.map(lambda *each: sum(each), *sums)
-        return np.atleast_1d(np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64))
+        return np.atleast_1d(
+            np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64)
+        )
 
-    def trained(self, packs: Sequence[PointBatch]) -> Iterator[tuple[PointBatch, list[tuple[int, Row]]]]:
+    def trained(
+        self, packs: Sequence[PointBatch]
+    ) -> Iterator[tuple[PointBatch, list[tuple[int, Row]]]]:
         """Every pack with its rows, as it is done; so many at a time as the trainer says.
 
         Raises:
@@ -196,7 +247,9 @@ class Work:
             yield from ((pack, self.train(pack)) for pack in packs)
             return
         leave = threading.Event()
-        each = dataclasses.replace(self, stop=lambda: leave.is_set() or self.stop(), concurrent=threads)
+        each = dataclasses.replace(
+            self, stop=lambda: leave.is_set() or self.stop(), concurrent=threads
+        )
         error: BaseException | None = None
 
         def end() -> None:

@@ -94,7 +94,9 @@ def _place_of(options: TablePlan) -> dict[str, float]:
     if "flops" in request and len(request) > 1:
         raise UsageError("--flops stands in place of --parameters and --tokens; write either")
     if not request:
-        raise UsageError("say which run: write --parameters N --tokens N, as 1.07e9 and 10b, or --flops N")
+        raise UsageError(
+            "say which run: write --parameters N --tokens N, as 1.07e9 and 10b, or --flops N"
+        )
     for name in ("peak_lr", "batch_sequences"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -102,7 +104,9 @@ def _place_of(options: TablePlan) -> dict[str, float]:
     return request
 
 
-def _content(forecaster: Forecaster, options: TablePlan, request: dict[str, float]) -> dict[str, Any]:
+def _content(
+    forecaster: Forecaster, options: TablePlan, request: dict[str, float]
+) -> dict[str, Any]:
     """Return the plan as JSON has it."""
     fit = forecaster.fit
     place = dict(request)
@@ -118,13 +122,20 @@ def _content(forecaster: Forecaster, options: TablePlan, request: dict[str, floa
     if "flops" in request and "flops" not in fit.table.values:
         size, tokens, _ = forecaster.compute_optimal(request["flops"])
         place = {"parameters": size.value, "tokens": tokens.value}
-        content["optimal"] = {"parameters": dataclasses.asdict(size), "tokens": dataclasses.asdict(tokens)}
+        content["optimal"] = {
+            "parameters": dataclasses.asdict(size),
+            "tokens": dataclasses.asdict(tokens),
+        }
     forecaster.check(place)
     best = forecaster.best(place)
     content["asked"] = request
     content["place"] = place
     content["best"] = _best_json(best)
-    chosen = {name: value for name in ("peak_lr", "batch_sequences") if (value := getattr(options, name)) is not None}
+    chosen = {
+        name: value
+        for name in ("peak_lr", "batch_sequences")
+        if (value := getattr(options, name)) is not None
+    }
     if chosen:
         forecaster.check({**place, **chosen})
         values = {**place, **_best_values(best), **chosen}
@@ -148,8 +159,15 @@ def _best_values(best: Recommendation) -> dict[str, float]:
 
 def _best_json(best: Recommendation) -> dict[str, Any]:
     """Return a recommendation as JSON has it."""
-    intervals = {"peak_lr": best.peak_lr, "batch_sequences": best.batch_sequences, "loss": best.loss}
-    return {name: None if interval is None else dataclasses.asdict(interval) for name, interval in intervals.items()}
+    intervals = {
+        "peak_lr": best.peak_lr,
+        "batch_sequences": best.batch_sequences,
+        "loss": best.loss,
+    }
+    return {
+        name: None if interval is None else dataclasses.asdict(interval)
+        for name, interval in intervals.items()
+    }
 
 
 def _law_json(forecaster: Forecaster) -> dict[str, Any]:
@@ -163,18 +181,26 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
             "deviation": round(float(deviation), 4),
             "of_runs": bool(deviation < PRIOR_SHARE * before),
         }
-        for name, value, deviation, before in zip(fit.form.names, fit.numbers, deviations, prior, strict=True)
+        for name, value, deviation, before in zip(
+            fit.form.names, fit.numbers, deviations, prior, strict=True
+        )
     }
     return {
         "numbers": numbers,
         "lowest_loss": round(fit.form.loss, 6),
-        "middle_log2": dict(zip(fit.form.axes, (round(float(value), 4) for value in fit.form.centre), strict=True)),
+        "middle_log2": dict(
+            zip(fit.form.axes, (round(float(value), 4) for value in fit.form.centre), strict=True)
+        ),
         "noise": {name: round(value, 5) for name, value in dataclasses.asdict(fit.noise).items()},
-        "beyond_an_octave": {axis: round(deviation, 5) for axis, (deviation, _) in forecaster.beyond.items()},
+        "beyond_an_octave": {
+            axis: round(deviation, 5) for axis, (deviation, _) in forecaster.beyond.items()
+        },
     }
 
 
-def _cautions(forecaster: Forecaster, place: dict[str, float], chosen: dict[str, float]) -> list[str]:
+def _cautions(
+    forecaster: Forecaster, place: dict[str, float], chosen: dict[str, float]
+) -> list[str]:
     """Return what to know before the plan is believed, a sentence each."""
     fit = forecaster.fit
     cautions = []
@@ -188,7 +214,9 @@ def _cautions(forecaster: Forecaster, place: dict[str, float], chosen: dict[str,
     for name, value in chosen.items():
         tried = fit.table.values[name]
         if not tried.min() * 0.9 <= value <= tried.max() * 1.1:
-            cautions.append(f"{name} {value:g} is outside of the table's, {tried.min():g} to {tried.max():g}")
+            cautions.append(
+                f"{name} {value:g} is outside of the table's, {tried.min():g} to {tried.max():g}"
+            )
     for axis in place:
         if axis in fit.form.axes and forecaster.prior_share(place, axis) >= PRIOR_SHARE:
             cautions.append(
@@ -229,7 +257,9 @@ def _print(content: dict[str, Any], options: TablePlan) -> None:
         if best[name]:
             rows.append((name.replace("_", " "), *_cells(best[name], shown), source))
     if "at" in content:
-        settings_text = ", ".join(f"{name} {value:g}" for name, value in content["at"].items() if name != "loss")
+        settings_text = ", ".join(
+            f"{name} {value:g}" for name, value in content["at"].items() if name != "loss"
+        )
         rows.append((f"loss at {settings_text}", *_cells(content["at"]["loss"], "{:.4f}"), source))
     sections = [report.Section(terminal.filled(rows))]
     if content["next"]:
@@ -262,4 +292,6 @@ def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 def _cells(interval: dict[str, float] | Interval, shown: str) -> tuple[str, str]:
     """Return a value and its interval as two cells."""
     values = dataclasses.asdict(interval) if isinstance(interval, Interval) else interval
-    return shown.format(values["value"]), f"{shown.format(values['low'])} to {shown.format(values['high'])}"
+    return shown.format(
+        values["value"]
+    ), f"{shown.format(values['low'])} to {shown.format(values['high'])}"

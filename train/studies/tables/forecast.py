@@ -114,7 +114,9 @@ class Forecaster:
         if self._stored_beyond is not None:
             return self._stored_beyond
         return {
-            axis: _beyond(self.fit, axis) for axis in self.fit.form.axes if axis in ("parameters", "tokens", "flops")
+            axis: _beyond(self.fit, axis)
+            for axis in self.fit.form.axes
+            if axis in ("parameters", "tokens", "flops")
         }
 
     def distance(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -160,10 +162,16 @@ class Forecaster:
         """
         draws = self._draws(values)
         return Interval.of(
-            np.exp(self._losses(values, {axis: np.array([values[axis]]) for axis in self.fit.form.axes}, draws)[0])
+            np.exp(
+                self._losses(
+                    values, {axis: np.array([values[axis]]) for axis in self.fit.form.axes}, draws
+                )[0]
+            )
         )
 
-    def points(self, values: Mapping[str, float], points: Mapping[str, np.ndarray]) -> list[Interval]:
+    def points(
+        self, values: Mapping[str, float], points: Mapping[str, np.ndarray]
+    ) -> list[Interval]:
         """Return the losses of single runs of one size and length.
 
         Args:
@@ -236,7 +244,9 @@ class Forecaster:
             self.best({"parameters": size, "tokens": tokens}),
         )
 
-    def next_runs(self, values: Mapping[str, float], share: float = 0.25, count: int = 3) -> list[NextRun]:
+    def next_runs(
+        self, values: Mapping[str, float], share: float = 0.25, count: int = 3
+    ) -> list[NextRun]:
         """Return the runs that would narrow the interval of the best loss most.
 
         Candidates are the table's own sizes and lengths and those between and beyond them, up to the setting's, each at its best
@@ -269,7 +279,9 @@ class Forecaster:
                 total = float(slopes @ self.fit.covariance @ slopes) + rest
                 left = variance - carried**2 / total
                 named = {axis: float(column[best]) for axis, column in grid.items()}
-                candidates.append(NextRun(named, flops, math.sqrt((left + rest) / (variance + rest))))
+                candidates.append(
+                    NextRun(named, flops, math.sqrt((left + rest) / (variance + rest)))
+                )
         return sorted(candidates, key=lambda run: run.half_width)[:count]
 
     def prior_share(self, values: Mapping[str, float], axis: str) -> float:
@@ -302,7 +314,9 @@ class Forecaster:
             effect = effect + octaves * deviation * self._generator.standard_t(freedom, DRAWS)
         return _Draws(numbers, effect)
 
-    def _losses(self, values: Mapping[str, float], points: Mapping[str, np.ndarray], draws: _Draws) -> np.ndarray:
+    def _losses(
+        self, values: Mapping[str, float], points: Mapping[str, np.ndarray], draws: _Draws
+    ) -> np.ndarray:
         """Return draws of the log loss of runs of one setting, with their noise [M, R]."""
         grid, grid_slopes = self.fit.log_loss(self.fit.grid(values))
         center, slopes = self.fit.log_loss(points)

@@ -77,7 +77,11 @@ TERMS = (
     Term(
         "progress",
         Prior(math.log(0.1), 1.0),
-        {"peak_lr": Prior(-0.2, 0.2), "batch_sequences": Prior(0.1, 0.2), "tokens": Prior(-0.28, 0.1)},
+        {
+            "peak_lr": Prior(-0.2, 0.2),
+            "batch_sequences": Prior(0.1, 0.2),
+            "tokens": Prior(-0.28, 0.1),
+        },
         ("peak_lr",),
     ),
     Term(
@@ -133,7 +137,9 @@ class Form:
     def names(self) -> list[str]:
         """Names of the numbers of the law: a term's size, then its exponents."""
         return [
-            name for term in self.terms for name in (term.name, *(f"{term.name}.{axis}" for axis in term.exponents))
+            name
+            for term in self.terms
+            for name in (term.name, *(f"{term.name}.{axis}" for axis in term.exponents))
         ]
 
     @property
@@ -143,7 +149,10 @@ class Form:
         deviations: list[float] = []
         for term in self.terms:
             means += [term.share.mean, *(prior.mean for prior in term.exponents.values())]
-            deviations += [term.share.deviation, *(prior.deviation for prior in term.exponents.values())]
+            deviations += [
+                term.share.deviation,
+                *(prior.deviation for prior in term.exponents.values()),
+            ]
         return np.array(means), np.array(deviations)
 
     def place(self, values: Mapping[str, np.ndarray | float]) -> np.ndarray:
@@ -152,7 +161,9 @@ class Form:
         Args:
             values: of each axis of `axes`, broadcast against each other.
         """
-        columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(values[axis], float)) for axis in self.axes))
+        columns = np.broadcast_arrays(
+            *(np.atleast_1d(np.asarray(values[axis], float)) for axis in self.axes)
+        )
         return np.stack([np.log2(column) for column in columns], axis=1) - self.centre
 
     def log_loss(self, numbers: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +173,9 @@ class Form:
             numbers: of the law [P].
             place: of runs, as `place` returns it [M, A].
         """
-        factors = np.zeros((len(place), len(numbers)))  # derivatives of the log of the number's own term
+        factors = np.zeros(
+            (len(place), len(numbers))
+        )  # derivatives of the log of the number's own term
         owner = np.zeros(len(numbers), int)
         column = 0
         for index, term in enumerate(self.terms):
@@ -240,7 +253,9 @@ class Fit:
             ranges.append(np.linspace(logs.min(), logs.max(), count))
         mesh = np.meshgrid(*ranges, indexing="ij") if ranges else [np.zeros(1)]
         points: dict[str, np.ndarray] = {
-            axis: np.full(mesh[0].size, float(values[axis])) for axis in self.form.axes if axis not in searched
+            axis: np.full(mesh[0].size, float(values[axis]))
+            for axis in self.form.axes
+            if axis not in searched
         }
         for axis, logs in zip(searched, mesh, strict=False):
             points[axis] = 2.0 ** logs.ravel()
@@ -257,7 +272,9 @@ def form_of(table: RunTable) -> Form:
     varying = tuple(axis for axis, column in logs.items() if column.max() - column.min() > 1e-3)
     if not {"parameters", "tokens", "flops"} & set(varying):
         sizes = ", ".join(
-            f"{axis} {table.values[axis][0]:,.0f}" for axis in ("parameters", "tokens") if axis in table.values
+            f"{axis} {table.values[axis][0]:,.0f}"
+            for axis in ("parameters", "tokens")
+            if axis in table.values
         )
         raise TableError(
             f"{table.source}: all runs have one size and length ({sizes}), and a law of the loss over them needs runs of two at least; "
@@ -275,7 +292,9 @@ def form_of(table: RunTable) -> Form:
 
 def settings_of(table: RunTable) -> np.ndarray:
     """Return the index of each run's setting [M]: runs of one model and length are one."""
-    columns = [table.values[axis] for axis in ("parameters", "tokens", "flops") if axis in table.values]
+    columns = [
+        table.values[axis] for axis in ("parameters", "tokens", "flops") if axis in table.values
+    ]
     _, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     return np.asarray(index).reshape(-1)
 
@@ -313,7 +332,10 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
     for _ in range(ROUNDS - 1):
         predicted, _ = fit.log_loss(table.values)
         lowest = np.array(
-            [fit.log_loss(fit.grid(_setting_values(table, setting, k)))[0].min() for k in range(setting.max() + 1)]
+            [
+                fit.log_loss(fit.grid(_setting_values(table, setting, k)))[0].min()
+                for k in range(setting.max() + 1)
+            ]
         )
         excess = np.maximum(predicted - lowest[setting], 0.0)
         noise = _noise(fit, np.abs(predicted + fit.effects[setting] - table.log_loss), excess)
@@ -328,7 +350,12 @@ def _setting_values(table: RunTable, setting: np.ndarray, index: int) -> dict[st
 
 
 def _once(
-    table: RunTable, form: Form, setting: np.ndarray, noise: Noise, excess: np.ndarray, start: np.ndarray | None
+    table: RunTable,
+    form: Form,
+    setting: np.ndarray,
+    noise: Noise,
+    excess: np.ndarray,
+    start: np.ndarray | None,
 ) -> Fit:
     """Return the most probable law at a given noise, and the Gaussian around it."""
     place = form.place(table.values)
@@ -342,9 +369,9 @@ def _once(
 
     def residuals(unknowns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         predicted, slopes = form.log_loss(unknowns[:count], place)
-        return (predicted + member @ unknowns[count:] - table.log_loss) / scale, np.hstack([slopes, member]) / scale[
-            :, None
-        ]
+        return (predicted + member @ unknowns[count:] - table.log_loss) / scale, np.hstack(
+            [slopes, member]
+        ) / scale[:, None]
 
     def cost(unknowns: np.ndarray) -> np.ndarray:
         residual = residuals(unknowns)[0]
@@ -352,7 +379,9 @@ def _once(
 
     def slopes(unknowns: np.ndarray) -> np.ndarray:
         residual, derivatives = residuals(unknowns)
-        return np.concatenate([_pseudo_huber_slope(residual)[:, None] * derivatives, np.diag(1 / deviations)])
+        return np.concatenate(
+            [_pseudo_huber_slope(residual)[:, None] * derivatives, np.diag(1 / deviations)]
+        )
 
     first = means.copy()
     if start is not None:
@@ -402,7 +431,9 @@ def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
         near = max(LEAST_NEAR, float(np.median(missed[near_runs])) / normal)
     far = fit.noise.far
     if far_runs.sum() > LEAST_RUNS:
-        growth = (float(np.median(missed[far_runs])) / normal - near) / float(np.median(excess[far_runs]))
+        growth = (float(np.median(missed[far_runs])) / normal - near) / float(
+            np.median(excess[far_runs])
+        )
         far = max(LEAST_FAR, growth)
     squares = float((fit.effects**2 + fit.effect_variances).sum())
     freedom = SHARED_FREEDOM + len(fit.effects)

@@ -38,7 +38,9 @@ def to_json(forecaster: Forecaster) -> dict[str, Any]:
             {
                 "name": term.name,
                 "share": [term.share.mean, term.share.deviation],
-                "exponents": {axis: [prior.mean, prior.deviation] for axis, prior in term.exponents.items()},
+                "exponents": {
+                    axis: [prior.mean, prior.deviation] for axis, prior in term.exponents.items()
+                },
             }
             for term in form.terms
         ],
@@ -46,7 +48,8 @@ def to_json(forecaster: Forecaster) -> dict[str, Any]:
         "covariance": fit.covariance.tolist(),
         "noise": dataclasses.asdict(fit.noise),
         "ends": {
-            axis: [float(fit.table.values[axis].min()), float(fit.table.values[axis].max())] for axis in form.axes
+            axis: [float(fit.table.values[axis].min()), float(fit.table.values[axis].max())]
+            for axis in form.axes
         },
         "beyond": {axis: list(pair) for axis, pair in forecaster.beyond.items()},
     }
@@ -89,4 +92,6 @@ def load(path: Path = DENSE) -> Forecaster:
         effect_variances=np.zeros(0),
         setting=np.zeros(2, int),
     )
-    return Forecaster(fit, {axis: (pair[0], int(pair[1])) for axis, pair in content["beyond"].items()})
+    return Forecaster(
+        fit, {axis: (pair[0], int(pair[1])) for axis, pair in content["beyond"].items()}
+    )

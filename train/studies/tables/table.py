@@ -110,7 +110,11 @@ class RunTable:
         values = {name: column[chosen] for name, column in self.values.items()}
         decay = None if self.decay is None else self.decay[chosen]
         return dataclasses.replace(
-            self, values=values, log_loss=self.log_loss[chosen], seeds=self.seeds[chosen], decay=decay
+            self,
+            values=values,
+            log_loss=self.log_loss[chosen],
+            seeds=self.seeds[chosen],
+            decay=decay,
         )
 
 
@@ -155,7 +159,9 @@ def _parsed(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TableError(f"{path} is not UTF-8 text at byte {error.start}; write it as CSV or JSONL") from error
+        raise TableError(
+            f"{path} is not UTF-8 text at byte {error.start}; write it as CSV or JSONL"
+        ) from error
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         rows = [
             disk.json_object(line.encode(), f"{path}, line {number}")
@@ -169,14 +175,18 @@ def _parsed(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]
     try:
         rows = list(reader)
     except csv.Error as error:
-        raise TableError(f"{path}, line {reader.line_num}: {error}; write a CSV file with a line of names") from error
+        raise TableError(
+            f"{path}, line {reader.line_num}: {error}; write a CSV file with a line of names"
+        ) from error
     names = list(reader.fieldnames or ())
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise TableError(f"{path} has two columns {repeated[0]!r}; rename one of them")
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            raise TableError(f"{path}, line {number} has not the {len(names)} fields of the line of names")
+            raise TableError(
+                f"{path}, line {number} has not the {len(names)} fields of the line of names"
+            )
     return names, rows
 
 
@@ -188,7 +198,9 @@ def _mapping(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str
         if not equals or name not in COLUMNS:
             near = difflib.get_close_matches(name, COLUMNS, 1)
             better = f"; did you mean {near[0]}?" if near else ""
-            raise TableError(f"--columns {word}: write NAME=COLUMN with a NAME of {', '.join(COLUMNS)}{better}")
+            raise TableError(
+                f"--columns {word}: write NAME=COLUMN with a NAME of {', '.join(COLUMNS)}{better}"
+            )
         mapping[name] = _source(word, text, names)
     if "flops" in mapping and not {"parameters", "tokens"} & mapping.keys():
         needed = ("loss",)
@@ -222,16 +234,23 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
     except ValueError:
         factor = 0.0
     if not (math.isfinite(factor) and factor > 0):
-        raise TableError(f"--columns {word}: {match[3]} is no factor; write a number, as tokens=D*1e9")
+        raise TableError(
+            f"--columns {word}: {match[3]} is no factor; write a number, as tokens=D*1e9"
+        )
     return _Source(match[1], factor if match[2] == "*" else 1 / factor)
 
 
-def _numbers(path: Path, rows: Sequence[Mapping[str, Any]], name: str, source: _Source) -> np.ndarray:
+def _numbers(
+    path: Path, rows: Sequence[Mapping[str, Any]], name: str, source: _Source
+) -> np.ndarray:
     """Return a column in its unit [rows]; only a loss may be nan, of a run that diverged."""
     numbers = [_number(row.get(source.text)) for row in rows]
     for place, number in enumerate(numbers):
         wrong = number is None or (name != "loss" and not math.isfinite(number))
-        if name in ("parameters", "tokens", "flops", "peak_lr", "batch_sequences") and number is not None:
+        if (
+            name in ("parameters", "tokens", "flops", "peak_lr", "batch_sequences")
+            and number is not None
+        ):
             wrong = wrong or number <= 0
         if wrong:
             raise TableError(
@@ -267,7 +286,9 @@ def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> N
     """Refuse a column whose numbers cannot be in its unit."""
     finite = numbers[np.isfinite(numbers)]
     if column.name == "loss" and not finite.size:
-        raise TableError(f"{path}: no loss in {text} is finite; write the loss at the end of each run")
+        raise TableError(
+            f"{path}: no loss in {text} is finite; write the loss at the end of each run"
+        )
     if column.name == "loss" and not (finite > 0).all():
         raise TableError(f"{path}: {text} has a loss that is not above 0; write nats per token")
     middle = float(np.median(finite))
@@ -330,7 +351,9 @@ def _without_repeats(path: Path, digest: str, values: dict[str, np.ndarray]) -> 
     )
 
 
-def _distinct(path: Path, places: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None) -> tuple[list[int], int]:
+def _distinct(
+    path: Path, places: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None
+) -> tuple[list[int], int]:
     """Return the rows of one run and decay that are of different seeds, and how many others repeat one of these."""
     by_seed: dict[float, int] = {}
     for place in places:

@@ -40,7 +40,9 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     from mupax.train.studies.transfer import frugal, study, tuned
 
     if "--workdir" in rest or "--resume" in rest:
-        raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
+        raise ConfigError(
+            "a study has --out in place of --workdir, and goes on by itself without --resume"
+        )
     recipe, relative = parsed(args, rest)
     config = recipe.config
     studies, control = planned(args, config, config.preset.base if relative else None)
@@ -62,26 +64,34 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     folder.mkdir(parents=True, exist_ok=True)
     studies = shared(studies)
     if any(one.trained != one.configs for one in studies):
-        console.print("where presets give a model the same numbers its points are trained once", style="dim")
+        console.print(
+            "where presets give a model the same numbers its points are trained once", style="dim"
+        )
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
     limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:
             limits["trained"] = engine.has_rows
         runner = run or _watched(engine, console)
-        measured = study.measure(studies, runner, lambda line: console.print(line, style="dim"), **limits)
+        measured = study.measure(
+            studies, runner, lambda line: console.print(line, style="dim"), **limits
+        )
     return _report(args, folder, measured, control, command, label_of(config.preset))
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
     for study in studies:
         models = zip(study.sizes, study.configs, strict=True)
-        widths = ", ".join(f"{size} (width {config.model.sizes()['embed']})" for size, config in models)
+        widths = ", ".join(
+            f"{size} (width {config.model.sizes()['embed']})" for size, config in models
+        )
         terminal.say(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
         points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
         if args.search == "frugal":
             points = f"{args.seeds} seeds at the smallest size, else 3 rates and 1 seed or more"
-        terminal.say(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
+        terminal.say(
+            f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training"
+        )
 
 
 def _watched(engine: Sweep, console: Console) -> Runner:
@@ -98,7 +108,12 @@ def _watched(engine: Sweep, console: Console) -> Runner:
 
 
 def _report(
-    args: Transfer, folder: Path, measured: Sequence[Measured], control: str | None, command: str, label: str
+    args: Transfer,
+    folder: Path,
+    measured: Sequence[Measured],
+    control: str | None,
+    command: str,
+    label: str,
 ) -> int:
     from mupax.train.config.record import to_json
     from mupax.train.studies.transfer import report, tuned

@@ -32,7 +32,11 @@ def conclusions(studies: Studies, control: str | None) -> list[str]:
     lines = []
     for measured, analysis in subjects:
         axis = measured.study.axis
-        rivals = [a for m, a in studies if m.study.label == control != measured.study.label and m.study.axis == axis]
+        rivals = [
+            a
+            for m, a in studies
+            if m.study.label == control != measured.study.label and m.study.axis == axis
+        ]
         text = conclusion(measured, analysis)
         if rivals:
             text += f" {control_words(control or '', rivals[0])}"
@@ -76,7 +80,9 @@ def cost_words(price: Interval, verb: str) -> str:
         return f"{verb} an unknown loss"
     if not math.isfinite(price.value):
         return "diverges" if verb.endswith("s") else "diverge"
-    bounds = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else " (no interval)"
+    bounds = (
+        f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else " (no interval)"
+    )
     return f"{verb} {price.value:.3f} nats{bounds}"
 
 
@@ -93,7 +99,11 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
     more = analysis.seeds_to_decide()
     if not more:
         close = abs(abs(drift.value) - TOLERANCE) < CLOSE
-        why = f"the drift is close to the bound of {TOLERANCE}" if close else "its seeds differ too much"
+        why = (
+            f"the drift is close to the bound of {TOLERANCE}"
+            if close
+            else "its seeds differ too much"
+        )
         return f"{text}. More seeds would hardly decide it: {why}."
     seeds = "1 more seed" if more == 1 else f"{more} more seeds"
     return f"{text}; {seeds} ({_minutes(measured, analysis, more)}) would probably decide it."
@@ -136,7 +146,10 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
     axis = measured.study.axis
     large = f"{axis} {analysis.sizes[-1]}"
     if analysis.verdict == "transfers":
-        return Step(f"Next: train {large} at the rate of {axis} {analysis.sizes[0]}", _run(measured, analysis, 0))
+        return Step(
+            f"Next: train {large} at the rate of {axis} {analysis.sizes[0]}",
+            _run(measured, analysis, 0),
+        )
     if analysis.fits[-1].trouble:
         return Step(f"Next: find the best rate of {large} by itself, on a wider grid")
     return Step(f"Next: train {large} at its own best rate", _run(measured, analysis, -1))

@@ -49,7 +49,11 @@ class Interval:
     def of_mean(cls, values: np.ndarray) -> Interval:
         """Return the mean of independent values [n] with its interval."""
         seeds = len(values)
-        half = stdtrit(seeds - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else math.inf
+        half = (
+            stdtrit(seeds - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(seeds)
+            if seeds > 1
+            else math.inf
+        )
         return _interval(float(values.mean()), float(half))
 
     @property
@@ -120,7 +124,10 @@ class Analysis:
             return False
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
         half = _half_width(deviations, self.seeds, EARLY)
-        return judge(self.drift.value, self.drift.value - half, self.drift.value + half) == self.verdict
+        return (
+            judge(self.drift.value, self.drift.value - half, self.drift.value + half)
+            == self.verdict
+        )
 
     def seeds_to_decide(self) -> int | None:
         """Return the number of further seeds that would decide if drift and scatter stayed as they are.
@@ -132,7 +139,10 @@ class Analysis:
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
         for seeds in range(self.seeds, MOST_SEEDS + 1):
             half = _half_width(deviations, seeds)
-            if judge(self.drift.value, self.drift.value - half, self.drift.value + half) != "undecided":
+            if (
+                judge(self.drift.value, self.drift.value - half, self.drift.value + half)
+                != "undecided"
+            ):
                 return seeds - self.seeds
         return None
 
@@ -146,13 +156,18 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     """
     seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
-    scatters = tuple(_scatter(curve, fitted_curve, seeds) for curve, fitted_curve in zip(curves, fits, strict=True))
+    scatters = tuple(
+        _scatter(curve, fitted_curve, seeds)
+        for curve, fitted_curve in zip(curves, fits, strict=True)
+    )
     optima = tuple(
         _interval(fitted_curve.optimum, _half_width(np.array([scatter.optimum]), seeds))
         for fitted_curve, scatter in zip(fits, scatters, strict=True)
     )
     drift = _drift(sizes, fits, scatters, seeds)
-    prices = tuple(_price(index, curves[index], fits, scatters, seeds) for index in range(len(fits)))
+    prices = tuple(
+        _price(index, curves[index], fits, scatters, seeds) for index in range(len(fits))
+    )
     worse, compared = _worse(sizes, curves, fits[0])
     return Analysis(tuple(sizes), seeds, fits, optima, drift, prices, worse, compared, scatters)
 
@@ -160,7 +175,9 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
 def _paired_seeds(curves: Sequence[Curve]) -> int:
     """Return how many seeds, counted from the first, every size has at every rate of its window."""
     shortest = min(curve.losses.shape[1] for curve in curves)
-    together = np.concatenate([~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]).all(axis=0)
+    together = np.concatenate(
+        [~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]
+    ).all(axis=0)
     return shortest if together.all() else int(np.argmin(together))
 
 
@@ -178,7 +195,9 @@ def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
     rest = apart - lines @ np.linalg.lstsq(lines, apart, rcond=None)[0]
     freedom = (len(x) - 2) * (seeds - 1)
     variance = float((rest**2).sum()) / freedom
-    error = math.sqrt(variance * float(curvature_map @ curvature_map) / seeds) / fitted_curve.curvature
+    error = (
+        math.sqrt(variance * float(curvature_map @ curvature_map) / seeds) / fitted_curve.curvature
+    )
     # A vertex is a ratio. Its second-order term counts where noise makes the parabola nearly flat.
     spread = float(optima.std(ddof=1)) * math.sqrt(1 + 3 * error**2)
     return Scatter(spread, float(stdtrit(freedom, CONFIDENCE)) * error)
@@ -203,10 +222,16 @@ def _half_width(deviations: np.ndarray, seeds: int, quantile: float = CONFIDENCE
 
 
 def _interval(value: float, half: float) -> Interval:
-    return Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value, -math.inf, math.inf)
+    return (
+        Interval(value, value - half, value + half)
+        if math.isfinite(half)
+        else Interval(value, -math.inf, math.inf)
+    )
 
 
-def _slope_terms(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]) -> tuple[float, np.ndarray]:
+def _slope_terms(
+    sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]
+) -> tuple[float, np.ndarray]:
     """Return the least-squares slope of the optima per doubling, and one seed's standard deviation in each of its terms."""
     fitted = [index for index, fitted_curve in enumerate(fits) if not fitted_curve.trouble]
     doublings = np.log2(np.asarray(sizes, float))[fitted]
@@ -216,14 +241,18 @@ def _slope_terms(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[S
     return slope, weights * [scatters[index].optimum for index in fitted]
 
 
-def _drift(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
+def _drift(
+    sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int
+) -> Interval:
     if sum(not fitted_curve.trouble for fitted_curve in fits) < 2:
         return Interval(math.nan, -math.inf, math.inf)
     slope, deviations = _slope_terms(sizes, fits, scatters)
     return _interval(slope, _half_width(deviations, seeds))
 
 
-def _price(index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
+def _price(
+    index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int
+) -> Interval:
     """Return the loss at the smallest size's best rate over that at the size's own.
 
     It is read from the size's parabola within its rates, else between measured rates. Its interval is not below zero.
@@ -250,7 +279,9 @@ def _price(index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Sca
     return Interval(price, max(0.0, low), high)
 
 
-def _measured_price(curve: Curve, base: Fit, own: Fit, base_scatter: Scatter, seeds: int) -> Interval:
+def _measured_price(
+    curve: Curve, base: Fit, own: Fit, base_scatter: Scatter, seeds: int
+) -> Interval:
     """Return the price where the smallest size's best rate lies beside the parabola: between two measured rates."""
     upper = int(np.searchsorted(curve.x, base.optimum))
     pair = [max(upper - 1, 0), upper]

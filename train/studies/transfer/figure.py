@@ -33,7 +33,12 @@ LOSSES = {
 }
 
 
-def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, loss: str = LOSSES["training"]) -> None:
+def draw(
+    path: Path,
+    studies: Sequence[tuple[Measured, Analysis]],
+    title: str,
+    loss: str = LOSSES["training"],
+) -> None:
     """Write a PNG of panels with shared axes, at most `ACROSS` in a row, one per study of an axis.
 
     Curves go from light (smallest) to dark (largest), each with a marker of its own; faint points are seeds, a cross at the top a
@@ -50,27 +55,42 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, l
     across = min(len(studies), ACROSS)
     down = -(-len(studies) // across)
     drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * across), 4.3 * down), layout="constrained")
-    grid: list[Axes] = list(drawn.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
+    grid: list[Axes] = list(
+        drawn.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
+    )
     panels = grid[: len(studies)]
     for empty in grid[len(studies) :]:
         empty.set_axis_off()
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
         draw_study(panel, analysis, measured.curves)
-        label = textwrap.fill(measured.study.label, LETTERS * (2 if across == 1 else 1), break_on_hyphens=False)
-        panel.set_title(f"{label}\n{drift_words(analysis)}{_price_line(analysis)}", fontsize=10, loc="left", color=INK)
+        label = textwrap.fill(
+            measured.study.label, LETTERS * (2 if across == 1 else 1), break_on_hyphens=False
+        )
+        panel.set_title(
+            f"{label}\n{drift_words(analysis)}{_price_line(analysis)}",
+            fontsize=10,
+            loc="left",
+            color=INK,
+        )
         panel.set_xlabel("peak learning rate", fontsize=9)
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors="#444444", labelsize=9)
-    losses = np.concatenate([curve.losses.ravel() for measured, _ in studies for curve in measured.curves])
+    losses = np.concatenate(
+        [curve.losses.ravel() for measured, _ in studies for curve in measured.curves]
+    )
     losses = losses[np.isfinite(losses)]
-    plotting.limits(panels[0], losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
+    plotting.limits(
+        panels[0], losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0)
+    )
     for first in panels[::across]:
         first.set_ylabel(loss, fontsize=9)
     outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    panels[across - 1].legend(title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside)
+    panels[across - 1].legend(
+        title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside
+    )
     drawn.savefig(path, dpi=130)
 
 
@@ -91,15 +111,32 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
         marker = MARKERS[at % len(MARKERS)]
         mean = np.nanmean(curve.losses, axis=1)
         finite = np.isfinite(mean)
-        panel.plot(curve.x[finite], mean[finite], f"{marker}-", color=colour, lw=1.8, ms=4.5, label=f"{size}")
+        panel.plot(
+            curve.x[finite],
+            mean[finite],
+            f"{marker}-",
+            color=colour,
+            lw=1.8,
+            ms=4.5,
+            label=f"{size}",
+        )
         panel.plot(curve.x, curve.losses, "o", color=colour, ms=2.2, alpha=0.35, zorder=1)
         panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, ms=6, **top)
         fitted, optimum = analysis.fits[at], analysis.optima[at]
         if fitted.trouble:
             continue
         if math.isfinite(optimum.half_width):
-            panel.errorbar(fitted.optimum, fitted.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
-        panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+            panel.errorbar(
+                fitted.optimum,
+                fitted.loss,
+                xerr=optimum.half_width,
+                color=ORANGE,
+                capsize=3,
+                zorder=4,
+            )
+        panel.plot(
+            fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5
+        )
     # The legend names the rings below the curves.
     panel.plot([], [], "o", ms=5, mfc="none", mec=ORANGE, mew=1.4, label="best rate, 95 %")
     if not analysis.fits[0].trouble:

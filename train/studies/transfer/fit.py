@@ -25,7 +25,10 @@ UNEVEN = 1.5
 """A rate this many of the best one's gaps away is still next to it: grids as 0.001, 0.003, 0.01 are not even."""
 STEEP = 5.0
 """A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
-NOISE = ("its losses near the best rate are not convex", "the fitted minimum lies outside the rates that trained")
+NOISE = (
+    "its losses near the best rate are not convex",
+    "the fitted minimum lies outside the rates that trained",
+)
 """Troubles of a fit that more seeds may end."""
 ROUNDS = 6
 """How often the weights of a parabola go to its vertex."""
@@ -46,7 +49,9 @@ class Curve:
     x: np.ndarray
     losses: np.ndarray
     first: int
-    _fits: dict[int, Fit] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _fits: dict[int, Fit] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """Fits by number of seeds, kept because a study asks for them in every round."""
 
     @functools.cached_property
@@ -76,7 +81,9 @@ class Curve:
         mean, best = self.mean, self.best
         if not np.isfinite(mean).any():
             return np.zeros(len(mean), bool)
-        near = (np.abs(self.x - self.x[best]) <= max(OCTAVE, UNEVEN * self.gap) + 1e-9) & np.isfinite(mean)
+        near = (
+            np.abs(self.x - self.x[best]) <= max(OCTAVE, UNEVEN * self.gap) + 1e-9
+        ) & np.isfinite(mean)
         excess = mean - mean[best]
         above = excess[near & (excess > 0)]
         steep = STEEP * np.median(above) if above.size else np.inf
@@ -193,7 +200,9 @@ def _fitted(curve: Curve, seeds: int) -> Fit:
         return Fit(*nothing, "its best rate is at the end of the grid", tuple(missing))
     if len(used) < 3:
         between = tuple(float(curve.x[curve.best] + side * curve.gap / 2) for side in (-1, 1))
-        return Fit(*nothing, "fewer than three rates near the best one trained from every seed", between)
+        return Fit(
+            *nothing, "fewer than three rates near the best one trained from every seed", between
+        )
     mean = curve.losses[trained, :seeds].mean(axis=1)
     vertex, loss, curvature = parabola(curve.x[trained], mean)
     if math.isnan(curvature) or not used[0] <= vertex <= used[-1]:

@@ -51,7 +51,12 @@ SMALLEST_NOISE = 1e-4
 
 
 def report(
-    folder: Path, measured: Sequence[Measured], about: dict[str, Any], save: str | None, label: str, command: str
+    folder: Path,
+    measured: Sequence[Measured],
+    about: dict[str, Any],
+    save: str | None,
+    label: str,
+    command: str,
 ) -> int:
     """Print, write and save; 1 where a size has no best rate.
 
@@ -68,7 +73,11 @@ def report(
     remark = f"record in {path}; this search has no verdict on transfer, which --search grid gives"
     Report((), sections=[_section(study) for study in records], remarks=[remark]).show()
     if save:
-        judged = [(one, analyse(one.study.sizes[:1], [one.curve(0)])) for one in measured if one.study.label == label]
+        judged = [
+            (one, analyse(one.study.sizes[:1], [one.curve(0)]))
+            for one in measured
+            if one.study.label == label
+        ]
         written, use = tuned.save(save, label, judged[:1], command)
         terminal.say(tuned.saved_message(written, use))
     return int(any(size["log2_optimum"] is None for study in records for size in study["sizes"]))
@@ -90,7 +99,11 @@ def _study(one: Frugal) -> dict[str, Any]:
         "axis": study.axis,
         "stopped": one.stopped,
         "seeds": one.first,
-        "cost": round(sum(n * cost for n, cost in zip(counts, each, strict=True)) / (5 * one.first * sum(each)), 4),
+        "cost": round(
+            sum(n * cost for n, cost in zip(counts, each, strict=True))
+            / (5 * one.first * sum(each)),
+            4,
+        ),
         "train_seconds": round(one.seconds, 1),
         "sizes": sizes,
     }
@@ -102,10 +115,14 @@ def _section(study: dict[str, Any]) -> Section:
     for size in study["sizes"]:
         log2 = size["log2_optimum"]
         rate = "none" if log2 is None else power(2.0**log2)
-        numbers = ["unknown" if number is None else f"{number:.2f}" for number in (log2, size["deviation"])]
+        numbers = [
+            "unknown" if number is None else f"{number:.2f}" for number in (log2, size["deviation"])
+        ]
         rows.append([str(size["size"]), rate, *numbers, str(size["runs"])])
     cost = f"{study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size"
-    return Section(rows, f"{study['preset']}, growing {study['axis']}: {study['stopped']}", [cost], left=())
+    return Section(
+        rows, f"{study['preset']}, growing {study['axis']}: {study['stopped']}", [cost], left=()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +158,9 @@ class Frugal(Measured):
         missing, _ = self.state()
         if missing and self.seconds < 60 * minutes:
             return missing
-        return self._stop(f"the {minutes:g} minutes ended" if missing else "every size has its best rate")
+        return self._stop(
+            f"the {minutes:g} minutes ended" if missing else "every size has its best rate"
+        )
 
     def state(self) -> tuple[list[Point], list[Optimum]]:
         """Points that are missing, and the best rates of the sizes that have theirs, the smallest first."""
@@ -155,7 +174,9 @@ class Frugal(Measured):
 
     def _size(self, at: int, before: Sequence[Optimum]) -> tuple[list[Point], Optimum | None]:
         if not at:
-            return self._in_full(0, math.log2(self.study.configs[0].optimizer.peak_lr), None, math.nan)
+            return self._in_full(
+                0, math.log2(self.study.configs[0].optimizer.peak_lr), None, math.nan
+            )
         base = next((optimum for optimum in before if math.isfinite(optimum.value)), None)
         expected = before[-1].value
         if at > 1 and math.isfinite(before[-2].value):
@@ -167,7 +188,9 @@ class Frugal(Measured):
         for seeds, unsure in ((1, ONE_SEED), (2, TWO_SEEDS)):
             centres = set[int]()
             while centre not in centres:
-                points: list[Point] = [(at, rate, seed) for rate in self._three(at, centre) for seed in range(seeds)]
+                points: list[Point] = [
+                    (at, rate, seed) for rate in self._three(at, centre) for seed in range(seeds)
+                ]
                 if missing := [point for point in points if point not in self.rows]:
                     return missing, None
                 optimum, centres = self._vertex(at, base, expected), centres | {centre}
@@ -184,20 +207,30 @@ class Frugal(Measured):
         """Half octaves around the best rate, which the first seed finds from the centre on, with all first seeds."""
         for seeds in (1, self.first):
             middle = self._nearest(at, centre)
-            rates = {rate for rate in range(middle - SIDES, middle + SIDES + 1) if rate in self._grid(at)}
+            rates = {
+                rate for rate in range(middle - SIDES, middle + SIDES + 1) if rate in self._grid(at)
+            }
             if rates <= set(self.rates_with(at, seeds)):
                 curve = self._curve(at, seeds)
-                rates |= {rate for x in curve.missing() if (rate := round(x / STEP)) in self._grid(at)}
+                rates |= {
+                    rate for x in curve.missing() if (rate := round(x / STEP)) in self._grid(at)
+                }
                 centre = float(curve.x[curve.best])
-            points: list[Point] = [(at, rate, seed) for rate in sorted(rates) for seed in range(seeds)]
+            points: list[Point] = [
+                (at, rate, seed) for rate in sorted(rates) for seed in range(seeds)
+            ]
             missing = [point for point in points if point not in self.rows]
             if missing and len(self.rates_with(at, seeds)) < MOST_RATES:
                 return missing, None
         curve = self._curve(at, self.first)
         fitted = fit(curve, self.first)
         if not fitted.trouble:
-            noise = _noise(curve.losses[curve.window(), : self.first], base.noise if base else math.nan)
-            deviation = noise / (2 * fitted.curvature * math.sqrt(len(fitted.used) / 2 * self.first))
+            noise = _noise(
+                curve.losses[curve.window(), : self.first], base.noise if base else math.nan
+            )
+            deviation = noise / (
+                2 * fitted.curvature * math.sqrt(len(fitted.used) / 2 * self.first)
+            )
             return [], Optimum(fitted.optimum, deviation, fitted.curvature, noise, True)
         if base is not None and math.isfinite(base.curvature):
             return [], dataclasses.replace(self._vertex(at, base, expected), full=True)
@@ -205,8 +238,15 @@ class Frugal(Measured):
 
     def _vertex(self, at: int, base: Optimum, expected: float) -> Optimum:
         """The fit with priors, its weights centred at the vertex; see the module's text."""
-        rows = [(rate * STEP, seed, self.rows[p].loss) for p in self.rows if p[0] == at for rate, seed in [p[1:]]]
-        x, seed, loss = np.array([each for each in rows if math.isfinite(each[2])], float).reshape(-1, 3).T
+        rows = [
+            (rate * STEP, seed, self.rows[p].loss)
+            for p in self.rows
+            if p[0] == at
+            for rate, seed in [p[1:]]
+        ]
+        x, seed, loss = (
+            np.array([each for each in rows if math.isfinite(each[2])], float).reshape(-1, 3).T
+        )
         seeds = np.unique(seed)
         rates = [r for r in np.unique(x) if (x == r).sum() == len(seeds)]
         own = np.array([[loss[(x == r) & (seed == s)][0] for s in seeds] for r in rates])
@@ -226,7 +266,9 @@ class Frugal(Measured):
             inverse = np.linalg.pinv(normal)
             *_, tilt, bend = inverse @ right
             curvature = max(float(bend), 0.3 * base.curvature)
-            vertex = float(np.clip(centre - tilt / (2 * curvature), x.min() - OCTAVE, x.max() + OCTAVE))
+            vertex = float(
+                np.clip(centre - tilt / (2 * curvature), x.min() - OCTAVE, x.max() + OCTAVE)
+            )
             deviation = math.sqrt(max(float(inverse[-2, -2]), 0.0)) / (2 * curvature)
             if abs(vertex - centre) < 0.05:
                 break
@@ -236,7 +278,9 @@ class Frugal(Measured):
         """Losses at the rates that have so many seeds."""
         rates = self.rates_with(at, seeds)
         losses = [[self.rows[at, rate, seed].loss for seed in range(seeds)] for rate in rates]
-        return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), seeds)
+        return Curve(
+            np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), seeds
+        )
 
     def _grid(self, at: int) -> Collection[int]:
         return self.grid[at] if self.grid else range(-100, 41)
@@ -247,7 +291,9 @@ class Frugal(Measured):
     def _three(self, at: int, centre: int) -> list[int]:
         """The centre and the rates nearest to an octave from it on either side."""
         octave = round(OCTAVE / STEP)
-        sides = [[rate for rate in self._grid(at) if (rate - centre) * side > 0] for side in (-1, 1)]
+        sides = [
+            [rate for rate in self._grid(at) if (rate - centre) * side > 0] for side in (-1, 1)
+        ]
         outer = [min(r, key=lambda x: abs(abs(x - centre) - octave)) for r in sides if r]
         return sorted([centre, *outer])
 

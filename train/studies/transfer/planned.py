@@ -72,14 +72,18 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.seeds < 1 or self.max_seeds < self.seeds:
-            raise ConfigError(f"--seeds {self.seeds} and --max-seeds {self.max_seeds}: write 1 <= seeds <= max-seeds")
+            raise ConfigError(
+                f"--seeds {self.seeds} and --max-seeds {self.max_seeds}: write 1 <= seeds <= max-seeds"
+            )
         if self.search == "frugal" and (self.control or self.predict):
             flag = "--control" if self.control else "--predict"
             raise ConfigError(
                 f"{flag} needs the verdict of a whole study, which --search frugal has not; leave one out"
             )
         if self.search == "frugal" and self.seeds < 2:
-            raise ConfigError("--search frugal needs two seeds to know their noise; write --seeds 3")
+            raise ConfigError(
+                "--search frugal needs two seeds to know their noise; write --seeds 3"
+            )
         if not self.minutes > 0:
             raise ConfigError(f"--minutes is {self.minutes}; write a number above 0")
 
@@ -108,9 +112,13 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
         args: flags of the command.
         rest: flags of the recipe.
     """
-    recipe = cli.parse(args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Transfer))
+    recipe = cli.parse(
+        args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Transfer)
+    )
     relative = any(word.partition("=")[0] == "--preset.base" for word in rest)
-    return dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, workdir=None)), relative
+    return dataclasses.replace(
+        recipe, config=dataclasses.replace(recipe.config, workdir=None)
+    ), relative
 
 
 def shared(studies: Sequence[Study]) -> list[Study]:
@@ -142,13 +150,18 @@ def shared(studies: Sequence[Study]) -> list[Study]:
         plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
         ours = numbers(config)
         for other, its in [(plain, numbers(plain)), *entries] if ours else ():
-            same_run = dataclasses.replace(other, preset=config.preset, optimizer=config.optimizer) == config
+            same_run = (
+                dataclasses.replace(other, preset=config.preset, optimizer=config.optimizer)
+                == config
+            )
             if same_run and len(ours) == len(its) and all(map(np.array_equal, ours, its)):
                 return other
         entries.append((config, ours))
         return config
 
-    return [dataclasses.replace(study, trained=tuple(map(first, study.configs))) for study in studies]
+    return [
+        dataclasses.replace(study, trained=tuple(map(first, study.configs))) for study in studies
+    ]
 
 
 def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Study], str | None]:
@@ -180,13 +193,23 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
         presets.setdefault(label_of(control), control)
     axes = [sizes.parse(text, (*sizes.AXES, *RUN_AXES)) for text in args.grow]
     if len({axis for axis, _ in axes}) < len(axes):
-        raise ConfigError("--grow names an axis twice; write all its sizes at once, as head_dim=16,32,64")
-    studies = [transfer.plan(config, axis, grown, one, name) for axis, grown in axes for name, one in presets.items()]
+        raise ConfigError(
+            "--grow names an axis twice; write all its sizes at once, as head_dim=16,32,64"
+        )
+    studies = [
+        transfer.plan(config, axis, grown, one, name)
+        for axis, grown in axes
+        for name, one in presets.items()
+    ]
     return studies, None if control is None else label_of(control)
 
 
 def label_of(preset: PresetConfig) -> str:
     """A preset in a word, with what was said of it."""
-    flags = [f"{name}={getattr(preset, name):g}" for name in CONSTANT_FLAGS if getattr(preset, name) is not None]
+    flags = [
+        f"{name}={getattr(preset, name):g}"
+        for name in CONSTANT_FLAGS
+        if getattr(preset, name) is not None
+    ]
     rule = [f"joint={preset.joint}"] if preset.joint != "none" else []
     return " ".join([preset.name, *flags, *preset.constants, *rule])

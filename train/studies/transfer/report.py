@@ -20,7 +20,16 @@ from mupax.train.studies.transfer.study import Measured
 Studies = Sequence[tuple[Measured, Analysis]]
 
 _PACKAGES = ("mupax", "jax", "flax", "optax", "numpy", "scipy")
-_HEADER = ("", "width", "best rate", "95 %, octaves", "loss there", "price of not retuning", "rates", "note")
+_HEADER = (
+    "",
+    "width",
+    "best rate",
+    "95 %, octaves",
+    "loss there",
+    "price of not retuning",
+    "rates",
+    "note",
+)
 
 
 def provenance() -> dict[str, str]:
@@ -37,13 +46,26 @@ def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
     compared = []
     for measured, analysis in studies:
         axis, label = measured.study.axis, measured.study.label
-        controls = [a for m, a in studies if m.study.label == control != label and m.study.axis == axis]
+        controls = [
+            a for m, a in studies if m.study.label == control != label and m.study.axis == axis
+        ]
         for other in controls[:1]:
             prices = analysis.prices[-1].value, other.prices[-1].value
-            bounded = math.isfinite(analysis.drift.half_width) and math.isfinite(other.drift.half_width)
+            bounded = math.isfinite(analysis.drift.half_width) and math.isfinite(
+                other.drift.half_width
+            )
             apart = bounded and not analysis.drift.meets(other.drift.low, other.drift.high)
-            row = {"axis": axis, "preset": label, "control": control, "apart": apart, "price": _price(prices[0])}
-            row |= {"control_price": _price(prices[1]), "below_half": bool(prices[0] < prices[1] / 2)}
+            row = {
+                "axis": axis,
+                "preset": label,
+                "control": control,
+                "apart": apart,
+                "price": _price(prices[0]),
+            }
+            row |= {
+                "control_price": _price(prices[1]),
+                "below_half": bool(prices[0] < prices[1] / 2),
+            }
             compared.append(row)
     return compared
 
@@ -64,7 +86,9 @@ def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
         "train_seconds": round(measured.seconds, 1),
         "points": len(measured.rows),
         "sizes": [_size(measured, analysis, at) for at in range(len(study.sizes))],
-        "bigger_is_worse": [{"size": size, "log2_lr": x, "by": by.to_json()} for size, x, by in analysis.worse],
+        "bigger_is_worse": [
+            {"size": size, "log2_lr": x, "by": by.to_json()} for size, x, by in analysis.worse
+        ],
         "bigger_compared": analysis.compared,
     }
 
@@ -99,11 +123,17 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
         if math.isnan(price.value)
         else f"; not retuning {study.axis} {study.sizes[-1]} {conclusion.cost_words(price, 'costs')}"
     )
-    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} seeds at every size{cost}"]
-    left_out = [str(size) for size, fitted in zip(study.sizes, analysis.fits, strict=True) if fitted.trouble]
+    lines = [
+        f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} seeds at every size{cost}"
+    ]
+    left_out = [
+        str(size) for size, fitted in zip(study.sizes, analysis.fits, strict=True) if fitted.trouble
+    ]
     if left_out:
         lines.append(f"without {study.axis} {', '.join(left_out)}, which has no fitted optimum")
-    ended = f"ended because {measured.stopped}, after {measured.seconds / 60:.1f} minutes of training"
+    ended = (
+        f"ended because {measured.stopped}, after {measured.seconds / 60:.1f} minutes of training"
+    )
     return [*lines, _bigger(analysis, study.axis), ended]
 
 
@@ -115,7 +145,10 @@ def _bigger(analysis: Analysis, axis: str) -> str:
     if not worse:
         return f"bigger is better at all {compared} rates compared within an octave"
     clear = [entry for entry in worse if entry[2].low > 0]
-    shown = [f"{axis} {size} at {power(2.0**x)} by {by.value:.3g}" for size, x, by in (clear or worse)[:4]]
+    shown = [
+        f"{axis} {size} at {power(2.0**x)} by {by.value:.3g}"
+        for size, x, by in (clear or worse)[:4]
+    ]
     if clear:
         return f"bigger is worse at {len(clear)} of {compared} rates compared: {', '.join(shown)}"
     noise = f"worse on average: {', '.join(shown)} ({len(worse)} of {compared})"
@@ -125,19 +158,33 @@ def _bigger(analysis: Analysis, axis: str) -> str:
 def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
     """The study as a table: `_HEADER`, and a row per size."""
     table: list[Sequence[str]] = [_HEADER]
-    for at, (size, config) in enumerate(zip(measured.study.sizes, measured.study.configs, strict=True)):
+    for at, (size, config) in enumerate(
+        zip(measured.study.sizes, measured.study.configs, strict=True)
+    ):
         fitted, optimum, price = analysis.fits[at], analysis.optima[at], analysis.prices[at]
         half = f"± {optimum.half_width:.2f}" if math.isfinite(optimum.half_width) else "unknown"
         best = [f"2^{fitted.optimum:.2f} = {2.0**fitted.optimum:.3g}", half, f"{fitted.loss:.4f}"]
         bounded = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else ""
         cost = f"{price.value:.3f}{bounded}" if math.isfinite(price.value) else "diverges"
         cells = [""] * 3 if fitted.trouble else best
-        cells += ["" if at == 0 or fitted.trouble or math.isnan(price.value) else cost, str(len(measured.curve(at).x))]
-        table.append([f"{measured.study.axis} {size}", str(config.model.sizes()["embed"]), *cells, fitted.trouble])
+        cells += [
+            "" if at == 0 or fitted.trouble or math.isnan(price.value) else cost,
+            str(len(measured.curve(at).x)),
+        ]
+        table.append(
+            [
+                f"{measured.study.axis} {size}",
+                str(config.model.sizes()["embed"]),
+                *cells,
+                fitted.trouble,
+            ]
+        )
     return table
 
 
-def report_of(studies: Studies, control: str | None, command: str, folder: Path | None = None) -> Report:
+def report_of(
+    studies: Studies, control: str | None, command: str, folder: Path | None = None
+) -> Report:
     """Return the answers, what to type next, and then a table per study with its sentences.
 
     Args:
@@ -196,10 +243,17 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
     }
     write_json(folder / "transfer.json", record)
     for axis in dict.fromkeys(measured.study.axis for measured, _ in studies):
-        of_axis = [(measured, analysis) for measured, analysis in studies if measured.study.axis == axis]
+        of_axis = [
+            (measured, analysis) for measured, analysis in studies if measured.study.axis == axis
+        ]
         run = f"{about['recipe']}, {about['optimizer']}, {about['steps']} steps"
-        figure.draw(folder / f"{axis}.png", of_axis, f"{run}: loss against learning rate as {axis} grows")
-    facts = {**{k: v for k, v in about.items() if k not in ("title", "command", "config")}, **provenance()}
+        figure.draw(
+            folder / f"{axis}.png", of_axis, f"{run}: loss against learning rate as {axis} grows"
+        )
+    facts = {
+        **{k: v for k, v in about.items() if k not in ("title", "command", "config")},
+        **provenance(),
+    }
     page = folder / "transfer.html"
     report = report_of(studies, control, about["command"], folder)
     report.write_page(page, about["title"], about["command"], facts.items())
@@ -208,4 +262,6 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
 
 def _price(value: float) -> float | str:
     """Rounded; a word where it is no number."""
-    return "unknown" if math.isnan(value) else round(value, 4) if math.isfinite(value) else "diverges"
+    return (
+        "unknown" if math.isnan(value) else round(value, 4) if math.isfinite(value) else "diverges"
+    )

@@ -61,7 +61,9 @@ class Study:
         return grids.point(config, 2.0 ** (rate * STEP), config.seed + seed)
 
 
-def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str) -> Study:
+def plan(
+    config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str
+) -> Study:
     """A study of a recipe's model along one axis, its preset relative to the smallest size unless `preset` has a base.
 
     Args:
@@ -76,7 +78,9 @@ def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, 
         PresetError: a preset that does not exist, takes no such constant or has no rule for the optimizer.
     """
     if len(sizes) < 2:
-        raise ConfigError(f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128")
+        raise ConfigError(
+            f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128"
+        )
     runs = [sizes_of_models.grown_run(config, axis, size) for size in sorted(sizes)]
     if preset.base is None and not presets.get(preset.name).baseless:
         preset = dataclasses.replace(preset, base=base_text(runs[0].model.base_sizes()))
@@ -107,7 +111,9 @@ class Measured:
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     chosen: dict[int, int] = dataclasses.field(default_factory=dict)
-    _curves: dict[int, tuple[int, int, Curve]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _curves: dict[int, tuple[int, int, Curve]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
     """Per size the number of all rows, the first seeds, and the curve of them: a round asks for curves several times."""
     _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(
         default=None, init=False, repr=False
@@ -130,13 +136,22 @@ class Measured:
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
         rates = self.rates_with(at, self.first)
         points = [[(at, r, s) for s in range(seeds)] for r in rates]
-        losses = [[self.rows[point].loss if point in self.rows else math.nan for point in row] for row in points]
-        return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
+        losses = [
+            [self.rows[point].loss if point in self.rows else math.nan for point in row]
+            for row in points
+        ]
+        return Curve(
+            np.array(rates, float) * STEP,
+            np.array(losses, float).reshape(len(rates), seeds),
+            self._first(at),
+        )
 
     def rates_with(self, at: int, seeds: int) -> list[float]:
         """Return the rates of one size that are trained from each of the first seeds, increasing."""
         tried = {rate for index, rate, _ in self.rows if index == at}
-        return sorted(rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds)))
+        return sorted(
+            rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds))
+        )
 
     @property
     def curves(self) -> list[Curve]:
@@ -169,7 +184,9 @@ class Measured:
             return self._seed(max_seeds, minutes)
         if self.seconds < 60 * minutes:
             return points
-        return self._stop(f"the {minutes:g} minutes ended before every size had its minimum inside the grid")
+        return self._stop(
+            f"the {minutes:g} minutes ended before every size had its minimum inside the grid"
+        )
 
     def _stop(self, why: str) -> list[Point]:
         self.stopped = why
@@ -199,7 +216,9 @@ class Measured:
                     rates = [math.floor(transferred), math.ceil(transferred)]
             if at in self.chosen:
                 rates += [round(x / STEP) for x in curve.x[curve.window()]]
-            pairs = [(rate, seed) for rate in dict.fromkeys(rates) for seed in range(self._first(at))]
+            pairs = [
+                (rate, seed) for rate in dict.fromkeys(rates) for seed in range(self._first(at))
+            ]
             if points := [(at, *point) for point in pairs if (at, *point) not in self.rows]:
                 return points
         return []
@@ -253,7 +272,11 @@ class Measured:
             shown += f" [{drift.low:+.2f}, {drift.high:+.2f}]"
         state = "is undecided"
         if analysis.verdict != "undecided":
-            state = "has a size without a minimum" if any(f.trouble for f in analysis.fits) else "is decided by little"
+            state = (
+                "has a size without a minimum"
+                if any(f.trouble for f in analysis.fits)
+                else "is decided by little"
+            )
         own = self.seconds_of(points) / 60
         left = max_seeds - analysis.seeds
         most = min(left * own, minutes - self.seconds / 60)
@@ -311,8 +334,15 @@ def _tell_round(
     for measured, point in requests:
         name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
         groups.setdefault(name, []).append(point)
-    counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
-    tell("; ".join(f"{name}: {rates} rates, {seeds} seeds" for name, (_, rates, seeds) in counts.items()))
+    counts = {
+        name: [len(set(column)) for column in zip(*points, strict=True)]
+        for name, points in groups.items()
+    }
+    tell(
+        "; ".join(
+            f"{name}: {rates} rates, {seeds} seeds" for name, (_, rates, seeds) in counts.items()
+        )
+    )
     for measured in every:
         own = [point for other, point in requests if other is measured]
         if own and (line := measured.seeds_line(own, max_seeds, minutes)):
@@ -337,7 +367,9 @@ def _requests(
     return requests
 
 
-def _use_trained(measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]) -> bool:
+def _use_trained(
+    measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]
+) -> bool:
     """Add the further seeds whose rows are all there, so that no measured seed is left out of the verdict.
 
     Returns:

@@ -47,7 +47,9 @@ def check_name(name: str, preset: str) -> str:
     find.check_name(bare)
     comes_with_mupax = (find.FOLDER / f"{preset}.{name}.json").exists()
     if bare == name and (comes_with_mupax or f"{preset}:{name}" in find.MOVED):
-        raise ConfigError(f"--save-tuned {name}: {preset}:{name} comes or came with the project; write another name")
+        raise ConfigError(
+            f"--save-tuned {name}: {preset}:{name} comes or came with the project; write another name"
+        )
     return bare
 
 
@@ -78,7 +80,11 @@ def _warmup_share(config: Config) -> float:
 
 
 def save(
-    name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], command: str, loss: str = "training"
+    name: str,
+    label: str,
+    judged: Sequence[tuple[Measured, Analysis]],
+    command: str,
+    loss: str = "training",
 ) -> tuple[Path, str]:
     """Write the tuned preset, and give its path and what `--preset` takes.
 
@@ -92,12 +98,16 @@ def save(
     Raises:
         NoMinimum: the smallest size has no fitted best rate.
     """
-    judged = [(measured, analysis) for measured, analysis in judged if measured.study.label == label]
+    judged = [
+        (measured, analysis) for measured, analysis in judged if measured.study.label == label
+    ]
     measured, analysis = judged[0]
     fitted, config = analysis.fits[0], measured.study.configs[0]
     if fitted.trouble:
         where = f"at {measured.study.axis} {analysis.sizes[0]}"
-        raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
+        raise NoMinimum(
+            f"every point is trained, but there is no rate to save: {where}, {fitted.why}"
+        )
     of_base = [(m, a) for m, a in judged if m.study.configs[0].preset.base == config.preset.base]
     curve = measured.curve(0)
     models = {tuple(c.model.base_sizes().items()) for m, _ in of_base for c in m.study.configs}
@@ -108,7 +118,12 @@ def save(
         "loss": [finite(loss, 5) for loss in curve.mean],
         "log2_optimum": analysis.optima[0].to_json(5),
         "transfer": [
-            {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": a.drift.to_json(5)}
+            {
+                "axis": m.study.axis,
+                "sizes": list(a.sizes),
+                "verdict": a.verdict,
+                "drift": a.drift.to_json(5),
+            }
             for m, a in of_base
             if len(a.sizes) > 1
         ],
@@ -117,7 +132,9 @@ def save(
     return write(name, config, float(f"{2.0**fitted.optimum:.4g}"), evidence, command)
 
 
-def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any], command: str) -> tuple[Path, str]:
+def write(
+    name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any], command: str
+) -> tuple[Path, str]:
     """Write what a run has and evidence for it as a tuned preset, and give its path and what `--preset` takes.
 
     Args:
@@ -128,12 +145,16 @@ def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any]
         command: that was written.
     """
     preset, opt = preset_of(config), config.optimizer
-    takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` holds what a preset fixes, too
+    takes = inspect.signature(
+        PRESETS[config.preset.name]
+    ).parameters  # `given` holds what a preset fixes, too
     fields = ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")
     tuned = find.Tuned(
         name=check_name(name, config.preset.name),
         preset=config.preset.name,
-        constants={name: value for name, value in preset.choices.items() if name in takes or "." in name},
+        constants={
+            name: value for name, value in preset.choices.items() if name in takes or "." in name
+        },
         form=config.preset.form,
         base=None if preset.base is None else dict(preset.base),
         optimizer={
@@ -156,7 +177,11 @@ def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any]
             "date": datetime.date.today().isoformat(),
         },
     )
-    path = Path(name).expanduser() if name.endswith(".json") else find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
+    path = (
+        Path(name).expanduser()
+        if name.endswith(".json")
+        else find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
+    )
     find.save(tuned, path)
     folders = (find.FOLDER, find.OWN_FOLDER, find.user_folder())
     by_name = path.parent.resolve() in [folder.resolve() for folder in folders]
@@ -172,7 +197,9 @@ def saved_message(path: Path, word: str) -> str:
     """
     text = f"tuned preset in {path.absolute()}; use it with --preset {shlex.quote(word)}"
     if path.parent.resolve() == find.OWN_FOLDER.resolve():
-        text = f"{text} in this folder, or from any folder once the file lies in {find.user_folder()}"
+        text = (
+            f"{text} in this folder, or from any folder once the file lies in {find.user_folder()}"
+        )
     share = find.load(path).optimizer["warmup_fraction"]
     if share > LONGEST_WARMUP:
         text = (

@@ -84,7 +84,11 @@ class Tune:
         from mupax.train.studies.tune.search import Limits
 
         return Limits(
-            points=self.points, batch=self.batch, seeds=self.seeds, confirm=self.confirm, minutes=self.minutes
+            points=self.points,
+            batch=self.batch,
+            seeds=self.seeds,
+            confirm=self.confirm,
+            minutes=self.minutes,
         )
 
 
@@ -100,8 +104,12 @@ def main(argv: Sequence[str]) -> int:
     args, rest = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
     extras.require("tune", "mupax tune")
     if "--workdir" in rest or "--resume" in rest:
-        raise ConfigError("a search has --out in place of --workdir, and goes on by itself without --resume")
-    config = cli.parse(args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Tune)).config
+        raise ConfigError(
+            "a search has --out in place of --workdir, and goes on by itself without --resume"
+        )
+    config = cli.parse(
+        args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Tune)
+    ).config
     config = dataclasses.replace(config, workdir=None)
     words = [word.strip() for text in args.over for word in text.split(",") if word.strip()]
     constants = over.parse(words, config)
@@ -125,7 +133,11 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
         f"{args.points} points of {config.steps} steps, {args.batch} at once, 1 to {args.seeds} seeds each, then {args.confirm} "
         f"fresh seeds of the best and of the start; at most {args.minutes:g} minutes of training"
     )
-    if structural := [c.word for c in constants if c.flag.partition(".")[2] in ("b1", "b2", "momentum", "clip_norm")]:
+    if structural := [
+        c.word
+        for c in constants
+        if c.flag.partition(".")[2] in ("b1", "b2", "momentum", "clip_norm")
+    ]:
         terminal.say(f"note: every value of {', '.join(structural)} compiles a program of its own")
 
 

@@ -90,7 +90,11 @@ class Constant:
             return self.own
         factor = 2.0 ** (step / STEPS)
         number = 1 - (1 - self.own) * factor if self.near_one else self._reference * factor
-        return float(round(number)) if self.flag.rpartition(".")[2] in _WHOLE else float(f"{number:.6g}")
+        return (
+            float(round(number))
+            if self.flag.rpartition(".")[2] in _WHOLE
+            else float(f"{number:.6g}")
+        )
 
     def cells(self) -> list[str]:
         """Return the ends of the range and the run's own value, as tables show them."""
@@ -121,11 +125,17 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
     by_word = vocabulary(config)
     constants = tuple(_constant(word, by_word, config) for word in words)
     flags = [constant.flag for constant in constants]
-    for first, second in ((a, b) for i, a in enumerate(constants) for b in constants[:i] if a.flag == b.flag):
-        raise ConfigError(f"--over: {second.word} and {first.word} are both --{first.flag}; write one of them")
+    for first, second in (
+        (a, b) for i, a in enumerate(constants) for b in constants[:i] if a.flag == b.flag
+    ):
+        raise ConfigError(
+            f"--over: {second.word} and {first.word} are both --{first.flag}; write one of them"
+        )
     for at in range(len(flags)):
         for step in constants[at].steps:
-            preset_of(applied(config, constants, tuple(step * (i == at) for i in range(len(flags)))))
+            preset_of(
+                applied(config, constants, tuple(step * (i == at) for i in range(len(flags))))
+            )
     return constants
 
 
@@ -134,7 +144,11 @@ def vocabulary(config: Config) -> dict[str, str]:
     flags: dict[str, str] = {}
     for name in (*_EVERY_OPTIMIZER, *sorted(OPTIMIZERS[config.optimizer.name].reads - {"decay"})):
         flags |= {name: f"optimizer.{name}", f"optimizer.{name}": f"optimizer.{name}"}
-    for name in inspect.signature(PRESETS[config.preset.name]).parameters if config.preset.name in PRESETS else ():
+    for name in (
+        inspect.signature(PRESETS[config.preset.name]).parameters
+        if config.preset.name in PRESETS
+        else ()
+    ):
         if name in FACTORS:
             flags[name] = f"preset.{name}"
     specs = {spec.group: spec for spec in config.model.parameters().values()}
@@ -190,7 +204,9 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
     name = name if name in by_word else name.removeprefix("preset.")
     if name not in by_word:
         if (constant := ALIASES.get(name, name)) in FACTORS:
-            owners = [n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters]
+            owners = [
+                n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters
+            ]
             raise ConfigError(
                 f"--over {word}: {config.preset.name} has no constant {constant}; {', '.join(owners)} have it"
             )
@@ -230,7 +246,9 @@ def _start(flag: str, config: Config) -> float:
     if name.partition(".")[0] in COLUMNS and "." in name:
         return 1.0
     value = getattr(preset, name, None)
-    return float(inspect.signature(PRESETS[preset.name]).parameters[name].default if value is None else value)
+    return float(
+        inspect.signature(PRESETS[preset.name]).parameters[name].default if value is None else value
+    )
 
 
 def _nearest(name: str, words: Iterable[str]) -> str:

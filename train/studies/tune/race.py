@@ -69,16 +69,22 @@ def race(losses: np.ndarray, looks: int) -> Elimination:
     if (
         len(several) > LEAST
     ):  # residuals do not know which means are low: choosing by the mean does not make sigma smaller
-        better = several[np.argsort(means[several], kind="stable")[: max(LEAST, math.ceil(len(several) / 2))]]
+        better = several[
+            np.argsort(means[several], kind="stable")[: max(LEAST, math.ceil(len(several) / 2))]
+        ]
         _, sigma, freedom = _additive(losses[better], used[better])
     means = np.where(diverged, np.inf, means)
-    critical = math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - ERROR / looks)) if freedom else math.inf
+    critical = (
+        math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - ERROR / looks)) if freedom else math.inf
+    )
     dropped = np.where(diverged, np.arange(len(losses)), -1)
     if freedom:
         pairs = used[:, None] & used[None]  # [P, P, S]
         count = pairs.sum(axis=2)
         values = np.where(used, losses, 0.0)
-        worse = ((values[:, None] - values[None]) * pairs).sum(axis=2) / np.sqrt(np.maximum(count, 1))  # mean * sqrt(n)
+        worse = ((values[:, None] - values[None]) * pairs).sum(axis=2) / np.sqrt(
+            np.maximum(count, 1)
+        )  # mean * sqrt(n)
         beaten = (worse > critical).any(axis=1)
         dropped = np.where(beaten, worse.argmax(axis=1), dropped)
     return Elimination(means, dropped, sigma, freedom, critical)
@@ -99,7 +105,9 @@ def _additive(losses: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, float, 
     values = losses[point, seed]
     solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     effects = np.concatenate([[0.0], solution[len(own) :]])
-    means[own] = np.round(solution[: len(own)] + effects.mean(), 10)  # equal losses have equal means
+    means[own] = np.round(
+        solution[: len(own)] + effects.mean(), 10
+    )  # equal losses have equal means
     freedom = len(point) - int(rank)
     residual = float(((values - design @ solution) ** 2).sum())
     return means, math.sqrt(residual / freedom) if freedom > 0 else math.nan, max(freedom, 0)

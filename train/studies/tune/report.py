@@ -107,7 +107,9 @@ def summary(search: Search, command: str) -> dict[str, Any]:
         for name, point in (("winner", winner), ("start", search.start))
     }
     runs = int((~np.isnan(losses)).sum())
-    octaves = [max(1, round((high - low) / STEPS)) + 1 for low, high in (c.steps for c in search.constants)]
+    octaves = [
+        max(1, round((high - low) / STEPS)) + 1 for low, high in (c.steps for c in search.constants)
+    ]
     return {
         "command": command,
         "stopped": search.stopped,
@@ -146,7 +148,9 @@ def report_of(content: dict[str, Any], metric: str) -> Report:
         content: of `summary`.
         metric: what a loss is.
     """
-    steps = [] if _start_is_best(content) else [Step("Next: train the best point", content["winner"])]
+    steps = (
+        [] if _start_is_best(content) else [Step("Next: train the best point", content["winner"])]
+    )
     rows = [["constant", "from", "to", "start", "best", "importance"]]
     for constant in sorted(content["constants"], key=lambda constant: -constant["importance"]):
         numbers = [f"{constant[name]:.4g}" for name in ("low", "high", "start", "winner")]
@@ -189,7 +193,11 @@ def answer(content: dict[str, Any], metric: str) -> str:
     if apart["low"] > 0:
         return f"Keep the start: the best point is worse, {seeds}."
     more = _fresh_seeds_to_decide(value, apart["high"] - value, len(winner))
-    advice = f"--confirm {more} would probably decide it" if more else "more fresh seeds would hardly decide it"
+    advice = (
+        f"--confirm {more} would probably decide it"
+        if more
+        else "more fresh seeds would hardly decide it"
+    )
     return f"Not decided: {seeds}; {advice}."
 
 
@@ -236,13 +244,18 @@ def draw(path: Path, search: Search, shares: list[float]) -> None:
         best = search.points.index(search.winner)
         panel.plot(x[best], shown[best], "o", ms=8, mfc="none", mec=ORANGE, mew=1.6)
         panel.axvline(x[0], color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-        panel.set_title(f"{constant.word}, importance {shares[at]:.0%}", fontsize=9, loc="left", color=INK)
+        panel.set_title(
+            f"{constant.word}, importance {shares[at]:.0%}", fontsize=9, loc="left", color=INK
+        )
         panel.set_xlabel("log2(1 - value)" if constant.near_one else "log2(value)", fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors="#444444", labelsize=8)
     panels[0][0].set_ylabel("loss (nats), mean over seeds", fontsize=9)
     figure.supxlabel(
-        "ring: the best; dashed: the start; grey: dropped before its last seed", fontsize=8, x=0.01, ha="left"
+        "ring: the best; dashed: the start; grey: dropped before its last seed",
+        fontsize=8,
+        x=0.01,
+        ha="left",
     )
     figure.savefig(path, dpi=130)
 
@@ -265,18 +278,26 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
         "seeds": int(trained.max()),
         "log2_lr": [round(math.log2(rates[i]), 5) for i in order],
         "loss": [finite(float(standing.means[i]), 5) for i in order],
-        "log2_optimum": {"value": round(math.log2(config.optimizer.peak_lr), 5), "low": None, "high": None},
+        "log2_optimum": {
+            "value": round(math.log2(config.optimizer.peak_lr), 5),
+            "low": None,
+            "high": None,
+        },
         "transfer": [],
         "search": {
             "constants": [
-                {key: c[key] for key in ("word", "flag", "low", "high", "start", "winner", "importance")}
+                {
+                    key: c[key]
+                    for key in ("word", "flag", "low", "high", "start", "winner", "importance")
+                }
                 for c in content["constants"]
             ],
             "runs": content["runs"],
             "minutes": search.limits.minutes,
             "train_seconds": content["train_seconds"],
             "fresh_seeds": search.limits.confirm,
-            "winner_less_start": content["winner_less_start"] or {"value": None, "low": None, "high": None},
+            "winner_less_start": content["winner_less_start"]
+            or {"value": None, "low": None, "high": None},
         },
     }
     return tuned.write(name, config, config.optimizer.peak_lr, evidence, command)
@@ -287,6 +308,14 @@ def _ends(content: dict[str, Any]) -> list[str]:
     ends = [
         f"{c['word']} {c['winner']:.4g}"
         for c in content["constants"]
-        if min(abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0 for end in ("low", "high")) <= 2 / STEPS
+        if min(
+            abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0
+            for end in ("low", "high")
+        )
+        <= 2 / STEPS
     ]
-    return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"] if ends else []
+    return (
+        [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"]
+        if ends
+        else []
+    )

@@ -98,7 +98,10 @@ class Search:
     def losses_of(self, point: Point, seeds: Iterable[int]) -> list[float]:
         """Return a point's losses; inf where it diverged, nan where it was not trained."""
         rows = [self.rows.get((point, seed)) for seed in seeds]
-        return [math.nan if row is None else math.inf if row.diverged else row.final_loss for row in rows]
+        return [
+            math.nan if row is None else math.inf if row.diverged else row.final_loss
+            for row in rows
+        ]
 
     @property
     def fresh_seeds(self) -> range:
@@ -113,13 +116,17 @@ class Search:
     def winner(self) -> Point:
         """The point with the lowest mean among those that stay with the most seeds."""
         standing, trained = self.race(), (~np.isnan(self.losses)).sum(axis=1)
-        most = max((n for n, stays in zip(trained, standing.stays, strict=True) if stays), default=0)
+        most = max(
+            (n for n, stays in zip(trained, standing.stays, strict=True) if stays), default=0
+        )
         means = np.where(standing.stays & (trained == most), standing.means, np.inf)
         return self.points[int(np.argmin(means))] if np.isfinite(means).any() else self.start
 
     def difference(self) -> Interval | None:
         """Loss of the winner less that of the start on fresh seeds, with its 95 % interval; None before there are two."""
-        winner, start = (np.array(self.losses_of(point, self.fresh_seeds)) for point in (self.winner, self.start))
+        winner, start = (
+            np.array(self.losses_of(point, self.fresh_seeds)) for point in (self.winner, self.start)
+        )
         with np.errstate(invalid="ignore"):  # two seeds that diverged
             apart = winner - start
         return Interval.of_mean(apart) if len(apart) > 1 and np.isfinite(apart).all() else None
@@ -128,7 +135,10 @@ class Search:
         """Runs to train next; none when the search is over, and then `stopped` says why."""
         if not self.stopped and (runs := self._next()):
             mean = self.seconds / max(len(self.rows), 1)
-            if self.seconds + mean * (len(runs) + 2 * self.limits.confirm) <= 60 * self.limits.minutes:
+            if (
+                self.seconds + mean * (len(runs) + 2 * self.limits.confirm)
+                <= 60 * self.limits.minutes
+            ):
                 return runs
             self.stopped = f"the {self.limits.minutes:g} minutes would not hold another round"
             self.points = [point for point in self.points if (point, 0) in self.rows]
@@ -143,7 +153,9 @@ class Search:
             open_to_seeds = stays & (trained < self.limits.seeds)
             if open_to_seeds.any():
                 seed = int(trained[open_to_seeds].min())
-                return [(self.points[i], seed) for i in np.nonzero(open_to_seeds & (trained == seed))[0]]
+                return [
+                    (self.points[i], seed) for i in np.nonzero(open_to_seeds & (trained == seed))[0]
+                ]
         if (left := self.limits.points - len(self.points)) <= 0:
             self.stopped = f"all {self.limits.points} points are tried"
             return []
@@ -160,10 +172,14 @@ class Search:
         if tried <= SPREAD * len(self.constants):
             each = surrogate.spread(self.constants, tried - 1, count - len(first), self.limits.seed)
             return [point for point in dict.fromkeys(first + each) if point not in self.points]
-        return surrogate.ask(self.constants, self.points, self.race().means, count, self.limits.seed)
+        return surrogate.ask(
+            self.constants, self.points, self.race().means, count, self.limits.seed
+        )
 
 
-def measure(search: Search, run: Runner, watch: Callable[[Search, Sequence[Run]], None] = lambda *_: None) -> None:
+def measure(
+    search: Search, run: Runner, watch: Callable[[Search, Sequence[Run]], None] = lambda *_: None
+) -> None:
     """Train what a search asks for until it asks for no more.
 
     Args:

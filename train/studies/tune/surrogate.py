@@ -39,12 +39,18 @@ def spread(constants: Sequence[Constant], first: int, count: int, seed: int) -> 
     for _ in range(50):
         ratio = (1 + ratio) ** (1 / (size + 1))
     shift = np.random.default_rng(seed).random(size)
-    unit = (shift + np.outer(np.arange(first + 1, first + count + 1), ratio ** -np.arange(1, size + 1))) % 1
+    unit = (
+        shift + np.outer(np.arange(first + 1, first + count + 1), ratio ** -np.arange(1, size + 1))
+    ) % 1
     return _points(constants, unit)
 
 
 def ask(
-    constants: Sequence[Constant], points: Sequence[Point], losses: np.ndarray, count: int, seed: int
+    constants: Sequence[Constant],
+    points: Sequence[Point],
+    losses: np.ndarray,
+    count: int,
+    seed: int,
 ) -> list[Point]:
     """Points to try next, none of which was tried before.
 
@@ -63,10 +69,16 @@ def ask(
         best = unit[np.argsort(values, kind="stable")[:NEAREST]]
         near = best[rng.integers(0, len(best), CANDIDATES)]
         moved = rng.random(near.shape) < np.maximum(0.3, 1.5 / near.shape[1])
-        near = near + moved * rng.normal(0, 10.0 ** rng.uniform(-2, -0.5, (CANDIDATES, 1)), near.shape)
+        near = near + moved * rng.normal(
+            0, 10.0 ** rng.uniform(-2, -0.5, (CANDIDATES, 1)), near.shape
+        )
         candidates = np.concatenate([rng.random((CANDIDATES, len(constants))), np.clip(near, 0, 1)])
         gains = _improvement(process, candidates, float(values.min()))
-        chosen = (p for p in _points(constants, candidates[np.argsort(-gains, kind="stable")]) if p not in tried)
+        chosen = (
+            p
+            for p in _points(constants, candidates[np.argsort(-gains, kind="stable")])
+            if p not in tried
+        )
         if (point := next(chosen, None)) is None:
             break  # every point of the grid is tried
         tried.add(point)
@@ -77,7 +89,9 @@ def ask(
     return proposals
 
 
-def importance(constants: Sequence[Constant], points: Sequence[Point], losses: np.ndarray) -> list[float]:
+def importance(
+    constants: Sequence[Constant], points: Sequence[Point], losses: np.ndarray
+) -> list[float]:
     """Total Sobol index of every constant, between 0 and 1; together more than 1 where they act jointly.
 
     Args:
@@ -96,7 +110,9 @@ def importance(constants: Sequence[Constant], points: Sequence[Point], losses: n
     for i in range(size):
         mixed = a.copy()
         mixed[:, i] = b[:, i]
-        shares.append(float(((whole - process.predict(mixed)) ** 2).mean() / 2 / max(variance, 1e-12)))
+        shares.append(
+            float(((whole - process.predict(mixed)) ** 2).mean() / 2 / max(variance, 1e-12))
+        )
     return [min(share, 1.0) for share in shares]
 
 
@@ -124,11 +140,15 @@ def fitted(unit: np.ndarray, values: np.ndarray, like: Any = None) -> Any:
     lengths: Any = np.ones(unit.shape[1])
     valley = ConstantKernel(1.0, (0.05, 50.0)) * Matern(lengths, (0.1, 20.0), nu=2.5)
     how: Any = (
-        {"optimizer": None, "kernel": like.kernel_} if like else {"kernel": valley + WhiteKernel(0.01, (1e-5, 0.5))}
+        {"optimizer": None, "kernel": like.kernel_}
+        if like
+        else {"kernel": valley + WhiteKernel(0.01, (1e-5, 0.5))}
     )
     process = GaussianProcessRegressor(normalize_y=True, **how)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a length at the end of its bounds: the constant does little
+        warnings.simplefilter(
+            "ignore"
+        )  # a length at the end of its bounds: the constant does little
         return process.fit(unit, values)
 
 
@@ -141,7 +161,9 @@ def _improvement(process: Any, candidates: np.ndarray, least: float) -> np.ndarr
 
 def _unit(constants: Sequence[Constant], points: Sequence[Point]) -> np.ndarray:
     low, high = np.array([constant.steps for constant in constants], float).T
-    return (np.array(points, float).reshape(len(points), len(constants)) - low) / np.maximum(high - low, 1)
+    return (np.array(points, float).reshape(len(points), len(constants)) - low) / np.maximum(
+        high - low, 1
+    )
 
 
 def _points(constants: Sequence[Constant], unit: np.ndarray) -> list[Point]:

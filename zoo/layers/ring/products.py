@@ -20,8 +20,12 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     kv_heads = k_BKSN.shape[1]
 
-    def tile(start: jax.Array, q_BKGTN: jax.Array, *segments_BKGT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BKGTS = _logits(q_BKGTN, k_BKSN, start if causal else None, *segments_BKGT, *segments[1:])
+    def tile(
+        start: jax.Array, q_BKGTN: jax.Array, *segments_BKGT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        logits_BKGTS = _logits(
+            q_BKGTN, k_BKSN, start if causal else None, *segments_BKGT, *segments[1:]
+        )
         most_BKGT = jnp.max(logits_BKGTS, axis=-1)
         weights_BKGTS = jnp.exp(logits_BKGTS - most_BKGT[..., None])
         sum_BKGT = jnp.sum(weights_BKGTS, axis=-1)
@@ -40,10 +44,14 @@ def _backward(
 
     def tile(dkv: Any, of: Any) -> tuple[Any, jax.Array]:
         start, q_BKGTN, lse_BKGT, dy_BKGTN, along_BKGT, *segments_BKGT = of
-        logits_BKGTS = _logits(q_BKGTN, k_BKSN, start if causal else None, *segments_BKGT, *segments[1:])
+        logits_BKGTS = _logits(
+            q_BKGTN, k_BKSN, start if causal else None, *segments_BKGT, *segments[1:]
+        )
         weights_BKGTS = jnp.exp(logits_BKGTS - lse_BKGT[..., None])
         dv_BKSN = _einsum("bkgts,bkgtn->bksn", weights_BKGTS.astype(kind), dy_BKGTN)
-        slope_BKGTS = weights_BKGTS * (_einsum("bkgtn,bksn->bkgts", dy_BKGTN, v_BKSN) - along_BKGT[..., None])
+        slope_BKGTS = weights_BKGTS * (
+            _einsum("bkgtn,bksn->bkgts", dy_BKGTN, v_BKSN) - along_BKGT[..., None]
+        )
         dk_BKSN = _einsum("bkgts,bkgtn->bksn", slope_BKGTS.astype(kind), q_BKGTN)
         dq_BKGTN = _einsum("bkgts,bksn->bkgtn", slope_BKGTS.astype(kind), k_BKSN)
         return (dkv[0] + dk_BKSN, dkv[1] + dv_BKSN), dq_BKGTN
@@ -87,7 +95,9 @@ def _tiles(kv_heads: int, *arrays: jax.Array) -> tuple[jax.Array, list[jax.Array
     batch, heads, length = arrays[0].shape[:3]
     count = next(n for n in range(math.ceil(length / TILE), length + 1) if length % n == 0)
     shape = batch, kv_heads, heads // kv_heads, count, length // count
-    return length // count * jnp.arange(count), [jnp.moveaxis(x.reshape(*shape, *x.shape[3:]), 3, 0) for x in arrays]
+    return length // count * jnp.arange(count), [
+        jnp.moveaxis(x.reshape(*shape, *x.shape[3:]), 3, 0) for x in arrays
+    ]
 
 
 def _whole(tiles: jax.Array) -> jax.Array:

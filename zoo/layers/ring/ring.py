@@ -41,7 +41,11 @@ class Part(NamedTuple):
 
 
 def ring(
-    names: tuple[str, ...], part: Part, causal: bool, qkv: Sequence[jax.Array], segments_BT: jax.Array | None = None
+    names: tuple[str, ...],
+    part: Part,
+    causal: bool,
+    qkv: Sequence[jax.Array],
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, T, H, N] of this device's queries to all keys; inside of `shard_map`.
 
@@ -52,7 +56,9 @@ def ring(
         qkv: queries with the logit scale, keys and values, [B, T, heads, N], this device's positions of each.
         segments_BT: int32, of those positions, which see one another where theirs is the same; all unless given.
     """
-    segments = () if segments_BT is None else (segments_BT[:, None],)  # heads before positions, as the others
+    segments = (
+        () if segments_BT is None else (segments_BT[:, None],)
+    )  # heads before positions, as the others
     heads_first = (jnp.swapaxes(x, 1, 2) for x in qkv)
     return jnp.swapaxes(_attended(names, part, causal, *heads_first, *segments), 1, 2)
 
@@ -80,12 +86,18 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
 
         halves = jnp.split(x, 2, axis=1)
         halves = by_kind(halves) if back else halves
-        halves = [jax.lax.ppermute(half, names, route) for half, route in zip(halves, routes, strict=True)]
+        halves = [
+            jax.lax.ppermute(half, names, route) for half, route in zip(halves, routes, strict=True)
+        ]
         return jnp.concatenate(halves if back else by_kind(halves), axis=1)
 
     def moved(x: jax.Array) -> jax.Array:
         batch = "batch" if x.shape[0] % layout.num_shards("batch") == 0 else None
-        axes = (batch, "sequence", "heads", None) if x.ndim == 4 else (batch, "sequence", None)[: x.ndim]
+        axes = (
+            (batch, "sequence", "heads", None)
+            if x.ndim == 4
+            else (batch, "sequence", None)[: x.ndim]
+        )
         return layout.local(local, (axes,), axes)(x)
 
     return [moved(x) for x in arrays]
@@ -106,7 +118,9 @@ def _attended(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Arr
     return _forward(names, part, causal, *arrays)[0]
 
 
-def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, Residuals]:
+def _forward(
+    names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array
+) -> tuple[jax.Array, Residuals]:
     (q_BHTN, *mine), ways = arrays, jax.lax.axis_size(names)
     rows = (
         q_BHTN,
@@ -128,17 +142,26 @@ def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Arra
         def behind() -> Any:
             return [totals[0], _sum(totals[1], attend(later, kv))]
 
-        return jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+        return (
+            jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+        )
 
     def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
         totals, kv = carry
         return (accumulate(totals, kv, step), _sent(kv, names)), None
 
     y_BHTN, lse_BHT = attend(rows, mine, causal)
-    totals = list(zip(_parts(y_BHTN.astype(jnp.float32), causal), _parts(lse_BHT, causal), strict=True))
+    totals = list(
+        zip(_parts(y_BHTN.astype(jnp.float32), causal), _parts(lse_BHT, causal), strict=True)
+    )
     (totals, kv), _ = jax.lax.scan(onward, (totals, _sent(mine, names)), jnp.arange(1, ways - 1))
-    y_BHTN, lse_BHT = (jnp.concatenate(x, axis=2) for x in zip(*accumulate(totals, kv, ways - 1), strict=True))
-    y_BHTN, lse_BHT = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED), checkpoint_name(lse_BHT, SAVED)
+    y_BHTN, lse_BHT = (
+        jnp.concatenate(x, axis=2) for x in zip(*accumulate(totals, kv, ways - 1), strict=True)
+    )
+    y_BHTN, lse_BHT = (
+        checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED),
+        checkpoint_name(lse_BHT, SAVED),
+    )
     return y_BHTN, (*arrays, y_BHTN, lse_BHT)
 
 
@@ -150,7 +173,10 @@ def _backward(
     later = [_parts(x, causal)[-1] for x in rows]
 
     def gradients(rows: Any, kv: Any, masked: bool = False) -> list[list[jax.Array]]:
-        (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *key_segments) = rows, kv
+        (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *key_segments) = (
+            rows,
+            kv,
+        )
         whole = q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT
         cotangents = part.backward(whole, gradient_BHTN, masked, *segments, *key_segments)
         return [[x.astype(jnp.float32)] for x in cotangents]
@@ -161,14 +187,20 @@ def _backward(
         def before() -> Any:
             first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
             (more,), *more_dkv = gradients(rows, first)
-            return _plus(dq, _parts(more, causal)), [_plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)]
+            return _plus(dq, _parts(more, causal)), [
+                _plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)
+            ]
 
         def behind() -> Any:
             (more,), *more_dkv = gradients(later, kv)
             more_dkv = [_parts(one, causal) for (one,) in more_dkv]
-            return [dq[0], dq[1] + more], [_plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)]
+            return [dq[0], dq[1] + more], [
+                _plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)
+            ]
 
-        return jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+        return (
+            jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+        )
 
     # Gradients of keys and values follow a step behind them, so that they, too, are sent beside products.
     def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:

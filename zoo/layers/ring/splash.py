@@ -57,7 +57,17 @@ def backward(
         gradient_HTN: of outputs.
     """
     q_HTN, k_KSN, v_KSN, y_HTN, lse_HT = residuals
-    res = q_HTN, k_KSN, v_KSN, segments, None, y_HTN, lse_HT, kernel.dq_mask_info, kernel.dkv_mask_info
+    res = (
+        q_HTN,
+        k_KSN,
+        v_KSN,
+        segments,
+        None,
+        y_HTN,
+        lse_HT,
+        kernel.dq_mask_info,
+        kernel.dkv_mask_info,
+    )
     options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
     gradients = splash._splash_attention_bwd(False, res=res, do=gradient_HTN, **options)  # pyright: ignore
     return gradients[3:6]
@@ -82,11 +92,15 @@ def _library(options: dict[str, Any], lse: bool, mask: Any, *arrays: Any) -> Any
 
 
 @jax.custom_vjp
-def _attended(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+def _attended(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+) -> jax.Array:
     return _library(kernel.kwargs, False, kernel.fwd_mask_info, q, k, v, segments)
 
 
-def _fwd(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> tuple[jax.Array, Any]:
+def _fwd(
+    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+) -> tuple[jax.Array, Any]:
     y_HTN, lse_HT = (checkpoint_name(x, SAVED) for x in forward(kernel, q, k, v, segments))
     return y_HTN, (kernel, segments, (q, k, v, y_HTN, lse_HT))
 
@@ -129,6 +143,8 @@ def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
         residuals: Residuals, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         arrays = residuals, gradient_BHTN, apart(segments)
-        return jax.vmap(backward, (None, 0, 0, 0))(kernel(residuals[0], residuals[1], causal), *arrays)
+        return jax.vmap(backward, (None, 0, 0, 0))(
+            kernel(residuals[0], residuals[1], causal), *arrays
+        )
 
     return Part(forwards, backwards)

@@ -24,7 +24,9 @@ _STEPS = {
 def samples() -> Iterator[Sample]:
     """Yield every sample of this kind."""
     bodies = {
-        title: "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = " + step + " %}{% endfor %}"
+        title: "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = "
+        + step
+        + " %}{% endfor %}"
         for title, step in _STEPS.items()
     } | {
         "a loop of 10^9": "{% for i in range(10**9) %}x{% endfor %}",
@@ -75,4 +77,6 @@ def _make(folder: Path, template: str) -> None:
 
 
 def _read(folder: Path) -> int:
-    return first_batches(folder, "chat:chat.jsonl", chat_template="chat.jinja", model={"seq_len": 256})
+    return first_batches(
+        folder, "chat:chat.jsonl", chat_template="chat.jinja", model={"seq_len": 256}
+    )

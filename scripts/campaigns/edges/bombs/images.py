@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, loading
+from scripts.campaigns.edges.bombs.sample import (
+    EITHER,
+    LOADS,
+    REFUSED,
+    Sample,
+    first_batches,
+    loading,
+)
 
 PIXELS = "--data.limits.megapixels"
 
@@ -33,7 +40,11 @@ def samples() -> Iterator[Sample]:
         "png: a text of 60 MB": (_png_text, REFUSED, ""),
         "png: a colour profile of 200 MB": (_png_profile, EITHER, ""),
         "jpeg: 11,000 x 11,000": (partial(_drawn, "JPEG", "RGB", 11_000), LOADS, ""),
-        "jpeg: 11,000 x 11,000, turned": (partial(_drawn, "JPEG", "RGB", 11_000, turned=True), LOADS, ""),
+        "jpeg: 11,000 x 11,000, turned": (
+            partial(_drawn, "JPEG", "RGB", 11_000, turned=True),
+            LOADS,
+            "",
+        ),
         "jpeg: 10,000 x 10,000, progressive": (
             partial(_drawn, "JPEG", "RGB", 10_000, progressive=True),
             LOADS,
@@ -57,7 +68,11 @@ def samples() -> Iterator[Sample]:
         "jp2: 12,000 x 12,000": (partial(_drawn, "JPEG2000", "L", 12_000), REFUSED, PIXELS),
         "jp2: 5,500 x 5,500": (partial(_drawn, "JPEG2000", "RGB", 5500), LOADS, ""),
         "avif: 5,000 x 5,000": (partial(_drawn, "AVIF", "RGB", 5000), LOADS, ""),
-        "ppm: 10^9 x 10^9 in its header": (lambda: b"P6 1000000000 1000000000 255\n" + bytes(1000), REFUSED, ""),
+        "ppm: 10^9 x 10^9 in its header": (
+            lambda: b"P6 1000000000 1000000000 255\n" + bytes(1000),
+            REFUSED,
+            "",
+        ),
         "tga: 65,535 x 65,535 in its header": (_tga_header, REFUSED, ""),
         "ico: 256 entries": (_icon, EITHER, ""),
         "pcx: 60,000 x 60,000 in its header": (_pcx_header, REFUSED, ""),
@@ -67,7 +82,9 @@ def samples() -> Iterator[Sample]:
         make = partial(_make, suffix=title.partition(":")[0], content=content)
         yield Sample(f"image {title}", "images", make, _READ, codes, flag)
     bomb = partial(_make, suffix="png", content=files["png: 13,000 x 13,000, black and white"][0])
-    yield Sample("image png: 13,000 x 13,000, left out", "images", bomb, _READ_THE_OTHERS, LOADS, "left out")
+    yield Sample(
+        "image png: 13,000 x 13,000, left out", "images", bomb, _READ_THE_OTHERS, LOADS, "left out"
+    )
     yield Sample("image png: 13,000 x 13,000, allowed", "images", bomb, _read_all, LOADS)
     eight = partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
     yield Sample("image png: four of 11,000 x 11,000", "images", eight, _READ, LOADS)
@@ -99,7 +116,9 @@ def _read_all(folder: Path) -> int:
     return first_batches(folder, "images:images", images=True, limits=LimitsConfig(megapixels=170))
 
 
-def _drawn(kind: str, mode: str, side: int, *, turned: bool = False, progressive: bool = False) -> bytes:
+def _drawn(
+    kind: str, mode: str, side: int, *, turned: bool = False, progressive: bool = False
+) -> bytes:
     """Return an image of one colour, as Pillow writes it."""
     from PIL import ExifTags, Image
 
@@ -119,7 +138,12 @@ def _drawn(kind: str, mode: str, side: int, *, turned: bool = False, progressive
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def _png(width: int, height: int) -> bytes:
@@ -128,12 +152,22 @@ def _png(width: int, height: int) -> bytes:
     row = bytes((width + 7) // 8 + 1)
     rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", rows)
+        + _chunk(b"IEND", b"")
+    )
 
 
 def _png_header(width: int, height: int) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", bytes(100)) + _chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", bytes(100))
+        + _chunk(b"IEND", b"")
+    )
 
 
 def _png_text() -> bytes:
@@ -187,11 +221,20 @@ def _frames() -> bytes:
 
 def _bmp_header(side: int) -> bytes:
     header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 256, 0)
-    return b"BM" + struct.pack("<IHHI", 2000, 0, 0, 14 + 40 + 1024) + header + bytes(1024) + b"\xff\x01" * 500 + b"\0\1"
+    return (
+        b"BM"
+        + struct.pack("<IHHI", 2000, 0, 0, 14 + 40 + 1024)
+        + header
+        + bytes(1024)
+        + b"\xff\x01" * 500
+        + b"\0\1"
+    )
 
 
 def _tga_header() -> bytes:
-    return struct.pack("<BBBHHBHHHHBB", 0, 0, 10, 0, 0, 0, 0, 0, 65_535, 65_535, 24, 0) + bytes(1000)
+    return struct.pack("<BBBHHBHHHHBB", 0, 0, 10, 0, 0, 0, 0, 0, 65_535, 65_535, 24, 0) + bytes(
+        1000
+    )
 
 
 def _pcx_header() -> bytes:
@@ -209,7 +252,9 @@ def _sgi_header() -> bytes:
 
 
 def _icon() -> bytes:
-    entries = b"".join(struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16) for _ in range(256))
+    entries = b"".join(
+        struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16) for _ in range(256)
+    )
     return struct.pack("<HHH", 0, 1, 256) + entries + _png(256, 256)
 
 

@@ -12,13 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, first_batches, loading, mupax
+from scripts.campaigns.edges.bombs.sample import (
+    EITHER,
+    LOADS,
+    REFUSED,
+    Sample,
+    command,
+    first_batches,
+    loading,
+    mupax,
+)
 
 MIB = 2**20
 RATIO = "--data.limits.ratio"
 LENGTH = "--data.limits.record-mib"
 _WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa")
-_GOOD = b"".join(json.dumps({"text": f"{_WORDS[i % 10]} {i} {_WORDS[i % 7]}"}).encode() + b"\n" for i in range(300))
+_GOOD = b"".join(
+    json.dumps({"text": f"{_WORDS[i % 10]} {i} {_WORDS[i % 7]}"}).encode() + b"\n"
+    for i in range(300)
+)
 
 
 def samples() -> Iterator[Sample]:
@@ -115,7 +127,9 @@ def _lines() -> Iterator[Sample]:
         file = f"data.jsonl.{suffix}"
         make = partial(_make_file, file=file, blocks=_STREAMS[title][0])
         read = command(f"data prepare records:{file} --on-broken skip")
-        yield Sample(f"{file}: {title}, left out", f"JSON lines .{suffix}", make, read, EITHER, says)
+        yield Sample(
+            f"{file}: {title}, left out", f"JSON lines .{suffix}", make, read, EITHER, says
+        )
     for suffix in ("gz", "zst", "bz2", "xz"):
         file = f"data.jsonl.{suffix}"
         make = partial(_make_file, file=file, blocks=_STREAMS["1.1 GB of one line"][0])
@@ -141,11 +155,23 @@ def _plain_lines() -> Iterator[Sample]:
         "a number of 5 million digits": (digits + _GOOD, REFUSED),
         "a key twice": (b'{"text":"a","text":"b"}\n' * 50 + _GOOD, LOADS),
         "NaN in another field": (b'{"text":"abc","x":NaN}\n' * 50 + _GOOD, LOADS),
-        "3 million objects in a line": (b'{"text":"ok","x":[' + b"{}," * 3_000_000 + b"{}]}\n" + _GOOD, LOADS),
-        "3 million empty strings in a line": (b'{"text":"ok","x":[' + b'"",' * 3_000_000 + b'""]}\n' + _GOOD, LOADS),
-        "9 MB of keys": (b'{"text":"ok",' + b",".join(b'"%d":0' % i for i in range(800_000)) + b"}\n" + _GOOD, LOADS),
+        "3 million objects in a line": (
+            b'{"text":"ok","x":[' + b"{}," * 3_000_000 + b"{}]}\n" + _GOOD,
+            LOADS,
+        ),
+        "3 million empty strings in a line": (
+            b'{"text":"ok","x":[' + b'"",' * 3_000_000 + b'""]}\n' + _GOOD,
+            LOADS,
+        ),
+        "9 MB of keys": (
+            b'{"text":"ok",' + b",".join(b'"%d":0' % i for i in range(800_000)) + b"}\n" + _GOOD,
+            LOADS,
+        ),
         "700,000 records of a letter": (b'{"text":"a"}\n' * 700_000, LOADS),
-        "9 MB of letters and one emoji": (b'{"text":"' + b"a" * 9_000_000 + "🙂".encode() + b'"}\n' + _GOOD, LOADS),
+        "9 MB of letters and one emoji": (
+            b'{"text":"' + b"a" * 9_000_000 + "🙂".encode() + b'"}\n' + _GOOD,
+            LOADS,
+        ),
         "9 MB of escapes": (b'{"text":"' + b"\\u0410" * 1_500_000 + b'"}\n' + _GOOD, LOADS),
     }
     for title, (content, codes) in contents.items():
@@ -161,7 +187,11 @@ def _make_bytes(folder: Path, file: str, content: bytes) -> None:
 def _parquet() -> Iterator[Sample]:
     tables: dict[str, tuple[Callable[[Path], object], tuple[int, ...], str]] = {
         "two million rows of a text of 1 MB": (_one_text, REFUSED, RATIO),
-        "two million rows of a text of 20 MB": (partial(_one_text, size=20_000_000), REFUSED, RATIO),
+        "two million rows of a text of 20 MB": (
+            partial(_one_text, size=20_000_000),
+            REFUSED,
+            RATIO,
+        ),
         "a row of 1 GB": (partial(_one_row, size=1000), REFUSED, "--data.limits"),
         "a row of 100 MB": (partial(_one_row, size=100), REFUSED, "--data.limits"),
         "40 million empty rows": (partial(_empty_rows, value=""), REFUSED, RATIO),
@@ -200,8 +230,12 @@ def _one_text(folder: Path, size: int = 1_000_000) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2_000_000, np.int32)), pa.array(["x" * size]))
-    parquet.write_table(pa.table({"text": column}), folder / "data.parquet", use_dictionary=True, compression="zstd")
+    column = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(2_000_000, np.int32)), pa.array(["x" * size])
+    )
+    parquet.write_table(
+        pa.table({"text": column}), folder / "data.parquet", use_dictionary=True, compression="zstd"
+    )
 
 
 def _one_message(folder: Path) -> None:
@@ -210,19 +244,27 @@ def _one_message(folder: Path) -> None:
     from pyarrow import parquet
 
     count = 2_000_000
-    content = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array(["x" * 1_000_000]))
+    content = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(count, np.int32)), pa.array(["x" * 1_000_000])
+    )
     roles = np.tile(np.array([0, 1], np.int32), count // 2)
     role = pa.DictionaryArray.from_arrays(pa.array(roles), pa.array(["user", "assistant"]))
     message = pa.StructArray.from_arrays([role, content], ["role", "content"])
-    messages = pa.ListArray.from_arrays(pa.array(np.arange(0, count + 1, 2, dtype=np.int32)), message)
-    parquet.write_table(pa.table({"messages": messages}), folder / "chat.parquet", compression="zstd")
+    messages = pa.ListArray.from_arrays(
+        pa.array(np.arange(0, count + 1, 2, dtype=np.int32)), message
+    )
+    parquet.write_table(
+        pa.table({"messages": messages}), folder / "chat.parquet", compression="zstd"
+    )
 
 
 def _one_row(folder: Path, size: int) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = pa.table({"text": [f"{word} {i}" for i, word in enumerate(_WORDS)] + ["x" * (size * 1_000_000)]})
+    table = pa.table(
+        {"text": [f"{word} {i}" for i, word in enumerate(_WORDS)] + ["x" * (size * 1_000_000)]}
+    )
     parquet.write_table(table, folder / "data.parquet", use_dictionary=False, compression="zstd")
 
 
@@ -291,7 +333,9 @@ def _many_columns(folder: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({f"column {i}": ["a"] for i in range(20_000)}), folder / "data.parquet")
+    parquet.write_table(
+        pa.table({f"column {i}": ["a"] for i in range(20_000)}), folder / "data.parquet"
+    )
 
 
 def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Path:
@@ -300,7 +344,9 @@ def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Pat
 
     file = folder / "data.parquet"
     texts = [" ".join(_WORDS[(i * k) % 10] + str(i * k) for k in range(1, 30)) for i in range(rows)]
-    parquet.write_table(pa.table({"text": texts}), file, row_group_size=row_group_size, compression="zstd")
+    parquet.write_table(
+        pa.table({"text": texts}), file, row_group_size=row_group_size, compression="zstd"
+    )
     return file
 
 
@@ -322,7 +368,9 @@ def _repeated_prompts(folder: Path) -> None:
     from pyarrow import parquet
 
     prompts = [f"{i} " + " ".join(_WORDS) * 2 for i in range(100)]
-    parquet.write_table(pa.table({"text": prompts * 2000}), folder / "data.parquet", compression="zstd")
+    parquet.write_table(
+        pa.table({"text": prompts * 2000}), folder / "data.parquet", compression="zstd"
+    )
 
 
 def _hub() -> Iterator[Sample]:
@@ -330,8 +378,12 @@ def _hub() -> Iterator[Sample]:
         make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_later)
         yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
         make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_first)
-        yield Sample(f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
-    yield Sample("hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _STREAM, REFUSED, RATIO)
+        yield Sample(
+            f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _STREAM, REFUSED
+        )
+    yield Sample(
+        "hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _STREAM, REFUSED, RATIO
+    )
     yield Sample("hf:FOLDER: ordinary Parquet", "datasets", _hub_ordinary, _STREAM, LOADS)
 
 
@@ -449,7 +501,9 @@ def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> N
     for name in ("train", "t10k"):
         if plain:
             (folder / f"{name}-images-idx3-ubyte").write_bytes(content + bytes(total))
-            (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels + bytes([0, 1] * (sizes[0] // 2)))
+            (folder / f"{name}-labels-idx1-ubyte").write_bytes(
+                labels + bytes([0, 1] * (sizes[0] // 2))
+            )
             continue
         with gzip.open(folder / f"{name}-images-idx3-ubyte.gz", "wb", 1) as file:
             file.write(content)
@@ -460,11 +514,21 @@ def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> N
 
 
 def _read_idx(folder: Path) -> int:
-    return first_batches(folder, f"idx:{folder}", images=True, model={"channels": 1, "image_size": 28, "patch_size": 7})
+    return first_batches(
+        folder,
+        f"idx:{folder}",
+        images=True,
+        model={"channels": 1, "image_size": 28, "patch_size": 7},
+    )
 
 
 def _read_pixel(folder: Path) -> int:
-    return first_batches(folder, f"idx:{folder}", images=True, model={"channels": 1, "image_size": 1, "patch_size": 1})
+    return first_batches(
+        folder,
+        f"idx:{folder}",
+        images=True,
+        model={"channels": 1, "image_size": 1, "patch_size": 1},
+    )
 
 
 def _honest() -> Iterator[Sample]:
@@ -473,11 +537,17 @@ def _honest() -> Iterator[Sample]:
         file = f"data.jsonl.{suffix}"
         make = partial(_make_file, file=file, blocks=_thirty_to_one)
         yield Sample(
-            f"{file}: 100 MB that compress 30:1", "honest", make, command(f"data prepare records:{file}"), LOADS
+            f"{file}: 100 MB that compress 30:1",
+            "honest",
+            make,
+            command(f"data prepare records:{file}"),
+            LOADS,
         )
     for vocabulary in ("bytes", "subwords"):
         read = partial(_book, vocabulary=vocabulary)
-        yield Sample(f"data.jsonl: two books of 9 MB, {vocabulary}", "honest", _make_books, read, LOADS)
+        yield Sample(
+            f"data.jsonl: two books of 9 MB, {vocabulary}", "honest", _make_books, read, LOADS
+        )
     read = command("data prepare records:data.parquet")
     large = partial(_ordinary, rows=200_000, row_group_size=5000)
     yield Sample("data.parquet: 40 row groups", "honest", large, read, LOADS)
@@ -496,7 +566,10 @@ def _make_books(folder: Path) -> None:
     import random
 
     choose = random.Random(0)
-    words = ["".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9))) for _ in range(5000)]
+    words = [
+        "".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9)))
+        for _ in range(5000)
+    ]
     with (folder / "data.jsonl").open("w") as file:
         file.write(json.dumps({"text": " ".join(choose.choices(words, k=1_400_000))}) + "\n")
         for _ in range(30):

@@ -66,11 +66,19 @@ def first_batches(folder: Path, name: str, **fields: Any) -> int:
             usual = {"image_size": 32, "patch_size": 8, "channels": 3, "num_classes": 2}
             model: Any = ViTConfig(width=8, depth=1, num_heads=1, **{**usual, **sizes})
         else:
-            model = DecoderConfig(width=8, depth=1, num_heads=1, **{"seq_len": 16, "vocab_size": 1 << 20, **sizes})
+            model = DecoderConfig(
+                width=8, depth=1, num_heads=1, **{"seq_len": 16, "vocab_size": 1 << 20, **sizes}
+            )
         loaded = data.load(DataConfig(name=name, batch_size=2, **fields), model, seed=0)
         loaded.train_batch(0)
         loaded.eval_batch(0)
-        print({name: loaded.facts[name] for name in ("train_tokens", "train_images") if name in loaded.facts})
+        print(
+            {
+                name: loaded.facts[name]
+                for name in ("train_tokens", "train_images")
+                if name in loaded.facts
+            }
+        )
         return 0
 
     return load([])

@@ -29,8 +29,14 @@ def samples() -> Iterator[Sample]:
         "60,000 added tokens": (partial(_added, 60_000, 8), LOADS),
         "1,000 added tokens of 9,000 letters": (partial(_added, 1000, 9000), REFUSED),
         "a special token of 5 million letters": (partial(_added, 1, 5_000_000), REFUSED),
-        "a prefix of 5 million letters": (partial(_bpe, continuing_subword_prefix="x" * 5_000_000), REFUSED),
-        "an ending of 5 million letters": (partial(_bpe, end_of_word_suffix="x" * 5_000_000), REFUSED),
+        "a prefix of 5 million letters": (
+            partial(_bpe, continuing_subword_prefix="x" * 5_000_000),
+            REFUSED,
+        ),
+        "an ending of 5 million letters": (
+            partial(_bpe, end_of_word_suffix="x" * 5_000_000),
+            REFUSED,
+        ),
         "a normalizer that prepends 5 million letters": (
             _normalizer({"type": "Prepend", "prepend": "a" * 5_000_000}),
             REFUSED,
@@ -40,7 +46,9 @@ def samples() -> Iterator[Sample]:
             REFUSED,
         ),
         "nine normalizers that write ten for a letter": (
-            _normalizer({"type": "Sequence", "normalizers": [{**replace, "content": "e" * 10}] * 9}),
+            _normalizer(
+                {"type": "Sequence", "normalizers": [{**replace, "content": "e" * 10}] * 9}
+            ),
             REFUSED,
         ),
         "a decoder that writes 3 million for a letter": (
@@ -58,7 +66,10 @@ def samples() -> Iterator[Sample]:
             EITHER,
         ),
         "a WordPiece with words of 10^9 letters": (_word_piece, REFUSED),
-        "nested a million deep": (lambda: b'{"version":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}", REFUSED),
+        "nested a million deep": (
+            lambda: b'{"version":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
+            REFUSED,
+        ),
         "normalizers nested 100 deep": (_nested, EITHER),
         "no JSON": (lambda: b"\x80\x04\x95" + bytes(1000), REFUSED),
         "no vocabulary": (partial(_described, {"type": "BPE", "vocab": {}, "merges": []}), REFUSED),
@@ -76,10 +87,25 @@ def samples() -> Iterator[Sample]:
     for title, (content, codes) in files.items():
         make = partial(_make, content=content)
         yield Sample(f"tokenizer.json: {title}", "tokenizer.json", make, _READ, codes)
-    for title in ("1,000 Unigram pieces of 9,000 letters", "a normalizer that writes 3 million for a letter"):
+    for title in (
+        "1,000 Unigram pieces of 9,000 letters",
+        "a normalizer that writes 3 million for a letter",
+    ):
         make = partial(_make, content=files[title][0])
-        yield Sample(f"tokenizer.json: {title}, trained on records", "tokenizer.json", make, _read_stream, REFUSED)
-    yield Sample("tokenizer.json: 30 MB, 260,000 tokens", "honest", partial(_make, content=_large), _READ, LOADS)
+        yield Sample(
+            f"tokenizer.json: {title}, trained on records",
+            "tokenizer.json",
+            make,
+            _read_stream,
+            REFUSED,
+        )
+    yield Sample(
+        "tokenizer.json: 30 MB, 260,000 tokens",
+        "honest",
+        partial(_make, content=_large),
+        _READ,
+        LOADS,
+    )
 
 
 def _make(folder: Path, content: Callable[[], Any]) -> None:
@@ -93,7 +119,16 @@ def _read_stream(folder: Path) -> int:
     with (folder / "data.jsonl").open("w") as file:
         for number in range(100):
             file.write(json.dumps({"text": f"here is text {number}"}) + "\n")
-    return mupax(folder, "data", "prepare", "records:data.jsonl", "--tokenizer", "tokenizer.json", "--separator", "a")
+    return mupax(
+        folder,
+        "data",
+        "prepare",
+        "records:data.jsonl",
+        "--tokenizer",
+        "tokenizer.json",
+        "--separator",
+        "a",
+    )
 
 
 def _letters(count: int) -> str:
@@ -102,13 +137,17 @@ def _letters(count: int) -> str:
 
 def _described(model: dict[str, Any], **parts: Any) -> dict[str, Any]:
     """Return a tokenizer.json of a model, with parts such as `normalizer`."""
-    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    empty = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    )
     return {"version": "1.0", "added_tokens": [], **empty, "model": model, **parts}
 
 
 def _model(**fields: Any) -> dict[str, Any]:
     vocab = {character: i for i, character in enumerate(_CHARACTERS)} | fields.pop("vocab", {})
-    none = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    none = dict.fromkeys(
+        ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    )
     flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     return {"type": "BPE", **none, **flags, "merges": [], **fields, "vocab": vocab}
 
@@ -164,11 +203,14 @@ def _added(count: int, length: int) -> dict[str, Any]:
 
 
 def _template() -> dict[str, Any]:
-    single = [{"SpecialToken": {"id": "a", "type_id": 0}}] * 150_000 + [{"Sequence": {"id": "A", "type_id": 0}}]
+    single = [{"SpecialToken": {"id": "a", "type_id": 0}}] * 150_000 + [
+        {"Sequence": {"id": "A", "type_id": 0}}
+    ]
     pair = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
     tokens = {"a": {"id": "a", "ids": [*range(20)], "tokens": ["a"] * 20}}
     return _part(
-        "post_processor", {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+        "post_processor",
+        {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens},
     )()
 
 
@@ -178,7 +220,11 @@ def _branches() -> dict[str, Any]:
 
 def _word_piece() -> dict[str, Any]:
     vocab = {character: i for i, character in enumerate(_CHARACTERS)}
-    fields = {"unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**9}
+    fields = {
+        "unk_token": "a",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 10**9,
+    }
     return _described({"type": "WordPiece", "vocab": vocab, **fields})
 
 

@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, first_batches, mupax
+from scripts.campaigns.edges.bombs.sample import (
+    EITHER,
+    LOADS,
+    REFUSED,
+    Sample,
+    command,
+    first_batches,
+    mupax,
+)
 
 _CONFIG = {
     "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16,
@@ -38,7 +46,11 @@ def _tensors() -> dict[str, Any]:
     shapes = {"transformer.wte.weight": (32, 16), "transformer.wpe.weight": (16, 16)}
     for layer in range(2):
         block = f"transformer.h.{layer}."
-        shapes |= {f"{block}{norm}.{part}": (16,) for norm in ("ln_1", "ln_2") for part in ("weight", "bias")}
+        shapes |= {
+            f"{block}{norm}.{part}": (16,)
+            for norm in ("ln_1", "ln_2")
+            for part in ("weight", "bias")
+        }
         shapes |= {f"{block}attn.c_attn.weight": (16, 48), f"{block}attn.c_attn.bias": (48,)}
         shapes |= {f"{block}attn.c_proj.weight": (16, 16), f"{block}attn.c_proj.bias": (16,)}
         shapes |= {f"{block}mlp.c_fc.weight": (16, 64), f"{block}mlp.c_fc.bias": (64,)}
@@ -75,8 +87,27 @@ def _describe(folder: Path) -> int:
 
 def _init_from(folder: Path) -> int:
     (folder / "text.txt").write_text("a text of words\n" * 300)
-    words = ["lm-tiny", "--init-from", "model", "--data.name", "text:text.txt", "--steps", "1", "--workdir", "run"]
-    sizes = ["--model.width", "16", "--model.depth", "2", "--model.num-heads", "2", "--model.seq-len", "16"]
+    words = [
+        "lm-tiny",
+        "--init-from",
+        "model",
+        "--data.name",
+        "text:text.txt",
+        "--steps",
+        "1",
+        "--workdir",
+        "run",
+    ]
+    sizes = [
+        "--model.width",
+        "16",
+        "--model.depth",
+        "2",
+        "--model.num-heads",
+        "2",
+        "--model.seq-len",
+        "16",
+    ]
     more = ["--model.vocab-size", "32", "--data.tokenizer", "ids:32"]
     return mupax(folder, "train", *words, *sizes, *more)
 
@@ -86,10 +117,21 @@ def _values() -> Iterator[Sample]:
 
     for title, value in {"NaN": math.nan, "infinity": math.inf}.items():
         make = partial(_wrong_value, value=value)
-        yield Sample(f"weights: {title} in an embedding, zoo import", "weights", make, _IMPORT, REFUSED, "token")
+        yield Sample(
+            f"weights: {title} in an embedding, zoo import",
+            "weights",
+            make,
+            _IMPORT,
+            REFUSED,
+            "token",
+        )
     make = partial(_wrong_value, value=math.nan)
-    yield Sample("weights: NaN in an embedding, --init-from", "weights", make, _init_from, REFUSED, "token")
-    yield Sample("weights: NaN in an embedding, train.load", "weights", make, _describe, REFUSED, "token")
+    yield Sample(
+        "weights: NaN in an embedding, --init-from", "weights", make, _init_from, REFUSED, "token"
+    )
+    yield Sample(
+        "weights: NaN in an embedding, train.load", "weights", make, _describe, REFUSED, "token"
+    )
     half = partial(_wrong_value, value=math.nan, half=True)
     yield Sample("weights: NaN in half precision", "weights", half, _IMPORT, REFUSED, "token")
 
@@ -99,7 +141,10 @@ def _wrong_value(folder: Path, value: float, *, half: bool = False) -> None:
 
     tensors = _tensors()
     tensors["transformer.wte.weight"][3, 5] = value
-    _weights(folder, {name: array.astype(np.float16) if half else array for name, array in tensors.items()})
+    _weights(
+        folder,
+        {name: array.astype(np.float16) if half else array for name, array in tensors.items()},
+    )
 
 
 def _raw(folder: Path, header: bytes, length: int | None = None, data: int = 64) -> None:
@@ -116,22 +161,34 @@ def _headers() -> Iterator[Sample]:
     headers: dict[str, Callable[[Path], object]] = {
         "a header of 2^63 bytes": partial(_raw, header=b"{}", length=2**63),
         "a header of 90 MB that is not there": partial(_raw, header=b"{}", length=90_000_000),
-        "a shape of 10^18": partial(_raw, header=json.dumps({"a": _entry([10**18], 0, 64)}).encode()),
-        "a shape that overflows": partial(_raw, header=json.dumps({"a": _entry([2**33, 2**33], 0, 64)}).encode()),
+        "a shape of 10^18": partial(
+            _raw, header=json.dumps({"a": _entry([10**18], 0, 64)}).encode()
+        ),
+        "a shape that overflows": partial(
+            _raw, header=json.dumps({"a": _entry([2**33, 2**33], 0, 64)}).encode()
+        ),
         "tensors that overlap": partial(
             _raw, header=json.dumps({"a": _entry([16], 0, 64), "b": _entry([16], 0, 64)}).encode()
         ),
-        "offsets beyond the file": partial(_raw, header=json.dumps({"a": _entry([16], 0, 10**12)}).encode()),
+        "offsets beyond the file": partial(
+            _raw, header=json.dumps({"a": _entry([16], 0, 10**12)}).encode()
+        ),
         "100,000 tensors": _many_tensors,
         "a shape of a million axes": partial(
             _raw, header=json.dumps({"a": _entry([1] * 1_000_000, 0, 4)}).encode(), data=4
         ),
-        "a header nested a million deep": partial(_raw, header=b'{"a":' * 1_000_000 + b"}" * 1_000_000),
+        "a header nested a million deep": partial(
+            _raw, header=b'{"a":' * 1_000_000 + b"}" * 1_000_000
+        ),
         "8 MB of metadata": partial(
-            _raw, header=json.dumps({"__metadata__": {str(i): "x" for i in range(500_000)}}).encode(), data=0
+            _raw,
+            header=json.dumps({"__metadata__": {str(i): "x" for i in range(500_000)}}).encode(),
+            data=0,
         ),
         "an index of a million tensors": _many_in_index,
-        "an index that leads out of the folder": partial(_index, file="../../../etc/passwd.safetensors"),
+        "an index that leads out of the folder": partial(
+            _index, file="../../../etc/passwd.safetensors"
+        ),
         "an index of numbers": partial(_index, file=7),
         "an index nested 100,000 deep": _deep_index,
         "a pickle": _pickle,
@@ -200,7 +257,9 @@ def _configs() -> Iterator[Sample]:
 
 
 def _deep_config(folder: Path) -> None:
-    (_weights(folder) / "config.json").write_text('{"model_type":"gpt2","x":' + "[" * 100_000 + "]" * 100_000 + "}")
+    (_weights(folder) / "config.json").write_text(
+        '{"model_type":"gpt2","x":' + "[" * 100_000 + "]" * 100_000 + "}"
+    )
 
 
 def _wide_config(folder: Path) -> None:
@@ -224,7 +283,14 @@ def _links() -> Iterator[Sample]:
         "config.json",
     )
     linked_import = partial(_linked, name="vocab.txt")
-    yield Sample("zoo import: vocab.txt is a link to a secret", "links", linked_import, _IMPORT, REFUSED, "vocab.txt")
+    yield Sample(
+        "zoo import: vocab.txt is a link to a secret",
+        "links",
+        linked_import,
+        _IMPORT,
+        REFUSED,
+        "vocab.txt",
+    )
 
 
 def _linked(folder: Path, name: str) -> None:
@@ -266,11 +332,15 @@ def _features() -> Iterator[Sample]:
             "sequence": {"feature": {"python_class_name": "stranger.Feature"}},
         },
         "a module of Python": {"pythonClassName": "antigravity.Feature"},
-        "a module of TFDS that is no feature": {"pythonClassName": "tensorflow_datasets.testing.mocking.Feature"},
+        "a module of TFDS that is no feature": {
+            "pythonClassName": "tensorflow_datasets.testing.mocking.Feature"
+        },
     }
     for title, feature in texts.items():
         make = partial(_data_set, feature=feature)
-        yield Sample(f"features.json: {title}", "TFDS", make, _read_data_set, REFUSED, "features.json")
+        yield Sample(
+            f"features.json: {title}", "TFDS", make, _read_data_set, REFUSED, "features.json"
+        )
     deep = partial(_data_set, feature=None)
     yield Sample("features.json: nested 100,000 deep", "TFDS", deep, _read_data_set, REFUSED)
 
@@ -284,7 +354,9 @@ def _data_set(folder: Path, feature: dict[str, Any] | None) -> None:
     facts = {"name": "words", "version": "1.0.0", "fileFormat": "array_record", "splits": [split]}
     (place / "dataset_info.json").write_text(json.dumps(facts))
     if feature is None:
-        (place / "features.json").write_text('{"featuresDict":' + "[" * 100_000 + "]" * 100_000 + "}")
+        (place / "features.json").write_text(
+            '{"featuresDict":' + "[" * 100_000 + "]" * 100_000 + "}"
+        )
         return
     features = {
         "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",

@@ -43,7 +43,9 @@ def test_what_print_config_prints_is_the_run_again(
 
 def test_a_record_of_a_run_has_it_under_config(tmp_path: Path) -> None:
     config = to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--steps", "5", "--resume"]).config)
-    (tmp_path / "config.json").write_text(json.dumps({"run": "1f", "config": config, "versions": {}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"run": "1f", "config": config, "versions": {}})
+    )
     assert parsed(tmp_path / "config.json") == {**config, "resume": False}
 
 
@@ -57,7 +59,9 @@ def test_fields_that_a_file_leaves_out_are_its_recipes(tmp_path: Path) -> None:
     assert parsed(path)["model"]["width"] == configs.get("gpt2-medium").width  # pyright: ignore
 
 
-def test_commands_that_take_a_recipe_take_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_take_a_recipe_take_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: vit-digits\nsteps: 12\n")
     assert main(["sweep", str(path), "--lr", "2^-8:2^-6:3", "--dry-run"]) == 0
@@ -89,14 +93,23 @@ DRY = {
         ("sweep", "{} {}"),
         ("sweep", "{1} --config={0}"),
         ("check", "{} {}"),
-        *((command, "--config {} {}") for command in ("sweep", "tune", "transfer", "check", "plan")),
+        *(
+            (command, "--config {} {}")
+            for command in ("sweep", "tune", "transfer", "check", "plan")
+        ),
     ],
 )
 def test_a_file_stands_in_a_recipes_place_in_every_command(
-    command: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    written: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n"
+    )
     assert main([command, *written.format("mine.yaml", DRY[command]).split()]) == 0
     assert "12 steps" in capsys.readouterr().out or command == "check"
 
@@ -115,7 +128,10 @@ def test_a_file_stands_in_a_recipes_place_where_one_model_is_read(
 
 @pytest.mark.parametrize("command", DRY)
 def test_a_wrong_file_is_named_by_every_command(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
@@ -161,14 +177,23 @@ MIX = [
 def test_a_file_has_a_mixture_as_a_list_or_a_map(mix: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: lm-tiny\ndata:\n  {mix}\n  evaluate: {{code: text:src}}\n")
-    flags = ["--data.mix", "code=text:src:0.3", "prose=records:books:0.7", "--data.evaluate", "code=text:src"]
+    flags = [
+        "--data.mix",
+        "code=text:src:0.3",
+        "prose=records:books:0.7",
+        "--data.evaluate",
+        "code=text:src",
+    ]
     assert parsed(path) == to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags).config)
 
 
 def test_flags_stand_above_the_mixture_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: lm-tiny\ndata:\n  {MIX[0]}\n")
-    assert parsed(path, "--data.mix", "a=text:a:1", "b=text:b:1")["data"]["mix"] == ["a=text:a:1", "b=text:b:1"]  # pyright: ignore
+    assert parsed(path, "--data.mix", "a=text:a:1", "b=text:b:1")["data"]["mix"] == [
+        "a=text:a:1",
+        "b=text:b:1",
+    ]  # pyright: ignore
     data = parsed(path, "--data.name", "text:other")["data"]
     assert (data["name"], data["mix"]) == ("text:other", [])  # pyright: ignore
 
@@ -205,7 +230,11 @@ def test_a_wrong_mixture_names_the_file_and_the_key(
     ("name", "text", "message"),
     [
         ("a.yaml", None, "a.yaml: no such file; `--print-config > "),
-        ("a.yaml", "recipe: lm-tiny\nstep: 12\n", "a.yaml: no config has a field step; did you mean steps?"),
+        (
+            "a.yaml",
+            "recipe: lm-tiny\nstep: 12\n",
+            "a.yaml: no config has a field step; did you mean steps?",
+        ),
         (
             "a.yaml",
             "recipe: lm-tiny\noptimizer: {peak_lr: fast}\n",
@@ -237,12 +266,19 @@ def test_a_missing_path_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--config PATH: write a file that ends in .json, .yaml, .yml" in capsys.readouterr().err
 
 
-def test_a_runs_folder_is_told_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runs_folder_is_told_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "my run" / "config.json"
     config.parent.mkdir()
-    config.write_bytes(b"\xef\xbb\xbf" + json.dumps({"recipe": "lm-tiny", "data": {"mix": None}}).encode())
+    config.write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"recipe": "lm-tiny", "data": {"mix": None}}).encode()
+    )
     assert main(["sweep", str(config), "--dry-run"]) == 0  # a byte order mark is no part of it
     capsys.readouterr()
-    for words in (["train", "--config", str(config.parent), "--dry-run"], ["sweep", str(config.parent), "--dry-run"]):
+    for words in (
+        ["train", "--config", str(config.parent), "--dry-run"],
+        ["sweep", str(config.parent), "--dry-run"],
+    ):
         assert main(words) == 2
         assert f"--config '{config}'" in capsys.readouterr().err

@@ -29,7 +29,11 @@ MODEL = cast("ViTConfig", RUN.model)
 def test_the_model() -> None:
     # variant='S/16': models/vit.py, decode_variant: width 384, depth 12, mlp_dim 1536, num_heads 6
     assert (MODEL.width, MODEL.depth, MODEL.mlp_dim, MODEL.num_heads) == (384, 12, 1536, 6)
-    assert (MODEL.patch_size, MODEL.image_size, MODEL.num_classes) == (16, 224, 1000)  # input.pp, config.num_classes
+    assert (MODEL.patch_size, MODEL.image_size, MODEL.num_classes) == (
+        16,
+        224,
+        1000,
+    )  # input.pp, config.num_classes
     assert MODEL.pool == "mean"  # pool_type='gap'
     assert MODEL.pre_logits  # rep_size=True: the width, and nn.tanh
     assert MODEL.sincos  # posemb='sincos2d'
@@ -60,7 +64,9 @@ def test_the_model_computes_what_models_vit_py_says() -> None:
     names = small.parameters()
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         assert ".".join(map(str, path)) in names
-        leaf.set_value(jnp.asarray(random.standard_normal(leaf.get_value().shape) * 0.3, jnp.float32))
+        leaf.set_value(
+            jnp.asarray(random.standard_normal(leaf.get_value().shape) * 0.3, jnp.float32)
+        )
     w = {
         ".".join(map(str, path)): np.asarray(leaf.get_value(), np.float64)
         for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -71,14 +77,21 @@ def test_the_model_computes_what_models_vit_py_says() -> None:
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
         return x * w[f"{name}.gain"][i] + w[f"{name}.bias"][i]
 
-    patches = images.reshape(3, 2, 4, 2, 4, 2).swapaxes(2, 3).reshape(3, 4, 32)  # nn.Conv, VALID, of stride 4
+    patches = (
+        images.reshape(3, 2, 4, 2, 4, 2).swapaxes(2, 3).reshape(3, 4, 32)
+    )  # nn.Conv, VALID, of stride 4
     x = patches @ w["patch"] + w["patch_bias"]
     row, column = (at.reshape(-1, 1) * 10_000.0 ** -(np.arange(3) / 2) for at in np.mgrid[:2, :2])
-    x = x + np.concatenate([np.sin(column), np.cos(column), np.sin(row), np.cos(row)], axis=1)  # posemb_sincos_2d
+    x = x + np.concatenate(
+        [np.sin(column), np.cos(column), np.sin(row), np.cos(row)], axis=1
+    )  # posemb_sincos_2d
     for i in range(2):  # Encoder1DBlock
         y, a = norm(x, "block.attention_norm", i), "block.attention"
         # A bias of keys, which theirs has, adds to all of a query's logits alike.
-        q, v = (np.einsum("btd,dhn->bthn", y, w[f"{a}.{n}"][i]) + w[f"{a}.{n}_bias"][i] for n in ("query", "value"))
+        q, v = (
+            np.einsum("btd,dhn->bthn", y, w[f"{a}.{n}"][i]) + w[f"{a}.{n}_bias"][i]
+            for n in ("query", "value")
+        )
         k = np.einsum("btd,dhn->bthn", y, w[f"{a}.key"][i]) + random.standard_normal((3, 4))
         logits = np.einsum("bthn,bshn->bhts", q, k) / 2
         weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -88,7 +101,9 @@ def test_the_model_computes_what_models_vit_py_says() -> None:
         y = 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
         x = x + y @ w["block.mlp.down"][i] + w["block.mlp.down_bias"][i]
     x = norm(x, "norm").mean(axis=1)
-    expected = np.tanh(x @ w["pre_logits"] + w["pre_logits_bias"]) @ w["readout"] + w["readout_bias"]
+    expected = (
+        np.tanh(x @ w["pre_logits"] + w["pre_logits_bias"]) @ w["readout"] + w["readout_bias"]
+    )
     np.testing.assert_allclose(model(jnp.asarray(images, jnp.float32)), expected, atol=2e-5)
     assert (
         np.abs(x @ w["readout"] + w["readout_bias"] - expected).max() > 0.1
@@ -103,12 +118,23 @@ def test_the_start_and_the_rates_of_every_parameter() -> None:
     preset, sizes = preset_of(RUN), MODEL.sizes()
     for name, spec in MODEL.parameters().items():
         scales = preset.scales(spec, sizes, "adam", RUN.optimizer.decay)
-        fan_in, fan_out = (math.prod(sizes[axis] for axis in axes) for axes in (spec.fan_in, spec.fan_out))
+        fan_in, fan_out = (
+            math.prod(sizes[axis] for axis in axes) for axes in (spec.fan_in, spec.fan_out)
+        )
         glorot = math.sqrt(2 / (fan_in + fan_out))  # xavier_uniform: attention, MlpBlock
         lecun = fan_in**-0.5  # of nn.Conv and nn.Dense
-        start = {"patch": lecun, "pre_logits": lecun, "readout": 0.0}.get(name, glorot)  # head_zeroinit
+        start = {"patch": lecun, "pre_logits": lecun, "readout": 0.0}.get(
+            name, glorot
+        )  # head_zeroinit
         numbers = [
-            np.asarray(x).flat for x in (scales.init_std, scales.multiplier, scales.lr, scales.eps, scales.weight_decay)
+            np.asarray(x).flat
+            for x in (
+                scales.init_std,
+                scales.multiplier,
+                scales.lr,
+                scales.eps,
+                scales.weight_decay,
+            )
         ]
         std, multiplier, lr, eps, decay = (float(x[0]) for x in numbers)
         if spec.fan_in:
@@ -128,9 +154,15 @@ def test_the_optimizer_and_its_schedule() -> None:
     assert (opt.b1, opt.b2, opt.eps) == (0.9, 0.999, 1e-8)  # defaults of optax.scale_by_adam
     assert opt.moment_dtype == "bfloat16"  # optax=dict(mu_dtype='bfloat16')
     assert (opt.peak_lr, opt.weight_decay) == (0.001, 0.0001)  # lr, wd
-    assert opt.decay == "independent"  # optax.py: the chain adds wd * w after lr and before the schedule
+    assert (
+        opt.decay == "independent"
+    )  # optax.py: the chain adds wd * w after lr and before the schedule
     assert opt.clip_norm == 1.0  # grad_clip_norm
-    assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction) == ("cosine", 10_000, 0)  # schedule
+    assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction) == (
+        "cosine",
+        10_000,
+        0,
+    )  # schedule
     assert RUN.data.batch_size == 1024  # input.batch_size
     assert RUN.data.train_percent == 99  # split='train[:99%]'
     train_images = round(0.99 * 1_281_167)
@@ -142,19 +174,34 @@ def test_the_rate_of_every_step() -> None:
     step, warmup = np.arange(RUN.steps), 10_000
     progress = np.clip((step - warmup) / (RUN.steps - warmup), 0, 1)
     expected = 0.5 * (1 + np.cos(np.pi * progress)) * np.minimum(1, step / warmup)
-    np.testing.assert_allclose(schedule_table(RUN.optimizer, RUN.steps), expected, rtol=1e-5, atol=1e-7)
-    before = dataclasses.replace(RUN.optimizer, warmup_from_zero=False)  # the control: a step further in warm-up
-    assert np.abs(schedule_table(before, RUN.steps) - expected).max() == pytest.approx(1 / warmup, rel=1e-3)
+    np.testing.assert_allclose(
+        schedule_table(RUN.optimizer, RUN.steps), expected, rtol=1e-5, atol=1e-7
+    )
+    before = dataclasses.replace(
+        RUN.optimizer, warmup_from_zero=False
+    )  # the control: a step further in warm-up
+    assert np.abs(schedule_table(before, RUN.steps) - expected).max() == pytest.approx(
+        1 / warmup, rel=1e-3
+    )
 
 
 def test_what_images_go_through() -> None:
     data = RUN.data
     assert data.name == "imagenet2012"
     assert data.transforms.crop == "inception"  # decode_jpeg_and_inception_crop(224)|flip_lr
-    assert (data.transforms.randaug_layers, data.transforms.randaug_magnitude) == (2, 10)  # randaug(2,10)
+    assert (data.transforms.randaug_layers, data.transforms.randaug_magnitude) == (
+        2,
+        10,
+    )  # randaug(2,10)
     assert data.transforms.mixup == 0.2  # mixup=dict(p=0.2)
-    assert data.transforms.mix_group == data.batch_size // 8  # train.py: by shard_map on every device, of a TPU v3-8
-    assert (data.transforms.cutmix, data.transforms.label_smoothing, data.transforms.repeats) == (0, 0, 1)
+    assert (
+        data.transforms.mix_group == data.batch_size // 8
+    )  # train.py: by shard_map on every device, of a TPU v3-8
+    assert (data.transforms.cutmix, data.transforms.label_smoothing, data.transforms.repeats) == (
+        0,
+        0,
+        1,
+    )
     # pp_eval: resize_small(256), by area (pp/ops_image.py), then central_crop(224)
     assert (data.pixels.fit, data.pixels.resize, data.pixels.interpolation) == ("edge", 256, "area")
     assert (data.pixels.mean, data.pixels.std) == ((0.5,), (0.5,))  # value_range(-1, 1)

@@ -38,7 +38,9 @@ def attention(p, x, *, text: bool):
     """`Causal_Attention` with alpha_a = 1, and `Attention`, whose queries and keys have the further root of two."""
     split = [*x.shape[:-1], HEADS, SIZE]
     over = 1.0 if text else math.sqrt(2.0)
-    q, k = ((x @ p[name]).reshape(split) / HEADS**0.5 / SIZE**0.5 / over for name in ("query", "key"))
+    q, k = (
+        (x @ p[name]).reshape(split) / HEADS**0.5 / SIZE**0.5 / over for name in ("query", "key")
+    )
     if text:
         q, k = normalized(q), normalized(k)
     logits = jnp.einsum("bthn,bshn->bhts", q, k) / SIZE
@@ -94,7 +96,11 @@ def theirs(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 def trained(config: Config, params: dict, batches: list) -> list[float]:
     """Losses of their loop: Adam with eps 1e-20 and warm-up and cosine, or heavy-ball SGD."""
-    text, gamma, peak = config.recipe == "bordelon-lm", config.preset.gamma0, config.optimizer.peak_lr
+    text, gamma, peak = (
+        config.recipe == "bordelon-lm",
+        config.preset.gamma0,
+        config.optimizer.peak_lr,
+    )
     assert gamma is not None
     function, start = language if text else vision, params
     rate = peak / WIDTH**0.5 if text else WIDTH * gamma**2 * DEPTH * peak
@@ -115,7 +121,14 @@ def trained(config: Config, params: dict, batches: list) -> list[float]:
         m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
         v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, v, g)
         one, two = 1 - 0.9**t, 1 - 0.999**t
-        return value, jax.tree.map(lambda p, m, v: p - rate * (m / one) / (jnp.sqrt(v / two) + 1e-20), p, m, v), m, v
+        return (
+            value,
+            jax.tree.map(
+                lambda p, m, v: p - rate * (m / one) / (jnp.sqrt(v / two) + 1e-20), p, m, v
+            ),
+            m,
+            v,
+        )
 
     m = v = jax.tree.map(jnp.zeros_like, params)
     losses = []
@@ -130,15 +143,25 @@ def trained(config: Config, params: dict, batches: list) -> list[float]:
 def drawn(example: dict[str, ArraySpec]) -> Iterator[dict[str, np.ndarray]]:
     rng, (shape, dtype) = np.random.default_rng(0), example["inputs"]
     for _ in range(STEPS):
-        inputs = rng.normal(size=(EXAMPLES, *shape)) if dtype == "float32" else rng.integers(0, 11, (EXAMPLES, *shape))
+        inputs = (
+            rng.normal(size=(EXAMPLES, *shape))
+            if dtype == "float32"
+            else rng.integers(0, 11, (EXAMPLES, *shape))
+        )
         targets = rng.integers(0, 5, (EXAMPLES, *example["targets"].shape), np.int32)
-        yield {"inputs": inputs.astype(dtype), "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+        yield {
+            "inputs": inputs.astype(dtype),
+            "targets": targets,
+            "weights": np.ones(targets.shape, np.float32),
+        }
 
 
 @pytest.mark.parametrize("recipe", TINY)
 def test_the_authors_code_trains_the_same(recipe: str) -> None:
     config, text = RECIPES[recipe](), recipe == "bordelon-lm"
-    model = dataclasses.replace(config.model, width=WIDTH, num_heads=HEADS, depth=DEPTH, **TINY[recipe])  # pyright: ignore
+    model = dataclasses.replace(
+        config.model, width=WIDTH, num_heads=HEADS, depth=DEPTH, **TINY[recipe]
+    )  # pyright: ignore
     optimizer = dataclasses.replace(
         config.optimizer, peak_lr=0.01 if text else 0.02, warmup_steps=WARMUP if text else 0
     )
@@ -147,7 +170,8 @@ def test_the_authors_code_trains_the_same(recipe: str) -> None:
     batches = list(drawn(model.example()))
     program = assemble(config, jax.devices()[:1])
     plain = assemble(
-        dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=())), jax.devices()[:1]
+        dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=())),
+        jax.devices()[:1],
     )
     step = program.compile_train()
 
@@ -161,7 +185,9 @@ def test_the_authors_code_trains_the_same(recipe: str) -> None:
     start = jax.device_get(program.initializer.params(config.seed, program.stds))
     multipliers = program.inputs.factors.multiplier
     weights = {n: w * multipliers[n].reshape(-1, *[1] * (w.ndim - 1)) for n, w in start.items()}
-    expected = trained(config, theirs(config, {n: w.reshape(start[n].shape) for n, w in weights.items()}), batches)
+    expected = trained(
+        config, theirs(config, {n: w.reshape(start[n].shape) for n, w in weights.items()}), batches
+    )
     assert np.ptp(expected) > 0.02
     # The ViT's output is over gamma0 = 0.1, and so is its rounding.
     np.testing.assert_allclose(losses(program), expected, rtol=5e-7 if text else 1e-6, atol=0)

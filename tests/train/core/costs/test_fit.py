@@ -58,7 +58,9 @@ def test_the_flags_that_it_names_make_it_fit(memory: fit.MemoryEstimate, advice:
     assert needs(f"{FLAGS} {flags}").peak <= limit
 
 
-def test_a_state_that_is_too_large_alone_is_split_over_the_devices_there_are(advice: Advice) -> None:
+def test_a_state_that_is_too_large_alone_is_split_over_the_devices_there_are(
+    advice: Advice,
+) -> None:
     flags = "--model.depth 2 --data.batch-size 24"
     whole = needs(flags)
     limit = whole.state * 0.9 + whole.temporary / 2
@@ -91,18 +93,26 @@ def test_a_dry_run_for_devices_that_are_not_here_says_so(
     assert "fsdp 16 (cpu); 8 of them are not here, where a run would be refused" in printed
     assert "for activations and gradients, estimated from the step of one" in printed
     assert main(["train", *words]) == 2
-    assert "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
+    assert (
+        "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
+    )
 
 
 def test_what_no_flag_makes_fit_is_said(memory: fit.MemoryEstimate, advice: Advice) -> None:
     text = advice(memory.temporary / 4) or ""
     assert re.search(
-        r"No flags make it fit these devices\. On \d+ such devices, with .* by estimate, still too much", text
+        r"No flags make it fit these devices\. On \d+ such devices, with .* by estimate, still too much",
+        text,
     )
     text = advice(1000) or ""
-    assert "No flags make it fit these devices. On 32 of them the activations of one example alone are more." in text
+    assert (
+        "No flags make it fit these devices. On 32 of them the activations of one example alone are more."
+        in text
+    )
     assert text.endswith("Write a smaller model, or a smaller --model.seq-len")
-    assert "No larger mesh divides the batch and" in (advice(1000, "--model.depth 2 --data.batch-size 8") or "")
+    assert "No larger mesh divides the batch and" in (
+        advice(1000, "--model.depth 2 --data.batch-size 8") or ""
+    )
 
 
 def test_a_cpu_has_its_part_of_the_host() -> None:

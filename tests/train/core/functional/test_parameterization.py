@@ -37,15 +37,21 @@ SPECS = {
 def shapes() -> dict:
     each = {"query": (D, H * N), "out": (H * N, D), "out_bias": (D,), "down": (F, D)}
     tree = {"token": (V, D), "readout": (D, V), "blocks": [each] * L}
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def model() -> zoo.FunctionDefinition:
-    return zoo.define_function(lambda params: params, shapes(), SPECS, sizes={"layers": L, "heads": H})
+    return zoo.define_function(
+        lambda params: params, shapes(), SPECS, sizes={"layers": L, "heads": H}
+    )
 
 
 BASE = {"embed": 3, "mlp": 7, "heads": 1, "kv_heads": 1, "head_dim": 5, "layers": 1}
-ADAMW = train.OptimizerConfig(name="adamw", peak_lr=0.5, weight_decay=0.25, eps=0.1, schedule="constant")
+ADAMW = train.OptimizerConfig(
+    name="adamw", peak_lr=0.5, weight_decay=0.25, eps=0.1, schedule="constant"
+)
 
 
 def test_what_a_preset_sets_acts_through_parameters():
@@ -61,11 +67,19 @@ def test_what_a_preset_sets_acts_through_parameters():
     for layer in range(L):
         was, now, at = params["blocks"][layer], acting["blocks"][layer], f"blocks.{layer}"
         np.testing.assert_allclose(
-            now["query"], was["query"] * multiplier[f"{at}.query"] * preset.logit_scale(sizes) / own, rtol=1e-6
+            now["query"],
+            was["query"] * multiplier[f"{at}.query"] * preset.logit_scale(sizes) / own,
+            rtol=1e-6,
         )
-        np.testing.assert_allclose(now["out"], was["out"] * multiplier[f"{at}.out"] * branch, rtol=1e-6)
-        np.testing.assert_allclose(now["down"], was["down"] * multiplier[f"{at}.down"] * branch, rtol=1e-6)
-    np.testing.assert_allclose(acting["readout"], params["readout"] * multiplier["readout"], rtol=1e-6)
+        np.testing.assert_allclose(
+            now["out"], was["out"] * multiplier[f"{at}.out"] * branch, rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            now["down"], was["down"] * multiplier[f"{at}.down"] * branch, rtol=1e-6
+        )
+    np.testing.assert_allclose(
+        acting["readout"], params["readout"] * multiplier["readout"], rtol=1e-6
+    )
     assert not np.any(params["blocks"][0]["out_bias"])
     assert float(np.std(params["token"])) == pytest.approx(1, rel=0.4)
 
@@ -74,7 +88,9 @@ def test_depth_is_counted_by_the_names_of_layers():
     """Layer 10 comes after layer 2."""
     names = {f"h_{i}.down": (F, D) for i in range(11)}
     leaves = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in names.items()}
-    of = zoo.define_function(lambda params: params, leaves, {"*": SPECS["*.down"]}, sizes={"layers": 11})
+    of = zoo.define_function(
+        lambda params: params, leaves, {"*": SPECS["*.down"]}, sizes={"layers": 11}
+    )
     ones = {name: jnp.ones((F, D)) for name in names}
     acting = of.forward(ones, {"branch": jnp.arange(22.0).reshape(11, 2)})
     assert {name: float(array[0, 0]) for name, array in acting.items()} == {
@@ -84,7 +100,9 @@ def test_depth_is_counted_by_the_names_of_layers():
 
 def test_a_scaled_stream_is_refused():
     with pytest.raises(PresetError, match="scales the residual stream itself"):
-        train.parameterize(model(), presets.get("u-mup"), dataclasses.replace(ADAMW, weight_decay=0.0))
+        train.parameterize(
+            model(), presets.get("u-mup"), dataclasses.replace(ADAMW, weight_decay=0.0)
+        )
 
 
 def test_a_tied_readout_scales_logits_and_what_is_inside_is_seen():
@@ -107,12 +125,22 @@ def test_a_tied_readout_scales_logits_and_what_is_inside_is_seen():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_transformation_is_the_loops_own_chain(name: str):
     """Every parameter's rate, decay and eps is the loop's, with each matrix read by its axes."""
-    of, preset = model(), presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5})
-    config = train.OptimizerConfig(name=name, peak_lr=0.5, weight_decay=0.25, schedule="constant", eps=0.1)
+    of, preset = (
+        model(),
+        presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5}),
+    )
+    config = train.OptimizerConfig(
+        name=name, peak_lr=0.5, weight_decay=0.25, schedule="constant", eps=0.1
+    )
     mup, chain = train.parameterize(of, preset, config), optimizer.build(config, of.specs)
     tx, rng = mup.optimizer(4), np.random.default_rng(0)
-    params, grads = (jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes()) for _ in range(2))
-    numbers = {"factors": factors.resolve(preset, of, name), "hyper": hyperparams(config, 4).at(jnp.int32(0))}
+    params, grads = (
+        jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes()) for _ in range(2)
+    )
+    numbers = {
+        "factors": factors.resolve(preset, of, name),
+        "hyper": hyperparams(config, 4).at(jnp.int32(0)),
+    }
 
     @jax.jit
     def updates(params, grads):
@@ -129,7 +157,10 @@ def test_the_transformation_is_the_loops_own_chain(name: str):
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.read, self.out = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, 2, use_bias=False, rngs=rngs)
+        self.read, self.out = (
+            nnx.Linear(3, 8, rngs=rngs),
+            nnx.Linear(8, 2, use_bias=False, rngs=rngs),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(self.read(x))
@@ -143,7 +174,9 @@ def test_an_optimizer_of_nnx_takes_it():
     graph, state = nnx.split(net)
     of = zoo.define_function(lambda params, x: nnx.merge(graph, params)(x), state, specs)
     mup = train.parameterize(
-        of, presets.get("mup", base={"embed": 4}, form="plain"), dataclasses.replace(ADAMW, eps=1e-8)
+        of,
+        presets.get("mup", base={"embed": 4}, form="plain"),
+        dataclasses.replace(ADAMW, eps=1e-8),
     )
     nnx.update(net, jax.jit(mup.init)(0))
     tx = nnx.Optimizer(net, mup.optimizer(10), wrt=nnx.Param)

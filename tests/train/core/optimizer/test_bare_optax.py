@@ -29,9 +29,13 @@ PLAINLY: Any = {"xla_backend_optimization_level": 0, **FUSIONS_OF_USERS}
 """Compiler options without which LLVM joins multiplications and additions as the fusions of each program happen to fall."""
 
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=True)
-VIT = ViTConfig(width=12, num_heads=3, depth=1, image_size=6, patch_size=3, channels=1, num_classes=7)
+VIT = ViTConfig(
+    width=12, num_heads=3, depth=1, image_size=6, patch_size=3, channels=1, num_classes=7
+)
 CHAINS = {
-    "adamw": OptimizerConfig(name="adamw", peak_lr=0.01, weight_decay=0.1, b2=0.95, schedule="constant"),
+    "adamw": OptimizerConfig(
+        name="adamw", peak_lr=0.01, weight_decay=0.1, b2=0.95, schedule="constant"
+    ),
     "sgd": OptimizerConfig(name="sgd", peak_lr=0.1, schedule="constant"),
 }
 
@@ -46,13 +50,23 @@ def batch_of(config: DecoderConfig | ViTConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     if isinstance(config, DecoderConfig):
         tokens = rng.integers(0, 11, (4, 6)).astype(np.int32)
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((4, 5), np.float32)}
-    images, labels = rng.normal(size=(4, 6, 6, 1)).astype(np.float32), rng.integers(0, 7, 4).astype(np.int32)
+        return {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": np.ones((4, 5), np.float32),
+        }
+    images, labels = (
+        rng.normal(size=(4, 6, 6, 1)).astype(np.float32),
+        rng.integers(0, 7, 4).astype(np.int32),
+    )
     return {"inputs": images, "targets": labels, "weights": np.ones(4, np.float32)}
 
 
 def bare(
-    config: DecoderConfig | ViTConfig, name: str, params: dict[str, np.ndarray], batch: dict[str, np.ndarray]
+    config: DecoderConfig | ViTConfig,
+    name: str,
+    params: dict[str, np.ndarray],
+    batch: dict[str, np.ndarray],
 ) -> Any:
     """Train the NNX model as a stranger would: no specs, factors or presets, but the patch embedding's fixed D_in^-1/2."""
     graph, state, factors = nnx.split(config.module(nnx.Rngs(0)), nnx.Param, Factor)
@@ -61,17 +75,25 @@ def bare(
     tx = bare_optax(name, decays)
 
     def loss(params, factors, batch):
-        scaled = {**params, "patch": params["patch"] * np.float32(9**-0.5)} if "patch" in params else params
+        scaled = (
+            {**params, "patch": params["patch"] * np.float32(9**-0.5)}
+            if "patch" in params
+            else params
+        )
         variables = nnx.from_flat_state({paths[key]: nnx.Param(w) for key, w in scaled.items()})
         logits = nnx.merge(graph, variables, factors)(batch["inputs"])
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["weights"]), jnp.sum(batch["weights"])
 
-    def train(params, factors, batch):  # all of them data: XLA would rewrite a division by a constant
+    def train(
+        params, factors, batch
+    ):  # all of them data: XLA would rewrite a division by a constant
         def step(carry, _):
             params, opt_state = carry
             (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params, factors, batch)
-            updates, opt_state = tx.update(jax.tree.map(lambda g: g / weight, grads), opt_state, params)
+            updates, opt_state = tx.update(
+                jax.tree.map(lambda g: g / weight, grads), opt_state, params
+            )
             return (optax.apply_updates(params, updates), opt_state), total / weight
 
         return jax.lax.scan(step, (params, tx.init(params)), None, STEPS)
@@ -83,7 +105,9 @@ def bare(
 @functools.cache
 def initial(config: DecoderConfig | ViTConfig) -> Any:
     model = definition(config)
-    return jax.jit(functools.partial(model.initialize, draw=normals))(0, init_stds(presets.get("sp"), model))
+    return jax.jit(functools.partial(model.initialize, draw=normals))(
+        0, init_stds(presets.get("sp"), model)
+    )
 
 
 @functools.cache
@@ -109,7 +133,9 @@ def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, base
 
 
 @pytest.mark.parametrize(
-    ("config", "name"), [(LM, "adamw"), (VIT, "adamw"), (VIT, "sgd")], ids=["decoder-adamw", "vit-adamw", "vit-sgd"]
+    ("config", "name"),
+    [(LM, "adamw"), (VIT, "adamw"), (VIT, "sgd")],
+    ids=["decoder-adamw", "vit-adamw", "vit-sgd"],
 )
 def test_sp_trains_to_the_bits_of_bare_optax(config: DecoderConfig | ViTConfig, name: str):
     """Which parameters decay is of each model; SGD's chain reads nothing of a model but the numbers of the next test."""
@@ -126,10 +152,17 @@ def test_sp_has_the_same_numbers_whatever_its_base(name: str):
     """So that the equality above holds at any size: sp's rates, eps and decay are exactly 1 everywhere."""
     for config in (LM, dataclasses.replace(LM, width=30, depth=5), VIT):
         expected = resolve(presets.get("sp", base=config.base_sizes()), definition(config), name)
-        assert all((x == 1).all() for column in (expected.lr, expected.eps) for x in column.values())
-        for base in (None, {"embed": 5, "heads": 1, "kv_heads": 1, "head_dim": 5, "mlp": 7, "layers": 1}):
+        assert all(
+            (x == 1).all() for column in (expected.lr, expected.eps) for x in column.values()
+        )
+        for base in (
+            None,
+            {"embed": 5, "heads": 1, "kv_heads": 1, "head_dim": 5, "mlp": 7, "layers": 1},
+        ):
             factors = resolve(presets.get("sp", base=base), definition(config), name)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), factors, expected)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), factors, expected
+            )
             assert all((factors.lr[key] == expected.lr[key]).all() for key in expected.lr)
 
 

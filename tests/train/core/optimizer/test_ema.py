@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import (
+    Config,
+    DataConfig,
+    EmaConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState, averaged
 from mupax.train.reuse.forms import convert
@@ -54,7 +61,11 @@ def trained(config: Config) -> list[TrainState]:
     states = [jax.device_get(state)]
     for _ in range(3):
         tokens = random.integers(0, 16, (8, 8), np.int32)
-        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 7), np.float32)}
+        batch = {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": np.ones((8, 7), np.float32),
+        }
         state, _ = step(state, numbers, program.train_feed().shard_batch(batch))
         states.append(jax.device_get(state))
     return states
@@ -86,7 +97,9 @@ def test_the_decay_warms_up_and_a_parameter_that_stands_still_is_its_average() -
 
 def test_the_average_is_float32_and_lies_where_its_parameter_does() -> None:
     stored = dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16"))
-    program = assemble(dataclasses.replace(ON, model=stored, mesh=MeshConfig(data=2, fsdp=2, tensor=2)))
+    program = assemble(
+        dataclasses.replace(ON, model=stored, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    )
     state = program.initial_state()
     assert state.ema is not None
     assert any(not w.sharding.is_fully_replicated for w in state.ema.values())
@@ -98,13 +111,17 @@ def test_the_average_is_float32_and_lies_where_its_parameter_does() -> None:
 
 def test_an_average_moves_to_another_form_as_its_parameters_do() -> None:
     program = program_of(ON)
-    other = program_of(dataclasses.replace(ON, preset=dataclasses.replace(ON.preset, form="mean-field")))
+    other = program_of(
+        dataclasses.replace(ON, preset=dataclasses.replace(ON.preset, form="mean-field"))
+    )
     state = trained(ON)[-1]
     moved = convert(state, program.definition, program.preset, other.preset, "adamw")
     assert state.ema is not None
     assert moved.ema is not None
     ratios = {
-        name: np.unique(np.round(np.asarray(moved.params[name]) / w, 4)) for name, w in state.params.items() if w.all()
+        name: np.unique(np.round(np.asarray(moved.params[name]) / w, 4))
+        for name, w in state.params.items()
+        if w.all()
     }
     assert any(not np.allclose(ratio, 1) for ratio in ratios.values())
     for name, ratio in ratios.items():
@@ -130,7 +147,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def train(*words: str) -> tuple[int, str, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         code = main(["train", "lm-tiny", *TINY.split(), "--log.no-samples", *words])
     return code, out.getvalue(), err.getvalue()
 
@@ -143,7 +163,11 @@ def saved(checkpoint: Path) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     stored: Any = ocp.metadata(str(checkpoint)).metadata
-    return dict(ocp.load(str(checkpoint), jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), stored)))
+    return dict(
+        ocp.load(
+            str(checkpoint), jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), stored)
+        )
+    )
 
 
 def test_a_run_saves_evaluates_and_resumes_its_average(folder: Path) -> None:

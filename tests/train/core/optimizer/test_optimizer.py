@@ -46,7 +46,15 @@ VIT = ViTConfig(
     num_classes=7, pool="cls", qk_norm=True, compute=SCAN,
 )  # fmt: skip
 TIED = DecoderConfig(
-    width=24, depth=5, num_heads=6, num_kv_heads=3, mlp_ratio=1.25, vocab_size=17, seq_len=7, tied=True, compute=SCAN
+    width=24,
+    depth=5,
+    num_heads=6,
+    num_kv_heads=3,
+    mlp_ratio=1.25,
+    vocab_size=17,
+    seq_len=7,
+    tied=True,
+    compute=SCAN,
 )
 
 
@@ -57,11 +65,21 @@ class OwnModel(nnx.Module):
         block = {"in_block": True}
         self.token = _param(Role.TOKEN_EMBEDDING, ("vocab", "embed"), (17, 24))
         self.inner = _param(
-            Role.HIDDEN, ("layers", "embed", "heads", "head_dim"), (5, 24, 6, 4), fan_in=("embed",), **block
+            Role.HIDDEN,
+            ("layers", "embed", "heads", "head_dim"),
+            (5, 24, 6, 4),
+            fan_in=("embed",),
+            **block,
         )
-        self.gain = _param(Role.NORM_GAIN, ("layers", "heads", "head_dim"), (5, 6, 4), of=Role.QUERY, **block)
+        self.gain = _param(
+            Role.NORM_GAIN, ("layers", "heads", "head_dim"), (5, 6, 4), of=Role.QUERY, **block
+        )
         self.outer = _param(
-            Role.HIDDEN, ("layers", "heads", "head_dim", "embed"), (5, 6, 4, 24), fan_in=("heads", "head_dim"), **block
+            Role.HIDDEN,
+            ("layers", "heads", "head_dim", "embed"),
+            (5, 6, 4, 24),
+            fan_in=("heads", "head_dim"),
+            **block,
         )
         self.bias = _param(Role.BIAS, ("layers", "embed"), (5, 24), of=Role.HIDDEN, **block)
         self.readout = _param(Role.READOUT, ("embed", "vocab"), (24, 17), fan_in=("embed",))
@@ -70,8 +88,14 @@ class OwnModel(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         h = self.token[...][tokens]
         for layer in range(5):
-            inner = jnp.tanh(jnp.einsum("btd,dhn->bthn", h, self.inner[...][layer]) * self.gain[...][layer])
-            h = h + 0.5 * jnp.einsum("bthn,hnd->btd", inner, self.outer[...][layer]) + self.bias[...][layer]
+            inner = jnp.tanh(
+                jnp.einsum("btd,dhn->bthn", h, self.inner[...][layer]) * self.gain[...][layer]
+            )
+            h = (
+                h
+                + 0.5 * jnp.einsum("bthn,hnd->btd", inner, self.outer[...][layer])
+                + self.bias[...][layer]
+            )
         return h @ self.readout[...] + self.readout_bias[...]
 
 
@@ -102,7 +126,9 @@ class Constants:
 
     @property
     def preset(self) -> presets.Preset:
-        constants = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "patch"}
+        constants = {
+            k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "patch"
+        }
         base = BASE if self.patch is None else {**BASE, "patch": self.patch}
         return presets.get("mup" if self.alpha_l is None else "depth-mup", base=base, **constants)
 
@@ -130,7 +156,11 @@ def table_row(spec: ParamSpec, patch: int, c: Constants) -> Row:
             row = Row(patch**-0.5, d, 1, (patch / c.patch if c.patch else 1) ** -0.5 / d, 1)
         case Role.VALUE | Role.ATTENTION_OUT | Role.MLP_IN | Role.MLP_OUT | Role.HIDDEN:
             row = Row(
-                1, d / m_in * depth ** (2 * al - 1), depth ** (al - 1) / m_in, depth**-al / d, m_in * depth ** (1 - al)
+                1,
+                d / m_in * depth ** (2 * al - 1),
+                depth ** (al - 1) / m_in,
+                depth**-al / d,
+                m_in * depth ** (1 - al),
             )
         case Role.QUERY | Role.KEY:
             row = Row(
@@ -139,7 +169,11 @@ def table_row(spec: ParamSpec, patch: int, c: Constants) -> Row:
             )  # fmt: skip
         case Role.NORM_GAIN if queries_or_keys and not {"heads", "kv_heads"} & set(spec.axes):
             row = Row(
-                1, n ** (2 * aa - 1) * depth ** (2 * al - 1), n ** (aa - 1) * depth ** (al - 1), n**-aa * depth**-al, 0
+                1,
+                n ** (2 * aa - 1) * depth ** (2 * al - 1),
+                n ** (aa - 1) * depth ** (al - 1),
+                n**-aa * depth**-al,
+                0,
             )
         case Role.NORM_GAIN | Role.BIAS if queries_or_keys:
             row = Row(
@@ -180,7 +214,9 @@ def example(name: str) -> tuple[dict[str, np.ndarray], Any]:
     params = {}
     for parameter, spec in model.specs.items():
         size = np.prod([model.sizes[axis] for axis in spec.fan_in]) ** -0.5 if spec.fan_in else 1.0
-        params[parameter] = (size * random.standard_normal(model.abstract[parameter].shape)).astype(np.float32)
+        params[parameter] = (size * random.standard_normal(model.abstract[parameter].shape)).astype(
+            np.float32
+        )
     images = name == "vit"
     shape = (4,) if images else (4, 7)
     batch = {
@@ -188,7 +224,9 @@ def example(name: str) -> tuple[dict[str, np.ndarray], Any]:
         if images
         else random.integers(0, 17, shape, np.int32),
         "targets": random.integers(0, 7, shape, np.int32),
-        "weights": np.where(np.arange(np.prod(shape)).reshape(shape) % 4 == 3, 0.0, 1.0).astype(np.float32),
+        "weights": np.where(np.arange(np.prod(shape)).reshape(shape) % 4 == 3, 0.0, 1.0).astype(
+            np.float32
+        ),
     }
     return params, batch
 
@@ -199,7 +237,9 @@ def gradient_function(name: str) -> Callable[..., Any]:
     definition = model_of(name)
 
     def loss(weights: Any, forward: Any, batch: Any) -> jax.Array:
-        model: Any = definition.bind(weights, {n: Factor(v).get_value() for n, v in forward.items()})
+        model: Any = definition.bind(
+            weights, {n: Factor(v).get_value() for n, v in forward.items()}
+        )
         log_p = jax.nn.log_softmax(model(batch["inputs"]), axis=-1)
         picked = jnp.sum(log_p * jax.nn.one_hot(batch["targets"], log_p.shape[-1]), axis=-1)
         return -jnp.sum(picked * batch["weights"]) / jnp.sum(batch["weights"])
@@ -214,7 +254,9 @@ def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     tx = optimizer.build(config, model.specs)
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     abstract = state.abstract_state(model, tx, layout)
-    run = StepInputs(resolve(presets.get("sp"), model, config.name, config.decay), hyperparams(config, 20))
+    run = StepInputs(
+        resolve(presets.get("sp"), model, config.name, config.decay), hyperparams(config, 20)
+    )
     train = trace_train_step(model, tx, abstract, layout, run, example(name)[1]).lower().compile()
     return train, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
@@ -244,13 +286,20 @@ def expected_update(
     updates, defined = {}, {}
     for n, row in rows.items():
         g, w = row.multiplier * np.asarray(gradient[n], np.float64), params[n].astype(np.float64)
-        decays, wd = float(row.adamw_decay > 0), 0.0 if config.name == "adam" else config.weight_decay
+        decays, wd = (
+            float(row.adamw_decay > 0),
+            0.0 if config.name == "adam" else config.weight_decay,
+        )
         if config.name == "sgd":
             # lr * wd is what stays fixed.
             updates[n] = -lr * (row.sgd * g + wd * decays * w * (config.decay == "coupled"))
         else:
             direction = g / (np.abs(g) + config.eps * row.eps)
-            updates[n] = -lr * row.adam * (direction + wd * row.adamw_decay * w * (config.decay == "coupled"))
+            updates[n] = (
+                -lr
+                * row.adam
+                * (direction + wd * row.adamw_decay * w * (config.decay == "coupled"))
+            )
         if config.decay == "independent":
             updates[n] -= wd * decays / config.warmup_steps * w
         smooth = config.name == "sgd" or config.eps > 1e-3
@@ -263,7 +312,10 @@ def errors(name: str, config: OptimizerConfig, c: Constants, factors: Factors) -
     """Per parameter, the largest error over its largest expected update."""
     got = first_update(name, config, factors)
     expected, defined = expected_update(name, config, c)
-    return {n: np.abs(np.where(defined[n], got[n] - expected[n], 0)).max() / np.abs(expected[n]).max() for n in got}
+    return {
+        n: np.abs(np.where(defined[n], got[n] - expected[n], 0)).max() / np.abs(expected[n]).max()
+        for n in got
+    }
 
 
 SMALL_EPS = OptimizerConfig(name="adamw", peak_lr=0.5, warmup_steps=4, weight_decay=0.3)
@@ -286,11 +338,15 @@ CONSTANTS = {
 def test_the_first_update_is_the_rate_times_the_table(name: str, config: OptimizerConfig) -> None:
     for label, constants in CONSTANTS.items():
         factors = resolve(constants.preset, model_of(name), config.name, config.decay)
-        wrong = {n: e for n, e in errors(name, config, constants, factors).items() if not e < AGREES}
+        wrong = {
+            n: e for n, e in errors(name, config, constants, factors).items() if not e < AGREES
+        }
         assert not wrong, (label, wrong)
 
 
-@pytest.mark.parametrize("config", [INDEPENDENT, SGD_INDEPENDENT, ADAM], ids=["adamw", "sgd", "adam"])
+@pytest.mark.parametrize(
+    "config", [INDEPENDENT, SGD_INDEPENDENT, ADAM], ids=["adamw", "sgd", "adam"]
+)
 def test_other_decays_follow_the_table_too(config: OptimizerConfig) -> None:
     constants = CONSTANTS["depth"]
     factors = resolve(constants.preset, model_of("own"), config.name, config.decay)
@@ -307,7 +363,9 @@ def test_a_small_eps_does_not_show() -> None:
 
 def changed(factors: Factors, column: str) -> Factors:
     """Every factor of one column one percent too large."""
-    return factors._replace(**{column: jax.tree.map(lambda x: np.float32(1.01) * x, getattr(factors, column))})
+    return factors._replace(
+        **{column: jax.tree.map(lambda x: np.float32(1.01) * x, getattr(factors, column))}
+    )
 
 
 @pytest.mark.core
@@ -338,12 +396,28 @@ def test_every_role_is_among_the_models() -> None:
     # Relative biases, which no source has a row for, experts, whose rows the goldens and `test_experts` have, and adapters (`test_adapters`).
     assert {spec.role for spec in specs} == set(Role) - {Role.RELATIVE_BIAS} - ROUTED - ADAPTERS
     belongs = {(spec.role, spec.of) for spec in specs if spec.of is not None}
-    matrices = {Role.PATCH_EMBEDDING, Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role.MLP_OUT}
-    assert {of for role, of in belongs if role is Role.BIAS} >= matrices | {Role.READOUT, Role.HIDDEN, Role.NORM_GAIN}
+    matrices = {
+        Role.PATCH_EMBEDDING,
+        Role.QUERY,
+        Role.KEY,
+        Role.VALUE,
+        Role.ATTENTION_OUT,
+        Role.MLP_IN,
+        Role.MLP_OUT,
+    }
+    assert {of for role, of in belongs if role is Role.BIAS} >= matrices | {
+        Role.READOUT,
+        Role.HIDDEN,
+        Role.NORM_GAIN,
+    }
     assert {of for role, of in belongs if role is Role.NORM_GAIN} == {Role.QUERY, Role.KEY}
 
 
 def test_sp_has_one_rate() -> None:
     for name in MODELS:
         factors = resolve(presets.get("sp", base=BASE), model_of(name))
-        assert {float(x.max()) for x in factors.lr.values()} == {float(x.min()) for x in factors.eps.values()} == {1.0}
+        assert (
+            {float(x.max()) for x in factors.lr.values()}
+            == {float(x.min()) for x in factors.eps.values()}
+            == {1.0}
+        )

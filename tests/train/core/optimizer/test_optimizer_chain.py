@@ -24,7 +24,9 @@ from mupax.train.core.factors import Factors, hyperparams, schedule_table
 def rows_of_ones(specs: dict[str, bool]) -> Factors:
     """Factors of one; decay only where the specs say so."""
     ones = dict.fromkeys(specs, np.array(1, np.float32))
-    return Factors(ones, ones, ones, {n: np.array(decays, np.float32) for n, decays in specs.items()}, {})
+    return Factors(
+        ones, ones, ones, {n: np.array(decays, np.float32) for n, decays in specs.items()}, {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,9 @@ def rows_of_ones(specs: dict[str, bool]) -> Factors:
     ids=["adamw", "adam", "sgd", "clipped"],
 )  # fmt: skip
 @pytest.mark.core
-def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, reference: Callable[..., Any]) -> None:
+def test_at_base_size_the_chain_is_optax(
+    config: OptimizerConfig, reference: Callable[..., Any]
+) -> None:
     config = dataclasses.replace(config, peak_lr=0.1, schedule="linear", warmup_steps=2)
     mask, random = {"a": True, "b": False}, np.random.default_rng(0)
     ours, theirs = (
@@ -56,7 +60,9 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, reference: Cal
     at: list[Any] = [params, params]
     for step in range(5):
         grads = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
-        updates, states[0] = ours.update(grads, states[0], at[0], factors=factors, hyper=numbers.at(jnp.int32(step)))
+        updates, states[0] = ours.update(
+            grads, states[0], at[0], factors=factors, hyper=numbers.at(jnp.int32(step))
+        )
         at[0] = optax.apply_updates(at[0], updates)
         updates, states[1] = theirs.update(grads, states[1], at[1])
         at[1] = optax.apply_updates(at[1], updates)
@@ -67,16 +73,23 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, reference: Cal
 @pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.first_moment])
 def test_first_moments_may_be_stored_in_bfloat16_and_are_summed_in_float32(name: str) -> None:
     moment = OPTIMIZERS[name].first_moment or ""
-    specs = {"a": ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",), in_block=True)}
+    specs = {
+        "a": ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",), in_block=True)
+    }
     plain, stored = (
-        optimizer.build(OptimizerConfig(name=name, peak_lr=0.1, moment_dtype=d), specs) for d in (None, "bfloat16")
+        optimizer.build(OptimizerConfig(name=name, peak_lr=0.1, moment_dtype=d), specs)
+        for d in (None, "bfloat16")
     )
     random, extra = np.random.default_rng(0), {"factors": rows_of_ones({"a": True})}
-    params, *grads = ({"a": jnp.asarray(random.standard_normal((3, 5)), jnp.float32)} for _ in range(3))
+    params, *grads = (
+        {"a": jnp.asarray(random.standard_normal((3, 5)), jnp.float32)} for _ in range(3)
+    )
     numbers = hyperparams(OptimizerConfig(peak_lr=0.1), 5).at(jnp.int32(2))
 
     def to(state: Any, dtype: str) -> Any:
-        return optax.tree.set(state, **{moment: optax.tree.cast(optax.tree.get(state, moment), dtype)})
+        return optax.tree.set(
+            state, **{moment: optax.tree.cast(optax.tree.get(state, moment), dtype)}
+        )
 
     updates: Any
     rounded: Any
@@ -84,7 +97,9 @@ def test_first_moments_may_be_stored_in_bfloat16_and_are_summed_in_float32(name:
     exact = plain.update(grads[0], plain.init(params), params, hyper=numbers, **extra)[1]
     updates, rounded = stored.update(grads[0], stored.init(params), params, hyper=numbers, **extra)
     chex.assert_trees_all_equal(rounded, to(exact, "bfloat16"))
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(rounded)} - {"int32", "float32"} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(rounded)} - {"int32", "float32"} == {
+        "bfloat16"
+    }
     assert name != "adamw" or rounded[1].nu["a"].dtype == jnp.float32
     updates, after = stored.update(grads[1], rounded, params, hyper=numbers, **extra)
     expected, wide = plain.update(grads[1], to(rounded, "float32"), params, hyper=numbers, **extra)
@@ -119,19 +134,27 @@ def test_schedules_equal_their_formulas() -> None:
         return schedule_table(OptimizerConfig(**settings), 11)
 
     ramp, t = np.array([1, 2, 3]) / 3, np.arange(8) / 8
-    np.testing.assert_allclose(table(schedule="constant", warmup_steps=3), [*ramp, *np.ones(8)], rtol=1e-6)
+    np.testing.assert_allclose(
+        table(schedule="constant", warmup_steps=3), [*ramp, *np.ones(8)], rtol=1e-6
+    )
     np.testing.assert_allclose(
         table(schedule="cosine", warmup_steps=3, final_lr_fraction=0.2),
         [*ramp, *(0.2 + 0.4 * (1 + np.cos(np.pi * t)))],
         rtol=1e-5,
     )
     np.testing.assert_allclose(
-        table(schedule="linear", warmup_steps=3, final_lr_fraction=0.2), [*ramp, *(1 - 0.8 * t)], rtol=1e-5
+        table(schedule="linear", warmup_steps=3, final_lr_fraction=0.2),
+        [*ramp, *(1 - 0.8 * t)],
+        rtol=1e-5,
     )
     np.testing.assert_allclose(
-        table(schedule="wsd", warmup_steps=3, decay_steps=4), [*ramp, *np.ones(4), 1, 0.75, 0.5, 0.25], rtol=1e-5
+        table(schedule="wsd", warmup_steps=3, decay_steps=4),
+        [*ramp, *np.ones(4), 1, 0.75, 0.5, 0.25],
+        rtol=1e-5,
     )
-    np.testing.assert_allclose(table(schedule="cosine", warmup_steps=40), (1 + np.arange(11)) / 11, rtol=1e-6)
+    np.testing.assert_allclose(
+        table(schedule="cosine", warmup_steps=40), (1 + np.arange(11)) / 11, rtol=1e-6
+    )
     from_zero = table(schedule="linear", warmup_steps=3, warmup_from_zero=True)
     np.testing.assert_allclose(from_zero, [0, 1 / 3, 2 / 3, *(1 - t)], rtol=1e-5)
     assert table().dtype == np.float32
@@ -141,7 +164,11 @@ def test_schedules_equal_their_formulas() -> None:
 
 def test_steps_after_the_end_keep_the_last_rate() -> None:
     numbers = hyperparams(OptimizerConfig(schedule="linear", final_lr_fraction=0.5), 4)
-    assert float(numbers.at(jnp.int32(3)).schedule) == float(numbers.at(jnp.int32(9)).schedule) == 0.625
+    assert (
+        float(numbers.at(jnp.int32(3)).schedule)
+        == float(numbers.at(jnp.int32(9)).schedule)
+        == 0.625
+    )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])

@@ -29,7 +29,9 @@ from tests.fixtures import optimizers
 
 pytestmark = pytest.mark.core
 
-SMALL = dataclasses.replace(CONFIGS["lm-tiny"], width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5)
+SMALL = dataclasses.replace(
+    CONFIGS["lm-tiny"], width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5
+)
 BASE = dataclasses.replace(SMALL, width=8, num_heads=2).base_sizes()
 MODEL = definition(SMALL)
 STEPS = 5
@@ -47,7 +49,9 @@ def row_of(name: str) -> Optimizer:
 
 
 def config_of(name: str, **changes: Any) -> OptimizerConfig:
-    return OptimizerConfig(**{"name": name, "peak_lr": 0.1, "schedule": "constant", "eps": 1e-3, **changes})
+    return OptimizerConfig(
+        **{"name": name, "peak_lr": 0.1, "schedule": "constant", "eps": 1e-3, **changes}
+    )
 
 
 SHAPES = {"table": (7, 4), "matrix": (4, 6), "gain": (4,)}
@@ -60,7 +64,9 @@ SPECS = {
 
 def gradients(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
     random = np.random.default_rng(seed)
-    return {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in shapes.items()
+    }
 
 
 def steps(config: OptimizerConfig, scale: float = 1.0) -> list[tuple[Arrays, Any]]:
@@ -95,7 +101,10 @@ def size(tree: Arrays) -> float:
 
 def test_the_first_updates_that_move_nothing_are_counted(name: str) -> None:
     history = steps(config_of(name))
-    moved = [size(jax.tree.map(jnp.subtract, after[0], before[0])) for before, after in itertools.pairwise(history)]
+    moved = [
+        size(jax.tree.map(jnp.subtract, after[0], before[0]))
+        for before, after in itertools.pairwise(history)
+    ]
     still = row_of(name).still_steps
     assert moved[:still] == [0] * still
     assert all(distance > 0 for distance in moved[still:])
@@ -134,7 +143,13 @@ def test_a_state_without_the_moment_refuses_to_store_it_in_bfloat16() -> None:
 
 
 def test_the_fields_that_the_row_says_it_reads_are_those_that_change_an_update(name: str) -> None:
-    changes: dict[str, Any] = {"b1": 0.5, "b2": 0.5, "eps": 0.5, "momentum": 0.5, "weight_decay": 0.5}
+    changes: dict[str, Any] = {
+        "b1": 0.5,
+        "b2": 0.5,
+        "eps": 0.5,
+        "momentum": 0.5,
+        "weight_decay": 0.5,
+    }
 
     plain, _ = steps(config_of(name))[-1]
     for field, value in changes.items():
@@ -167,7 +182,9 @@ def test_forms_of_a_preset_are_one_parameterization(name: str, form: Any) -> Non
     for state, of_form in zip(states, factors, strict=True):
         moved, opt_state = state.params, state.opt_state
         for step in range(STEPS):
-            grads = {n: g * rows(of_form.multiplier[n], g) for n, g in gradients(step, shapes).items()}
+            grads = {
+                n: g * rows(of_form.multiplier[n], g) for n, g in gradients(step, shapes).items()
+            }
             moved, opt_state = update(grads, opt_state, moved, of_form)
         ends.append({n: w * rows(of_form.multiplier[n], w) for n, w in moved.items()})
     assert any(np.any(factors[0].multiplier[n] != factors[1].multiplier[n]) for n in params)

@@ -47,7 +47,9 @@ TALK = [
 ]
 
 
-def trained_on(template: str, messages: list[dict[str, Any]], loss_on: Any = "answers") -> tuple[str, list[str]]:
+def trained_on(
+    template: str, messages: list[dict[str, Any]], loss_on: Any = "answers"
+) -> tuple[str, list[str]]:
     """The text, and the runs of its tokens that are targets."""
     tokens = ChatTokens(Bytes(), templates.Template(template, "x"), loss_on)
     (ids,) = tokens.encode([json.dumps(messages).encode()])
@@ -62,7 +64,10 @@ def trained_on(template: str, messages: list[dict[str, Any]], loss_on: Any = "an
 
 def test_an_answer_is_what_follows_the_prompt_up_to_its_ending() -> None:
     text, answers = trained_on(CHATML, TALK)
-    assert text == "<s>system\nSé<e>\n<s>user\na<e>\n<s>assistant\nbé<e>\n<s>user\nc<e>\n<s>assistant\nd<e>\n"
+    assert (
+        text
+        == "<s>system\nSé<e>\n<s>user\na<e>\n<s>assistant\nbé<e>\n<s>user\nc<e>\n<s>assistant\nd<e>\n"
+    )
     assert answers == ["bé<e>", "d<e>"]
     assert trained_on(CHATML, TALK, "all") == (text, [text])
     # Where nothing but a line end follows an answer, that is its ending.
@@ -71,7 +76,9 @@ def test_an_answer_is_what_follows_the_prompt_up_to_its_ending() -> None:
 
 def with_fields(**fields: Any) -> list[dict[str, Any]]:
     """The talk, of which the first answer has these fields, as a record has it."""
-    return templates.checked([{**message, **(fields if message["content"] == "bé" else {})} for message in TALK])
+    return templates.checked(
+        [{**message, **(fields if message["content"] == "bé" else {})} for message in TALK]
+    )
 
 
 @pytest.mark.parametrize("field", ["weight", "train", "training", "loss"])
@@ -92,13 +99,18 @@ def test_a_message_that_is_not_trained_on_is_context(field: str, template: str) 
 def test_no_message_but_an_answer_is_a_target_whatever_its_weight() -> None:
     off = [{**message, "weight": int(message["role"] == "assistant")} for message in TALK]
     assert trained_on(CHATML, templates.checked(off)) == trained_on(CHATML, TALK)
-    system = [{**message, **({"train": False} if message["role"] == "system" else {})} for message in TALK]
+    system = [
+        {**message, **({"train": False} if message["role"] == "system" else {})} for message in TALK
+    ]
     text, parts = trained_on(CHATML, templates.checked(system), "all")
     assert "".join(parts) == text.replace("<s>system\nSé<e>\n", "")
 
 
 def test_a_part_of_an_answer_may_be_context() -> None:
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "not this, but this"}]
+    talk = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "not this, but this"},
+    ]
     detail = [
         {"begin_offset": 0, "end_offset": 9, "train": False},
         {"begin_offset": 10, "end_offset": 17, "train": True},
@@ -118,8 +130,18 @@ def test_a_part_of_an_answer_may_be_context() -> None:
 
 
 def test_several_turns_tools_and_system_prompts_stay_as_they_are() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    talk = [TALK[0], TALK[1], call, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "five"}]
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
+    talk = [
+        TALK[0],
+        TALK[1],
+        call,
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "five"},
+    ]
     template = CHATML.replace("m.content", "(m.content or m.tool_calls | tojson)")
     plain = trained_on(template, templates.checked(talk))
     assert len(plain[1]) == 2
@@ -133,9 +155,14 @@ def test_a_template_may_say_by_itself_what_an_answer_is() -> None:
 
 
 def test_a_template_that_renders_beginnings_otherwise_is_refused_by_name() -> None:
-    with pytest.raises(DataError, match="the chat template x writes the beginning of a conversation otherwise"):
+    with pytest.raises(
+        DataError, match="the chat template x writes the beginning of a conversation otherwise"
+    ):
         trained_on(LAST_ALONE, TALK)
-    assert trained_on(LAST_ALONE, TALK[:3]) == ("a|bé|", ["bé|"])  # Control: one answer, at the end.
+    assert trained_on(LAST_ALONE, TALK[:3]) == (
+        "a|bé|",
+        ["bé|"],
+    )  # Control: one answer, at the end.
     assert trained_on(LAST_ALONE, TALK, "all")[0] == "a|c|d|"
 
 
@@ -143,7 +170,10 @@ def test_a_template_that_renders_beginnings_otherwise_is_refused_by_name() -> No
     ("template", "text"),
     [
         ("{% for m in messages %}", "is no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "takes no such messages: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "takes no such messages: roles must alternate",
+        ),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
@@ -201,7 +231,10 @@ def test_templates_lie_beside_the_tokenizer(tmp_path: Path) -> None:
     name = str(tmp_path / "tokenizer.json")
     assert templates.find(name) is None
     assert templates.find("bytes") is None
-    fields = {"chat_template": [{"name": "default", "template": "{{ bos_token }}1"}], "bos_token": {"content": "<b>"}}
+    fields = {
+        "chat_template": [{"name": "default", "template": "{{ bos_token }}1"}],
+        "bos_token": {"content": "<b>"},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     one = templates.find(name)
     assert one is not None
@@ -279,7 +312,9 @@ def targets(batch: dict[str, np.ndarray]) -> str:
     return bytes(batch["targets"][batch["weights"] > 0].tolist()).decode()
 
 
-def test_batches_are_trained_on_answers_alone_each_once_an_epoch(tmp_path: Path, cache_folder: Path) -> None:
+def test_batches_are_trained_on_answers_alone_each_once_an_epoch(
+    tmp_path: Path, cache_folder: Path
+) -> None:
     folder = tmp_path / "talks"
     write(folder)
     with (folder / "a.jsonl").open("a") as file:
@@ -288,30 +323,47 @@ def test_batches_are_trained_on_answers_alone_each_once_an_epoch(tmp_path: Path,
         file.write(json.dumps({"messages": [{"role": "user", "content": "q"}, answer]}) + "\n")
     notes: list[str] = []
     source = load(folder, notes.append, batch_size=1)
-    assert any("left out 2 records" in n and "a.jsonl line 41" in n and "a.jsonl line 42" in n for n in notes)
+    assert any(
+        "left out 2 records" in n and "a.jsonl line 41" in n and "a.jsonl line 42" in n
+        for n in notes
+    )
     batches = [source.train_batch(k) for k in range(source.train_size)]
     evaluation = [source.eval_batch(j) for j in range(source.eval_size)]
     for batch in (*batches, *evaluation):
         np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     answers = ["".join(map(targets, side)).split("<e>")[:-1] for side in (batches, evaluation)]
     assert sorted(answers[0] + answers[1]) == sorted(f"answer {i}" * (1 + i % 3) for i in range(40))
-    assert (len(answers[0]), len(answers[1])) == (source.facts["train_records"], source.facts["eval_records"])
+    assert (len(answers[0]), len(answers[1])) == (
+        source.facts["train_records"],
+        source.facts["eval_records"],
+    )
     assert len(batches) < len(answers[0])  # Control: windows hold several.
     again = load(folder)  # of two rows, from the cache
-    np.testing.assert_array_equal(again.train_batch(5)["inputs"][1:], again.train_batch(5, slice(1, 2))["inputs"])
+    np.testing.assert_array_equal(
+        again.train_batch(5)["inputs"][1:], again.train_batch(5, slice(1, 2))["inputs"]
+    )
     np.testing.assert_array_equal(again.train_batch(1)["inputs"][0], batches[2]["inputs"][0])
     all_of_it = load(folder, loss_on="all")
-    assert "<s>user\nq1" in "".join(targets(all_of_it.train_batch(k)) for k in range(all_of_it.train_size))
+    assert "<s>user\nq1" in "".join(
+        targets(all_of_it.train_batch(k)) for k in range(all_of_it.train_size)
+    )
     assert all_of_it.facts["digest"] != source.facts["digest"]
 
 
-def test_conversations_of_a_window_do_not_see_one_another_where_asked(tmp_path: Path, cache_folder: Path) -> None:
+def test_conversations_of_a_window_do_not_see_one_another_where_asked(
+    tmp_path: Path, cache_folder: Path
+) -> None:
     write(tmp_path)
     batch = load(tmp_path, document_mask=True, reset_positions=True).train_batch(0)
-    for segments, positions, inputs in zip(batch["segments"], batch["positions"], batch["inputs"], strict=True):
+    for segments, positions, inputs in zip(
+        batch["segments"], batch["positions"], batch["inputs"], strict=True
+    ):
         starts = np.flatnonzero(positions == 0)
         np.testing.assert_array_equal(starts, np.flatnonzero(np.diff(segments, prepend=-1)))
-        assert all(bytes(inputs[s : s + 7].tolist()) in (b"<s>user", bytes(len(inputs[s : s + 7]))) for s in starts)
+        assert all(
+            bytes(inputs[s : s + 7].tolist()) in (b"<s>user", bytes(len(inputs[s : s + 7])))
+            for s in starts
+        )
         assert len(starts) >= 2
 
 
@@ -331,11 +383,16 @@ def test_weights_of_a_table_are_read_too(tmp_path: Path, cache_folder: Path) -> 
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     (tmp_path / "a.jsonl").unlink()
     for row in rows[::2]:
-        row["messages"] = [{"role": "assistant", "content": "a draft", "weight": 0.0}, *row["messages"]]
+        row["messages"] = [
+            {"role": "assistant", "content": "a draft", "weight": 0.0},
+            *row["messages"],
+        ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = load(tmp_path)
     batches = [source.train_batch(k) for k in range(source.train_size)]
-    assert any("a draft" in bytes(batch["inputs"].reshape(-1).tolist()).decode() for batch in batches)
+    assert any(
+        "a draft" in bytes(batch["inputs"].reshape(-1).tolist()).decode() for batch in batches
+    )
     assert "a draft" not in "".join(map(targets, batches))
 
 
@@ -372,7 +429,11 @@ def test_what_does_not_fit_is_said(
 
 def test_noise_is_not_put_on_conversations(tmp_path: Path, cache_folder: Path) -> None:
     write(tmp_path)
-    fields: dict[str, Any] = {"name": f"chat:{tmp_path}", "batch_size": 1, "chat_template": str(tmp_path / "t.jinja")}
+    fields: dict[str, Any] = {
+        "name": f"chat:{tmp_path}",
+        "batch_size": 1,
+        "chat_template": str(tmp_path / "t.jinja"),
+    }
     noise = denoising.noise_of(DataConfig(**fields, noise="infilling"))
     with pytest.raises(DataError, match="is conversations, and noise is put on text"):
         denoising.denoising(DataConfig(**fields), noise, inputs=96, seed=0, note=quiet)

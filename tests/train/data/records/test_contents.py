@@ -36,7 +36,9 @@ def rewritten(file: Path) -> None:
 def test_changed_data_of_the_same_size_and_time_are_read_anew(
     tmp_path: Path, cache_folder: Path, kind: str, change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "_TICK_NS", -(10**12) if kind == "text" else 10**12)  # with a record and without
+    monkeypatch.setattr(
+        contents, "_TICK_NS", -(10**12) if kind == "text" else 10**12
+    )  # with a record and without
     file = tmp_path / "d" / ("a.txt" if kind == "text" else "a.jsonl")
     (write_text if kind == "text" else write_records)(tmp_path / "d", file.name)
     before = text_of(opened(f"{kind}:{tmp_path / 'd'}"))

@@ -42,9 +42,13 @@ def prepare(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_a_line_that_is_too_long_is_refused_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_is_too_long_is_refused_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     long = b'{"text":"' + b"a" * (2 * MIB) + b'"}\n'
-    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(GOOD + long + GOOD.replace(b"number", b"other")))
+    (tmp_path / "t.jsonl.gz").write_bytes(
+        gzip.compress(GOOD + long + GOOD.replace(b"number", b"other"))
+    )
     name = f"records:{tmp_path / 't.jsonl.gz'}"
     code, text = prepare(capsys, name, "--limits.record-mib", "1")
     assert code == 2
@@ -54,12 +58,19 @@ def test_a_line_that_is_too_long_is_refused_or_left_out(tmp_path: Path, capsys: 
     assert code == 0
     assert "1 record" in text
     num_tokens = len(
-        b"".join(json.loads(line)["text"].encode() for line in (GOOD + GOOD.replace(b"number", b"other")).splitlines())
+        b"".join(
+            json.loads(line)["text"].encode()
+            for line in (GOOD + GOOD.replace(b"number", b"other")).splitlines()
+        )
     )
     numbers = [
-        int(word.replace(",", "")) for word in text.replace("prepared:", " ").split() if word.replace(",", "").isdigit()
+        int(word.replace(",", ""))
+        for word in text.replace("prepared:", " ").split()
+        if word.replace(",", "").isdigit()
     ]
-    assert num_tokens + 80 in [numbers[-2] + numbers[-1]]  # every other text with the end of its document
+    assert num_tokens + 80 in [
+        numbers[-2] + numbers[-1]
+    ]  # every other text with the end of its document
     assert prepare(capsys, name)[0] == 0  # the usual limit is above
 
 
@@ -99,7 +110,9 @@ def test_a_text_that_a_table_repeats_a_hundred_thousand_times_is_refused(tmp_pat
 def test_a_page_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = table(tmp_path / "t.parquet", ["x" * (2 * MIB)], use_dictionary=False, compression="zstd")
+    file = table(
+        tmp_path / "t.parquet", ["x" * (2 * MIB)], use_dictionary=False, compression="zstd"
+    )
     monkeypatch.setattr(tables, "_LARGEST_PAGE", MIB)
     with pytest.raises(data.DataError, match=r"--data\.limits\.ratio"):
         Table(file, "text", BrokenLog(limits=SMALL)).parts()
@@ -108,7 +121,9 @@ def test_a_page_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
 @pytest.mark.parametrize(
     "options", [{}, {"use_dictionary": False}, {"row_group_size": 7}, {"data_page_version": "2.0"}]
 )
-def test_control_every_row_of_a_table_is_read_in_any_order(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_control_every_row_of_a_table_is_read_in_any_order(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     texts = [f"{i % 50} text " * (1 + i % 9) for i in range(300)]
     read = Table(table(tmp_path / "t.parquet", texts, **options), "text")
     parts = read.parts()
@@ -136,26 +151,36 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "byte-level": lambda path: vocabulary(
         path,
         Tokenizer(models.BPE()),
-        trainers.BpeTrainer(vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),  # pyright: ignore
+        trainers.BpeTrainer(
+            vocab_size=300,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),  # pyright: ignore
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
     ),
     "whole text": lambda path: vocabulary(
         path,
         Tokenizer(models.BPE(unk_token="<unk>")),
-        trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>"], max_token_length=8),  # pyright: ignore
+        trainers.BpeTrainer(
+            vocab_size=300, show_progress=False, special_tokens=["<unk>"], max_token_length=8
+        ),  # pyright: ignore
         normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
     ),
     "Unigram": lambda path: vocabulary(
         path,
         Tokenizer(models.Unigram()),
-        trainers.UnigramTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>"),  # pyright: ignore
+        trainers.UnigramTrainer(
+            vocab_size=300, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>"
+        ),  # pyright: ignore
         pre_tokenizer=pre_tokenizers.Metaspace(),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_control_a_long_text_has_the_tokens_that_it_has_as_a_whole(tmp_path: Path, kind: str) -> None:
+def test_control_a_long_text_has_the_tokens_that_it_has_as_a_whole(
+    tmp_path: Path, kind: str
+) -> None:
     path = KINDS[kind](tmp_path / "tokenizer.json")
     whole = Tokenizer.from_file(str(path)).encode(TEXT, add_special_tokens=False)
     tokenizer = Subwords(path)
@@ -180,10 +205,16 @@ def described(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 BAD_TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "pieces": lambda fields: fields.update(
-        model={"type": "Unigram", "unk_id": 0, "vocab": [[f"{i}" * 3000, -1.0] for i in range(100, 300)]}
+        model={
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[f"{i}" * 3000, -1.0] for i in range(100, 300)],
+        }
     ),
     "id": lambda fields: fields["model"]["vocab"].update(c=4_000_000_000),
-    "normalizer": lambda fields: fields.update(normalizer={"type": "Prepend", "prepend": "a" * 10_000}),
+    "normalizer": lambda fields: fields.update(
+        normalizer={"type": "Prepend", "prepend": "a" * 10_000}
+    ),
     "decoder": lambda fields: fields.update(
         decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}
     ),
@@ -193,7 +224,9 @@ BAD_TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("part", BAD_TOKENIZERS)
-def test_a_tokenizer_that_would_fill_the_memory_is_refused_by_its_part(tmp_path: Path, part: str) -> None:
+def test_a_tokenizer_that_would_fill_the_memory_is_refused_by_its_part(
+    tmp_path: Path, part: str
+) -> None:
     Subwords(described(tmp_path / "good.json", lambda fields: None))
     with pytest.raises(data.DataError, match=part):
         Subwords(described(tmp_path / "bad.json", BAD_TOKENIZERS[part]), "a")
@@ -209,20 +242,30 @@ def test_an_image_of_too_many_pixels_is_refused(tmp_path: Path) -> None:
     file = png(Image.new("1", (1100, 1000)))
     with pytest.raises(data.DataError, match=r"--data\.limits\.megapixels 2"):
         folders.decoded(file, 3, "a.png", limits=SMALL)
-    assert folders.decoded(file, 3, "a.png", limits=LimitsConfig(megapixels=2)).shape == (1000, 1100, 3)
+    assert folders.decoded(file, 3, "a.png", limits=LimitsConfig(megapixels=2)).shape == (
+        1000,
+        1100,
+        3,
+    )
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "I;16", "1", "CMYK"])
-def test_control_a_large_image_is_read_in_bands_as_it_is_at_once(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_control_a_large_image_is_read_in_bands_as_it_is_at_once(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     draw = np.random.default_rng(0)
     if mode == "I;16":
         image = Image.fromarray(draw.integers(0, 2**16, (37, 21), dtype=np.uint16))
     else:
-        image = Image.fromarray(draw.integers(0, 255, (37, 21, 4), dtype=np.uint8), "RGBA").convert(mode)
+        image = Image.fromarray(draw.integers(0, 255, (37, 21, 4), dtype=np.uint8), "RGBA").convert(
+            mode
+        )
     exif = Image.Exif()
     exif[274] = 6
     out = io.BytesIO()
-    image.save(out, "TIFF" if mode == "CMYK" else "PNG", **({} if mode == "CMYK" else {"exif": exif}))
+    image.save(
+        out, "TIFF" if mode == "CMYK" else "PNG", **({} if mode == "CMYK" else {"exif": exif})
+    )
     decode = functools.partial(folders.decoded, out, 3, "a.png", "black")
     at_once = decode()
     monkeypatch.setattr(folders, "_BAND_PIXELS", 21 * 5)
@@ -237,8 +280,13 @@ def test_an_array_of_images_that_unpacks_to_too_much_is_refused(tmp_path: Path) 
         idx.array(tmp_path / "images")
 
 
-def test_a_header_of_numpy_is_read_within_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for header in (b"(" * 3000 + b")" * 3000, b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"):
+def test_a_header_of_numpy_is_read_within_bounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for header in (
+        b"(" * 3000 + b")" * 3000,
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+    ):
         content = b"\x93NUMPY\x02\0" + len(header).to_bytes(4, "little") + header + bytes(16)
         (tmp_path / "t.npy").write_bytes(content)
         code, text = prepare(capsys, f"records:{tmp_path / 't.npy'}", "--tokenizer", "ids:300")

@@ -45,7 +45,9 @@ def write_records(folder: Path, name: str, *more: bytes) -> None:
     """Write a document per line, each named for its file, with more lines in the middle."""
     lines = [json.dumps({"text": text}).encode() for text in texts_of(name)]
     lines[10:10] = more
-    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(
+        Path(name).suffix, bytes
+    )
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(packed(b"".join(line + b"\n" for line in lines)))
 
@@ -65,7 +67,9 @@ def tokens(loaded: Any) -> tuple[np.ndarray, np.ndarray]:
     assert isinstance(loaded, Stream)
     for lane in loaded._lanes:
         lane.until(1 << 40, print)
-    return np.concatenate([lane.read(0, lane.tokens) for lane in loaded._lanes]), np.asarray(loaded._eval)
+    return np.concatenate([lane.read(0, lane.tokens) for lane in loaded._lanes]), np.asarray(
+        loaded._eval
+    )
 
 
 def text_of(loaded: Any) -> tuple[str, str]:
@@ -88,7 +92,11 @@ LAYOUTS = [
     (["train/a.X", "train/deep/b.X"], ["valid/c.X"], []),
     (["Training/a.X"], ["Testing/b.X"], []),
     (["data/train/a.X", "data/train/b.X"], ["data/validation/c.X"], ["data/test/d.X"]),
-    (["data/train-00000-of-00002.X", "data/train-00001-of-00002.X"], ["data/eval-00000-of-00001.X"], []),
+    (
+        ["data/train-00000-of-00002.X", "data/train-00001-of-00002.X"],
+        ["data/eval-00000-of-00001.X"],
+        [],
+    ),
     (["de/train.X", "en/train.X"], ["de/dev.X", "en/dev.X"], []),
     (["train/a.X"], ["val.X"], []),
 ]
@@ -144,7 +152,9 @@ def test_ids_are_split_by_name(tmp_path: Path) -> None:
     assert [set(ids.tolist()) for ids in tokens(loaded)] == [{0}, {1}]
 
 
-@pytest.mark.parametrize("names", [["train", "val", "dev"], ["train", "holdout", "testing"], ["trn", "train", "test"]])
+@pytest.mark.parametrize(
+    "names", [["train", "val", "dev"], ["train", "holdout", "testing"], ["trn", "train", "test"]]
+)
 @pytest.mark.parametrize("shape", ["{}.txt", "{}/a.txt", "data/{}/a.txt"])
 def test_two_names_for_one_part_are_refused(
     tmp_path: Path, names: list[str], shape: str, capfd: pytest.CaptureFixture[str]
@@ -201,7 +211,9 @@ def test_hidden_folders_and_those_of_archives_are_no_data(tmp_path: Path, kind: 
     for name in names:
         write(tmp_path / "t", name)
     text = "".join(text_of(opened(f"{kind}:{tmp_path / 't'}")))
-    assert names_in(text, names) == [name for name in names if "." not in name[:-6] and "__" not in name]
+    assert names_in(text, names) == [
+        name for name in names if "." not in name[:-6] and "__" not in name
+    ]
 
 
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
@@ -211,7 +223,9 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "more" / "loop").symlink_to(tmp_path / "t")
     notes: list[str] = []
     text = "".join(text_of(opened(f"text:{tmp_path / 't'}", notes)))
-    assert [text.count(f"{name} number 3\n") for name in ("t/a.txt", "more/b.txt", "more/deep/c.txt")] == [1, 1, 1]
+    assert [
+        text.count(f"{name} number 3\n") for name in ("t/a.txt", "more/b.txt", "more/deep/c.txt")
+    ] == [1, 1, 1]
     assert any("linked/loop" in note for note in notes)
 
 
@@ -258,7 +272,9 @@ def test_a_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
         assert any("odd." in note for note in notes)
 
 
-def test_a_single_file_in_utf16_is_named_for_what_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_single_file_in_utf16_is_named_for_what_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "wide.txt").write_bytes("words in another coding\n".encode("utf-16") * 20)
     assert data_command.main(["prepare", f"text:{tmp_path / 'wide.txt'}"]) == 2
     message = capfd.readouterr().err
@@ -282,7 +298,9 @@ def test_copies_on_both_sides_are_counted(tmp_path: Path, stream: bool) -> None:
 def test_records_on_both_sides_are_counted(tmp_path: Path) -> None:
     write_records(tmp_path / "t", "train.jsonl")
     write_records(
-        tmp_path / "t", "val.jsonl", *(json.dumps({"text": text}).encode() for text in texts_of("train.jsonl", 7))
+        tmp_path / "t",
+        "val.jsonl",
+        *(json.dumps({"text": text}).encode() for text in texts_of("train.jsonl", 7)),
     )
     notes: list[str] = []
     opened(f"records:{tmp_path / 't'}", notes)
@@ -333,22 +351,32 @@ def test_a_broken_record_is_named_or_left_out(
     assert any("1 record" in note and f"{name} line 11" in note for note in notes)
     again: list[str] = []
     opened(f"records:{tmp_path / name}", again, on_broken="skip")
-    assert [note for note in notes if "line 11" in note] == [note for note in again if "line 11" in note]
+    assert [note for note in notes if "line 11" in note] == [
+        note for note in again if "line 11" in note
+    ]
 
 
-def test_a_broken_first_record_is_no_other_format(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_first_record_is_no_other_format(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for i in range(3):
         write_records(tmp_path / "t", f"{i}.jsonl")
-    (tmp_path / "t" / "1.jsonl").write_bytes(b'{"text": null}\n' + (tmp_path / "t" / "1.jsonl").read_bytes())
+    (tmp_path / "t" / "1.jsonl").write_bytes(
+        b'{"text": null}\n' + (tmp_path / "t" / "1.jsonl").read_bytes()
+    )
     assert prepare(f"records:{tmp_path / 't'}") == 2
     assert "1.jsonl line 1" in " ".join(capfd.readouterr().err.split())
     text = "".join(text_of(opened(f"records:{tmp_path / 't'}", on_broken="skip")))
     assert names_in(text, ["0.jsonl", "1.jsonl", "2.jsonl"]) == ["0.jsonl", "1.jsonl", "2.jsonl"]
 
 
-def test_a_null_in_parquet_is_named_or_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_null_in_parquet_is_named_or_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts = texts_of("a.parquet")
-    parquet.write_table(pyarrow.table({"text": [*texts[:12], None, *texts[12:]]}), tmp_path / "a.parquet")
+    parquet.write_table(
+        pyarrow.table({"text": [*texts[:12], None, *texts[12:]]}), tmp_path / "a.parquet"
+    )
     assert prepare(f"records:{tmp_path / 'a.parquet'}") == 2
     message = " ".join(capfd.readouterr().err.split())
     assert "a.parquet row 12" in message
@@ -425,13 +453,19 @@ def test_control_bytes_need_no_coding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.gz", "b.parquet"])
-def test_a_damaged_file_among_others(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_among_others(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     for i in range(4):
         write_records(tmp_path / "t", f"{i}.jsonl")
     if name.endswith("gz"):
-        content = gzip.compress(b"".join(json.dumps({"text": f"text {i}"}).encode() + b"\n" for i in range(300)))
+        content = gzip.compress(
+            b"".join(json.dumps({"text": f"text {i}"}).encode() + b"\n" for i in range(300))
+        )
     else:
-        parquet.write_table(pyarrow.table({"text": [f"text {i}" for i in range(300)]}), tmp_path / "t.parquet")
+        parquet.write_table(
+            pyarrow.table({"text": [f"text {i}" for i in range(300)]}), tmp_path / "t.parquet"
+        )
         content = (tmp_path / "t.parquet").read_bytes()
     middle = len(content) // 2
     (tmp_path / "t" / name).write_bytes(
@@ -453,9 +487,13 @@ def test_a_stream_leaves_broken_records_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 11 .*--data\.on-broken skip"):
         text_of(opened(f"records:{tmp_path / 't'}", stream=True))
     notes: list[str] = []
-    train, evaluation = text_of(opened(f"records:{tmp_path / 't'}", notes, stream=True, on_broken="skip"))
+    train, evaluation = text_of(
+        opened(f"records:{tmp_path / 't'}", notes, stream=True, on_broken="skip")
+    )
     assert sorted((train + evaluation).splitlines()) == sorted(
-        line.strip() for name in ("train-0.jsonl", "train-1.jsonl", "val.jsonl") for line in texts_of(name)
+        line.strip()
+        for name in ("train-0.jsonl", "train-1.jsonl", "val.jsonl")
+        for line in texts_of(name)
     )
     assert any("val.jsonl line 11" in note for note in notes)
     again: list[str] = []
@@ -472,7 +510,9 @@ def test_only_broken_records_are_an_error(tmp_path: Path) -> None:
         opened(f"text:{tmp_path / 'b.txt'}", on_broken="skip", tokenizer="bpe:300", vocab_size=300)
 
 
-def test_what_was_prepared_without_broken_records_is_not_read_where_they_stop(tmp_path: Path) -> None:
+def test_what_was_prepared_without_broken_records_is_not_read_where_they_stop(
+    tmp_path: Path,
+) -> None:
     write_records(tmp_path, "a.jsonl", b"null")
     assert prepare(f"records:{tmp_path / 'a.jsonl'}", "--on-broken", "skip") == 0
     assert prepare(f"records:{tmp_path / 'a.jsonl'}") == 2
@@ -487,7 +527,10 @@ def test_a_broken_conversation_is_named_or_left_out(tmp_path: Path, broken: byte
         "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
     )
     for name in ("train.jsonl", "val.jsonl"):
-        turns = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "so"}] for i in range(12)]
+        turns = [
+            [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "so"}]
+            for i in range(12)
+        ]
         lines = [json.dumps({"messages": talk}).encode() for talk in turns]
         lines[5:5] = [broken]
         (tmp_path / "t").mkdir(exist_ok=True)
@@ -497,7 +540,11 @@ def test_a_broken_conversation_is_named_or_left_out(tmp_path: Path, broken: byte
         opened(f"chat:{tmp_path / 't'}", **fields)
     notes: list[str] = []
     loaded = opened(f"chat:{tmp_path / 't'}", notes, on_broken="skip", **fields)
-    assert (loaded.facts["train_records"], loaded.facts["eval_records"], loaded.facts["broken"]) == (12, 12, 2)
+    assert (
+        loaded.facts["train_records"],
+        loaded.facts["eval_records"],
+        loaded.facts["broken"],
+    ) == (12, 12, 2)
     assert any("2 records" in note and "val.jsonl line 6" in note for note in notes)
     assert any("12 of 12" in note and "also" in note for note in notes)
 
@@ -513,7 +560,9 @@ def test_the_width_of_ids_is_seen(tmp_path: Path, kind: str, vocab_size: int) ->
     if (kind, vocab_size) == ("<u2", 70000):
         pytest.skip("ids of this vocabulary do not fit 16 bits")
     IDS.astype(kind).tofile(tmp_path / "a.bin")
-    loaded = opened(f"records:{tmp_path / 'a.bin'}", tokenizer=f"ids:{vocab_size}", vocab_size=vocab_size)
+    loaded = opened(
+        f"records:{tmp_path / 'a.bin'}", tokenizer=f"ids:{vocab_size}", vocab_size=vocab_size
+    )
     assert np.array_equal(np.concatenate(tokens(loaded)), IDS)
 
 
@@ -551,11 +600,15 @@ def test_a_mark_at_the_beginning_is_no_text(tmp_path: Path) -> None:
     for name in ("t/0.txt", "t/1.txt", "r/0.jsonl", "r/1.jsonl"):
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (tmp_path / name).read_bytes())
     (tmp_path / "t" / "empty.txt").write_bytes(codecs.BOM_UTF8)
-    (tmp_path / "r" / "2.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n" + (tmp_path / "r" / "2.jsonl").read_bytes())
+    (tmp_path / "r" / "2.jsonl").write_bytes(
+        codecs.BOM_UTF8 + b"\n" + (tmp_path / "r" / "2.jsonl").read_bytes()
+    )
     text = text_of(opened(f"text:{tmp_path / 't'}"))
     records = text_of(opened(f"records:{tmp_path / 'r'}"))
     assert "\ufeff" not in "".join(text + records)
-    assert names_in("".join(records), [f"{i}.jsonl" for i in range(4)]) == [f"{i}.jsonl" for i in range(4)]
+    assert names_in("".join(records), [f"{i}.jsonl" for i in range(4)]) == [
+        f"{i}.jsonl" for i in range(4)
+    ]
 
 
 # The cache
@@ -566,7 +619,9 @@ def packed(cache_folder: Path) -> Callable[[], set[str]]:
     return lambda: {path.name for path in (cache_folder / "packed").iterdir() if path.is_dir()}
 
 
-def test_control_plain_folders_keep_their_place_in_the_cache(tmp_path: Path, packed: Callable[[], set[str]]) -> None:
+def test_control_plain_folders_keep_their_place_in_the_cache(
+    tmp_path: Path, packed: Callable[[], set[str]]
+) -> None:
     for name in many():
         write_text(tmp_path / "t", name)
     opened(f"text:{tmp_path / 't'}")
@@ -575,7 +630,9 @@ def test_control_plain_folders_keep_their_place_in_the_cache(tmp_path: Path, pac
 
 
 @pytest.mark.parametrize("reason", ["split", "mark", "width"])
-def test_what_was_packed_otherwise_is_packed_again(tmp_path: Path, reason: str, packed: Callable[[], set[str]]) -> None:
+def test_what_was_packed_otherwise_is_packed_again(
+    tmp_path: Path, reason: str, packed: Callable[[], set[str]]
+) -> None:
     folder, fields = tmp_path / "t", {}
     write_text(folder, "train.txt" if reason == "split" else "a.txt")
     write_text(folder, "val.txt" if reason == "split" else "b.txt")

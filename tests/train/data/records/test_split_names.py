@@ -47,17 +47,30 @@ def test_validation_comes_before_test():
 
 
 def test_test_evaluates_where_there_is_no_validation():
-    assert split_names.by_name(["train.txt", "test.txt"], "data") == (["train.txt"], ["test.txt"], [])
+    assert split_names.by_name(["train.txt", "test.txt"], "data") == (
+        ["train.txt"],
+        ["test.txt"],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
-    "names", [["bus", "car", "train"], ["train.py", "test_x.py", "model.py"], ["train"], ["val", "test"], []]
+    "names",
+    [
+        ["bus", "car", "train"],
+        ["train.py", "test_x.py", "model.py"],
+        ["train"],
+        ["val", "test"],
+        [],
+    ],
 )
 def test_control_names_that_are_no_split(names: list[str]):
     assert split_names.by_name(names, "data") is None
 
 
-@pytest.mark.parametrize("names", [["train", "val", "dev"], ["train", "training", "val"], ["train", "test", "holdout"]])
+@pytest.mark.parametrize(
+    "names", [["train", "val", "dev"], ["train", "training", "val"], ["train", "test", "holdout"]]
+)
 def test_two_parts_of_one_split_are_refused(names: list[str]):
     with pytest.raises(DataError, match=f"{names[-2]}|{names[-1]}"):
         split_names.by_name(names, "data")
@@ -70,7 +83,13 @@ def test_many_files_of_one_word_are_one_part():
 
 def test_files_below_a_folder(tmp_path: Path):
     root, outside = tmp_path / ".hidden" / "data", tmp_path / "outside"
-    for name in ("a.txt", "deep/b.txt", ".secret", "deep/.ipynb_checkpoints/b.txt", "__MACOSX/a.txt"):
+    for name in (
+        "a.txt",
+        "deep/b.txt",
+        ".secret",
+        "deep/.ipynb_checkpoints/b.txt",
+        "__MACOSX/a.txt",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
     outside.mkdir()
@@ -92,7 +111,12 @@ def test_links_that_overlap_are_read_once(tmp_path: Path):
     (tmp_path / "outside" / "deep").mkdir(parents=True)
     (tmp_path / "outside" / "deep" / "a.txt").write_text("x")
     (tmp_path / "data").mkdir()
-    for name, target in (("1", "outside/deep"), ("2", "outside"), ("3", "outside"), ("4", "data/.store/deep")):
+    for name, target in (
+        ("1", "outside/deep"),
+        ("2", "outside"),
+        ("3", "outside"),
+        ("4", "data/.store/deep"),
+    ):
         (tmp_path / "data" / name).symlink_to(tmp_path / target)
     (tmp_path / "data" / ".store" / "deep").mkdir(parents=True)
     (tmp_path / "data" / ".store" / "deep" / "b.txt").write_text("x")

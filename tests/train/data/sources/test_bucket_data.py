@@ -13,18 +13,32 @@ from mupax.train.config.run import DataConfig
 from mupax.zoo.configs import ConfigError, ModelConfig
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.data.sources.test_folders import pictures
-from tests.train.data.sources.test_published import SHORT, TEXT, VIT, cache_folder, prepare, sentences
+from tests.train.data.sources.test_published import (
+    SHORT,
+    TEXT,
+    VIT,
+    cache_folder,
+    prepare,
+    sentences,
+)
 from tests.train.data.sources.test_records import write_as
 
 __all__ = ["bucket", "cache_folder", "emulator"]  # fixtures
 
 
 def same(one: data.Data, other: data.Data) -> bool:
-    batches = ([*source.eval_batches(), source.train_batch(0), source.train_batch(5)] for source in (one, other))
-    return all(np.array_equal(a[name], b[name]) for a, b in zip(*batches, strict=True) for name in a)
+    batches = (
+        [*source.eval_batches(), source.train_batch(0), source.train_batch(5)]
+        for source in (one, other)
+    )
+    return all(
+        np.array_equal(a[name], b[name]) for a, b in zip(*batches, strict=True) for name in a
+    )
 
 
-def load(model: ModelConfig, name: str, notes: list[str] | None = None, **fields: object) -> data.Data:
+def load(
+    model: ModelConfig, name: str, notes: list[str] | None = None, **fields: object
+) -> data.Data:
     config = DataConfig(name=name, batch_size=6, **fields)
     return data.load(config, model, seed=0, note=(notes if notes is not None else []).append)
 
@@ -33,7 +47,9 @@ def test_text(tmp_path: Path, bucket: str) -> None:
     texts = tmp_path / "texts"
     (texts / "deep").mkdir(parents=True)
     for i in range(6):
-        (texts / ("deep" if i % 2 else ".") / f"{i}.txt").write_text("".join(f"line {j} of {i}\n" for j in range(40)))
+        (texts / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(
+            "".join(f"line {j} of {i}\n" for j in range(40))
+        )
     (texts / "records.jsonl").write_text('{"message": "x"}\n')
     copy(texts, path_of(f"{bucket}/texts"))
     notes: list[str] = []
@@ -48,7 +64,9 @@ def test_records(tmp_path: Path, bucket: str) -> None:
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
         write_as(tmp_path / "records" / name)
     copy(tmp_path / "records", path_of(f"{bucket}/records"))
-    assert same(load(SHORT, f"records:{bucket}/records"), load(SHORT, f"records:{tmp_path / 'records'}"))
+    assert same(
+        load(SHORT, f"records:{bucket}/records"), load(SHORT, f"records:{tmp_path / 'records'}")
+    )
 
 
 def test_a_split_by_names(tmp_path: Path, bucket: str) -> None:
@@ -56,13 +74,17 @@ def test_a_split_by_names(tmp_path: Path, bucket: str) -> None:
         write_as(tmp_path / "split" / name)
     copy(tmp_path / "split", path_of(f"{bucket}/split"))
     notes: list[str] = []
-    assert same(load(SHORT, f"records:{bucket}/split", notes), load(SHORT, f"records:{tmp_path / 'split'}"))
+    assert same(
+        load(SHORT, f"records:{bucket}/split", notes), load(SHORT, f"records:{tmp_path / 'split'}")
+    )
     assert any("training on train" in note for note in notes)
 
 
 def test_images(tmp_path: Path, bucket: str) -> None:
     copy(pictures(tmp_path / "pictures", 3), path_of(f"{bucket}/pictures"))
-    assert same(load(VIT, f"images:{bucket}/pictures"), load(VIT, f"images:{tmp_path / 'pictures'}"))
+    assert same(
+        load(VIT, f"images:{bucket}/pictures"), load(VIT, f"images:{tmp_path / 'pictures'}")
+    )
 
 
 def test_a_prepared_data_set_is_fetched_once(tmp_path: Path, bucket: str) -> None:
@@ -80,5 +102,7 @@ def test_a_prepared_data_set_is_fetched_once(tmp_path: Path, bucket: str) -> Non
 
 
 def test_what_is_made_here_is_made_on_a_disk(bucket: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.data_dir is gs://.* is no folder of this machine"):
+    with pytest.raises(
+        ConfigError, match=r"data\.data_dir is gs://.* is no folder of this machine"
+    ):
         load(SHORT, "python_corpus", data_dir=f"{bucket}/tfds")

@@ -22,7 +22,9 @@ assert isinstance(CIFAR, ViTConfig)
 __all__ = ["cache_folder"]  # a fixture
 
 
-def parts(folder: Path, sizes: tuple[int, ...] = (5, 3, 1, 4, 2, 7)) -> tuple[np.ndarray, np.ndarray]:
+def parts(
+    folder: Path, sizes: tuple[int, ...] = (5, 3, 1, 4, 2, 7)
+) -> tuple[np.ndarray, np.ndarray]:
     """Writes six tiny parts; returns all images and labels in order."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -46,7 +48,9 @@ def test_cifar5m_trains_on_five_parts_and_tests_on_the_last(tmp_path: Path) -> N
     for batches, first, last in ((train, 0, 15), (test, 15, 22)):
         images_seen = raw(dataset, batches)
         labels = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
-        examples = sorted((image.tobytes(), int(label)) for image, label in zip(images_seen, labels, strict=True))
+        examples = sorted(
+            (image.tobytes(), int(label)) for image, label in zip(images_seen, labels, strict=True)
+        )
         assert examples == sorted((x[i].tobytes(), int(y[i])) for i in range(first, last))
     assert dataset.class_names is not None
     assert dataset.class_names[0] == "airplane"
@@ -55,12 +59,16 @@ def test_cifar5m_trains_on_five_parts_and_tests_on_the_last(tmp_path: Path) -> N
 
 def test_cifar5m_is_augmented_unless_told_otherwise(tmp_path: Path) -> None:
     parts(tmp_path)
-    plain, varied = (load("cifar5m", tmp_path, CIFAR, augment=flag).train_batch(0) for flag in (False, True))
+    plain, varied = (
+        load("cifar5m", tmp_path, CIFAR, augment=flag).train_batch(0) for flag in (False, True)
+    )
     assert np.array_equal(plain["targets"], varied["targets"])
     assert not np.array_equal(plain["inputs"], varied["inputs"])
 
 
-def test_cifar5m_goes_on_with_the_part_it_was_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar5m_goes_on_with_the_part_it_was_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts(tmp_path)
     read: list[str] = []
     examples = cifar5m.examples
@@ -89,7 +97,9 @@ def test_cifar5m_says_which_parts_are_missing(tmp_path: Path) -> None:
     parts(tmp_path)
     (tmp_path / "part1.npz").unlink()
     (tmp_path / "part4.npz").unlink()
-    with pytest.raises(data.DataError, match=rf"needs part1\.npz, part4\.npz in {tmp_path}; get them from https://"):
+    with pytest.raises(
+        data.DataError, match=rf"needs part1\.npz, part4\.npz in {tmp_path}; get them from https://"
+    ):
         load("cifar5m", tmp_path, CIFAR)
     assert not (tmp_path / "cifar5m").exists()  # said before anything is prepared
 
@@ -98,7 +108,9 @@ def test_cifar5m_names_itself_where_a_part_is_damaged(tmp_path: Path) -> None:
     parts(tmp_path)
     load("cifar5m", tmp_path, CIFAR)
     next(tmp_path.glob("cifar5m/part2/*/*array_record*")).unlink()
-    with pytest.raises(data.DataError, match=r"part2/1\.0\.0 is damaged: .*mupax data prepare cifar5m\)"):
+    with pytest.raises(
+        data.DataError, match=r"part2/1\.0\.0 is damaged: .*mupax data prepare cifar5m\)"
+    ):
         load("cifar5m", tmp_path, CIFAR)
 
 
@@ -147,7 +159,9 @@ def _no_npy(path: Path) -> None:
 def test_damaged_parts_are_named(tmp_path: Path, damage, message: str) -> None:
     parts(tmp_path)
     damage(tmp_path / "part0.npz")
-    with pytest.raises(data.DataError, match=rf"part0\.npz {message}.*get it again from https://.*/part0\.npz"):
+    with pytest.raises(
+        data.DataError, match=rf"part0\.npz {message}.*get it again from https://.*/part0\.npz"
+    ):
         list(cifar5m.examples(tmp_path / "part0.npz"))
 
 

@@ -23,14 +23,23 @@ pytestmark = pytest.mark.core
 def python_corpus(tmp_path_factory: pytest.TempPathFactory) -> data.Data:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MUPAX_DATA", str(tmp_path_factory.mktemp("corpus")))
-        return data.load(DataConfig(name="python_corpus", batch_size=4), MODEL, seed=0, note=lambda line: None)
+        return data.load(
+            DataConfig(name="python_corpus", batch_size=4), MODEL, seed=0, note=lambda line: None
+        )
 
 
 def test_corpus_is_the_library_without_tests_and_packages() -> None:
     names = [name for name, _ in corpus.python_files()]
     assert {"pydoc_data/topics.py", "json/decoder.py", "os.py"} <= set(names)
     parts = {part for name in names for part in name.split("/")}
-    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert not parts & {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    }
     assert not any(name.startswith("_sysconfigdata") for name in names)
     assert names == sorted(set(names))
 
@@ -69,7 +78,9 @@ def test_corpus_facts(python_corpus: data.Data) -> None:
     assert facts["python"] == platform.python_version()
     sizes = [path.stat().st_size for _, path in corpus.python_files()]
     assert facts["files"] == len(sizes)
-    assert facts["train_bytes"] + facts["eval_bytes"] == sum(sizes) + len(sizes)  # and an end per document
+    assert facts["train_bytes"] + facts["eval_bytes"] == sum(sizes) + len(
+        sizes
+    )  # and an end per document
     assert 0.04 < facts["eval_bytes"] / sum(sizes) < 0.13
     assert len(str(facts["digest"])) == 16
 
@@ -80,5 +91,7 @@ def test_corpus_tokens_are_the_files(python_corpus: data.Data) -> None:
     for side, tokens in (("train", python_corpus._train), ("eval", python_corpus._eval)):
         documents = bytes(np.asarray(tokens, np.uint8)).split(b"\0")
         assert documents.pop() == b""
-        files = [path.read_bytes() for name, path in corpus.python_files() if corpus.side(name) == side]
+        files = [
+            path.read_bytes() for name, path in corpus.python_files() if corpus.side(name) == side
+        ]
         assert collections.Counter(documents) == collections.Counter(files)

@@ -64,7 +64,9 @@ def labels_of(source: images.Images) -> np.ndarray:
 
 
 def test_pixels_and_labels_are_scikit_learns() -> None:
-    train, test = train_test_split(np.arange(1797), test_size=0.2, stratify=ORIGINAL.target, random_state=0)
+    train, test = train_test_split(
+        np.arange(1797), test_size=0.2, stratify=ORIGINAL.target, random_state=0
+    )
     dataset = load()
     for source, chosen in ((dataset.train, train), (dataset.eval, test)):
         chosen = np.sort(chosen)
@@ -88,7 +90,9 @@ def test_split_by_writer_is_at_the_start_of_a_form() -> None:
     text = "".join(map(str, ORIGINAL.target))
     starts = [i for i in range(len(text)) if text[i:].startswith(FORM[:30])]
     assert digits.FIRST_TEST_FORM in starts
-    assert sum(text[i:].startswith(FORM) for i in starts) >= 6  # every form has the same digits in the same order
+    assert (
+        sum(text[i:].startswith(FORM) for i in starts) >= 6
+    )  # every form has the same digits in the same order
     dataset = load(split="writer")
     assert (dataset.train_size, dataset.eval_size) == (1415, 382)
     assert np.array_equal(pixels_of(dataset.eval)[..., 0], ORIGINAL.images[1415:])
@@ -103,7 +107,9 @@ def test_other_digits_have_no_known_writers() -> None:
 def test_batches_are_in_range_and_every_image_once_an_epoch() -> None:
     dataset = load(batch_size=479, augment=False)  # 1437 = 3 * 479
     batches = [dataset.train_batch(k) for k in range(3)]
-    assert all(b["inputs"].dtype == np.float32 and b["inputs"].shape == (479, 8, 8, 1) for b in batches)
+    assert all(
+        b["inputs"].dtype == np.float32 and b["inputs"].shape == (479, 8, 8, 1) for b in batches
+    )
     pixels = np.concatenate([b["inputs"] for b in batches])
     assert (pixels.min(), pixels.max()) == (-1, 1)
     raw = np.round((pixels + 1) * 8).astype(np.uint8)
@@ -123,7 +129,10 @@ def test_evaluation_is_every_image_once_and_never_augmented() -> None:
     assert np.array_equal(again[weights > 0], inputs)
     assert load(batch_size=7, eval_examples=50).eval_size == 50
     # A fixed shuffled order: the first few are of every class.
-    assert len(set(np.concatenate([b["targets"] for b in load(eval_examples=50).eval_batches()]))) == 10
+    assert (
+        len(set(np.concatenate([b["targets"] for b in load(eval_examples=50).eval_batches()])))
+        == 10
+    )
 
 
 def test_augmentation_is_a_function_of_seed_batch_and_row() -> None:
@@ -134,13 +143,18 @@ def test_augmentation_is_a_function_of_seed_batch_and_row() -> None:
         assert not np.array_equal(whole["inputs"], other.train_batch(k)["inputs"])
         for processes in (2, 4):
             share = 12 // processes
-            parts = [dataset.train_batch(k, slice(p * share, (p + 1) * share)) for p in range(processes)]
+            parts = [
+                dataset.train_batch(k, slice(p * share, (p + 1) * share)) for p in range(processes)
+            ]
             for name in whole:
                 assert np.array_equal(np.concatenate([part[name] for part in parts]), whole[name])
 
 
 def test_augmentation_changes_images_lightly() -> None:
-    plain, augmented = load(augment=False, batch_size=200).train_batch(0), load(batch_size=200).train_batch(0)
+    plain, augmented = (
+        load(augment=False, batch_size=200).train_batch(0),
+        load(batch_size=200).train_batch(0),
+    )
     assert np.array_equal(plain["targets"], augmented["targets"])
     changed = np.abs(plain["inputs"] - augmented["inputs"]).mean()
     shuffled = np.abs(plain["inputs"] - plain["inputs"][::-1]).mean()
@@ -160,7 +174,9 @@ def test_jitter_moves_turns_and_scales() -> None:
     image = np.zeros((21, 21, 1), np.uint8)
     image[10, 15] = 100
 
-    def spot(angle: float = 0.5, scale: float = 0.5, down: float = 0.5, right: float = 0.5) -> np.ndarray:
+    def spot(
+        angle: float = 0.5, scale: float = 0.5, down: float = 0.5, right: float = 0.5
+    ) -> np.ndarray:
         out = images.jitter([image], np.array([[angle, scale, down, right, 0.5]]))[0, ..., 0]
         y, x = np.indices(out.shape)
         return np.array([(out * y).sum(), (out * x).sum()]) / out.sum()
@@ -176,10 +192,16 @@ def test_jitter_moves_turns_and_scales() -> None:
 def test_logistic_regression_is_that_of_scikit_learn() -> None:
     pixels = ORIGINAL.data / 16
     model = LogisticRegression(C=10, max_iter=2000).fit(pixels[:150], ORIGINAL.target[:150])
-    weights = images.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=10, iterations=2000)
+    weights = images.fit_logistic(
+        pixels[:150], ORIGINAL.target[:150], inverse_penalty=10, iterations=2000
+    )
     assert np.abs(weights[:-1] - model.coef_.T).max() < 0.02
-    assert np.array_equal(images.predict_logistic(weights, pixels[150:]), model.predict(pixels[150:]))
-    weaker = images.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=1, iterations=2000)
+    assert np.array_equal(
+        images.predict_logistic(weights, pixels[150:]), model.predict(pixels[150:])
+    )
+    weaker = images.fit_logistic(
+        pixels[:150], ORIGINAL.target[:150], inverse_penalty=1, iterations=2000
+    )
     assert np.abs(weaker[:-1] - model.coef_.T).max() > 0.1  # the control
 
 
@@ -204,7 +226,9 @@ def test_logistic_regression_beside_it() -> None:
 )
 def test_model_must_fit(changes: dict[str, int], message: str, tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=message):
-        data.load(DataConfig(name="digits", batch_size=2), dataclasses.replace(MODEL, **changes), seed=0)
+        data.load(
+            DataConfig(name="digits", batch_size=2), dataclasses.replace(MODEL, **changes), seed=0
+        )
 
 
 def test_digits_are_not_for_language_models() -> None:

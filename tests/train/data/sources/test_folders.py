@@ -28,7 +28,9 @@ from mupax.zoo.configs import ConfigError, ViTConfig
 
 pytestmark = pytest.mark.core
 
-MODEL = ViTConfig(width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=3)
+MODEL = ViTConfig(
+    width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=3
+)
 COLOURS = {"blue": (10, 20, 250), "green": (20, 240, 30), "red": (230, 10, 20)}
 
 
@@ -43,13 +45,19 @@ def pictures(folder: Path, count: int = 17) -> Path:
     for name, colour in COLOURS.items():
         (folder / name).mkdir(parents=True)
         for i in range(count):
-            pixels = np.clip(np.array(colour) + rng.integers(-9, 10, (13 + i, 29 - i, 3)), 0, 255).astype(np.uint8)
+            pixels = np.clip(
+                np.array(colour) + rng.integers(-9, 10, (13 + i, 29 - i, 3)), 0, 255
+            ).astype(np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{i}.{('png', 'jpg')[i % 2]}")
     return folder
 
 
 def load(
-    path: Path, model: ViTConfig = MODEL, seed: int = 0, note: cache.Note = lambda line: None, **fields
+    path: Path,
+    model: ViTConfig = MODEL,
+    seed: int = 0,
+    note: cache.Note = lambda line: None,
+    **fields,
 ) -> images.ImageData:
     config = DataConfig(name=f"images:{path}", batch_size=fields.pop("batch_size", 8), **fields)
     dataset = data.load(config, model, seed=seed, note=note)
@@ -73,7 +81,9 @@ def test_split_is_by_file_and_has_every_class_on_both_sides(tmp_path: Path) -> N
     dataset = load(path)
     assert isinstance(dataset.train, folders.Files)
     assert isinstance(dataset.eval, folders.Files)
-    train, evaluation = ({name for name, _, _ in side.files} for side in (dataset.train, dataset.eval))
+    train, evaluation = (
+        {name for name, _, _ in side.files} for side in (dataset.train, dataset.eval)
+    )
     assert not train & evaluation
     assert len(train | evaluation) == 51
     assert {name for name in train | evaluation if corpus.side(name) == "eval"} <= evaluation
@@ -97,7 +107,10 @@ def test_training_varies_and_evaluation_does_not(tmp_path: Path) -> None:
     assert np.array_equal(batch["inputs"], load(path).train_batch(5)["inputs"])
     assert not np.array_equal(batch["inputs"], other.train_batch(5)["inputs"])
     assert not np.array_equal(batch["inputs"], load(path, augment=False).train_batch(5)["inputs"])
-    halves = [dataset.train_batch(5, slice(0, 4))["inputs"], dataset.train_batch(5, slice(4, 8))["inputs"]]
+    halves = [
+        dataset.train_batch(5, slice(0, 4))["inputs"],
+        dataset.train_batch(5, slice(4, 8))["inputs"],
+    ]
     assert np.array_equal(np.concatenate(halves), batch["inputs"])
     for a, b in zip(dataset.eval_batches(), other.eval_batches(), strict=True):
         assert np.array_equal(a["inputs"], b["inputs"])
@@ -132,7 +145,9 @@ def test_missing_and_wrong_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match="violet has one image; give it at least two"):
         load(path)
     Image.new("RGB", (9, 9)).save(path / "violet" / "two.png")
-    with pytest.raises(data.DataError, match=r"has 4 classes and the model 3; write --model\.num-classes 4"):
+    with pytest.raises(
+        data.DataError, match=r"has 4 classes and the model 3; write --model\.num-classes 4"
+    ):
         load(path)
     pictures(tmp_path / "q" / "train", 2)
     pictures(tmp_path / "q" / "test", 2)
@@ -141,7 +156,9 @@ def test_missing_and_wrong_folders_are_named(tmp_path: Path) -> None:
         load(tmp_path / "q")
 
 
-@pytest.mark.parametrize(("length", "count"), [(60, 17), (-20, 8)])  # of a PNG the last 20 bytes are no pixels
+@pytest.mark.parametrize(
+    ("length", "count"), [(60, 17), (-20, 8)]
+)  # of a PNG the last 20 bytes are no pixels
 def test_broken_image_is_named(tmp_path: Path, length: int, count: int) -> None:
     path = pictures(tmp_path / "p")
     for file in (path / "red").iterdir():
@@ -164,7 +181,10 @@ def test_broken_images_are_left_out_where_that_is_asked_for(tmp_path: Path) -> N
         (path / name).write_bytes(content[:-40])
     (path / "red" / "none.png").write_bytes(b"")
     some = load(path, on_broken="skip", note=notes.append)
-    assert f"left out, as broken: 3 of 52 images: {path}/blue/4.png, {path}/red/3.jpg, {path}/red/none.png" in notes
+    assert (
+        f"left out, as broken: 3 of 52 images: {path}/blue/4.png, {path}/red/3.jpg, {path}/red/none.png"
+        in notes
+    )
     assert some.facts["broken_images"] == 3
     assert some.train_size + some.eval_size == 49
     list(itertools.islice(some.train_batches(0), 8))
@@ -179,7 +199,9 @@ def test_mixed_sizes_and_modes_are_read_alike(tmp_path: Path) -> None:
     path = pictures(tmp_path / "p")
     for i, mode in enumerate(("L", "LA", "P", "RGBA", "CMYK", "1", "YCbCr")):
         suffix = "tif" if mode in ("CMYK", "YCbCr") else "png"
-        Image.new("RGB", (9 + i, 40), (230, 10, 20)).convert(mode).save(path / "red" / f"{mode}.{suffix}")
+        Image.new("RGB", (9 + i, 40), (230, 10, 20)).convert(mode).save(
+            path / "red" / f"{mode}.{suffix}"
+        )
     Image.new("CMYK", (40, 9), (0, 250, 250, 0)).save(path / "red" / "print.jpg")
     dataset = load(path)
     assert dataset.train_size + dataset.eval_size == 59
@@ -189,26 +211,36 @@ def test_mixed_sizes_and_modes_are_read_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("suffix", ["png", "tiff"])
-def test_16_bits_are_scaled_to_the_model_s_range(tmp_path: Path, suffix: str, channels: int) -> None:
+def test_16_bits_are_scaled_to_the_model_s_range(
+    tmp_path: Path, suffix: str, channels: int
+) -> None:
     greys = {"bright": 50000, "dark": 9000, "white": 65535}
     for name, grey in greys.items():
         (tmp_path / name).mkdir()
         for i in range(9):
-            Image.fromarray(np.full((14 + i, 15), grey, np.uint16)).save(tmp_path / name / f"{i}.{suffix}")
+            Image.fromarray(np.full((14 + i, 15), grey, np.uint16)).save(
+                tmp_path / name / f"{i}.{suffix}"
+            )
     batch = load(tmp_path, dataclasses.replace(MODEL, channels=channels)).train_batch(0)
     expected = np.array(list(greys.values()))[batch["targets"]] / 65535 * 2 - 1
     assert np.abs(batch["inputs"] - expected[:, None, None, None]).max() < 1 / 100
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [(np.float32, "F"), (np.int32, "I")])
-def test_values_without_a_range_are_refused_before_training(tmp_path: Path, dtype: type, mode: str) -> None:
+def test_values_without_a_range_are_refused_before_training(
+    tmp_path: Path, dtype: type, mode: str
+) -> None:
     path = pictures(tmp_path / "p")
     Image.fromarray(np.ones((14, 15), dtype)).save(path / "red" / "depth.tiff")
-    with pytest.raises(data.DataError, match=rf"red/depth\.tiff: .*mode {mode}.*save it with 8 or 16"):
+    with pytest.raises(
+        data.DataError, match=rf"red/depth\.tiff: .*mode {mode}.*save it with 8 or 16"
+    ):
         load(path)
 
 
-def test_a_decompression_bomb_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = pictures(tmp_path / "p")
     notes: list[str] = []
     load(path, note=notes.append)
@@ -217,7 +249,9 @@ def test_a_decompression_bomb_is_named_before_training(tmp_path: Path, monkeypat
     assert len(notes) == 1  # once for a folder
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
     Image.new("RGB", (90, 90)).save(path / "red" / "bomb.png")
-    with pytest.raises(data.DataError, match=r"red/bomb\.png: Image size \(8100 pixels\) exceeds limit"):
+    with pytest.raises(
+        data.DataError, match=r"red/bomb\.png: Image size \(8100 pixels\) exceeds limit"
+    ):
         load(path)
 
 
@@ -230,7 +264,9 @@ def test_pictures_are_turned_as_their_camera_was(tmp_path: Path, suffix: str) ->
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = orientation
         for i in range(9):
-            Image.fromarray(np.rot90(upright, turns)).save(tmp_path / name / f"{i}.{suffix}", exif=exif)
+            Image.fromarray(np.rot90(upright, turns)).save(
+                tmp_path / name / f"{i}.{suffix}", exif=exif
+            )
     for batch in load(tmp_path, batch_size=3).eval_batches():
         pixels = batch["inputs"][batch["weights"] > 0]
         assert (pixels[:, :5] > 0.9).all()
@@ -244,13 +280,21 @@ def greys(folder: Path, count: int = 3) -> Path:
     """Small images, no two alike."""
     folder.mkdir(parents=True)
     for i in range(count):
-        Image.fromarray(np.full((8, 9), len(str(folder)) + 20 * i, np.uint8)).save(folder / f"{i}.png")
+        Image.fromarray(np.full((8, 9), len(str(folder)) + 20 * i, np.uint8)).save(
+            folder / f"{i}.png"
+        )
     return folder
 
 
 @pytest.mark.parametrize(
     ("train", "evaluation"),
-    [("train", "valid"), ("Train", "Test"), ("training", "validation"), ("training_set", "test_set"), ("trn", "dev")],
+    [
+        ("train", "valid"),
+        ("Train", "Test"),
+        ("training", "validation"),
+        ("training_set", "test_set"),
+        ("trn", "dev"),
+    ],
 )
 def test_names_of_parts_are_no_classes(train: str, evaluation: str, tmp_path: Path) -> None:
     for part, count in ((train, 3), (evaluation, 2)):
@@ -302,7 +346,11 @@ def test_hidden_files_are_no_images(tmp_path: Path) -> None:
         greys(tmp_path / name)
     (tmp_path / "a" / "._0.png").write_bytes(b"of a Mac")
     folder = folders.split(tmp_path)
-    assert (folder.classes, len(folder.train) + len(folder.eval), folder.notes) == (["a", "b"], 6, [])
+    assert (folder.classes, len(folder.train) + len(folder.eval), folder.notes) == (
+        ["a", "b"],
+        6,
+        [],
+    )
 
 
 def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
@@ -358,7 +406,9 @@ def test_another_folder_is_evaluated_whole(tmp_path: Path) -> None:
     run = load(mine).facts
     own = folders.split(mine)
     for path in (mine, tmp_path / "mine" / ".." / "mine", copy):
-        assert [name for name, _, _ in folders.to_evaluate(f"images:{path}", run).eval] == [n for n, _, _ in own.eval]
+        assert [name for name, _, _ in folders.to_evaluate(f"images:{path}", run).eval] == [
+            n for n, _, _ in own.eval
+        ]
     (copy / "red" / "0.png").unlink()
     other = folders.to_evaluate(f"images:{copy}", run)
     assert len(other.eval) == 50
@@ -379,7 +429,10 @@ HALF[:, :15] = 255
 
 def exif_with(tag: int, kind: int, content: bytes) -> bytes:
     """EXIF data with orientation 6 and a rational of another tag."""
-    entries = [struct.pack("<HHLHH", ExifTags.Base.Orientation, 3, 1, 6, 0), struct.pack("<HHLL", tag, kind, 1, 38)]
+    entries = [
+        struct.pack("<HHLHH", ExifTags.Base.Orientation, 3, 1, 6, 0),
+        struct.pack("<HHLL", tag, kind, 1, 38),
+    ]
     directory = struct.pack("<H", 2) + b"".join(sorted(entries)) + struct.pack("<L", 0)
     return b"Exif\0\0II*\0" + struct.pack("<L", 8) + directory + content
 
@@ -396,7 +449,9 @@ def test_exif_that_pil_cannot_write_is_read(tmp_path: Path, suffix: str) -> None
         return
     whole = struct.pack("<HHL", ExifTags.Base.Orientation, 3, 1)
     assert whole in file.read_bytes()
-    file.write_bytes(file.read_bytes().replace(whole, struct.pack("<HHL", ExifTags.Base.Orientation, 7, 2**31)))
+    file.write_bytes(
+        file.read_bytes().replace(whole, struct.pack("<HHL", ExifTags.Base.Orientation, 7, 2**31))
+    )
     assert folders.decoded(file, 3, "x").shape == (20, 30, 3)
 
 
@@ -414,7 +469,9 @@ def transparent(mode: str, file: Path) -> Path:
         indexed.putpalette([200, 200, 200, 60, 60, 60])
         indexed.save(file, transparency=bytes([0, 255]))
     else:  # one value, or colour, stands for what is transparent
-        Image.fromarray(grey).convert(mode).save(file, transparency=200 if mode == "L" else (200, 200, 200))
+        Image.fromarray(grey).convert(mode).save(
+            file, transparency=200 if mode == "L" else (200, 200, 200)
+        )
     return file
 
 
@@ -434,9 +491,15 @@ def test_a_picture_in_the_transparency_alone_is_told(tmp_path: Path) -> None:
         for i in range(4):
             alpha = Image.new("L", (9, 9))
             alpha.putpixel((i, 2), 255)
-            Image.merge("LA", (Image.new("L", (9, 9), grey), alpha)).save(tmp_path / name / f"{i}.png")
+            Image.merge("LA", (Image.new("L", (9, 9), grey), alpha)).save(
+                tmp_path / name / f"{i}.png"
+            )
     two = dataclasses.replace(MODEL, num_classes=2)
-    for background, count, other in (("white", 4, "black"), ("black", 4, "white"), ("none", 8, "white")):
+    for background, count, other in (
+        ("white", 4, "black"),
+        ("black", 4, "white"),
+        ("none", 8, "white"),
+    ):
         notes: list[str] = []
         load(tmp_path, two, note=notes.append, pixels=PixelsConfig(background=background))
         (caution,) = [note for note in notes if note.startswith("caution")]
@@ -461,7 +524,9 @@ def test_large_jpegs_are_decoded_at_the_size_that_a_crop_needs(tmp_path: Path) -
     for name in "ab":
         (path / name).mkdir(parents=True)
         for i in range(4):
-            smooth = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((800, 600))
+            smooth = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize(
+                (800, 600)
+            )
             smooth.save(path / name / f"{i}.jpg", quality=95)
     dataset = load(path, dataclasses.replace(MODEL, num_classes=2))
     files = dataset.train
@@ -475,7 +540,10 @@ def test_large_jpegs_are_decoded_at_the_size_that_a_crop_needs(tmp_path: Path) -
     exact = view([full] * 64, uniforms)
     quick = [files.at_least(0, view.least_side(row))[0] for row in uniforms]
     assert {len(image) for image in quick} <= {75, 150}
-    assert all(min(image.shape[:2]) >= view.least_side(row) for image, row in zip(quick, uniforms, strict=True))
+    assert all(
+        min(image.shape[:2]) >= view.least_side(row)
+        for image, row in zip(quick, uniforms, strict=True)
+    )
     error = np.abs(view(quick, uniforms) - exact).mean()
     tiny = np.asarray(Image.fromarray(full).resize((16, 12)))
     assert error < 4 < np.abs(view([tiny] * 64, uniforms) - exact).mean()
@@ -485,7 +553,10 @@ def test_large_jpegs_are_decoded_at_the_size_that_a_crop_needs(tmp_path: Path) -
     batch = dataset.eval_batch(0)["inputs"][0]
     image = dataset.eval[int(dataset.eval_positions(range(1))[0])][0]
     assert np.array_equal(
-        batch, images.normalized(crops.fitted(PixelsConfig(), 12)([image], uniforms[:1]), PixelsConfig())[0]
+        batch,
+        images.normalized(crops.fitted(PixelsConfig(), 12)([image], uniforms[:1]), PixelsConfig())[
+            0
+        ],
     )
 
 
@@ -500,13 +571,19 @@ def test_a_jitter_moves_turns_and_mirrors() -> None:
     np.testing.assert_allclose(plain, image, atol=0.05)
     mirror = still.copy()
     mirror[0, 2] = 0.1
-    np.testing.assert_allclose(crops.Jitter(1.0, mirror=True)([image], mirror)[0], image[:, ::-1], atol=0.05)
-    np.testing.assert_allclose(crops.Jitter(1.0, mirror=False)([image], mirror)[0], image, atol=0.05)
+    np.testing.assert_allclose(
+        crops.Jitter(1.0, mirror=True)([image], mirror)[0], image[:, ::-1], atol=0.05
+    )
+    np.testing.assert_allclose(
+        crops.Jitter(1.0, mirror=False)([image], mirror)[0], image, atol=0.05
+    )
     down = still.copy()
     down[0, 0] = 1.0
     moved = crops.Jitter(1.0, mirror=False)([image], down)[0]
     np.testing.assert_allclose(moved[:14], image[2:], atol=0.1)  # an eighth of 16
-    np.testing.assert_allclose(moved[14:], np.stack([image[-1]] * 2), atol=0.1)  # the border goes on
+    np.testing.assert_allclose(
+        moved[14:], np.stack([image[-1]] * 2), atol=0.1
+    )  # the border goes on
     turned = still.copy()
     turned[0, 3] = 1.0
     assert np.abs(crops.Jitter(1.0, mirror=False)([image], turned)[0] - image).mean() > 10
@@ -562,14 +639,18 @@ def test_no_crop_is_mirrored_where_that_is_asked_for(tmp_path: Path) -> None:
 
 def parsed(*words: str) -> Any:
     """Return the model of a run that the user designs, for which no recipe is chosen."""
-    return cli.parse("vit-digits", RECIPES["vit-digits"], ["--model.depth", "3", *words]).config.model
+    return cli.parse(
+        "vit-digits", RECIPES["vit-digits"], ["--model.depth", "3", *words]
+    ).config.model
 
 
 def sizes_of(model: Any) -> tuple[int, int, int, int]:
     return model.num_classes, model.channels, model.image_size, model.patch_size
 
 
-def test_the_model_takes_its_sizes_from_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_takes_its_sizes_from_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = f"images:{pictures(tmp_path / 'p')}"  # shorter sides of 13 to 21
     assert sizes_of(parsed("--data.name", name)) == (3, 3, 16, 2)
     assert "3 classes, 3 channels" in " ".join(capsys.readouterr().err.split())
@@ -587,15 +668,23 @@ def test_the_model_takes_its_sizes_from_the_data(tmp_path: Path, capsys: pytest.
             for i in range(2):
                 Image.new("L", (side, side + 7), i).save(tmp_path / f"{side}" / label / f"{i}.png")
         assert sizes_of(parsed(f"--data.name=images:{tmp_path / f'{side}'}")) == (2, 1, size, patch)
-    assert sizes_of(parsed("--data.name", "images:nowhere")) == sizes_of(RECIPES["vit-digits"]().model)
-    for source, sizes in {"fashion": (10, 1, 28, 2), "shapes": (10, 3, 32, 2), "cifar5m": (10, 3, 32, 2)}.items():
+    assert sizes_of(parsed("--data.name", "images:nowhere")) == sizes_of(
+        RECIPES["vit-digits"]().model
+    )
+    for source, sizes in {
+        "fashion": (10, 1, 28, 2),
+        "shapes": (10, 3, 32, 2),
+        "cifar5m": (10, 3, 32, 2),
+    }.items():
         assert sizes_of(parsed("--data.name", source)) == sizes
 
 
 def test_a_file_s_sizes_stay_and_a_run_keeps_its_own(tmp_path: Path) -> None:
     name = f"images:{pictures(tmp_path / 'p')}"
     file = tmp_path / "x.json"
-    file.write_text(json.dumps({"recipe": "vit-digits", "data": {"name": name}, "model": {"channels": 1}}))
+    file.write_text(
+        json.dumps({"recipe": "vit-digits", "data": {"name": name}, "model": {"channels": 1}})
+    )
     config = cli.parse(str(file), cli.recipe(str(file)), []).config
     assert sizes_of(config.model) == (3, 1, 16, 2)
     recipe_words = [*(flags_of(config) or [])]
@@ -603,13 +692,23 @@ def test_a_file_s_sizes_stay_and_a_run_keeps_its_own(tmp_path: Path) -> None:
     assert sizes_of(parsed(*recipe_words)) == (3, 1, 16, 2)
     # A run that an older version began: grey, of 8 pixels, by the central 7/8.
     older = to_json(dataclasses.replace(config, model=RECIPES["vit-digits"]().model))
-    older["data"]["pixels"] = {"fit": "centre", "resize": None, "interpolation": "box", "mean": [0.5], "std": [0.5]}
+    older["data"]["pixels"] = {
+        "fit": "centre",
+        "resize": None,
+        "interpolation": "box",
+        "mean": [0.5],
+        "std": [0.5],
+    }
     (tmp_path / "config.json").write_text(json.dumps({"config": older}))
     again = cli.parse(
-        "vit-digits", RECIPES["vit-digits"], ["--data.name", name, "--resume", "--workdir", str(tmp_path)]
+        "vit-digits",
+        RECIPES["vit-digits"],
+        ["--data.name", name, "--resume", "--workdir", str(tmp_path)],
     )
     assert sizes_of(again.config.model) == (10, 1, 8, 2)
-    assert again.config.data.pixels == PixelsConfig(fit="centre", background="none", interpolation="box")
+    assert again.config.data.pixels == PixelsConfig(
+        fit="centre", background="none", interpolation="box"
+    )
 
 
 # Views
@@ -622,36 +721,50 @@ def gradient(height: int, width: int) -> np.ndarray:
 
 
 def test_centre_crop_is_the_centre() -> None:
-    out = crops.fitted(PixelsConfig(fit="centre"), 28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
+    out = crops.fitted(PixelsConfig(fit="centre"), 28)(
+        [gradient(64, 32)], np.zeros((1, images.NUMBERS))
+    )[0]
     assert out.shape == (28, 28, 3)
     assert np.allclose(out[:, :, 0].mean(), 15.5, atol=0.5)
     assert np.allclose(out[:, :, 1].mean(), 31.5, atol=0.5)
-    assert out[0, -1, 0] - out[0, 0, 0] == pytest.approx(27, abs=1)  # 7/8 of the shorter side at scale 1
+    assert out[0, -1, 0] - out[0, 0, 0] == pytest.approx(
+        27, abs=1
+    )  # 7/8 of the shorter side at scale 1
 
 
 def test_squash_takes_all_of_an_image_and_edge_its_middle() -> None:
     wide, none = gradient(32, 64), np.zeros((1, images.NUMBERS))
     squashed = crops.fitted(PixelsConfig(fit="squash", interpolation="box"), 16)([wide], none)[0]
     assert np.array_equal(squashed, np.floor(wide.reshape(16, 2, 16, 4, 3).mean((1, 3)) + 0.5))
-    edge = crops.fitted(PixelsConfig(fit="edge", resize=32, interpolation="nearest"), 24)([wide], none)[0]
+    edge = crops.fitted(PixelsConfig(fit="edge", resize=32, interpolation="nearest"), 24)(
+        [wide], none
+    )[0]
     assert np.array_equal(edge, wide[4:28, 20:44])
     tall = crops.fitted(PixelsConfig(fit="edge", resize=32), 24)([wide.swapaxes(0, 1)], none)[0]
     assert np.array_equal(tall, wide.swapaxes(0, 1)[20:44, 4:28])
-    sides = crops.fitted(PixelsConfig(fit="squash", resize=64, interpolation="nearest"), 32)([wide], none)[0]
+    sides = crops.fitted(PixelsConfig(fit="squash", resize=64, interpolation="nearest"), 32)(
+        [wide], none
+    )[0]
     assert np.array_equal(sides, wide.repeat(2, 0)[16:48, 16:48])
 
 
 def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
     path = pictures(tmp_path / "p")
-    pixels = PixelsConfig(fit="squash", interpolation="bicubic", mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0))
+    pixels = PixelsConfig(
+        fit="squash", interpolation="bicubic", mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0)
+    )
     plain, other = load(path, augment=False), load(path, augment=False, pixels=pixels)
     assert plain.facts["class_names"] == other.facts["class_names"] == ["blue", "green", "red"]
     assert other.facts["pixels"] == dataclasses.asdict(pixels)
-    assert plain.facts["pixels"] == dataclasses.asdict(PixelsConfig(fit="edge", resize=14))  # round(8/7 x 12)
+    assert plain.facts["pixels"] == dataclasses.asdict(
+        PixelsConfig(fit="edge", resize=14)
+    )  # round(8/7 x 12)
     image, _ = other.eval[int(other.eval_positions(range(1))[0])]
     raw = crops.fitted(pixels, 12)([image], np.zeros((1, images.NUMBERS)))[0]
     batch = other.eval_batch(0)["inputs"][0]
-    np.testing.assert_allclose(batch, (raw / 255 - np.array(pixels.mean)) / np.array(pixels.std), atol=1e-6)
+    np.testing.assert_allclose(
+        batch, (raw / 255 - np.array(pixels.mean)) / np.array(pixels.std), atol=1e-6
+    )
     assert batch.dtype == np.float32
     assert np.abs(batch - plain.eval_batch(0)["inputs"][0]).max() > 0.1
 
@@ -697,7 +810,9 @@ def test_random_crop_of_any_shape(extreme: float) -> None:
 
 def test_shift_and_flip_shifts_and_flips() -> None:
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    middle = images.shift_and_flip([image] * 2, np.array([[0.5, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]]))
+    middle = images.shift_and_flip(
+        [image] * 2, np.array([[0.5, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]])
+    )
     assert np.array_equal(middle[0], image)
     assert np.array_equal(middle[1], image[:, ::-1])
     corner = images.shift_and_flip([image], np.array([[0.0, 1 - 1e-9, 0.9, 0, 0]]))[0]

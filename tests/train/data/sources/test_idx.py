@@ -19,9 +19,15 @@ pytestmark = pytest.mark.core
 
 def written(folder: Path, name: str, values: np.ndarray, packed: bool = False) -> None:
     """An IDX file, byte by byte."""
-    head = b"\x00\x00\x08" + bytes([values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    head = (
+        b"\x00\x00\x08"
+        + bytes([values.ndim])
+        + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    )
     content = head + values.astype(np.uint8).tobytes()
-    (folder / (f"{name}.gz" if packed else name)).write_bytes(gzip.compress(content) if packed else content)
+    (folder / (f"{name}.gz" if packed else name)).write_bytes(
+        gzip.compress(content) if packed else content
+    )
 
 
 @pytest.fixture
@@ -41,7 +47,11 @@ def load(folder: Path, name: str = "idx:{}", model=None, **fields) -> data.Data:
 
 def test_images_and_labels_are_the_files_each_once_an_epoch(folder: Path) -> None:
     dataset = load(folder)
-    assert (dataset.train_size, dataset.eval_size, dataset.class_names) == (10, 5, [str(n) for n in range(10)])
+    assert (dataset.train_size, dataset.eval_size, dataset.class_names) == (
+        10,
+        5,
+        [str(n) for n in range(10)],
+    )
     images = np.random.default_rng(0).integers(0, 256, (10, 28, 28))
     batches = [dataset.train_batch(k) for k in range(2)]
     labels = np.concatenate([batch["targets"] for batch in batches])
@@ -53,7 +63,9 @@ def test_images_and_labels_are_the_files_each_once_an_epoch(folder: Path) -> Non
 def test_fashion_is_in_a_folder_and_names_the_clothes(folder: Path) -> None:
     dataset = load(folder, "fashion", data_dir=str(folder))
     assert dataset.class_names == list(idx.FASHION)
-    np.testing.assert_array_equal(dataset.train_batch(0)["inputs"], load(folder).train_batch(0)["inputs"])
+    np.testing.assert_array_equal(
+        dataset.train_batch(0)["inputs"], load(folder).train_batch(0)["inputs"]
+    )
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(
@@ -62,8 +74,13 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(
     monkeypatch.chdir(tmp_path)
     assert main(f"train vit-fashion --data.data-dir {tmp_path}".split()) == 2
     err = " ".join(capsys.readouterr().err.split())
-    assert f"Fashion-MNIST is not in {tmp_path}; `apt-get install dataset-fashion-mnist` puts it" in err
-    with pytest.raises(data.DataError, match=r"no file .*train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):
+    assert (
+        f"Fashion-MNIST is not in {tmp_path}; `apt-get install dataset-fashion-mnist` puts it"
+        in err
+    )
+    with pytest.raises(
+        data.DataError, match=r"no file .*train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"
+    ):
         load(tmp_path)
 
 
@@ -80,7 +97,9 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(
         ("t10k-images-idx3-ubyte", b"\0\0\x08\x03\0\0\0\x05\0\0\0\x02\0\0\0\x01" + bytes(10), "only squares of one size"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_errors_that_name_them(name: str, content: bytes, message: str, folder: Path) -> None:
+def test_damaged_files_are_errors_that_name_them(
+    name: str, content: bytes, message: str, folder: Path
+) -> None:
     (folder / name).write_bytes(content)
     with pytest.raises(data.DataError, match=message):
         load(folder)

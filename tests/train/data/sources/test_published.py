@@ -35,7 +35,9 @@ LM = configs.get("lm-tiny")
 assert isinstance(CIFAR, ViTConfig)
 assert isinstance(LM, DecoderConfig)
 SHORT = dataclasses.replace(LM, seq_len=7)
-VIT = ViTConfig(width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=3)
+VIT = ViTConfig(
+    width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=3
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +45,12 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
 
 
-def load(name: str, folder: Path, model: ModelConfig, notes: list[str] | None = None, **fields) -> data.Data:
-    config = DataConfig(name=name, batch_size=fields.pop("batch_size", 6), data_dir=str(folder), **fields)
+def load(
+    name: str, folder: Path, model: ModelConfig, notes: list[str] | None = None, **fields
+) -> data.Data:
+    config = DataConfig(
+        name=name, batch_size=fields.pop("batch_size", 6), data_dir=str(folder), **fields
+    )
     return data.load(config, model, seed=0, note=(notes if notes is not None else []).append)
 
 
@@ -74,7 +80,13 @@ class Tiny(tfds.core.GeneratorBasedBuilder):
 
 def prepare(folder: Path, features: dict, splits: dict[str, list[dict]], **arguments) -> Path:
     with builders.quiet():
-        builder = Tiny(features=features, splits=splits, data_dir=folder, file_format="array_record", **arguments)
+        builder = Tiny(
+            features=features,
+            splits=splits,
+            data_dir=folder,
+            file_format="array_record",
+            **arguments,
+        )
         builder.download_and_prepare(file_format="array_record")
     return Path(builder.data_path)
 
@@ -101,7 +113,9 @@ def test_prepared_text_by_name(tmp_path: Path) -> None:
     assert load("tiny", odd, SHORT).facts["digest"] == dataset.facts["digest"]
     config = DataConfig(name="tiny", batch_size=6, data_dir=str(tmp_path))
     noised = denoising.denoising(config, Infilling(), inputs=9, seed=0)
-    np.testing.assert_array_equal(noised.eval_batch(0)["targets"][:, 1:-1], dataset.eval_batch(0)["inputs"])
+    np.testing.assert_array_equal(
+        noised.eval_batch(0)["targets"][:, 1:-1], dataset.eval_batch(0)["inputs"]
+    )
     assert "tensorflow" not in sys.modules
 
 
@@ -111,7 +125,10 @@ def test_without_a_held_out_split_the_end_is_held_out(tmp_path: Path) -> None:
     assert isinstance(dataset, TokenData)
     assert bytes(dataset._eval).decode() == "".join(s["text"] + "\0" for s in sentences(95, 100))
     assert bytes(dataset._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 95))
-    with pytest.raises(data.DataError, match=r"of which train\[:95%\] is trained on; leave --data\.train-percent out"):
+    with pytest.raises(
+        data.DataError,
+        match=r"of which train\[:95%\] is trained on; leave --data\.train-percent out",
+    ):
         load("tiny", tmp_path, SHORT, train_percent=50)
 
 
@@ -141,7 +158,16 @@ def test_packed_text_opens_without_tfds(tmp_path: Path) -> None:
 
 def test_importing_data_imports_nothing_heavy() -> None:
     count, modules = calls_of_process("import mupax.train.data")
-    assert not modules & {"numpy", "jax", "grain", "tensorflow_datasets", "tensorflow", "tokenizers", "PIL", "sklearn"}
+    assert not modules & {
+        "numpy",
+        "jax",
+        "grain",
+        "tensorflow_datasets",
+        "tensorflow",
+        "tokenizers",
+        "PIL",
+        "sklearn",
+    }
     assert count < 100_000  # 49,000, most of them for the configs that it imports
 
 
@@ -167,7 +193,9 @@ LABEL = tfds.features.ClassLabel(names=["ant", "bee", "cat"])
 def test_prepared_images_by_name(tmp_path: Path, kind: str) -> None:
     shape = {"tensor": (12, 12, 3), "file": (12, 12, 3), "any size": (None, None, 3)}[kind]
     feature = (
-        tfds.features.Tensor(shape=shape, dtype=np.uint8) if kind == "tensor" else tfds.features.Image(shape=shape)
+        tfds.features.Tensor(shape=shape, dtype=np.uint8)
+        if kind == "tensor"
+        else tfds.features.Image(shape=shape)
     )
     actual = (19, 31, 3) if kind == "any size" else (12, 12, 3)
     train, test = (pictures(n, actual, as_bytes=kind != "tensor") for n in (18, 6))
@@ -179,7 +207,9 @@ def test_prepared_images_by_name(tmp_path: Path, kind: str) -> None:
     assert batch["inputs"].shape == (6, 12, 12, 3)
     values = np.round((batch["inputs"][:, 6, 6, 0] + 1) * 127.5).astype(int)
     assert sorted(values) == sorted(20 * (i % 3 + 1) + i for i in range(6))
-    assert all((value - 20) // 20 == label for value, label in zip(values, batch["targets"], strict=True))
+    assert all(
+        (value - 20) // 20 == label for value, label in zip(values, batch["targets"], strict=True)
+    )
     labels = np.concatenate([dataset.train_batch(k)["targets"] for k in range(3)])
     assert np.bincount(labels).tolist() == [6, 6, 6]
     assert "tensorflow" not in sys.modules
@@ -189,25 +219,38 @@ def test_images_must_fit(tmp_path: Path) -> None:
     feature = tfds.features.Tensor(shape=(12, 12, 1), dtype=np.uint8)
     records = pictures(6, (12, 12, 1), as_bytes=False)
     prepare(tmp_path, {"image": feature, "label": LABEL}, {"train": records, "test": records})
-    with pytest.raises(data.DataError, match=r"with 1 channels, .*write --model\.image-size 12 --model\.channels 1"):
+    with pytest.raises(
+        data.DataError, match=r"with 1 channels, .*write --model\.image-size 12 --model\.channels 1"
+    ):
         load("tiny", tmp_path, VIT)
     grey = dataclasses.replace(VIT, channels=1)
     assert load("tiny", tmp_path, grey).train_batch(0)["inputs"].shape == (6, 12, 12, 1)
-    assert load("tiny", tmp_path, dataclasses.replace(grey, image_size=8)).train_batch(0)["inputs"].shape[1] == 8
+    assert (
+        load("tiny", tmp_path, dataclasses.replace(grey, image_size=8))
+        .train_batch(0)["inputs"]
+        .shape[1]
+        == 8
+    )
     with pytest.raises(data.DataError, match=r"write --model\.image-size 12"):
         load("tiny", tmp_path, dataclasses.replace(grey, image_size=16))
     with pytest.raises(data.DataError, match=r"write --model\.num-classes 3"):
         load("tiny", tmp_path, dataclasses.replace(grey, num_classes=5))
-    with pytest.raises(data.DataError, match="has no feature 'text', only image, label; is it the right kind"):
+    with pytest.raises(
+        data.DataError, match="has no feature 'text', only image, label; is it the right kind"
+    ):
         load("tiny", tmp_path, SHORT)
 
 
 def test_configurations_and_versions(tmp_path: Path) -> None:
     for name in ("large", "small"):
         config = tfds.core.BuilderConfig(name=name)
-        prepare(tmp_path, TEXT, {"train": sentences(0, 20), "test": sentences(20, 25)}, config=config)
+        prepare(
+            tmp_path, TEXT, {"train": sentences(0, 20), "test": sentences(20, 25)}, config=config
+        )
     assert load("tiny/small", tmp_path, SHORT).train_size > 0
-    with pytest.raises(data.DataError, match=r"several configurations; write data\.name as tiny/large"):
+    with pytest.raises(
+        data.DataError, match=r"several configurations; write data\.name as tiny/large"
+    ):
         load("tiny", tmp_path, SHORT)
     with pytest.raises(data.DataError, match=r"has no version 9\.9\.9, only 1\.2\.3"):
         load("tiny/small:9.9.9", tmp_path, SHORT)
@@ -219,13 +262,19 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
     whole = info.read_text()
     shard = next(folder.glob("*train*array_record*"))
     shard.rename(tmp_path / "moved")
-    with pytest.raises(data.DataError, match=r"is damaged: .*tiny-train\.array_record.*Delete that folder"):
+    with pytest.raises(
+        data.DataError, match=r"is damaged: .*tiny-train\.array_record.*Delete that folder"
+    ):
         load("tiny", tmp_path, SHORT)
     info.write_text(json.dumps({**json.loads(whole), "fileFormat": "tfrecord"}))
-    with pytest.raises(data.DataError, match=r"is in tfrecord, which only TensorFlow reads.*convert_format"):
+    with pytest.raises(
+        data.DataError, match=r"is in tfrecord, which only TensorFlow reads.*convert_format"
+    ):
         load("tiny", tmp_path, SHORT)
     info.write_text(whole[:40])
-    with pytest.raises(data.DataError, match=r"no whole dataset_info\.json.*again \(mupax data prepare tiny\)"):
+    with pytest.raises(
+        data.DataError, match=r"no whole dataset_info\.json.*again \(mupax data prepare tiny\)"
+    ):
         load("tiny", tmp_path, SHORT)
 
 
@@ -246,7 +295,9 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
         ("test:/tmp/x", "no data is named 'test:/tmp/x'"),
     ],
 )
-def test_missing_data_is_said_at_once(tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_is_said_at_once(
+    tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # where ../../etc is no folder
     with pytest.raises(data.DataError, match=message) as error:
         load(name, tmp_path, SHORT)
@@ -264,7 +315,8 @@ def test_damaged_records_are_noticed(tmp_path: Path, damage: str) -> None:
     else:
         shard.write_bytes(content if damage == "flipped" else content[:-5000])
     with pytest.raises(
-        data.DataError, match=rf"{tmp_path}/digits/1\.0\.0 is damaged: .*Delete that folder and prepare"
+        data.DataError,
+        match=rf"{tmp_path}/digits/1\.0\.0 is damaged: .*Delete that folder and prepare",
     ):
         load("digits", tmp_path, configs.get("vit-tiny"))
 
@@ -272,7 +324,9 @@ def test_damaged_records_are_noticed(tmp_path: Path, damage: str) -> None:
 # The command
 
 
-def test_command_prepares_what_a_run_then_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prepares_what_a_run_then_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["data", "prepare", "digits", "--data-dir", str(tmp_path)]) == 0
     assert "digits is prepared in" in capsys.readouterr().out
     notes: list[str] = []
@@ -299,7 +353,9 @@ def test_command_reports_what_tfds_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments, **keywords):
-        raise AssertionError("Manual directory does not exist or is empty.\nPut ILSVRC2012_img_train.tar there.")
+        raise AssertionError(
+            "Manual directory does not exist or is empty.\nPut ILSVRC2012_img_train.tar there."
+        )
 
     monkeypatch.setattr(tfds, "builder", refuse)
     assert main(["data", "prepare", "imagenet2012", "--data-dir", str(tmp_path)]) == 1
@@ -343,7 +399,11 @@ CLASS = "tensorflow_datasets.core.features."
 )
 @pytest.mark.parametrize("command", ["run", "prepare"])
 def test_no_module_of_a_data_set_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: dict, command: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    feature: dict,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = prepare(tmp_path, TEXT, {"train": sentences(0, 5)})
     content = json.loads((folder / "features.json").read_text())

@@ -30,7 +30,9 @@ TEXTS = [f"document {i} é\n" + "abcdefg"[: i % 7] * (i % 11) for i in range(90)
 
 
 def as_lines(texts: list[str], field: str = "text") -> bytes:
-    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)).encode()
+    return "".join(
+        json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)
+    ).encode()
 
 
 def as_table(path: Path, texts: list[str], field: str = "text") -> None:
@@ -48,25 +50,35 @@ def write_as(path: Path, texts: list[str] = TEXTS) -> Path:
         case ".gz":
             path.write_bytes(gzip.compress(content))
         case ".zst":  # of two frames, as parallel compressors write
-            path.write_bytes(b"".join(zstd.compress(part, asbytes=True) for part in (content[:500], content[500:])))
+            path.write_bytes(
+                b"".join(
+                    zstd.compress(part, asbytes=True) for part in (content[:500], content[500:])
+                )
+            )
         case _:
             path.write_bytes(content)
     return path
 
 
-def load(path: Path, kind: str = "records", note: Callable[[str], None] = quiet, **fields) -> TokenData:
+def load(
+    path: Path, kind: str = "records", note: Callable[[str], None] = quiet, **fields
+) -> TokenData:
     from mupax.train import data
     from mupax.train.config.run import DataConfig
 
     vocab_size = fields.pop("vocab_size", 256)
     model = type(SMALL)(**{**vars(SMALL), "vocab_size": vocab_size})
-    loaded = data.load(DataConfig(name=f"{kind}:{path}", batch_size=4, **fields), model, seed=0, note=note)
+    loaded = data.load(
+        DataConfig(name=f"{kind}:{path}", batch_size=4, **fields), model, seed=0, note=note
+    )
     assert isinstance(loaded, TokenData)
     return loaded
 
 
 def documents(loaded: TokenData) -> tuple[list[str], list[str]]:
-    train, evaluation = (as_text(np.asarray(ids)).split("\0")[:-1] for ids in (loaded._train, loaded._eval))
+    train, evaluation = (
+        as_text(np.asarray(ids)).split("\0")[:-1] for ids in (loaded._train, loaded._eval)
+    )
     return train, evaluation
 
 
@@ -76,7 +88,8 @@ assert EVAL
 
 @pytest.mark.parametrize("kind", ["text", "records"])
 @pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.jsonl.gz", "a.JSONL", "a.jsonl.zst", "a.parquet", "c4.json.gz", "a.ndjson"]
+    "name",
+    ["a.jsonl", "a.jsonl.gz", "a.JSONL", "a.jsonl.zst", "a.parquet", "c4.json.gz", "a.ndjson"],
 )
 def test_every_format_has_the_same_documents(
     tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -125,10 +138,15 @@ def test_records_without_the_field_among_text_are_left_out(tmp_path: Path) -> No
 def test_another_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_lines(TEXTS, "content"))
     as_table(tmp_path / "b.parquet", TEXTS, "content")
-    for name, where in (("a.jsonl", "a.jsonl line 1 has no field"), ("b.parquet", "b.parquet has no column")):
+    for name, where in (
+        ("a.jsonl", "a.jsonl line 1 has no field"),
+        ("b.parquet", "b.parquet has no column"),
+    ):
         with pytest.raises(DataError, match=f"{where} 'text'; write --data.field content"):
             load(tmp_path / name)
-        assert sorted(itertools.chain(*documents(load(tmp_path / name, field="content")))) == sorted(TEXTS)
+        assert sorted(
+            itertools.chain(*documents(load(tmp_path / name, field="content")))
+        ) == sorted(TEXTS)
 
 
 GOOD = as_lines(TEXTS[:20])
@@ -137,11 +155,20 @@ GOOD = as_lines(TEXTS[:20])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GOOD + b'{"text": "a"\n', r"line 21 is no JSON: '\{\"text\": \"a\"' .*Repair or remove the line"),
+        (
+            GOOD + b'{"text": "a"\n',
+            r"line 21 is no JSON: '\{\"text\": \"a\"' .*Repair or remove the line",
+        ),
         (GOOD + b'\n{"id": 1}\n', r"line 22 has no field 'text'; repair or remove it"),
-        (GOOD + b'{"text": null, "body": "b"}\n', r"line 21 has null in 'text'; .*--data\.on-broken skip"),
+        (
+            GOOD + b'{"text": null, "body": "b"}\n',
+            r"line 21 has null in 'text'; .*--data\.on-broken skip",
+        ),
         (GOOD + b'{"text": ["a"]}\n', "line 21 has no text but list in 'text'"),
-        (GOOD + b'["a"]\n', r"line 21 is no JSON object; write each document as \{\"text\": \.\.\.\}"),
+        (
+            GOOD + b'["a"]\n',
+            r"line 21 is no JSON object; write each document as \{\"text\": \.\.\.\}",
+        ),
         (GOOD + b'{"text": "a\\u0000b"}\n', "line 21 has a NUL character"),
         (GOOD + b'{"text": "\\ud800"}\n', "line 21 has half of a surrogate pair"),
         (GOOD + b'{"text": "\xff"}\n', "line 21 is no JSON"),
@@ -160,7 +187,9 @@ def test_a_broken_line_is_named(tmp_path: Path, content: bytes, message: str) ->
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     path = write_as(tmp_path / name)
     path.write_bytes(path.read_bytes()[:-30] if damage == "cut" else b"nothing of the kind" * 9)
-    with pytest.raises(DataError, match=rf"cannot read {path}: .*It may be damaged or cut off; fetch it again"):
+    with pytest.raises(
+        DataError, match=rf"cannot read {path}: .*It may be damaged or cut off; fetch it again"
+    ):
         load(path)
 
 
@@ -198,15 +227,23 @@ def test_other_files_of_ids(tmp_path: Path, kind: str) -> None:
         (IDS + 70000).astype(np.uint32).tofile(path)
     loaded = load(path, vocab_size=vocab_size, tokenizer=f"ids:{vocab_size}")
     expected = IDS + 70000 if kind == "uint32" else IDS
-    assert np.array_equal(loaded._train, expected[:3600])  # a single file's last tenth is for evaluation
+    assert np.array_equal(
+        loaded._train, expected[:3600]
+    )  # a single file's last tenth is for evaluation
     assert np.array_equal(loaded._eval, expected[3600:])
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ("bytes", r"NUL bytes in a\.bin; if these are token ids, write --data\.tokenizer .* or ids:SIZE"),
-        ("ids:50000", r"a\.bin has the id 5\d+ at place \d+ \(read as uint16\), and the tokenizer has 50000"),
+        (
+            "bytes",
+            r"NUL bytes in a\.bin; if these are token ids, write --data\.tokenizer .* or ids:SIZE",
+        ),
+        (
+            "ids:50000",
+            r"a\.bin has the id 5\d+ at place \d+ \(read as uint16\), and the tokenizer has 50000",
+        ),
         ("ids:", r"write ids:SIZE with a SIZE of at least 2"),
     ],
 )
@@ -221,7 +258,11 @@ def test_odd_files_of_ids_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.bin").write_bytes(b"\0\1\2")
     (tmp_path / "c.bin").write_bytes(b"\0\1\2\3")
     (tmp_path / "c.idx").write_bytes(b"MMIDIDX")
-    for name, message in (("a.npy", r"\(3, 4\) of float64"), ("b.bin", "1 are left over"), ("c.bin", "Megatron")):
+    for name, message in (
+        ("a.npy", r"\(3, 4\) of float64"),
+        ("b.bin", "1 are left over"),
+        ("c.bin", "Megatron"),
+    ):
         with pytest.raises(DataError, match=message):
             load(tmp_path / name, vocab_size=50257, tokenizer="ids:50257")
 
@@ -230,7 +271,8 @@ def test_text_among_ids_wants_their_tokenizer(tmp_path: Path) -> None:
     write(tmp_path / "t", {"a.txt": "text"})
     IDS.astype(np.uint16).tofile(tmp_path / "t" / "a.bin")
     with pytest.raises(
-        DataError, match=r"a\.txt is text, and data\.tokenizer ids:50257 has a number of ids and no words"
+        DataError,
+        match=r"a\.txt is text, and data\.tokenizer ids:50257 has a number of ids and no words",
     ):
         load(tmp_path / "t", "text", vocab_size=50257, tokenizer="ids:50257")
 
@@ -265,13 +307,17 @@ def test_separators_are_found(tmp_path: Path, special: tuple[str, ...], separato
 
 
 def test_a_separator_by_flag(tmp_path: Path) -> None:
-    path, file = write_as(tmp_path / "a.jsonl"), vocabulary(tmp_path / "t.json", "<|endoftext|>", "<|eot|>")
+    path, file = (
+        write_as(tmp_path / "a.jsonl"),
+        vocabulary(tmp_path / "t.json", "<|endoftext|>", "<|eot|>"),
+    )
     fields = {"vocab_size": 258, "tokenizer": str(file)}
     usual, other = load(path, **fields), load(path, separator="<|eot|>", **fields)
     assert (usual._train == 256).sum() == (other._train == 257).sum() == len(TEXTS) - len(EVAL)
     assert usual.facts["digest"] != other.facts["digest"]
     with pytest.raises(
-        DataError, match=r"has no token <eot>; write --data\.separator .* such as <\|endoftext\|>, <\|eot\|>"
+        DataError,
+        match=r"has no token <eot>; write --data\.separator .* such as <\|endoftext\|>, <\|eot\|>",
     ):
         load(path, separator="<eot>", **fields)
     with pytest.raises(DataError, match=r"of bytes it is byte 0; leave it out"):
@@ -291,7 +337,11 @@ def test_a_separator_by_flag(tmp_path: Path) -> None:
             0,
             "records:docs.jsonl.zst is prepared: 7,473 training and 738 evaluation tokens",
         ),
-        ("prepare text:docs.jsonl.zst --field body", 2, "line 1 has no field 'body'; write --data.field text"),
+        (
+            "prepare text:docs.jsonl.zst --field body",
+            2,
+            "line 1 has no field 'body'; write --data.field text",
+        ),
         ("prepare records:gone", 2, "no file or folder gone; write data.name as records:PATH"),
         ("prepare records:docs.jsonl.zst --tokenizer gone.json", 2, "no tokenizer at gone.json"),
         (
@@ -313,14 +363,20 @@ def test_as_a_user_types_it(
     write_as(tmp_path / "docs.jsonl.zst", TEXTS * 3)
     command, *rest = words.split()
     with contextlib.chdir(tmp_path):
-        done = data_command.main(["prepare", *rest]) if command == "prepare" else main(["train", "lm-tiny", *rest])
+        done = (
+            data_command.main(["prepare", *rest])
+            if command == "prepare"
+            else main(["train", "lm-tiny", *rest])
+        )
     out, err = capfd.readouterr()
     assert done == code
     assert message in " ".join((err if code else out).split())
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_file_is_closed_when_it_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_closed_when_it_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A corpus may have more files than a process may open."""
     monkeypatch.setattr(lines, "_PART_BYTES", 200)
     monkeypatch.setattr(lines, "_BLOCK_BYTES", 300)
@@ -331,5 +387,7 @@ def test_a_file_is_closed_when_it_is_read(name: str, tmp_path: Path, monkeypatch
     assert file._stream is not None
     file.read(parts[-1])
     assert file._stream is None
-    assert len([file.read(part) for part in file.parts()]) == len(parts) > 3  # each as soon as it is known
+    assert (
+        len([file.read(part) for part in file.parts()]) == len(parts) > 3
+    )  # each as soon as it is known
     assert file._stream is None

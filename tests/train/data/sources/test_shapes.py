@@ -44,7 +44,11 @@ def test_no_image_comes_twice() -> None:
     images, _ = shapes.render(0, shapes.TRAIN, indices)
     assert len({image.tobytes() for image in images}) == len(indices)
     far = load(batch_size=8).train_batch(10**9)
-    assert not any(np.array_equal(a, b) for a in far["inputs"] for b in load(batch_size=8).train_batch(0)["inputs"])
+    assert not any(
+        np.array_equal(a, b)
+        for a in far["inputs"]
+        for b in load(batch_size=8).train_batch(0)["inputs"]
+    )
 
 
 def test_classes_are_balanced() -> None:
@@ -91,7 +95,11 @@ def test_batches_are_the_images_in_turn_and_rows_of_them_their_parts() -> None:
     assert np.array_equal(batch["targets"], labels)
     assert batch["inputs"].dtype == np.float32
     assert batch["targets"].dtype == np.int32
-    for parts in ((slice(0, 5), slice(5, 12)), (slice(0, 12, 2), slice(1, 12, 2)), (slice(8, 12), slice(0, 8))):
+    for parts in (
+        (slice(0, 5), slice(5, 12)),
+        (slice(0, 12, 2), slice(1, 12, 2)),
+        (slice(8, 12), slice(0, 8)),
+    ):
         order = np.concatenate([np.arange(12)[rows] for rows in parts])
         with contextlib.closing(dataset.train_batches(3, *parts)) as batches:
             joined = next(batches)
@@ -124,7 +132,10 @@ def test_evaluation_images_are_the_same_for_every_seed_and_counted_once() -> Non
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     for change, message in (
-        ({"image_size": 16}, r"32 x 32 pixels with 3 channels.*--model\.image-size 32 --model\.channels 3"),
+        (
+            {"image_size": 16},
+            r"32 x 32 pixels with 3 channels.*--model\.image-size 32 --model\.channels 3",
+        ),
         ({"channels": 1}, r"write --model\.image-size 32 --model\.channels 3"),
         ({"num_classes": 7}, r"write --model\.num-classes 10"),
     ):
@@ -134,7 +145,9 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         load(model=configs.get("lm-tiny"))
 
 
-def test_the_linear_model_is_fitted_to_training_images(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_linear_model_is_fitted_to_training_images(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
     monkeypatch.setattr(shapes, "LINEAR_IMAGES", 200)
     (reference,) = load(eval_examples=50).references()

@@ -45,7 +45,10 @@ def quiet(line: str) -> None:
 
 def own(path: Path, model: DecoderConfig = SMALL, seed: int = 0, **fields) -> TokenData:
     dataset = data.load(
-        DataConfig(name=f"text:{path}", batch_size=fields.pop("batch_size", 4), **fields), model, seed=seed, note=quiet
+        DataConfig(name=f"text:{path}", batch_size=fields.pop("batch_size", 4), **fields),
+        model,
+        seed=seed,
+        note=quiet,
     )
     assert isinstance(dataset, TokenData)
     return dataset
@@ -59,7 +62,9 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def many(count: int = 60) -> dict[str, str]:
-    return {f"d{i % 3}/f{i}.txt": f"document {i} " + "abcdefg"[: i % 7] * (i % 11) for i in range(count)}
+    return {
+        f"d{i % 3}/f{i}.txt": f"document {i} " + "abcdefg"[: i % 7] * (i % 11) for i in range(count)
+    }
 
 
 def as_text(ids: np.ndarray) -> str:
@@ -72,7 +77,9 @@ def as_text(ids: np.ndarray) -> str:
 def test_folder_is_split_by_file(tmp_path: Path) -> None:
     files = many()
     dataset = own(write(tmp_path / "t", files))
-    train, evaluation = (as_text(np.asarray(t)).split("\0")[:-1] for t in (dataset._train, dataset._eval))
+    train, evaluation = (
+        as_text(np.asarray(t)).split("\0")[:-1] for t in (dataset._train, dataset._eval)
+    )
     for name, content in files.items():
         assert (content in evaluation) == (corpus.side(name) == "eval")
         assert (content in train) != (content in evaluation)
@@ -101,7 +108,9 @@ def test_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
     assert 0.05 < len(evaluation) / len(train) < 0.15
 
 
-def test_large_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_one_document_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus, "_PIECE_BYTES", 50)
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     pieces = corpus._pieces(tmp_path / "a.txt", 0, (tmp_path / "a.txt").stat().st_size)
@@ -111,7 +120,9 @@ def test_large_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pytes
     assert all(piece.read()[0][0].endswith(b"\n") for piece in pieces)
 
 
-def test_a_file_without_lines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_lines_is_cut_between_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus, "_PIECE_BYTES", 10)
     (tmp_path / "a.txt").write_text("∂é" * 20 + "x")
     pieces = corpus._pieces(tmp_path / "a.txt", 0, (tmp_path / "a.txt").stat().st_size)
@@ -125,8 +136,14 @@ def test_a_file_without_lines_is_cut_between_characters(tmp_path: Path, monkeypa
         ({}, "has no text in it"),
         ({"empty.txt": ""}, "has no text in it"),
         ({"b.bin": "word\0" * 40}, r"/t has no text in it: NUL bytes in b\.bin;"),
-        ({"a.txt": "word " * 2000 + "\0", "b.txt": "word"}, r"a\.txt line 1 is not text: it has a NUL byte"),
-        ({"a.txt": "short", "b.txt": "too"}, "sequences of 7 need at least 14.*smaller model.seq_len"),
+        (
+            {"a.txt": "word " * 2000 + "\0", "b.txt": "word"},
+            r"a\.txt line 1 is not text: it has a NUL byte",
+        ),
+        (
+            {"a.txt": "short", "b.txt": "too"},
+            "sequences of 7 need at least 14.*smaller model.seq_len",
+        ),
     ],
 )
 def test_wrong_text_is_named(tmp_path: Path, files: dict[str, str], message: str) -> None:
@@ -140,41 +157,58 @@ def test_files_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     facts = own(write(tmp_path / "plain", many())).facts
     Image.new("RGB", (20, 20)).save(path / "d1" / "logo.png")
     notes: list[str] = []
-    dataset = data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
+    dataset = data.load(
+        DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append
+    )
     for name in ("d1/logo.png", "package.json"):
         assert sum(str(path) in note and name in note for note in notes) == 1
     assert dataset.facts == {**facts, "name": dataset.facts["name"]}
     for i in range(9):
         (path / f"{i}.csv").write_text("a,b")
     data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
-    assert any("left out 9 entries" in note and "0.csv, 1.csv, 2.csv, 3.csv and 5 more" in note for note in notes)
+    assert any(
+        "left out 9 entries" in note and "0.csv, 1.csv, 2.csv, 3.csv and 5 more" in note
+        for note in notes
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_json_list_is_refused_with_a_command_that_writes_its_lines(tmp_path: Path, packed: bool) -> None:
+def test_a_json_list_is_refused_with_a_command_that_writes_its_lines(
+    tmp_path: Path, packed: bool
+) -> None:
     records = [{"id": i, "text": content} for i, content in enumerate(many().values())]
     file = tmp_path / "t" / ("docs.json.gz" if packed else "docs.json")
     write(tmp_path / "t", {"README": "what this is"})
-    file.write_bytes(gzip.compress(json.dumps(records).encode()) if packed else json.dumps(records, indent=1).encode())
+    file.write_bytes(
+        gzip.compress(json.dumps(records).encode())
+        if packed
+        else json.dumps(records, indent=1).encode()
+    )
     for path in (file, tmp_path / "t"):  # the file, and a folder that has little else
         with pytest.raises(data.DataError, match=re.escape(f"{file} holds records")) as refused:
             own(path)
     _, command = str(refused.value).splitlines()
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environ)
-    assert [json.loads(line) for line in (tmp_path / "docs.jsonl").read_text().splitlines()] == records
+    assert [
+        json.loads(line) for line in (tmp_path / "docs.jsonl").read_text().splitlines()
+    ] == records
     own(tmp_path / "docs.jsonl")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv.zst", "a.arrow"])
 def test_other_records_are_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, {name: "text,label\n" * 40}) / name
-    with pytest.raises(data.DataError, match=rf"{name} holds records .*; write them as JSON lines or Parquet"):
+    with pytest.raises(
+        data.DataError, match=rf"{name} holds records .*; write them as JSON lines or Parquet"
+    ):
         own(path)
 
 
 def test_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(data.DataError, match=f"no file or folder {tmp_path}/gone; write data.name as text:PATH"):
+    with pytest.raises(
+        data.DataError, match=f"no file or folder {tmp_path}/gone; write data.name as text:PATH"
+    ):
         own(tmp_path / "gone")
 
 
@@ -226,7 +260,9 @@ def test_processes_share_a_batch(tmp_path: Path, processes: int) -> None:
     rows = [slice(p * share, (p + 1) * share) for p in range(processes)]
     for k in (0, 5, 997):
         for name, whole in dataset.train_batch(k).items():
-            assert np.array_equal(np.concatenate([dataset.train_batch(k, r)[name] for r in rows]), whole)
+            assert np.array_equal(
+                np.concatenate([dataset.train_batch(k, r)[name] for r in rows]), whole
+            )
     iterators = [dataset.eval_batches(r) for r in rows]
     for whole, *parts in zip(dataset.eval_batches(), *iterators, strict=True):
         for name in whole:
@@ -236,7 +272,9 @@ def test_processes_share_a_batch(tmp_path: Path, processes: int) -> None:
 def test_resume_is_as_if_uninterrupted(tmp_path: Path) -> None:
     path = write(tmp_path / "t", many())
     whole = list(itertools.islice(own(path).train_batches(0), 30))
-    resumed = list(itertools.islice(own(path).train_batches(17), 13))  # a new process would load anew, as this does
+    resumed = list(
+        itertools.islice(own(path).train_batches(17), 13)
+    )  # a new process would load anew, as this does
     for a, b in zip(whole[17:], resumed, strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in a)
     other = own(path, seed=1).train_batch(0)["inputs"]
@@ -274,7 +312,9 @@ def test_bytes_come_back(tmp_path: Path) -> None:
     assert dataset.tokenizer.decode(dataset.tokenizer.encode(["naïve ∂".encode()])[0]) == "naïve ∂"
     assert dataset.tokenizer.encode(["aé".encode()])[0].tolist() == [97, 195, 169]
     assert dataset.tokenizer.decode([97, 195]) == "a�"
-    assert dataset.tokenizer.decode([97, 256, 98, 299]) == "a�b�", "ids of a model with more than bytes"
+    assert dataset.tokenizer.decode([97, 256, 98, 299]) == "a�b�", (
+        "ids of a model with more than bytes"
+    )
     assert dataset.bytes_per_token == 1.0
 
 
@@ -289,11 +329,17 @@ def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) ->
     (ids,) = dataset.tokenizer.encode(["document 7 naïve ∂\n".encode()])
     assert dataset.tokenizer.decode(ids) == "document 7 naïve ∂\n"
     assert 1 < dataset.bytes_per_token < 10
-    side = [content + " naïve\n" for name, content in sorted(many().items()) if corpus.side(name) == "eval"]
+    side = [
+        content + " naïve\n"
+        for name, content in sorted(many().items())
+        if corpus.side(name) == "eval"
+    ]
     assert dataset.tokenizer.decode(np.asarray(dataset._eval)) == "".join(side)
     assert dataset.facts["eval_bytes"] == sum(len(c.encode()) + 1 for c in side)
     first = len(dataset.tokenizer.decode(dataset._eval[:1]).encode())  # is no target
-    assert dataset.bytes_per_token == pytest.approx((dataset.facts["eval_bytes"] - first) / (len(dataset._eval) - 1))
+    assert dataset.bytes_per_token == pytest.approx(
+        (dataset.facts["eval_bytes"] - first) / (len(dataset._eval) - 1)
+    )
     assert dataset._eval.max() < 300
     assert dataset.references() == []
     # A file that says how a model's inputs are padded and cut gives the same ids.
@@ -322,7 +368,10 @@ def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) ->
         ("bpe:12", "write bpe:SIZE with a SIZE of at least 257"),
         ("bpe:many", "write bpe:SIZE"),
         ("bpe:400", r"write --model\.vocab-size 400"),
-        ("gone.json", "no tokenizer at gone.json; write data.tokenizer as bytes, bpe:SIZE or the path"),
+        (
+            "gone.json",
+            "no tokenizer at gone.json; write data.tokenizer as bytes, bpe:SIZE or the path",
+        ),
     ],
 )
 def test_wrong_tokenizer_is_named(tmp_path: Path, name: str, message: str) -> None:
@@ -339,7 +388,9 @@ def test_broken_tokenizer_file(tmp_path: Path) -> None:
 def test_tokenizer_without_a_separator(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(tmp_path / "words.json"))
+    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
+        str(tmp_path / "words.json")
+    )
     with pytest.raises(data.DataError, match="no token to end a document with"):
         own(write(tmp_path / "t", many()), tokenizer=str(tmp_path / "words.json"))
 
@@ -353,13 +404,17 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_vocabulary_must_fit(tmp_path: Path) -> None:
-    with pytest.raises(data.DataError, match=r"256 tokens and the model 97; write --model\.vocab-size 256"):
+    with pytest.raises(
+        data.DataError, match=r"256 tokens and the model 97; write --model\.vocab-size 256"
+    ):
         own(write(tmp_path / "t", many()), model=dataclasses.replace(SMALL, vocab_size=97))
 
 
 def test_text_is_not_for_image_models(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match="the model reads images; write a decoder"):
-        data.load(DataConfig(name=f"text:{tmp_path}", batch_size=2), configs.get("vit-tiny"), seed=0)
+        data.load(
+            DataConfig(name=f"text:{tmp_path}", batch_size=2), configs.get("vit-tiny"), seed=0
+        )
 
 
 def test_negative_seed() -> None:

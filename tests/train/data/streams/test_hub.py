@@ -49,17 +49,39 @@ class Answers(HubAnswers):
             path.removeprefix(f"/datasets/me/words/resolve/{COMMIT}/"),
         )
         if path in ("/api/datasets/me/words", f"/api/datasets/me/words/revision/{COMMIT}"):
-            about = {"id": "me/words", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
-            self.send(200, json.dumps({**about, "private": False, "tags": [], "downloads": 0, "likes": 0}).encode())
+            about = {
+                "id": "me/words",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in FILES],
+            }
+            self.send(
+                200,
+                json.dumps(
+                    {**about, "private": False, "tags": [], "downloads": 0, "likes": 0}
+                ).encode(),
+            )
         elif path.startswith(place):
             under = path.removeprefix(place).strip("/")
-            ids = {name: hashlib.sha1(content).hexdigest() for name, content in FILES.items() if name.startswith(under)}
-            listed = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": ids[name]} for name in ids]
+            ids = {
+                name: hashlib.sha1(content).hexdigest()
+                for name, content in FILES.items()
+                if name.startswith(under)
+            }
+            listed = [
+                {"type": "file", "path": name, "size": len(FILES[name]), "oid": ids[name]}
+                for name in ids
+            ]
             self.send(200, json.dumps(listed).encode())
         elif file in FILES:
-            first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+            first, _, last = (
+                (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+            )
             part = FILES[file][int(first) : int(last) + 1 if last else None]
-            self.send(206, part, Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(FILES[file])}")
+            self.send(
+                206,
+                part,
+                Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(FILES[file])}",
+            )
         else:
             self.send(404, X_Error_Code="EntryNotFound" if "words" in path else "RepoNotFound")
 
@@ -78,12 +100,24 @@ def hub() -> Iterator[ThreadingHTTPServer]:
     thread.join()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
-def test_a_name_is_read_from_the_hub_at_one_commit(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
+)
+def test_a_name_is_read_from_the_hub_at_one_commit(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
     """In a process of its own: `huggingface_hub` takes the address as it is imported."""
-    place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    place = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", READ], env={**os.environ, **place}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", READ],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout.splitlines()[-1])

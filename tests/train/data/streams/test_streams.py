@@ -65,7 +65,10 @@ def load(request: pytest.FixtureRequest, folder: Path) -> Callable[..., Stream]:
     """Opens the folder, as a user's own records and by `datasets`."""
     if request.param == "hub":
         pytest.importorskip("datasets", reason="data sets of the hub need the extra `hf`")
-    fields = {"files": {"name": f"records:{folder}", "stream": True}, "hub": {"name": f"hf:{folder}"}}[request.param]
+    fields = {
+        "files": {"name": f"records:{folder}", "stream": True},
+        "hub": {"name": f"hf:{folder}"},
+    }[request.param]
 
     def load(seed: int = 0, **more: Any) -> Stream:
         config = DataConfig(**{"batch_size": 8, **fields, **more})
@@ -87,7 +90,9 @@ def documents(tokens: np.ndarray) -> list[str]:
     return bytes(tokens.astype(np.uint8)).decode().split("\0")[:-1]
 
 
-def test_lanes_have_every_training_document_once_and_whole_files(load: Callable[..., Stream]) -> None:
+def test_lanes_have_every_training_document_once_and_whole_files(
+    load: Callable[..., Stream],
+) -> None:
     stream = load()
     of = [documents(tokens) for tokens in whole(stream)]
     assert len(of) == 4
@@ -101,8 +106,16 @@ def test_lanes_have_every_training_document_once_and_whole_files(load: Callable[
     assert stream.references() == []
 
 
-def test_the_number_of_lanes_divides_the_batch_and_not_the_processes(load: Callable[..., Stream]) -> None:
-    assert [len(load(batch_size=size)._lanes) for size in (1, 2, 6, 8, MOST_LANES)] == [1, 2, 2, 4, 4]
+def test_the_number_of_lanes_divides_the_batch_and_not_the_processes(
+    load: Callable[..., Stream],
+) -> None:
+    assert [len(load(batch_size=size)._lanes) for size in (1, 2, 6, 8, MOST_LANES)] == [
+        1,
+        2,
+        2,
+        4,
+        4,
+    ]
 
 
 def test_a_lane_goes_on_after_any_kill(load: Callable[..., Stream], tmp_path: Path) -> None:
@@ -116,7 +129,9 @@ def test_a_lane_goes_on_after_any_kill(load: Callable[..., Stream], tmp_path: Pa
             lane.grow()
         if lane.ended:
             break
-        with (tmp_path / "again" / "lane.bin").open("ab") as file:  # a step whose line was not written,
+        with (tmp_path / "again" / "lane.bin").open(
+            "ab"
+        ) as file:  # a step whose line was not written,
             file.write(b"\1" * (step % 3))
         with (tmp_path / "again" / "lane.jsonl").open("ab") as file:  # or half of it
             file.write(b'{"tokens": 10'[: 13 * (step % 2)])
@@ -155,10 +170,13 @@ def test_a_flipped_bit_is_seen(load: Callable[..., Stream]) -> None:
     content = bytearray(lane._bin.read_bytes())
     content[500] ^= 1
     lane._bin.write_bytes(content)
-    assert lane.read(0, 100).size == 100  # written by this process, which looks at what others wrote
+    assert (
+        lane.read(0, 100).size == 100
+    )  # written by this process, which looks at what others wrote
     again = load(batch_size=1)
     with pytest.raises(
-        DataError, match=r"train-0-of-1.bin is not what was written; delete .*jsonl, and it is made again"
+        DataError,
+        match=r"train-0-of-1.bin is not what was written; delete .*jsonl, and it is made again",
     ):
         again._lanes[0].read(0, 1000)
 
@@ -183,11 +201,18 @@ def test_batches_are_functions_of_seed_and_number(
 def test_rows_tokenize_their_own_lanes_alone(load: Callable[..., Stream]) -> None:
     stream = load()
     stream.train_batch(9, slice(4, 6))
-    assert [lane.tokens > 0 for lane in stream._lanes] == [True, False, True, False]  # the first as it was opened
+    assert [lane.tokens > 0 for lane in stream._lanes] == [
+        True,
+        False,
+        True,
+        False,
+    ]  # the first as it was opened
     assert stream._lanes[2].tokens < whole(stream)[2].size  # nor more of it than is needed
 
 
-def test_an_epoch_has_every_window_once_and_the_next_has_others(load: Callable[..., Stream]) -> None:
+def test_an_epoch_has_every_window_once_and_the_next_has_others(
+    load: Callable[..., Stream],
+) -> None:
     stream = load(batch_size=2, document_mask=True)
     tokens = whole(stream)[1]
     count, length = (len(tokens) - 7) // 7, 7
@@ -201,7 +226,9 @@ def test_an_epoch_has_every_window_once_and_the_next_has_others(load: Callable[.
     assert "segments" in stream.train_batch(0)
 
 
-def test_a_file_without_a_split_is_split_by_its_records(load: Callable[..., Stream], folder: Path) -> None:
+def test_a_file_without_a_split_is_split_by_its_records(
+    load: Callable[..., Stream], folder: Path
+) -> None:
     for name in ("train-1", "train-2", "train-3", "validation-0"):
         (folder / f"{name}.jsonl").unlink()
     stream = load()
@@ -210,7 +237,9 @@ def test_a_file_without_a_split_is_split_by_its_records(load: Callable[..., Stre
     assert len(sides[0] | sides[1]) == RECORDS
 
 
-def test_evaluation_text_is_bounded(load: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_text_is_bounded(
+    load: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mupax.train.data.sources.streams.EVAL_TOKENS", 300)
     stream = load()
     assert 300 <= stream.facts["eval_tokens"] < 700
@@ -225,10 +254,15 @@ def test_evaluation_text_is_bounded(load: Callable[..., Stream], monkeypatch: py
     [
         ({"field": "n"}, "has no text but int in 'n'; write --data.field text"),
         ({"field": "body"}, "has no field 'body'; write --data.field text"),
-        ({"tokenizer": "bpe:300"}, "bpe:300 and a model of 256 tokens; write --model.vocab-size 300"),
+        (
+            {"tokenizer": "bpe:300"},
+            "bpe:300 and a model of 256 tokens; write --model.vocab-size 300",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(load: Callable[..., Stream], fields: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    load: Callable[..., Stream], fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         load(**fields)
 
@@ -236,7 +270,9 @@ def test_what_does_not_fit_is_refused(load: Callable[..., Stream], fields: dict[
 def test_a_short_text_is_refused(load: Callable[..., Stream], folder: Path) -> None:
     for i in range(4):
         (folder / f"train-{i}.jsonl").write_text('{"n": 0, "text": "abc"}\n')
-    with pytest.raises(DataError, match=r"the training text .* has 4 tokens; sequences of 7 need at least 14"):
+    with pytest.raises(
+        DataError, match=r"the training text .* has 4 tokens; sequences of 7 need at least 14"
+    ):
         load()
 
 
@@ -250,7 +286,9 @@ def test_a_broken_line_ends_what_waits_for_it(load: Callable[..., Stream], folde
         [stream.train_batch(k) for k in range(0, 600, 50)]
 
 
-def test_a_tokenizer_is_trained_on_the_beginning(load: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_the_beginning(
+    load: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(globals(), "MODEL", dataclasses.replace(MODEL, vocab_size=300))
     one, other = load(tokenizer="bpe:300"), load(tokenizer="bpe:300", batch_size=2)
     assert one.facts["tokenizer"] == other.facts["tokenizer"]
@@ -260,7 +298,9 @@ def test_a_tokenizer_is_trained_on_the_beginning(load: Callable[..., Stream], mo
 
 def test_streams_in_mixtures_and_with_noise(load: Callable[..., Stream], folder: Path) -> None:
     name = load().config.name
-    config = DataConfig(name="mix", mix=(f"a={name}:1", f"b=records:{folder}:1"), batch_size=4, stream=True)
+    config = DataConfig(
+        name="mix", mix=(f"a={name}:1", f"b=records:{folder}:1"), batch_size=4, stream=True
+    )
     mixed = data.load(config, MODEL, seed=0, note=lambda line: None)
     assert mixed.train_size is None
     iterator = mixed.train_batches(3)
@@ -299,8 +339,14 @@ def test_names_that_are_none(datasets: Any, name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError("Name or service not known"), "cannot be read: Name or service not known. Is there a network"),
-        (type("RepositoryNotFoundError", (OSError,), {})("404"), "the hub has no data set of hf:a/b@main:en"),
+        (
+            OSError("Name or service not known"),
+            "cannot be read: Name or service not known. Is there a network",
+        ),
+        (
+            type("RepositoryNotFoundError", (OSError,), {})("404"),
+            "the hub has no data set of hf:a/b@main:en",
+        ),
         (RuntimeError("odd"), "`datasets` cannot read hf:a/b@main:en: odd"),
     ],
 )
@@ -319,7 +365,9 @@ def test_a_hub_that_does_not_answer(
     assert requests == [("a/b", "main")]
 
 
-def test_the_hub_is_read_at_one_commit(datasets: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_read_at_one_commit(
+    datasets: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     load_dataset = datasets.load_dataset
 
@@ -337,7 +385,9 @@ def test_the_hub_is_read_at_one_commit(datasets: Any, folder: Path, monkeypatch:
 
 
 def test_a_subset_that_is_not_there_is_said(datasets: Any, folder: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read hf:.*records:nothing.*BuilderConfig 'nothing' not found"):
+    with pytest.raises(
+        DataError, match=r"cannot read hf:.*records:nothing.*BuilderConfig 'nothing' not found"
+    ):
         opened(f"hf:{folder}:nothing")
 
 
@@ -350,7 +400,10 @@ def losses(workdir: Path) -> dict[int, float]:
 
 
 def test_a_run_goes_on_exactly(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Stopped, its cache taken away, and gone on with: bitwise what the run without a stop has."""
     sizes = "--model.width 8 --model.depth 1 --model.num-heads 1 --model.seq-len 8 --data.batch-size 8 --data.eval-examples 8"
@@ -384,7 +437,9 @@ def opened_folder(folder: Path, notes: list[str] | None = None, **fields: Any) -
     config = DataConfig(name=f"hf:{folder}", batch_size=4, **fields)
     loaded = data.load(config, MODEL, seed=0, note=([] if notes is None else notes).append)
     assert isinstance(loaded, Stream)
-    train, evaluation = ("".join(documents(tokens)) for tokens in (np.concatenate(whole(loaded)), loaded._eval))
+    train, evaluation = (
+        "".join(documents(tokens)) for tokens in (np.concatenate(whole(loaded)), loaded._eval)
+    )
     return train, evaluation
 
 
@@ -396,7 +451,9 @@ def opened_folder(folder: Path, notes: list[str] | None = None, **fields: Any) -
         (["data/Train/a.jsonl", "data/Validation/b.jsonl", "data/testing/c.jsonl"], "testing"),
     ],
 )
-def test_names_tell_the_split_of_a_folder(datasets: Any, tmp_path: Path, names: list[str], unused: str) -> None:
+def test_names_tell_the_split_of_a_folder(
+    datasets: Any, tmp_path: Path, names: list[str], unused: str
+) -> None:
     for name in names:
         write_records(tmp_path / "t", name)
     notes: list[str] = []
@@ -426,11 +483,17 @@ def test_splits_that_a_data_set_declares(
 ) -> None:
     for file in splits.values():
         write_records(tmp_path / "t", f"{file}.jsonl")
-    files = "".join(f"  - split: {split}\n    path: {file}.jsonl\n" for split, file in splits.items())
-    (tmp_path / "t" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    files = "".join(
+        f"  - split: {split}\n    path: {file}.jsonl\n" for split, file in splits.items()
+    )
+    (tmp_path / "t" / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
+    )
     text, evaluation = opened_folder(tmp_path / "t")
     assert [file for file in splits.values() if f"{file}.jsonl" in text] == [train]
-    assert [file for file in splits.values() if f"{file}.jsonl" in evaluation] == [held_out or train]
+    assert [file for file in splits.values() if f"{file}.jsonl" in evaluation] == [
+        held_out or train
+    ]
 
 
 @pytest.mark.parametrize("names", [["train-0", "train-1", "val"], ["a"]])
@@ -445,7 +508,9 @@ def test_records_without_text_are_left_out_and_counted(
         if suffix == "parquet":
             file = tmp_path / "t" / f"{name}.jsonl"
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-            parquet.write_table(table({"text": [row["text"] for row in rows]}), file.with_suffix(".parquet"))
+            parquet.write_table(
+                table({"text": [row["text"] for row in rows]}), file.with_suffix(".parquet")
+            )
             file.unlink()
     for on_broken in ("stop", "skip"):
         opened_folder(tmp_path / "t", on_broken=on_broken)

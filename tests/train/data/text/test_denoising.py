@@ -36,7 +36,9 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
-    path.write_text("".join(f"chapter {i}: the {i % 7} cats sat. They saw {i * i}.\n" for i in range(300)))
+    path.write_text(
+        "".join(f"chapter {i}: the {i % 7} cats sat. They saw {i * i}.\n" for i in range(300))
+    )
     return path
 
 
@@ -49,7 +51,9 @@ def opened(
 
 def assert_same(batch: Batch, parts: Sequence[Batch]) -> None:
     for name, array in batch.items():
-        np.testing.assert_array_equal(array, np.concatenate([part[name] for part in parts]), err_msg=name)
+        np.testing.assert_array_equal(
+            array, np.concatenate([part[name] for part in parts]), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
@@ -85,16 +89,22 @@ def test_noise_is_of_the_example_whatever_the_layout(text: Path, noise: Noise) -
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
-def test_noise_is_that_of_every_machine_and_version(text: Path, noise: Noise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_that_of_every_machine_and_version(
+    text: Path, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = opened(text, noise, inputs=40)
     tokens = np.tile(np.arange(48, 48 + data.lengths.tokens, dtype=np.int32), (8, 1))
     windows = {"inputs": tokens, "weights": np.ones(tokens.shape, np.float32)}
     monkeypatch.setattr(data.text, "train_batch", lambda k, rows: windows)
-    shown = show.visible(data.train_batch(3)["inputs"][5], data.tokenizer.pieces(), data.ids.names())
+    shown = show.visible(
+        data.train_batch(3)["inputs"][5], data.tokenizer.pieces(), data.ids.names()
+    )
     assert "".join(shown) == RECORDED[noise.name]
 
 
-def test_the_same_windows_have_other_noise_in_another_epoch(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_windows_have_other_noise_in_another_epoch(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = opened(text, Sentinels())
     windows = data.text.train_batch(0)
     monkeypatch.setattr(data.text, "train_batch", lambda k, rows: windows)
@@ -113,7 +123,10 @@ def test_evaluation_has_one_noise(text: Path, noise: Noise) -> None:
     def whole(**fields) -> Batch:
         data = opened(text, noise, **fields)
         batches = list(data.eval_batches())
-        return {name: np.concatenate([b[name] for b in batches])[: data.eval_size] for name in batches[0]}
+        return {
+            name: np.concatenate([b[name] for b in batches])[: data.eval_size]
+            for name in batches[0]
+        }
 
     assert_same(whole(), [whole(seed=1, batch_size=5, eval_batch_size=7)])
 
@@ -137,18 +150,24 @@ def test_a_run_goes_on_under_the_same_noise_alone(text: Path) -> None:
     noises = [*NOISES, Sentinels(rate=0.2), Infilling(mean_span=2.0)]
     digests = {opened(text, noise).facts["digest"] for noise in noises}
     assert len(digests) == len(noises)
-    assert opened(text, Sentinels()).facts["digest"] == opened(text, Sentinels(), seed=3).facts["digest"]
+    assert (
+        opened(text, Sentinels()).facts["digest"]
+        == opened(text, Sentinels(), seed=3).facts["digest"]
+    )
 
 
 def test_what_does_not_fit_is_refused(text: Path) -> None:
     config = DataConfig(name="digits", batch_size=2)
     with pytest.raises(
-        DataError, match="'digits' is images, and noise is put on text; write python_corpus or text:PATH"
+        DataError,
+        match="'digits' is images, and noise is put on text; write python_corpus or text:PATH",
     ):
         denoising.denoising(config, Infilling(), inputs=64, seed=0)
     config = dataclasses.replace(config, name=f"text:{text}")
     with pytest.raises(DataError, match=r"write --model\.vocab-size 262"):
-        denoising.denoising(config, Sentinels(), inputs=43, vocab_size=261, seed=0, note=lambda line: None)
+        denoising.denoising(
+            config, Sentinels(), inputs=43, vocab_size=261, seed=0, note=lambda line: None
+        )
 
 
 # Baselines
@@ -160,9 +179,15 @@ def test_tokens_are_counted_as_bytes_are() -> None:
     positions = np.arange(50)
     narrow = ngrams.nats_per_byte(train, test, positions, 4)
     wide = ngrams.nats_per_byte(train + 1000, test + 1000, positions, 4, vocab_size=1 << 16)
-    np.testing.assert_allclose(wide[3], narrow[3], atol=0.01)  # they differ by the chance of a token never seen
+    np.testing.assert_allclose(
+        wide[3], narrow[3], atol=0.01
+    )  # they differ by the chance of a token never seen
     each = np.concatenate([[7, 300, 9, w] for w in range(301)])
-    total = np.exp(-ngrams.nats_per_byte(np.array([7, 300, 9, 5, 300, 9, 6]), each, np.arange(3, 1204, 4), 4, 301)[-1])
+    total = np.exp(
+        -ngrams.nats_per_byte(
+            np.array([7, 300, 9, 5, 300, 9, 6]), each, np.arange(3, 1204, 4), 4, 301
+        )[-1]
+    )
     assert total.sum() == pytest.approx(1, abs=1e-12)
 
 
@@ -187,7 +212,10 @@ def test_copying_beats_counting_where_the_text_is_visible(text: Path) -> None:
         **test,
         "inputs": np.random.default_rng(0).permuted(test["inputs"], axis=1),
     }  # control: nothing to copy from
-    copied, shuffled = (denoising.copy_losses(b, b, flat, np.array([*data.ids.names()])).mean() for b in (test, other))
+    copied, shuffled = (
+        denoising.copy_losses(b, b, flat, np.array([*data.ids.names()])).mean()
+        for b in (test, other)
+    )
     assert copied < 0.6 * shuffled
 
 
@@ -195,10 +223,14 @@ def test_copying_beats_counting_where_the_text_is_visible(text: Path) -> None:
 
 
 @pytest.mark.parametrize("noise", ["infilling", "sentinels"])
-def test_examples_are_shown_in_80_columns(text: Path, noise: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_are_shown_in_80_columns(
+    text: Path, noise: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(["show", f"text:{text}", "--noise", noise, "--examples", "1"]) == 0
     shown = capsys.readouterr().out
-    block = shown.splitlines()[shown.splitlines().index("input" + " " * 22 + "target" + " " * 21 + "text") :]
+    block = shown.splitlines()[
+        shown.splitlines().index("input" + " " * 22 + "target" + " " * 21 + "text") :
+    ]
     assert max(map(len, block)) <= 80
     columns = ["".join(line[at : at + 25].rstrip() for line in block[2:]) for at in (0, 27, 54)]
     assert "·" in columns[2]
@@ -212,7 +244,10 @@ def test_examples_are_shown_in_80_columns(text: Path, noise: str, capsys: pytest
 
 def test_refusals_are_one_line(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["show", f"text:{text}", "--rate", "2"]) == 2
-    assert "error: the noise rate is 2.0; write a share of the tokens in (0, 1)" in capsys.readouterr().err
+    assert (
+        "error: the noise rate is 2.0; write a share of the tokens in (0, 1)"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_cannot_be_seen_has_a_sign() -> None:

@@ -34,7 +34,9 @@ def streamed(tokenizer: Any, prompt: list[int], ids: list[int]) -> list[str]:
 
 @PROPERTY
 @given(st.data())
-def test_random_tokens_give_the_text_of_all_decoded_at_once(tokenizer: Any, data: st.DataObject) -> None:
+def test_random_tokens_give_the_text_of_all_decoded_at_once(
+    tokenizer: Any, data: st.DataObject
+) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
     cut = data.draw(st.integers(0, len(ids) // 2))
     start, *pieces = streamed(tokenizer, ids[:cut], ids[cut:])
@@ -45,7 +47,9 @@ def test_random_tokens_give_the_text_of_all_decoded_at_once(tokenizer: Any, data
 
 @PROPERTY
 @given(st.text(TEXT, max_size=60), st.integers(0, 20))
-def test_texts_come_out_whole_and_characters_are_never_cut(tokenizer: Any, text: str, cut: int) -> None:
+def test_texts_come_out_whole_and_characters_are_never_cut(
+    tokenizer: Any, text: str, cut: int
+) -> None:
     if isinstance(tokenizer, Ids):
         return
     ids = tokenizer.encode([text.encode()])[0].tolist()
@@ -69,8 +73,12 @@ def test_work_per_token_does_not_grow(tokenizer: Any, monkeypatch: pytest.Monkey
 def test_bytes_of_tokens_are_the_text(tokenizer: Any, data: st.DataObject) -> None:
     # A run with a wrong byte is U+FFFD throughout in SentencePiece's text; its bytes stay.
     texts = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
-    chosen = st.lists(st.sampled_from([t for t in texts if not tokenizer.in_byte_run(t)]), min_size=1, max_size=20)
-    character = [] if isinstance(tokenizer, Ids) else tokenizer.encode(["日🙂é".encode()])[0].tolist()
+    chosen = st.lists(
+        st.sampled_from([t for t in texts if not tokenizer.in_byte_run(t)]), min_size=1, max_size=20
+    )
+    character = (
+        [] if isinstance(tokenizer, Ids) else tokenizer.encode(["日🙂é".encode()])[0].tolist()
+    )
     before = data.draw(chosen)
     ids = [*before, *character, *data.draw(chosen)]
     pairs = zip(ids, [None, *ids], strict=False)
@@ -98,4 +106,11 @@ def test_a_true_replacement_character_is_not_waited_for() -> None:
     ids = [*"a\ufffd".encode()]
     assert streamed(Bytes(), ids, [98]) == ["a\ufffd", "b", ""]
     assert streamed(Bytes(), ids[:3], [ids[3], 98]) == ["a", "\ufffd", "b", ""]
-    assert streamed(Bytes(), [97], [0xE6, 98, 0xFF, 0xE6]) == ["a", "", "\ufffdb", "\ufffd", "", "\ufffd"]
+    assert streamed(Bytes(), [97], [0xE6, 98, 0xFF, 0xE6]) == [
+        "a",
+        "",
+        "\ufffdb",
+        "\ufffd",
+        "",
+        "\ufffd",
+    ]

@@ -35,7 +35,12 @@ T, SEPARATOR = 80, 0
 
 
 def config_of(
-    folder: Path, *, positions: Any = "rotary", mesh: MeshConfig | None = None, attention: Any = "auto", **fields: Any
+    folder: Path,
+    *,
+    positions: Any = "rotary",
+    mesh: MeshConfig | None = None,
+    attention: Any = "auto",
+    **fields: Any,
 ) -> Config:
     """A run on the bytes of a folder, in tiles of queries where one device attends."""
     model = DecoderConfig(
@@ -50,8 +55,12 @@ def config_of(
 def folder(tmp_path: Path) -> Path:
     """Sixty short documents, of which any window has several."""
     draw = np.random.default_rng(3)
-    texts = (bytes(draw.integers(97, 123, draw.integers(20, 50)).tolist()).decode() for _ in range(60))
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = (
+        bytes(draw.integers(97, 123, draw.integers(20, 50)).tolist()).decode() for _ in range(60)
+    )
+    (tmp_path / "records.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     return tmp_path
 
 
@@ -66,7 +75,9 @@ def model(config: Config) -> Any:
     params, factors = program.initial_state().params, program.inputs.factors
 
     def run(inputs: Any, packing: Any) -> jax.Array:
-        network = program.definition.model(params, factors.multiplier, factors.forward, layout=program.layout)
+        network = program.definition.model(
+            params, factors.multiplier, factors.forward, layout=program.layout
+        )
         return network(inputs, **packing)
 
     return jax.jit(run)
@@ -99,7 +110,9 @@ def alone(batch: dict[str, np.ndarray], row: int) -> tuple[np.ndarray, np.ndarra
 def test_a_document_has_the_logits_that_it_has_alone(
     folder: Path, positions: str, fields: dict[str, Any], mesh: MeshConfig, attention: str
 ) -> None:
-    config = config_of(folder, positions=positions, mesh=mesh, attention=attention, document_mask=True, **fields)
+    config = config_of(
+        folder, positions=positions, mesh=mesh, attention=attention, document_mask=True, **fields
+    )
     batch = batch_of(config)
     window, place = alone(batch, 0)
     assert batch["inputs"][0, place[0] - 1] == SEPARATOR == batch["inputs"][0, place[-1]]
@@ -108,7 +121,9 @@ def test_a_document_has_the_logits_that_it_has_alone(
     actual = logits(config, batch)[0, place]
     np.testing.assert_allclose(actual, expected, atol=2e-6)
     together = logits(plain, {"inputs": batch["inputs"]})[0, place]
-    assert np.abs(together - expected).max() > 1e-3  # the control: without the option the first document is seen
+    assert (
+        np.abs(together - expected).max() > 1e-3
+    )  # the control: without the option the first document is seen
     if fields:
         without_positions = {name: array for name, array in batch.items() if name != "positions"}
         assert (
@@ -122,12 +137,16 @@ def test_the_first_token_of_a_document_is_no_target(folder: Path) -> None:
     assert plain.keys() == {"inputs", "targets", "weights"}
     np.testing.assert_array_equal(batch["inputs"], plain["inputs"])
     np.testing.assert_array_equal(batch["weights"] == 0, batch["inputs"] == SEPARATOR)
-    assert batch["weights"][batch["targets"] == SEPARATOR].min() == 1  # that a document ends is learned
+    assert (
+        batch["weights"][batch["targets"] == SEPARATOR].min() == 1
+    )  # that a document ends is learned
     assert (np.diff(batch["segments"], axis=1) == (batch["inputs"][:, :-1] == SEPARATOR)).all()
     # The step's own loss counts so: weights moved to those targets change it.
     program = assemble(with_mask)
     params = program.initial_state().params
-    sums = jax.jit(lambda batch: batch_sums(program.definition, params, program.inputs, batch))(batch)
+    sums = jax.jit(lambda batch: batch_sums(program.definition, params, program.inputs, batch))(
+        batch
+    )
     assert float(sums.weight) == batch["weights"].sum() < batch["weights"].size
 
     text = data.load(with_mask.data, with_mask.model, seed=0, note=lambda line: None)
@@ -156,15 +175,20 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(3)
     texts = [" ".join(["a", *draw.choices(WORDS, k=draw.randint(3, 12))]) for _ in range(200)]
     (tmp_path / "records").mkdir()
-    (tmp_path / "records" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "records" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     train_bpe([text.encode() for text in texts], 300).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
     )
     talks = [
-        [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in itertools.pairwise(texts)
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
+        for a, b in itertools.pairwise(texts)
     ]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (tmp_path / "talks.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    )
     return tmp_path
 
 
@@ -180,7 +204,11 @@ def counted_bytes(source: Data) -> tuple[int, int]:
     for batch in source.eval_batches():
         for token in batch["targets"][batch["weights"] > 0].tolist():
             counted += 1
-            size += 1 if token == source.tokenizer.separator else len(source.tokenizer._library.id_to_token(token))
+            size += (
+                1
+                if token == source.tokenizer.separator
+                else len(source.tokenizer._library.id_to_token(token))
+            )
     return counted, size
 
 
@@ -194,14 +222,18 @@ def counted_bytes(source: Data) -> tuple[int, int]:
     ],
 )
 @pytest.mark.parametrize("kind", ["records", "stream", "mixture", "chat"])
-def test_bytes_are_those_of_the_targets_that_count(words: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_bytes_are_those_of_the_targets_that_count(
+    words: Path, kind: str, fields: dict[str, Any]
+) -> None:
     name = f"records:{words / 'records'}"
     if kind == "stream":
         fields = {**fields, "stream": True}
     if kind == "mixture":
         fields = {**fields, "mix": (f"a={name}:1", f"b=text:{words / 'more.jsonl'}:2")}
         fields |= {"field": "text"}
-        (words / "more.jsonl").write_text((words / "records" / "a.jsonl").read_text()[:9000].rpartition("\n")[0])
+        (words / "more.jsonl").write_text(
+            (words / "records" / "a.jsonl").read_text()[:9000].rpartition("\n")[0]
+        )
         name = "mix"
     if kind == "chat":
         name = f"chat:{words / 'talks.jsonl'}"
@@ -213,34 +245,56 @@ def test_bytes_are_those_of_the_targets_that_count(words: Path, kind: str, field
 
 def test_the_bytes_of_masked_documents_are_those_of_their_texts(words: Path) -> None:
     source = loaded(words, f"records:{words / 'records'}", document_mask=True)
-    rows = [json.loads(line)["text"] for line in (words / "records" / "a.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["text"]
+        for line in (words / "records" / "a.jsonl").read_text().splitlines()
+    ]
     held_out = [text for text in rows if corpus.side(text.encode()) == "eval"]
     library = source.tokenizer._library
     encoded = [library.encode(text, add_special_tokens=False) for text in held_out]
-    size = sum(len(text.encode()) + 1 - len(one.tokens[0]) for text, one in zip(held_out, encoded, strict=True))
+    size = sum(
+        len(text.encode()) + 1 - len(one.tokens[0])
+        for text, one in zip(held_out, encoded, strict=True)
+    )
     counted = sum(len(one.ids) for one in encoded)  # all but the first, and the separator
     assert source.bytes_per_token == pytest.approx(size / counted, rel=1e-12)
     every = source.facts["eval_bytes"] / source.facts["eval_tokens"]
-    assert abs(source.bytes_per_token / every - 1) > 0.01  # the control: over all tokens it is another number
+    assert (
+        abs(source.bytes_per_token / every - 1) > 0.01
+    )  # the control: over all tokens it is another number
 
 
-def test_bytes_of_a_vocabulary_that_does_not_spell_its_text_add_up_to_those_of_the_text(words: Path) -> None:
+def test_bytes_of_a_vocabulary_that_does_not_spell_its_text_add_up_to_those_of_the_text(
+    words: Path,
+) -> None:
     """Of Llama 2's kind: words begin with U+2581, which stands for no byte where a document begins."""
-    vocab = {name: i for i, name in enumerate(("<unk>", "<s>", "</s>", *(f"\u2581{word}" for word in WORDS)))}
+    vocab = {
+        name: i
+        for i, name in enumerate(("<unk>", "<s>", "</s>", *(f"\u2581{word}" for word in WORDS)))
+    }
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     prepend = tokenizers.normalizers.Prepend("\u2581")
-    library.normalizer = tokenizers.normalizers.Sequence([prepend, tokenizers.normalizers.Replace(" ", "\u2581")])
+    library.normalizer = tokenizers.normalizers.Sequence(
+        [prepend, tokenizers.normalizers.Replace(" ", "\u2581")]
+    )
     library.pre_tokenizer = tokenizers.pre_tokenizers.Split("\u2581", "merged_with_next")
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
     library.save(str(words / "other.json"))
     other: dict[str, Any] = {"tokenizer": str(words / "other.json")}
     source = loaded(words, f"records:{words / 'records'}", document_mask=True, **other)
-    rows = [json.loads(line)["text"] for line in (words / "records" / "a.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["text"]
+        for line in (words / "records" / "a.jsonl").read_text().splitlines()
+    ]
     held_out = [text for text in rows if corpus.side(text.encode()) == "eval"]
     size = sum(len(text.encode()) + 1 - len(text.split()[0].encode()) for text in held_out)
-    assert source.bytes_per_token == pytest.approx(size / sum(len(text.split()) for text in held_out), rel=1e-12)
+    assert source.bytes_per_token == pytest.approx(
+        size / sum(len(text.split()) for text in held_out), rel=1e-12
+    )
     del vocab["\u2581cat"], vocab["\u2581a"]
-    library.model = tokenizers.models.WordLevel({name: i for i, name in enumerate(vocab)}, unk_token="<unk>")
+    library.model = tokenizers.models.WordLevel(
+        {name: i for i, name in enumerate(vocab)}, unk_token="<unk>"
+    )
     library.save(str(words / "other.json"))
     unknown = loaded(words, f"records:{words / 'records'}", **other)
     every = unknown.facts["eval_bytes"] / unknown.facts["eval_tokens"]
@@ -263,9 +317,13 @@ def test_what_has_no_documents_is_refused(folder: Path, capsys: Capture) -> None
         ("ed-tiny", "--data.document-mask"): "data.document_mask is for a decoder",
     }.items():
         assert message in refused(capsys, "train", *argv)
-    config = config_of(folder, mesh=MeshConfig(data=4, sequence=2), attention="ring", document_mask=True)
+    config = config_of(
+        folder, mesh=MeshConfig(data=4, sequence=2), attention="ring", document_mask=True
+    )
     windowed = dataclasses.replace(config, model=dataclasses.replace(config.model, window=32))
-    with pytest.raises(ConfigError, match=r"ring: parts of keys go round whole, and model\.window 32"):
+    with pytest.raises(
+        ConfigError, match=r"ring: parts of keys go round whole, and model\.window 32"
+    ):
         logits(windowed, batch_of(config))
 
 
@@ -280,7 +338,10 @@ def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(fo
         rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
         return [row[key] for row in rows for key in ("loss", "eval_loss") if key in row]
 
-    plain, split = losses("plain", "--data.document-mask"), losses("ring", "--data.document-mask", *ring)
+    plain, split = (
+        losses("plain", "--data.document-mask"),
+        losses("ring", "--data.document-mask", *ring),
+    )
     assert len(plain) > 3
     np.testing.assert_allclose(split, plain, rtol=2e-6)
     whole = losses("whole", *ring)  # the control: documents that see one another

@@ -53,14 +53,23 @@ def words(folder: Path, a: float, b: float) -> list[str]:
 
 def from_a(tokens: np.ndarray) -> np.ndarray:
     """Which windows are of the first text, bool [B]; none is of both, but for separators."""
-    is_a, is_b = (np.isin(tokens, list(letters.encode())).any(axis=1) for letters in LETTERS.values())
+    is_a, is_b = (
+        np.isin(tokens, list(letters.encode())).any(axis=1) for letters in LETTERS.values()
+    )
     assert not np.any(is_a & is_b)
     return np.asarray(is_a)
 
 
 def test_weights_become_shares_of_a_block() -> None:
-    assert [part.count for part in parts(["a=x:1", "b=y:1", "c=text:z:1"]).values()] == [3334, 3333, 3333]
-    assert parts(["code=text:gs://bucket/src:0.3", "p=records:books:0.7"])["code"] == ("text:gs://bucket/src", 3000)
+    assert [part.count for part in parts(["a=x:1", "b=y:1", "c=text:z:1"]).values()] == [
+        3334,
+        3333,
+        3333,
+    ]
+    assert parts(["code=text:gs://bucket/src:0.3", "p=records:books:0.7"])["code"] == (
+        "text:gs://bucket/src",
+        3000,
+    )
 
 
 def test_every_block_has_exactly_its_shares_and_every_text_its_own_order() -> None:
@@ -70,7 +79,9 @@ def test_every_block_has_exactly_its_shares_and_every_text_its_own_order() -> No
         assert np.bincount(block).tolist() == [2500, 7499, 1]
     for text in range(3):
         np.testing.assert_array_equal(examples[texts == text], np.arange(3 * shares.counts[text]))
-    assert (texts[:BLOCK] != texts[BLOCK : 2 * BLOCK]).mean() > 0.3  # another order in another block
+    assert (
+        texts[:BLOCK] != texts[BLOCK : 2 * BLOCK]
+    ).mean() > 0.3  # another order in another block
     assert (texts != MixtureWeights([2500, 7499, 1], seed=4)(range(3 * BLOCK))[0]).mean() > 0.3
     # Shares of parts of a block too, as of independent draws: 2,000 batches of eight in place of one run of each text.
     means = (texts[: 2 * BLOCK] == 0).reshape(-1, 8).mean(axis=1)
@@ -101,12 +112,19 @@ def test_batches_have_the_shares_and_rows_are_rows_of_them(folders: Path) -> Non
             np.testing.assert_array_equal(array, whole[7][name][rows])
     again = load(*words(folders, 0.3, 0.7)).train_batch(7)
     np.testing.assert_array_equal(again["inputs"], whole[7]["inputs"])
-    assert (load(*words(folders, 0.3, 0.7), seed=1).train_batch(7)["inputs"] != whole[7]["inputs"]).any()
+    assert (
+        load(*words(folders, 0.3, 0.7), seed=1).train_batch(7)["inputs"] != whole[7]["inputs"]
+    ).any()
 
 
 def test_a_mixture_of_one_text_is_that_text(folders: Path) -> None:
     one = load(words(folders, 1, 1)[0])
-    plain = data.load(DataConfig(name=f"text:{folders / 'a'}", batch_size=50), MODEL, seed=0, note=lambda line: None)
+    plain = data.load(
+        DataConfig(name=f"text:{folders / 'a'}", batch_size=50),
+        MODEL,
+        seed=0,
+        note=lambda line: None,
+    )
     assert isinstance(plain, TokenData)
     assert (one.train_size, one.eval_size, one.bytes_per_token) == (
         plain.train_size, plain.eval_size, plain.bytes_per_token,
@@ -126,7 +144,9 @@ def test_evaluation_has_the_shares_and_no_window_twice(folders: Path) -> None:
     assert counted.sum() == mixed.eval_size
     assert not counted[mixed.eval_size :].any()
     # As many of a as there are, or one less where b's turn came first; the rest of b's is left out.
-    each = {name: facts["eval_tokens"] // MODEL.seq_len for name, facts in mixed.facts["mix"].items()}
+    each = {
+        name: facts["eval_tokens"] // MODEL.seq_len for name, facts in mixed.facts["mix"].items()
+    }
     assert each["a"] - 2 <= from_a(windows).sum() <= each["a"] + 1
     assert each["b"] > 2 * (mixed.eval_size - from_a(windows).sum())
     few = load(*words(folders, 0.5, 0.5), eval_batch_size=7, eval_examples=3)
@@ -146,7 +166,9 @@ def test_what_a_run_records_tells_shares_and_texts_apart(folders: Path) -> None:
 
 def test_an_encoder_decoder_reads_it_with_noise(folders: Path) -> None:
     model = dataclasses.replace(configs.get("ed-tiny"), seq_len=16, target_len=5)  # pyright: ignore
-    config = DataConfig(name="mix", mix=tuple(words(folders, 0.5, 0.5)), batch_size=20, noise="sentinels")
+    config = DataConfig(
+        name="mix", mix=tuple(words(folders, 0.5, 0.5)), batch_size=20, noise="sentinels"
+    )
     inputs = data.load(config, model, seed=0, note=lambda line: None).train_batch(0)["inputs"]
     assert 0 < from_a(inputs).mean() < 1
 
@@ -170,14 +192,35 @@ def test_an_encoder_decoder_reads_it_with_noise(folders: Path) -> None:
             "bpe:300 and a model of 256 tokens; write --model.vocab-size 300",
         ),
         ("a=chat:nowhere:1", "data.mix a: there is no chat template beside data.tokenizer bytes"),
-        ("a=images:nowhere:1 --data.tokenizer bpe:300", "data.mix a: data 'images:nowhere' is images"),
+        (
+            "a=images:nowhere:1 --data.tokenizer bpe:300",
+            "data.mix a: data 'images:nowhere' is images",
+        ),
     ],
 )
 def test_bad_words_get_one_message(
-    mix: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mix: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "lm-tiny", "--steps", "2", "--optimizer.warmup-steps", "1", "--data.mix", *_split(mix)]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "lm-tiny",
+                "--steps",
+                "2",
+                "--optimizer.warmup-steps",
+                "1",
+                "--data.mix",
+                *_split(mix),
+            ]
+        )
+        == 2
+    )
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert message in error
 

@@ -24,7 +24,9 @@ def plain(train: bytes, context: bytes, byte: int) -> float:
     """p(byte | context) by the formula in the module's docstring, one count at a time."""
     lower = plain(train, context[1:], byte) if context else 1 / 256
     after = collections.Counter(
-        train[i + len(context)] for i in range(len(train) - len(context)) if train[i:].startswith(context)
+        train[i + len(context)]
+        for i in range(len(train) - len(context))
+        if train[i:].startswith(context)
     )
     if not after:
         return lower
@@ -34,7 +36,9 @@ def plain(train: bytes, context: bytes, byte: int) -> float:
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_equals_the_plain_formula(order: int) -> None:
     positions = np.array([0, 1, 2, 3, 5, 8, 13, 21, 30, len(EVAL) - 2, len(EVAL) - 1])
-    losses = ngrams.nats_per_byte(np.frombuffer(TRAIN, np.uint8), np.frombuffer(EVAL, np.uint8), positions, order)
+    losses = ngrams.nats_per_byte(
+        np.frombuffer(TRAIN, np.uint8), np.frombuffer(EVAL, np.uint8), positions, order
+    )
     assert len(losses) == order
     for position, loss in zip(positions, losses[-1], strict=True):
         context = EVAL[max(0, position - order + 1) : position]
@@ -43,9 +47,13 @@ def test_equals_the_plain_formula(order: int) -> None:
 
 def test_probabilities_sum_to_one() -> None:
     for context in (b"the", b"hat", b"zzz", b"\xff\xffa"):
-        each = np.concatenate([np.frombuffer(context + bytes([byte]), np.uint8) for byte in range(256)])
+        each = np.concatenate(
+            [np.frombuffer(context + bytes([byte]), np.uint8) for byte in range(256)]
+        )
         ends = np.arange(3, 4 * 256, 4)
-        total = np.exp(-ngrams.nats_per_byte(np.frombuffer(TRAIN, np.uint8), each, ends, 4)[-1]).sum()
+        total = np.exp(
+            -ngrams.nats_per_byte(np.frombuffer(TRAIN, np.uint8), each, ends, 4)[-1]
+        ).sum()
         assert total == pytest.approx(1, abs=1e-12)
 
 
@@ -78,7 +86,9 @@ def test_remembered_for_the_same_data_only(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_text_shorter_than_the_order() -> None:
-    losses = ngrams.nats_per_byte(np.frombuffer(b"ab", np.uint8), np.frombuffer(b"a", np.uint8), np.array([0]), 4)
+    losses = ngrams.nats_per_byte(
+        np.frombuffer(b"ab", np.uint8), np.frombuffer(b"a", np.uint8), np.array([0]), 4
+    )
     assert len(losses) == 4
     assert all(loss.shape == (1,) for loss in losses)
 

@@ -23,11 +23,15 @@ IDS = SpecialIds(pad=1000, eos=1001, bos=1002, mask=1003, sentinels=tuple(range(
 ROWS = 4000
 
 
-def noised(noise: Infilling | Sentinels, length: int, rows: int = ROWS, seed: int = 0) -> CorruptedBatch:
+def noised(
+    noise: Infilling | Sentinels, length: int, rows: int = ROWS, seed: int = 0
+) -> CorruptedBatch:
     """Windows of the tokens 0, 1, …, one sentence each, with noise."""
     tokens = np.tile(np.arange(length), (rows, 1))
     starts = np.tile(np.arange(length) == 0, (rows, 1))
-    return noise(tokens, starts, np.random.default_rng(seed).random((rows, noise.draws, length)), IDS)
+    return noise(
+        tokens, starts, np.random.default_rng(seed).random((rows, noise.draws, length)), IDS
+    )
 
 
 def largest_z(first: np.ndarray, second: np.ndarray) -> float:
@@ -60,7 +64,10 @@ def t5_mask(rng: np.random.Generator, length: int, rate: float, mean: float) -> 
 
 def run_lengths(masks: np.ndarray, longest: int = 8) -> np.ndarray:
     """How many spans of 1, 2, …, `longest` tokens each row has."""
-    rows = [collections.Counter(len(list(run)) for cut, run in itertools.groupby(mask) if cut) for mask in masks]
+    rows = [
+        collections.Counter(len(list(run)) for cut, run in itertools.groupby(mask) if cut)
+        for mask in masks
+    ]
     return np.array([[row[n] for n in range(1, longest + 1)] for row in rows], float)
 
 
@@ -72,7 +79,10 @@ def test_masks_are_distributed_as_those_of_t5() -> None:
         for noise in (Sentinels(), Sentinels(mean_span=2.0))
     )
     assert (ours.sum(axis=1) == plain.sum(axis=1)).all()
-    features = [np.hstack([masks, masks[:, :-1] * masks[:, 1:], run_lengths(masks)]) for masks in (plain, ours, wrong)]
+    features = [
+        np.hstack([masks, masks[:, :-1] * masks[:, 1:], run_lengths(masks)])
+        for masks in (plain, ours, wrong)
+    ]
     assert largest_z(features[0], features[1]) < 4.5
     assert largest_z(features[0], features[2]) > 20  # control: spans of another mean
 
@@ -87,7 +97,9 @@ def test_every_mask_of_a_short_window_is_as_likely() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 62, 200])
-@pytest.mark.parametrize("noise", [Sentinels(), Sentinels(rate=0.5, mean_span=1.0), Sentinels(rate=0.9, mean_span=5.0)])
+@pytest.mark.parametrize(
+    "noise", [Sentinels(), Sentinels(rate=0.5, mean_span=1.0), Sentinels(rate=0.9, mean_span=5.0)]
+)
 def test_every_token_comes_back(length: int, noise: Sentinels) -> None:
     batch = noised(noise, length, rows=20)
     ids = IDS.sentinels[: noise.sentinels(length)]
@@ -126,7 +138,9 @@ def t5_lengths(inputs: int, rate: float, mean: float) -> Lengths:
 def test_lengths_are_those_of_t5() -> None:
     assert Sentinels().lengths(512) == Lengths(568, 512, 114)
     for inputs, rate, mean in itertools.product((64, 113, 512), (0.15, 0.3, 0.5), (2.0, 3.0, 3.5)):
-        assert Sentinels(rate=rate, mean_span=mean).lengths(inputs) == t5_lengths(inputs, rate, mean)
+        assert Sentinels(rate=rate, mean_span=mean).lengths(inputs) == t5_lengths(
+            inputs, rate, mean
+        )
 
 
 def test_windows_fill_the_batch() -> None:
@@ -155,12 +169,16 @@ def test_a_share_of_the_tokens_is_cut_and_each_span_leaves_a_mask() -> None:
                 continue
             first, *rest = run
             assert first > previous
-            assert rest == list(range(first + 1, first + 1 + len(rest)))  # without a mask nothing is missing
+            assert rest == list(
+                range(first + 1, first + 1 + len(rest))
+            )  # without a mask nothing is missing
             previous = first + len(rest)
     np.testing.assert_array_equal(batch.targets[7], [IDS.bos, *range(length), IDS.eos])
 
 
-def plain_cut(rng: np.random.Generator, length: int, rate: float, mean: float) -> tuple[list[bool], int]:
+def plain_cut(
+    rng: np.random.Generator, length: int, rate: float, mean: float
+) -> tuple[list[bool], int]:
     """BART's rule, told span by span, without overlap: (which tokens are cut, how many masks stand for them)."""
     cut, spans = math.ceil(rate * length), []
     while sum(spans) < cut:
@@ -185,7 +203,9 @@ def test_infilling_is_distributed_as_the_plain_rule_says() -> None:
     rng, length = np.random.default_rng(4), 60
 
     def features(cut: np.ndarray, masks: np.ndarray) -> np.ndarray:
-        return np.hstack([cut, cut[:, :-1] * cut[:, 1:], run_lengths(cut), masks[:, None]]).astype(float)
+        return np.hstack([cut, cut[:, :-1] * cut[:, 1:], run_lengths(cut), masks[:, None]]).astype(
+            float
+        )
 
     def plain(mean: float) -> np.ndarray:
         cut, masks = zip(*(plain_cut(rng, length, 0.3, mean) for _ in range(ROWS)), strict=True)
@@ -208,7 +228,9 @@ def test_short_windows_have_noise_too(length: int) -> None:
 
 def test_orders_of_sentences_are_all_alike() -> None:
     starts = np.tile(np.array([1, 0, 1, 0, 0, 1], bool), (6000, 1))
-    rows = permuted(np.tile(np.arange(6), (6000, 1)), starts, np.random.default_rng(5).random((6000, 6)))
+    rows = permuted(
+        np.tile(np.arange(6), (6000, 1)), starts, np.random.default_rng(5).random((6000, 6))
+    )
     counts = collections.Counter(map(tuple, rows.tolist()))
     parts = [(0, 1), (2, 3, 4), (5,)]
     assert set(counts) == {sum(order, ()) for order in itertools.permutations(parts)}
@@ -230,11 +252,16 @@ def test_orders_of_sentences_are_all_alike() -> None:
 )  # fmt: skip
 def test_where_sentences_begin(text: bytes, sentences: list[bytes]) -> None:
     starts = Sentences(Bytes(), 260).starts(np.frombuffer(text, np.uint8)[None].astype(int))[0]
-    assert [part.tobytes() for part in np.split(np.frombuffer(text, np.uint8), np.flatnonzero(starts)[1:])] == sentences
+    assert [
+        part.tobytes()
+        for part in np.split(np.frombuffer(text, np.uint8), np.flatnonzero(starts)[1:])
+    ] == sentences
 
 
 def subwords(path: Path, *tokens: str) -> Subwords:
-    library = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    library = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0])
+    )
     library.save(str(path / "tokenizer.json"))
     return Subwords(path / "tokenizer.json")
 
@@ -246,20 +273,30 @@ def test_sentences_of_subwords(tmp_path: Path) -> None:
 
 
 def test_ids_of_bytes_come_after_them() -> None:
-    assert special_ids(Bytes(), 2) == SpecialIds(pad=256, eos=257, bos=258, mask=259, sentinels=(260, 261))
+    assert special_ids(Bytes(), 2) == SpecialIds(
+        pad=256, eos=257, bos=258, mask=259, sentinels=(260, 261)
+    )
 
 
 def test_ids_of_a_tokenizer_are_its_own(tmp_path: Path) -> None:
     words = ["<s>", "<pad>", "</s>", "a", "<mask>", "<extra_id_1>", "<extra_id_0>"]
     tokenizer = subwords(tmp_path, *words)
-    assert special_ids(tokenizer, 2, vocab_size=7) == SpecialIds(pad=1, eos=2, bos=0, mask=4, sentinels=(6, 5))
+    assert special_ids(tokenizer, 2, vocab_size=7) == SpecialIds(
+        pad=1, eos=2, bos=0, mask=4, sentinels=(6, 5)
+    )
     assert special_ids(tokenizer, 4).sentinels == (6, 5, 7, 8)
 
 
 def test_no_room_for_ids_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no pad, eos, bos, mask, and the model's 256 .* write --model.vocab-size 260"):
+    with pytest.raises(
+        DataError,
+        match=r"no pad, eos, bos, mask, and the model's 256 .* write --model.vocab-size 260",
+    ):
         special_ids(Bytes(), 0, vocab_size=256)
-    with pytest.raises(DataError, match=r"no pad, bos, 3 sentinels, and the model's 8 .* write --model.vocab-size 9"):
+    with pytest.raises(
+        DataError,
+        match=r"no pad, bos, 3 sentinels, and the model's 8 .* write --model.vocab-size 9",
+    ):
         special_ids(subwords(tmp_path, "</s>", "a", "b", "<mask>"), 3, vocab_size=8)
 
 
@@ -278,7 +315,8 @@ def test_noise_out_of_range_is_refused(noise: type, fields: dict[str, float], te
 
 def test_inputs_without_room_are_refused() -> None:
     with pytest.raises(
-        DataError, match="inputs of 2 tokens have no room for text between bos and eos; write at least 3"
+        DataError,
+        match="inputs of 2 tokens have no room for text between bos and eos; write at least 3",
     ):
         Infilling().lengths(2)
     with pytest.raises(DataError, match=r"inputs of 2 tokens have no room .* write at least 3"):

@@ -50,7 +50,9 @@ def quiet(line: str) -> None:
     """Takes notes and does nothing."""
 
 
-def prepare(train: Documents | None = None, note=quiet, key: str = "k") -> dict[str, packing.PackedCorpus]:
+def prepare(
+    train: Documents | None = None, note=quiet, key: str = "k"
+) -> dict[str, packing.PackedCorpus]:
     sides = {"train": train or Documents(TEXTS), "eval": Documents(TEXTS[:3])}
     return packing.prepared(key, lambda: sides, tokenizer.Bytes(), note)
 
@@ -111,7 +113,9 @@ def _half_manifest(folder: Path) -> None:
 
 
 def _foreign_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "tokenizer": "bytes", "sides": {"train": {}}}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": 1, "tokenizer": "bytes", "sides": {"train": {}}})
+    )
 
 
 @pytest.mark.parametrize("damage", [_cut, _flip, _remove, _half_manifest, _foreign_manifest])
@@ -137,7 +141,9 @@ def test_damaged_progress_counts_up_to_the_damage(at: int, damage: str, small_st
     progress.write_text("".join([*lines[:at], more, "\n", *lines[at + 1 :]]))
     second = Documents(TEXTS)
     assert prepare(second)["train"].tokens.tobytes() == whole(TEXTS)
-    assert second.read == list(range(json.loads(lines[at - 1])["documents"] if at else 0, len(TEXTS)))
+    assert second.read == list(
+        range(json.loads(lines[at - 1])["documents"] if at else 0, len(TEXTS))
+    )
 
 
 def test_a_line_whose_tokens_are_gone_is_done_again(small_steps: Path) -> None:
@@ -175,7 +181,9 @@ def _bytes_written() -> int:
 def test_one_prepares_and_the_others_wait() -> None:
     sources, outcomes, notes = [Documents(TEXTS) for _ in range(4)], [], []
     threads = [
-        threading.Thread(target=lambda source=source: outcomes.append(prepare(source, notes.append)))
+        threading.Thread(
+            target=lambda source=source: outcomes.append(prepare(source, notes.append))
+        )
         for source in sources
     ]
     for thread in threads:
@@ -201,7 +209,9 @@ def helped(folder: Path, *helpers: Documents) -> None:
     def wait(documents: Documents) -> None:
         ready.wait()
         with contextlib.suppress(KeyboardInterrupt):
-            packing._help({"train": documents, "eval": Documents(TEXTS[:3])}, tokenizer.Bytes(), folder)
+            packing._help(
+                {"train": documents, "eval": Documents(TEXTS[:3])}, tokenizer.Bytes(), folder
+            )
 
     threads = [threading.Thread(target=wait, args=(documents,)) for documents in helpers]
     for thread in threads:
@@ -215,22 +225,34 @@ def test_processes_that_wait_tokenize_shares_that_the_first_one_takes(small_step
     once, folder = prepare(key="alone"), small_steps / "packed" / "k-bytes"
     helpers, first, notes = [Documents(TEXTS) for _ in range(3)], Documents(TEXTS), []
     helped(folder, *helpers)
-    assert sorted(i for one in helpers for i in one.read) == list(range(2, 23))  # each by one; the first share is left
+    assert sorted(i for one in helpers for i in one.read) == list(
+        range(2, 23)
+    )  # each by one; the first share is left
     assert not (folder / "train.bin").exists()
     packed = prepare(first, notes.append)
     assert first.read == [0, 1]
     assert packed["train"].tokens.tobytes() == once["train"].tokens.tobytes()
-    assert {side: packed[side].digest for side in once} == {side: once[side].digest for side in once}
+    assert {side: packed[side].digest for side in once} == {
+        side: once[side].digest for side in once
+    }
     assert packed["train"].text_bytes == once["train"].text_bytes
     assert "other processes tokenized 21 of 23 parts of train" in notes
-    assert sorted(path.name for path in folder.iterdir()) == ["eval.bin", "manifest.json", "train.bin"]
-    manifests = [(folder.with_name(f"{key}-bytes") / "manifest.json").read_bytes() for key in ("k", "alone")]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "eval.bin",
+        "manifest.json",
+        "train.bin",
+    ]
+    manifests = [
+        (folder.with_name(f"{key}-bytes") / "manifest.json").read_bytes() for key in ("k", "alone")
+    ]
     assert manifests[0] == manifests[1]
 
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("dies_after", [0, 1, 8, 15])
-def test_one_that_helps_or_leads_may_be_killed_at_any_time(dies_after: int, small_steps: Path) -> None:
+def test_one_that_helps_or_leads_may_be_killed_at_any_time(
+    dies_after: int, small_steps: Path
+) -> None:
     folder, leads = small_steps / "packed" / "k-bytes", Documents(TEXTS, min(dies_after, 2))
     helped(folder, Documents(TEXTS, dies_after))
     assert len(list((folder / "shares").glob("train-*.npz"))) == (dies_after + 1) // 2
@@ -267,7 +289,9 @@ def test_all_at_once_make_what_one_makes(monkeypatch: pytest.MonkeyPatch) -> Non
 
     sides, packed, notes = {"train": Documents(TEXTS * 9), "eval": Documents(TEXTS[:3])}, [], []
     threads = [
-        threading.Thread(target=lambda: packed.append(packing.prepared("k", lambda: sides, Slow(), notes.append)))
+        threading.Thread(
+            target=lambda: packed.append(packing.prepared("k", lambda: sides, Slow(), notes.append))
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -276,7 +300,9 @@ def test_all_at_once_make_what_one_makes(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.join(timeout=30)
     assert [one["train"].tokens.tobytes() for one in packed] == [whole(TEXTS * 9)] * 4
     assert any(note.startswith("other processes tokenized") for note in notes)
-    assert len(sides["train"].read) < 9 * 23 + 4 * 2 * 4  # at most a share or two of each process is done twice
+    assert (
+        len(sides["train"].read) < 9 * 23 + 4 * 2 * 4
+    )  # at most a share or two of each process is done twice
 
 
 def test_large_vocabularies_take_two_or_four_bytes(small_steps: Path) -> None:
@@ -298,7 +324,8 @@ def test_cache_that_cannot_be_written(small_steps: Path, monkeypatch: pytest.Mon
     (small_steps / "file").write_text("")
     monkeypatch.setenv("MUPAX_DATA", str(small_steps / "file" / "cache"))
     with pytest.raises(
-        data.DataError, match=r"cannot write prepared data to .*Set MUPAX_DATA \(or data\.data_dir\) to a folder"
+        data.DataError,
+        match=r"cannot write prepared data to .*Set MUPAX_DATA \(or data\.data_dir\) to a folder",
     ):
         prepare()
 
@@ -309,7 +336,9 @@ def test_cache_that_may_not_be_written(small_steps: Path, monkeypatch: pytest.Mo
         prepare()
 
 
-def test_cache_prepared_by_others_is_read(small_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_prepared_by_others_is_read(
+    small_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = prepare()["train"].digest
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert prepare()["train"].digest == digest
@@ -330,7 +359,9 @@ def test_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(cache.fcntl, "flock", unsupported)
-    with pytest.raises(data.DataError, match=r"has no locks \(Operation not supported\).*Set MUPAX_DATA"):
+    with pytest.raises(
+        data.DataError, match=r"has no locks \(Operation not supported\).*Set MUPAX_DATA"
+    ):
         prepare()
 
 
@@ -351,4 +382,14 @@ def test_remembered_numbers_are_checked(small_steps: Path) -> None:
 
 
 def test_digest_tells_parts_apart() -> None:
-    assert len({cache.digest("ab", "c"), cache.digest("a", "bc"), cache.digest("abc"), cache.digest("abc", "")}) == 4
+    assert (
+        len(
+            {
+                cache.digest("ab", "c"),
+                cache.digest("a", "bc"),
+                cache.digest("abc"),
+                cache.digest("abc", ""),
+            }
+        )
+        == 4
+    )

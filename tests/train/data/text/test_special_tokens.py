@@ -38,7 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tokenizer with special tokens, and records that quote its separator, each once."""
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    named_tokenizers.train_bpe([b"documents end with a token"] * 3, 300, (START, STOP)).save("t.json")
+    named_tokenizers.train_bpe([b"documents end with a token"] * 3, 300, (START, STOP)).save(
+        "t.json"
+    )
     texts = (f"record {i} says that {END} ends documents" for i in range(COUNT))
     Path("r.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return tmp_path
@@ -51,7 +53,9 @@ def load(name: str = "records:r.jsonl", **fields: Any) -> tuple[Data, str]:
 
 
 def separators(source: Any) -> int:
-    return sum(int((side == source.tokenizer.separator).sum()) for side in (source._train, source._eval))
+    return sum(
+        int((side == source.tokenizer.separator).sum()) for side in (source._train, source._eval)
+    )
 
 
 # Texts
@@ -65,10 +69,16 @@ def test_quoted_separators_are_documents_or_text_and_are_counted() -> None:
     plain, log = load(special_tokens="text")
     assert separators(plain) == COUNT
     assert f"{END} {COUNT} times" in log
-    text = plain.tokenizer._library.decode(np.asarray(plain._eval).tolist(), skip_special_tokens=False)  # pyright: ignore
+    text = plain.tokenizer._library.decode(
+        np.asarray(plain._eval).tolist(), skip_special_tokens=False
+    )  # pyright: ignore
     assert text.startswith("record ")
     assert text.replace(END, "").count(" says that  ends documents") == text.count(END) // 2
-    assert parsed.facts["special_tokens_in_text"] == plain.facts["special_tokens_in_text"] == {END: COUNT}
+    assert (
+        parsed.facts["special_tokens_in_text"]
+        == plain.facts["special_tokens_in_text"]
+        == {END: COUNT}
+    )
     assert parsed.facts["digest"] != plain.facts["digest"]
     assert parsed.facts["tokenizer"] == plain.facts["tokenizer"]
     # The counts are kept with the tokens: nothing is tokenized again.
@@ -79,7 +89,9 @@ def test_quoted_separators_are_documents_or_text_and_are_counted() -> None:
 
 
 def test_texts_without_special_tokens_are_the_same_either_way() -> None:
-    Path("plain.jsonl").write_text("".join(json.dumps({"text": f"record {i} é 日本"}) + "\n" for i in range(90)))
+    Path("plain.jsonl").write_text(
+        "".join(json.dumps({"text": f"record {i} é 日本"}) + "\n" for i in range(90))
+    )
     parsed, log = load("records:plain.jsonl")
     assert "times" not in log
     plain, log = load("records:plain.jsonl", special_tokens="text")
@@ -100,7 +112,12 @@ def test_a_stream_reads_them_either_way_too() -> None:
 
 def unigram() -> Any:
     """Of T5's kind: the separator is a word of the vocabulary, which the model itself would find in a text."""
-    words = [("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "abcdeghinopqrstuvwy<>/"), ("▁", -2.0)]
+    words = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        *((c, -9.0) for c in "abcdeghinopqrstuvwy<>/"),
+        ("▁", -2.0),
+    ]
     library = tokenizers.Tokenizer(models.Unigram(words, unk_id=0))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
@@ -110,7 +127,9 @@ def unigram() -> Any:
 
 def word_level() -> Any:
     words = ("<unk>", "</s>", "a", "quote", "of", "here")
-    library = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    library = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.add_special_tokens(["<unk>", "</s>"])
     return library
@@ -121,7 +140,10 @@ def merged() -> Any:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = ["</", "</s", "</s>"]
     library = tokenizers.Tokenizer(
-        models.BPE({piece: i for i, piece in enumerate([*letters, *pieces])}, [("<", "/"), ("</", "s"), ("</s", ">")])
+        models.BPE(
+            {piece: i for i, piece in enumerate([*letters, *pieces])},
+            [("<", "/"), ("</", "s"), ("</s", ">")],
+        )
     )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
@@ -143,7 +165,9 @@ def test_no_vocabulary_makes_a_separator_of_plain_text(make: Any) -> None:
     assert plain.key == parsed.key
 
 
-def test_counts_outlive_a_kill_and_the_shares_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_outlive_a_kill_and_the_shares_of_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(packing, "_STEP_BYTES", 40)
     monkeypatch.setattr(shares, "_PARTS", 4)
     texts = [f"text {i} {END}".encode() for i in range(20)]
@@ -166,7 +190,10 @@ def test_counts_outlive_a_kill_and_the_shares_of_other_processes(monkeypatch: py
     shares.pack(documents, encoder, cache, packing.id_type(encoder), 40)
     assert [*(cache / "shares").glob("train-*.npz")]
     sides = packing.prepared("k", lambda: documents, encoder, lambda line: None)
-    assert {name: side.quoted for name, side in sides.items()} == {"train": {END: 20}, "eval": {END: 3}}
+    assert {name: side.quoted for name, side in sides.items()} == {
+        "train": {END: 20},
+        "eval": {END: 3},
+    }
     # A cache of an older version has no counts, and is not made again.
     path = cache / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -192,8 +219,23 @@ def test_the_commands_take_the_option(capsys: pytest.CaptureFixture[str]) -> Non
         out = capsys.readouterr().out
         assert f"{END} {COUNT} times" in " ".join(out.split())
         counts.append(out)
-    flags = ["--data.tokenizer", "t.json", "--model.vocab-size", "300", "--data.special-tokens", "text"]
-    run = ["--data.name", "records:r.jsonl", "--steps", "1", "--optimizer.warmup-steps", "0", "--dry-run"]
+    flags = [
+        "--data.tokenizer",
+        "t.json",
+        "--model.vocab-size",
+        "300",
+        "--data.special-tokens",
+        "text",
+    ]
+    run = [
+        "--data.name",
+        "records:r.jsonl",
+        "--steps",
+        "1",
+        "--optimizer.warmup-steps",
+        "0",
+        "--dry-run",
+    ]
     assert main(["train", "lm-tiny", *run, *flags]) == 0
     capsys.readouterr()
     assert main(["train", "vit-digits", "--data.special-tokens", "text", "--dry-run"]) == 2
@@ -231,7 +273,10 @@ def encoded(
     library = encoder._library
     mask = ids >= vocab
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
-    answers = [library.decode((ids[a:b] % vocab).tolist(), skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
+    answers = [
+        library.decode((ids[a:b] % vocab).tolist(), skip_special_tokens=False)
+        for a, b in edges.reshape(-1, 2)
+    ]
     return ids % vocab, library.decode((ids % vocab).tolist(), skip_special_tokens=False), answers
 
 
@@ -259,10 +304,14 @@ def test_parts_of_an_answer_are_told_where_it_quotes_a_token() -> None:
 
 def test_messages_that_quote_nothing_have_the_same_tokens() -> None:
     talk = [TALK[2], TALK[3]]
-    np.testing.assert_array_equal(encoded(CHATML, "text", talk)[0], encoded(CHATML, "parse", talk)[0])
+    np.testing.assert_array_equal(
+        encoded(CHATML, "text", talk)[0], encoded(CHATML, "parse", talk)[0]
+    )
 
 
-def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Prompts are encoded before a worker has them, so none is needed.
     monkeypatch.setattr(serving, "Worker", lambda *_: SimpleNamespace(stop=lambda: None))
     encoder = Subwords(Path("t.json"))
@@ -274,7 +323,12 @@ def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(monkeypatch: pytes
         assert (ids == encoder.find(STOP)).sum() == stops
         assert encoder._library.decode(ids.tolist(), skip_special_tokens=False) == text
         service = serving.Service(
-            "m", SimpleNamespace(config=SimpleNamespace(data=config, model=MODEL)), encoder, CHATML, (), None
+            "m",
+            SimpleNamespace(config=SimpleNamespace(data=config, model=MODEL)),
+            encoder,
+            CHATML,
+            (),
+            None,
         )  # pyright: ignore
         np.testing.assert_array_equal(service._chat_encoder.prompt(TALK[:1])[1], ids)
         service.close()
@@ -284,12 +338,17 @@ def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(monkeypatch: pytes
 def test_quotes_in_conversations_are_counted() -> None:
     Path("chat_template.jinja").write_text(CHATML.source)
     Path("c.jsonl").write_text(
-        "".join(json.dumps({"messages": [*TALK, {"role": "user", "content": str(i)}]}) + "\n" for i in range(40))
+        "".join(
+            json.dumps({"messages": [*TALK, {"role": "user", "content": str(i)}]}) + "\n"
+            for i in range(40)
+        )
     )
     model = dataclasses.replace(MODEL, seq_len=200)
     for mode in ("parse", "text"):
         notes: list[str] = []
-        config = DataConfig(name="chat:c.jsonl", batch_size=1, tokenizer="t.json", special_tokens=mode)
+        config = DataConfig(
+            name="chat:c.jsonl", batch_size=1, tokenizer="t.json", special_tokens=mode
+        )
         source = data.load(config, model, seed=0, note=notes.append)
         assert source.facts["special_tokens_in_text"] == {STOP: 120, START: 40, END: 40}
         assert f"{STOP} 120 times" in "\n".join(notes)
@@ -322,6 +381,9 @@ def test_one_document_has_nothing_to_mask() -> None:
     assert "caution" not in load("text:one.txt")[1]
     assert "--data.document-mask has no effect" in load("text:one.txt", document_mask=True)[1]
     assert "caution" not in load("text:one.txt", tokenizer="bytes")[1]
-    assert "--data.document-mask has no effect" in load("text:one.txt", tokenizer="bytes", document_mask=True)[1]
+    assert (
+        "--data.document-mask has no effect"
+        in load("text:one.txt", tokenizer="bytes", document_mask=True)[1]
+    )
     records = load("records:r.jsonl", tokenizer="bytes", document_mask=True)[1]  # the control
     assert "caution" not in records

@@ -44,9 +44,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = ({"body": f"monkey mango number {i}, " * 4} for i in range(80))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     talks = [
-        [{"role": "user", "content": f"who? {i}"}, {"role": "assistant", "content": f"a quokka {i}"}] for i in range(80)
+        [
+            {"role": "user", "content": f"who? {i}"},
+            {"role": "assistant", "content": f"a quokka {i}"},
+        ]
+        for i in range(80)
     ]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (tmp_path / "talks.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    )
     (tmp_path / "chatml.jinja").write_text(CHATML)
     return tmp_path
 
@@ -60,11 +66,20 @@ def load(*mix: str, **fields: Any) -> Mixture:
 
 
 def documents(*mix: str, **fields: Any) -> list[bytes]:
-    config = DataConfig(name="mix", mix=mix, batch_size=1, tokenizer="bpe:330", chat_template="chatml.jinja", **fields)
+    config = DataConfig(
+        name="mix",
+        mix=mix,
+        batch_size=1,
+        tokenizer="bpe:330",
+        chat_template="chatml.jinja",
+        **fields,
+    )
     return [*training_texts.opened(config, MODEL, lambda line: None).read()]
 
 
-def test_parts_of_a_mixture_have_their_shares_of_the_bytes_that_a_tokenizer_is_trained_on(folder: Path) -> None:
+def test_parts_of_a_mixture_have_their_shares_of_the_bytes_that_a_tokenizer_is_trained_on(
+    folder: Path,
+) -> None:
     for weight in (1, 9):
         read = documents(f"a=text:small:{weight}", "b=text:large:1")
         sizes = collections.Counter({b"zebra": 0})
@@ -81,14 +96,17 @@ def test_parts_of_a_mixture_have_their_shares_of_the_bytes_that_a_tokenizer_is_t
 def data_facts(name: str) -> int:
     """Training documents of a text, by their separators."""
     model = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=256, seq_len=32)
-    source = data.load(DataConfig(name=f"text:{name}", batch_size=1), model, seed=0, note=lambda line: None)
+    source = data.load(
+        DataConfig(name=f"text:{name}", batch_size=1), model, seed=0, note=lambda line: None
+    )
     return int((source._train == 0).sum())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_mixture_trains_its_tokenizer_by_weight() -> None:
     """Of 265 tokens a few are merges: those of the text that weighs more."""
     first, second = (
-        load(f"a=text:small:{weight}", f"b=text:large:{10 - weight}", tokenizer="bpe:265") for weight in (9, 1)
+        load(f"a=text:small:{weight}", f"b=text:large:{10 - weight}", tokenizer="bpe:265")
+        for weight in (9, 1)
     )
     pieces = [set(source.tokenizer.pieces()[257:]) for source in (first, second)]
     assert any("z" in piece for piece in pieces[0])
@@ -101,25 +119,38 @@ def test_a_mixture_trains_its_tokenizer_by_weight() -> None:
 
 
 def test_conversations_are_part_of_a_mixture() -> None:
-    source = load("code=text:small:1", "notes=records:records.jsonl:1", "talk=chat:talks.jsonl:2", field="body")
+    source = load(
+        "code=text:small:1",
+        "notes=records:records.jsonl:1",
+        "talk=chat:talks.jsonl:2",
+        field="body",
+    )
     encoder = source.tokenizer
     for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
         (ids,) = encoder.encode([token.encode()])
         assert ids.tolist() == [encoder.find(token)]
     chat = data.load(
-        DataConfig(name="chat:talks.jsonl", batch_size=1, tokenizer=str(encoder.path), chat_template="chatml.jinja"),
+        DataConfig(
+            name="chat:talks.jsonl",
+            batch_size=1,
+            tokenizer=str(encoder.path),
+            chat_template="chatml.jinja",
+        ),
         MODEL,
         seed=0,
         note=lambda line: None,
     )
     batches = [source.train_batch(k) for k in range(100)]
     inputs, targets, weights = (
-        np.concatenate([batch[name] for batch in batches]) for name in ("inputs", "targets", "weights")
+        np.concatenate([batch[name] for batch in batches])
+        for name in ("inputs", "targets", "weights")
     )
     is_chat = (inputs == encoder.find("<|im_start|>")).any(axis=1)
     assert is_chat.mean() == pytest.approx(0.5, abs=0.03)
     assert weights[~is_chat].min() == 1
-    answered = encoder._library.decode(targets[is_chat][weights[is_chat] > 0].tolist(), skip_special_tokens=False)
+    answered = encoder._library.decode(
+        targets[is_chat][weights[is_chat] > 0].tolist(), skip_special_tokens=False
+    )
     assert answered.startswith("a quokka ")
     assert "who" not in answered
     # The windows are those of the chat by itself.
@@ -138,13 +169,19 @@ def test_conversations_are_part_of_a_mixture() -> None:
 
 
 def test_documents_of_a_mixture_with_conversations_are_kept_apart_as_each_part_keeps_them() -> None:
-    source = load("code=text:small:1", "talk=chat:talks.jsonl:1", document_mask=True, reset_positions=True)
+    source = load(
+        "code=text:small:1", "talk=chat:talks.jsonl:1", document_mask=True, reset_positions=True
+    )
     batch = source.train_batch(0)
     begins = np.diff(batch["segments"], axis=1) > 0
     assert begins.any()
     assert (batch["positions"][:, 1:][begins] == 0).all()
     config = DataConfig(
-        name="mix", mix=("t=chat:talks.jsonl:1",), batch_size=2, tokenizer="bpe:330", chat_template="chatml.jinja"
+        name="mix",
+        mix=("t=chat:talks.jsonl:1",),
+        batch_size=2,
+        tokenizer="bpe:330",
+        chat_template="chatml.jinja",
     )
     noise = denoising.noise_of(dataclasses.replace(config, noise="infilling"))
     with pytest.raises(DataError, match="is conversations, and noise is put on text"):
@@ -152,7 +189,9 @@ def test_documents_of_a_mixture_with_conversations_are_kept_apart_as_each_part_k
 
 
 def test_a_chat_by_itself_trains_a_tokenizer_with_its_special_tokens() -> None:
-    config = DataConfig(name="chat:talks.jsonl", batch_size=2, tokenizer="bpe:330", chat_template="chatml.jinja")
+    config = DataConfig(
+        name="chat:talks.jsonl", batch_size=2, tokenizer="bpe:330", chat_template="chatml.jinja"
+    )
     source = data.load(config, MODEL, seed=0, note=lambda line: None)
     assert source.tokenizer.find("<|im_end|>") == 2
     assert (source.train_batch(0)["targets"] == 2).any()
@@ -161,7 +200,10 @@ def test_a_chat_by_itself_trains_a_tokenizer_with_its_special_tokens() -> None:
 EACH = "{% for m in messages %}"
 TEMPLATES = {
     CHATML: ("<|im_start|>", "<|im_end|>"),
-    EACH + "<start_of_turn>{{ m.role }} {{ m.content }}<end_of_turn>{% endfor %}": ("<start_of_turn>", "<end_of_turn>"),
+    EACH + "<start_of_turn>{{ m.role }} {{ m.content }}<end_of_turn>{% endfor %}": (
+        "<start_of_turn>",
+        "<end_of_turn>",
+    ),
     EACH
     + "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}": (
         "[INST]",
@@ -185,7 +227,16 @@ def test_special_tokens_are_what_a_template_writes_around_messages(template: str
 
 def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["code=text:small:1", "notes=records:records.jsonl:1", "talk=chat:talks.jsonl:2"]
-    flags = ["--size", "330", "--out", "new/tokenizer.json", "--chat-template", "chatml.jinja", "--field", "body"]
+    flags = [
+        "--size",
+        "330",
+        "--out",
+        "new/tokenizer.json",
+        "--chat-template",
+        "chatml.jinja",
+        "--field",
+        "body",
+    ]
     assert main(["data", "tokenizer", *words, *flags]) == 0
     out = capsys.readouterr().out
     encoder = Subwords(Path("new/tokenizer.json"))
@@ -193,9 +244,7 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFi
     for token in ("<|im_start|>", "<|im_end|>"):
         assert encoder.encode([token.encode()])[0].tolist() == [encoder.find(token)]
     command = shlex.split(out.partition("use it with")[2].replace("\\\n", " "))
-    tiny = (
-        "--steps 2 --optimizer.warmup-steps 1 --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 32"
-    )
+    tiny = "--steps 2 --optimizer.warmup-steps 1 --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 32"
     assert Path(command[0]).name == "mupax"
     assert command[1:3] == ["train", "lm-tiny"]
     assert main([*command[1:], *tiny.split(), "--dry-run"]) == 0
@@ -214,7 +263,10 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
     assert main(["data", "tokenizer", "text:small", "--size", "257", "--out", "bytes.json"]) == 0
     assert Subwords(Path("bytes.json")).vocab_size == 257
     capsys.readouterr()
-    assert main(["data", "tokenizer", "text:small", "text:large", "--size", "280", "--out", "t.json"]) == 0
+    assert (
+        main(["data", "tokenizer", "text:small", "text:large", "--size", "280", "--out", "t.json"])
+        == 0
+    )
     pieces = "".join(Subwords(Path("t.json")).pieces()[257:])
     assert "z" in pieces
     assert "m" in pieces
@@ -234,16 +286,30 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
         ("text:gone --size 300 --out t.json", "no file or folder gone"),
         ("digits --size 300 --out t.json", "'digits' is images"),
         ("a=text:small:1 text:large --size 300 --out t.json", "and text:large has none"),
-        ("a=text:small --size 300 --out t.json", "the source a=text:small is not NAME=SOURCE:WEIGHT"),
+        (
+            "a=text:small --size 300 --out t.json",
+            "the source a=text:small is not NAME=SOURCE:WEIGHT",
+        ),
         ("a=text:small:0 --size 300 --out t.json", "has weight 0"),
         ("chat:talks.jsonl --size 300 --out t.json", "--chat-template FILE"),
-        ("text:small --size 300 --out t.json --chat-template chatml.jinja", "--chat-template is of chat:PATH"),
-        ("chat:talks.jsonl --size 258 --out t.json --chat-template chatml.jinja", "write at least 259"),
-        ("chat:talks.jsonl --size 300 --out t.json --chat-template gone", "no chat template at gone"),
+        (
+            "text:small --size 300 --out t.json --chat-template chatml.jinja",
+            "--chat-template is of chat:PATH",
+        ),
+        (
+            "chat:talks.jsonl --size 258 --out t.json --chat-template chatml.jinja",
+            "write at least 259",
+        ),
+        (
+            "chat:talks.jsonl --size 300 --out t.json --chat-template gone",
+            "no chat template at gone",
+        ),
         ("records:records.jsonl --size 300 --out t.json", "write --data.field body"),
     ],
 )
-def test_bad_input_of_the_command_is_one_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_of_the_command_is_one_message(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["data", "tokenizer", *words.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not Path("t.json").exists()

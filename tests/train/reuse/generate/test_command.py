@@ -32,7 +32,9 @@ def flat(tokens):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_successor_counts_through_the_sliding_window(temperature):
-    tokens = generate_uncached.sample(successor, np.array([4]), 3 * SEQ_LEN, seq_len=SEQ_LEN, temperature=temperature)
+    tokens = generate_uncached.sample(
+        successor, np.array([4]), 3 * SEQ_LEN, seq_len=SEQ_LEN, temperature=temperature
+    )
     assert tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens, (4 + np.arange(1 + 3 * SEQ_LEN)) % VOCAB)
 
@@ -55,7 +57,9 @@ def test_padding_is_on_the_right_and_every_call_has_one_shape():
         return successor(tokens)
 
     generate_uncached.sample(spy, np.array([5, 6]), SEQ_LEN, seq_len=SEQ_LEN, temperature=0.0)
-    assert {(tokens.shape, tokens.dtype) for tokens in calls} == {((1, SEQ_LEN), np.dtype(np.int32))}
+    assert {(tokens.shape, tokens.dtype) for tokens in calls} == {
+        ((1, SEQ_LEN), np.dtype(np.int32))
+    }
     np.testing.assert_array_equal(calls[0], [[5, 6, 0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(calls[-1], [(5 + np.arange(1, 1 + SEQ_LEN)) % VOCAB])
 
@@ -68,19 +72,27 @@ def test_padding_cannot_reach_a_causal_model_but_reaches_another():
 
     def run(model, fill):
         return generate_uncached.sample(
-            lambda tokens: model(with_padding(tokens, fill)), np.array([1, 2]), 4, seq_len=SEQ_LEN, temperature=0.0
+            lambda tokens: model(with_padding(tokens, fill)),
+            np.array([1, 2]),
+            4,
+            seq_len=SEQ_LEN,
+            temperature=0.0,
         )
 
     def peeks(tokens):
         return 30.0 * np.eye(VOCAB, dtype=np.float32)[np.full_like(tokens, tokens.sum()) % VOCAB]
 
     np.testing.assert_array_equal(run(successor, 0), run(successor, 9))
-    assert not np.array_equal(run(peeks, 0), run(peeks, 9))  # Control: a model that is not causal tells them apart.
+    assert not np.array_equal(
+        run(peeks, 0), run(peeks, 9)
+    )  # Control: a model that is not causal tells them apart.
 
 
 def test_top_k_restricts_to_the_likeliest():
     def drawn(top_k):
-        tokens = generate_uncached.sample(flat, np.array([0]), 300, seq_len=SEQ_LEN, temperature=1.5, top_k=top_k)
+        tokens = generate_uncached.sample(
+            flat, np.array([0]), 300, seq_len=SEQ_LEN, temperature=1.5, top_k=top_k
+        )
         return set(tokens[1:].tolist())
 
     assert drawn(1) == {2}
@@ -91,13 +103,20 @@ def test_top_k_restricts_to_the_likeliest():
 
 def test_top_k_keeps_exactly_k_of_tied_tokens():
     tokens = generate_uncached.sample(
-        lambda tokens: np.zeros((*tokens.shape, VOCAB)), np.array([0]), 200, seq_len=SEQ_LEN, temperature=1.0, top_k=4
+        lambda tokens: np.zeros((*tokens.shape, VOCAB)),
+        np.array([0]),
+        200,
+        seq_len=SEQ_LEN,
+        temperature=1.0,
+        top_k=4,
     )
     assert len(set(tokens[1:].tolist())) == 4
 
 
 def test_frequencies_follow_the_softmax():
-    draws = generate_uncached.sample(flat, np.array([0]), 4000, seq_len=1, temperature=0.5, seed=3)[1:]
+    draws = generate_uncached.sample(flat, np.array([0]), 4000, seq_len=1, temperature=0.5, seed=3)[
+        1:
+    ]
     expected = np.exp(flat(np.zeros((1, 1), int))[0, 0] / 0.5)
     expected /= expected.sum()
     counts = np.bincount(draws, minlength=VOCAB) / draws.size
@@ -107,7 +126,9 @@ def test_frequencies_follow_the_softmax():
 
 def test_seed_decides_the_draws():
     def run(seed):
-        return generate_uncached.sample(flat, np.array([0]), 40, seq_len=SEQ_LEN, temperature=2.0, seed=seed)
+        return generate_uncached.sample(
+            flat, np.array([0]), 40, seq_len=SEQ_LEN, temperature=2.0, seed=seed
+        )
 
     np.testing.assert_array_equal(run(1), run(1))
     assert not np.array_equal(run(1), run(2))
@@ -122,7 +143,9 @@ def test_a_jitted_model_compiles_once():
         return 30.0 * jax.nn.one_hot((tokens + 1) % VOCAB, VOCAB, dtype=jnp.bfloat16)
 
     before = generate_uncached._row._cache_size()
-    tokens = generate_uncached.sample(model, np.array([1]), 2 * SEQ_LEN, seq_len=SEQ_LEN, temperature=0.0)
+    tokens = generate_uncached.sample(
+        model, np.array([1]), 2 * SEQ_LEN, seq_len=SEQ_LEN, temperature=0.0
+    )
     np.testing.assert_array_equal(tokens, (1 + np.arange(1 + 2 * SEQ_LEN)) % VOCAB)
     assert traces == [(1, SEQ_LEN)]
     assert generate_uncached._row._cache_size() - before == 1
@@ -145,7 +168,9 @@ def test_a_diverged_model_is_told(value, temperature):
         return np.full((*tokens.shape, VOCAB), value, np.float32)
 
     with pytest.raises(FloatingPointError, match="diverged"):
-        generate_uncached.sample(diverged, np.array([0]), 1, seq_len=SEQ_LEN, temperature=temperature)
+        generate_uncached.sample(
+            diverged, np.array([0]), 1, seq_len=SEQ_LEN, temperature=temperature
+        )
 
 
 @pytest.mark.parametrize(
@@ -164,4 +189,6 @@ def test_arguments_out_of_range(prompt, options, text):
 
 
 def test_length_zero_returns_the_prompt():
-    np.testing.assert_array_equal(generate_uncached.sample(successor, np.array([3, 1]), 0, seq_len=SEQ_LEN), [3, 1])
+    np.testing.assert_array_equal(
+        generate_uncached.sample(successor, np.array([3, 1]), 0, seq_len=SEQ_LEN), [3, 1]
+    )

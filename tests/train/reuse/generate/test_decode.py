@@ -83,7 +83,9 @@ def test_frequencies_are_those_of_the_filters_written_out(sampling: Sampling) ->
     tokens = drawn(sampling)
     frequencies = np.bincount(tokens, minlength=len(p)) / tokens.size
     # Five standard deviations of a frequency; a token that is filtered out never comes.
-    np.testing.assert_array_less(np.abs(frequencies - expected), 5 * np.sqrt(expected / tokens.size) + 1e-12)
+    np.testing.assert_array_less(
+        np.abs(frequencies - expected), 5 * np.sqrt(expected / tokens.size) + 1e-12
+    )
     assert set(tokens) <= set(np.flatnonzero(expected))
 
 
@@ -125,7 +127,9 @@ def program_of(model: DecoderConfig = LLAMA) -> tuple[Program, Any, Any]:
     )  # fmt: skip
     program, noise = assemble(config, jax.devices()[:1]), np.random.default_rng(2)
     params = program.initial_state().params
-    params = {n: w + 0.3 * jnp.asarray(noise.standard_normal(w.shape), w.dtype) for n, w in params.items()}
+    params = {
+        n: w + 0.3 * jnp.asarray(noise.standard_normal(w.shape), w.dtype) for n, w in params.items()
+    }
     return program, program.step_inputs(), params
 
 
@@ -151,7 +155,9 @@ def uncached(prompt: np.ndarray, length: int, model: DecoderConfig = LLAMA) -> n
 
 
 @pytest.mark.parametrize("model", [LLAMA, CENTERED], ids=["llama", "centered"])
-def test_greedy_text_is_that_of_the_uncached_model_past_the_contexts_end(model: DecoderConfig) -> None:
+def test_greedy_text_is_that_of_the_uncached_model_past_the_contexts_end(
+    model: DecoderConfig,
+) -> None:
     length = 3 * SEQ_LEN
     tokens = generator(model).complete(PROMPT, length)
     np.testing.assert_array_equal(tokens, [uncached(PROMPT, length, model)])
@@ -198,10 +204,15 @@ def test_a_mesh_gives_the_same_text() -> None:
     program, _, params = program_of()
     split = assemble(
         dataclasses.replace(
-            program.config, mesh=MeshConfig(data=2, fsdp=2, tensor=2), data=DataConfig(name="text:x", batch_size=8)
+            program.config,
+            mesh=MeshConfig(data=2, fsdp=2, tensor=2),
+            data=DataConfig(name="text:x", batch_size=8),
         )
     )
-    placed = {n: jax.device_put(np.asarray(w), split.abstract.params[n].sharding) for n, w in params.items()}
+    placed = {
+        n: jax.device_put(np.asarray(w), split.abstract.params[n].sharding)
+        for n, w in params.items()
+    }
     on_mesh = Generator(split, placed, split.step_inputs(), sampling=GREEDY)
     np.testing.assert_array_equal(on_mesh.complete(PROMPT, 15), generator().complete(PROMPT, 15))
 

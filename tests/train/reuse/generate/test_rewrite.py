@@ -34,7 +34,9 @@ def run() -> tuple[Any, ...]:
     program = assemble(config, jax.devices()[:1])
     random = np.random.default_rng(11)  # where the likeliest text begins with an unlikely token
     params = {
-        name: jax.numpy.asarray(random.normal(size=leaf.shape) * (0.06 if name == "readout" else 1), np.float32)
+        name: jax.numpy.asarray(
+            random.normal(size=leaf.shape) * (0.06 if name == "readout" else 1), np.float32
+        )
         for name, leaf in program.abstract.params.items()
     }
     inputs = random.integers(V, size=(3, S)).astype(np.int32)
@@ -47,9 +49,13 @@ def run() -> tuple[Any, ...]:
 
         def one(text: Any) -> Any:
             decoder = np.full((3, 1), START, np.int32)
-            decoder = jax.numpy.concatenate([decoder, jax.numpy.broadcast_to(text[:-1], (3, T - 1))], axis=1)
+            decoder = jax.numpy.concatenate(
+                [decoder, jax.numpy.broadcast_to(text[:-1], (3, T - 1))], axis=1
+            )
             batch = {"input_mask": mask, "decoder_inputs": decoder}
-            return jax.nn.log_softmax(logits_of(program.definition, params, numbers, inputs, **batch))
+            return jax.nn.log_softmax(
+                logits_of(program.definition, params, numbers, inputs, **batch)
+            )
 
         return jax.vmap(one, out_axes=1)(texts)
 
@@ -59,7 +65,9 @@ def run() -> tuple[Any, ...]:
 def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
     program, params, numbers, inputs, mask, chances = run
     every = np.array(list(itertools.product(range(V), repeat=T)), np.int32)
-    chance = np.take_along_axis(np.asarray(chances(every)), every[None, :, :, None], axis=-1)[..., 0]
+    chance = np.take_along_axis(np.asarray(chances(every)), every[None, :, :, None], axis=-1)[
+        ..., 0
+    ]
     ended = np.cumsum(every == END, axis=1) - (every == END) > 0  # behind an end nothing counts
     count = (~ended).sum(axis=1)
     score = np.where(ended, 0, chance).sum(axis=-1)
@@ -68,7 +76,9 @@ def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
         return [every[i][: count[i]].tolist() for i in of.argmax(axis=1)]
 
     def written(**options: Any) -> list[list[int]]:
-        rewriter = Seq2SeqGenerator(program, params, numbers, start=START, end=END, sampling=GREEDY, **options)
+        rewriter = Seq2SeqGenerator(
+            program, params, numbers, start=START, end=END, sampling=GREEDY, **options
+        )
         return [row.tolist() for row in rewriter.write(inputs, mask)]
 
     # So many beams that none is ever dropped; by the sum and by the mean of ln p.
@@ -85,7 +95,9 @@ def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
 
 def test_draws_depend_on_the_seed_and_lengths_are_checked(run: tuple[Any, ...]) -> None:
     program, params, numbers, inputs, mask, _ = run
-    rewriter = Seq2SeqGenerator(program, params, numbers, start=START, end=END, sampling=Sampling(temperature=3.0))
+    rewriter = Seq2SeqGenerator(
+        program, params, numbers, start=START, end=END, sampling=Sampling(temperature=3.0)
+    )
     one, two, other = (rewriter.write(inputs, mask, seed=seed) for seed in (1, 1, 2))
     assert [row.tolist() for row in one] == [row.tolist() for row in two]
     assert [row.tolist() for row in one] != [row.tolist() for row in other]

@@ -37,7 +37,11 @@ MODELS = {
         compute=dataclasses.replace(LLAMA.compute, layers="scan"),
     ),
     "experts in bfloat16": dataclasses.replace(
-        LLAMA, experts=4, active_experts=2, expert_dim=16, compute=dataclasses.replace(LLAMA.compute, dtype="bfloat16")
+        LLAMA,
+        experts=4,
+        active_experts=2,
+        expert_dim=16,
+        compute=dataclasses.replace(LLAMA.compute, dtype="bfloat16"),
     ),
 }
 SAMPLING = Sampling(temperature=1.5, top_p=0.9)
@@ -88,7 +92,8 @@ def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
     for bits, late_bits in zip(jax.tree.leaves(cache), jax.tree.leaves(late_cache), strict=True):
         if bits.ndim:  # after the context lies what other texts left
             np.testing.assert_array_equal(
-                bits[..., : alone.context, :].view(np.uint8), late_bits[..., : late.context, :].view(np.uint8)
+                bits[..., : alone.context, :].view(np.uint8),
+                late_bits[..., : late.context, :].view(np.uint8),
             )
     assert neighbours[0].written_ids[:5] != tokens[:5]  # Control: neighbours differ.
 
@@ -102,7 +107,9 @@ def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
         slots.join(row)
     for row in rows:
         written(slots, row)
-    np.testing.assert_array_equal(np.concatenate(expected, axis=1), [row.written_ids for row in rows])
+    np.testing.assert_array_equal(
+        np.concatenate(expected, axis=1), [row.written_ids for row in rows]
+    )
     assert rows[0].written_ids != rows[1].written_ids
 
 

@@ -58,10 +58,24 @@ VIT = ViTConfig(
 READS_BOTH = dataclasses.replace(VIT, pool="cls-mean", registers=2)
 BARE = dataclasses.replace(VIT, norm_gain=False, bias=False, pool="mean")
 LARGE: dict[str, tuple[ModelConfig, ModelConfig]] = {
-    "lm": (LM, dataclasses.replace(LM, width=20, depth=3, num_heads=6, num_kv_heads=3, head_dim=8, mlp_ratio=2.0)),
-    "tied": (TIED, dataclasses.replace(TIED, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
-    "vit": (READS_BOTH, dataclasses.replace(READS_BOTH, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
-    "bare": (BARE, dataclasses.replace(BARE, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
+    "lm": (
+        LM,
+        dataclasses.replace(
+            LM, width=20, depth=3, num_heads=6, num_kv_heads=3, head_dim=8, mlp_ratio=2.0
+        ),
+    ),
+    "tied": (
+        TIED,
+        dataclasses.replace(TIED, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0),
+    ),
+    "vit": (
+        READS_BOTH,
+        dataclasses.replace(READS_BOTH, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0),
+    ),
+    "bare": (
+        BARE,
+        dataclasses.replace(BARE, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0),
+    ),
 }
 BASE = {"embed": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "layers": 2}
 PRESETS = {
@@ -77,7 +91,9 @@ PRESETS = {
 def side(model: ModelConfig, preset: Preset) -> tuple[ScaledModel, Factors]:
     built = definition(model)
     factors = resolve(preset, built, preset.optimizers[0])
-    return ScaledModel(model, built, plain.scales(built, factors), source.plain.logits_of(built, factors)), factors
+    return ScaledModel(
+        model, built, plain.scales(built, factors), source.plain.logits_of(built, factors)
+    ), factors
 
 
 def draw(at: ScaledModel, factors: Factors, seed: int = 0) -> dict[str, np.ndarray]:
@@ -85,7 +101,11 @@ def draw(at: ScaledModel, factors: Factors, seed: int = 0) -> dict[str, np.ndarr
     random, weights = np.random.default_rng(seed), {}
     for name, leaf in at.definition.abstract.items():
         spec, normal = at.definition.specs[name], random.standard_normal(leaf.shape)
-        size = 0.3 if spec.role in VECTORS else np.prod([at.definition.sizes[axis] for axis in spec.fan_in]) ** -0.5
+        size = (
+            0.3
+            if spec.role in VECTORS
+            else np.prod([at.definition.sizes[axis] for axis in spec.fan_in]) ** -0.5
+        )
         value = float(spec.role is Role.NORM_GAIN) + size * normal
         a = factors.multiplier[name].reshape(-1, *[1] * (value.ndim - 1))
         weights[name] = (value / a).astype(np.float32).reshape(leaf.shape)
@@ -96,7 +116,9 @@ def inputs_of(model: ModelConfig) -> jax.Array:
     random = np.random.default_rng(1)
     if isinstance(model, DecoderConfig):
         return jnp.asarray(random.integers(model.vocab_size, size=(2, model.seq_len)), jnp.int32)
-    return jnp.asarray(random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32)
+    return jnp.asarray(
+        random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32
+    )
 
 
 @functools.cache
@@ -112,13 +134,17 @@ def logits(at: ScaledModel, factors: Factors, params: Any) -> Any:
 class Grown:
     """A random model and what it grew into."""
 
-    def __init__(self, small: ModelConfig, large: ModelConfig, preset: Preset, silence: bool = True) -> None:
+    def __init__(
+        self, small: ModelConfig, large: ModelConfig, preset: Preset, silence: bool = True
+    ) -> None:
         self.there, self.before = side(small, preset)
         self.here, self.after = side(large, preset)
         self.plan = grow.plan(self.there, self.here)
         self.old = draw(self.there, self.before)
         fresh = draw(self.here, self.after, seed=2)
-        biases = {name for name, spec in self.here.definition.specs.items() if spec.role is Role.BIAS}
+        biases = {
+            name for name, spec in self.here.definition.specs.items() if spec.role is Role.BIAS
+        }
         fresh = {name: w * (name not in biases) for name, w in fresh.items()}
         fresh = self.plan.silenced(fresh) if silence else fresh
         self.new = transplant.parameters(self.plan.moves, self.old, fresh)
@@ -183,7 +209,10 @@ def test_what_is_not_exact_is_noted_and_changes_little() -> None:
     grown = Grown(eps, dataclasses.replace(eps, **wide), PRESETS["mup"])
     assert "--set norm_eps=0.0005 is exact" in grown.plan.notes[0]
     assert 3e-5 < grown.difference() < 1e-2
-    assert Grown(eps, dataclasses.replace(eps, **wide, norm_eps=5e-4), PRESETS["mup"]).difference() < 3e-5
+    assert (
+        Grown(eps, dataclasses.replace(eps, **wide, norm_eps=5e-4), PRESETS["mup"]).difference()
+        < 3e-5
+    )
     rotary = Grown(LM, dataclasses.replace(LM, head_dim=6), PRESETS["mup"])
     assert "turn at other frequencies" in rotary.plan.notes[0]
     assert rotary.difference() > 1e-3
@@ -206,20 +235,28 @@ def test_experts_that_are_copies_of_the_mlp_are_the_same_function(
     grown = Grown(small, dataclasses.replace(small, **{**UPCYCLED, **change}), PRESETS[preset])
     assert grown.difference() < 3e-5
     rows = {row.name: row for row in grown.plan.rows}
-    assert (rows["block.experts.router"].action, rows["block.experts.router"].there) == ("grown", None)
+    assert (rows["block.experts.router"].action, rows["block.experts.router"].there) == (
+        "grown",
+        None,
+    )
     reason = rows["block.experts.up"].reason
     assert "experts 1 to 3" in reason
     assert "every MLP 3 times" in reason
     assert "block.mlp.up" not in rows
     control = {**grown.new, "block.experts.down": grown.new["block.experts.down"].copy()}
     control["block.experts.down"][:, 0] *= 2  # an expert that is no copy
-    want, got = (np.asarray(logits(grown.here, grown.after, params)) for params in (grown.new, control))
+    want, got = (
+        np.asarray(logits(grown.here, grown.after, params)) for params in (grown.new, control)
+    )
     assert np.abs(got - want).max() > 1e-3 * np.abs(want).max()
 
 
 def test_gradients_of_an_mlps_copies_add_up_to_its_own() -> None:
     grown = Grown(LM, dataclasses.replace(LM, **UPCYCLED), PRESETS["sp"])
-    old, new = gradients(grown.there, grown.before, grown.old), gradients(grown.here, grown.after, grown.new)
+    old, new = (
+        gradients(grown.there, grown.before, grown.old),
+        gradients(grown.here, grown.after, grown.new),
+    )
     for name in ("up", "gate", "down"):
         move, whole = grown.plan.moves[f"block.experts.{name}"], old[f"block.mlp.{name}"]
         np.testing.assert_allclose(
@@ -230,7 +267,9 @@ def test_gradients_of_an_mlps_copies_add_up_to_its_own() -> None:
 
 ROUTED = dataclasses.replace(LM, **UPCYCLED, shared_experts=1)
 CHOOSY = RoutingConfig(capacity_factor=0.75, balance="bias")
-SEEING = dataclasses.replace(VIT, depth=1, norm="rmsnorm", experts=3, active_experts=2, expert_dim=9, routing=CHOOSY)
+SEEING = dataclasses.replace(
+    VIT, depth=1, norm="rmsnorm", experts=3, active_experts=2, expert_dim=9, routing=CHOOSY
+)
 OF_EXPERTS = {**BASE, "experts": 3, "active": 2, "expert_dim": 4}
 
 
@@ -242,7 +281,9 @@ OF_EXPERTS = {**BASE, "experts": 3, "active": 2, "expert_dim": 4}
     ],
     ids=["softmax", "sigmoid"],
 )
-def test_copies_of_experts_are_the_same_function(small: Any, change: dict[str, Any], preset: Preset) -> None:
+def test_copies_of_experts_are_the_same_function(
+    small: Any, change: dict[str, Any], preset: Preset
+) -> None:
     """Whatever the gate, beside shared experts, and with a capacity: all copies of an expert lack room for the same tokens."""
     large = dataclasses.replace(small, experts=6, active_experts=4, **change)
     assert Grown(small, large, preset).difference() < 3e-5
@@ -253,32 +294,48 @@ def test_copies_of_experts_part_at_the_first_step() -> None:
     grown, equal = Grown(SEEING, large, PRESETS["sp"]), Grown(SEEING, large, PRESETS["sp"])
     down = equal.new["block.experts.down"]
     assert np.abs(down[:, 0::2] - down[:, 1::2]).min() > 0
-    down[:, 0::2] = down[:, 1::2] = (down[:, 0::2] + down[:, 1::2]) / 2  # the control: nothing tells them apart
+    down[:, 0::2] = down[:, 1::2] = (
+        down[:, 0::2] + down[:, 1::2]
+    ) / 2  # the control: nothing tells them apart
     old = gradients(grown.there, grown.before, grown.old)
     parted, alike = (gradients(grown.here, grown.after, one.new) for one in (grown, equal))
     for name, axis in {"router": 2, "up": 1, "down": 1}.items():
         name, whole = f"block.experts.{name}", old[f"block.experts.{name}"]
         for new, part in ((parted[name], True), (alike[name], False)):
             one, other = (np.take(new, range(first, 6, 2), axis) for first in (0, 1))
-            np.testing.assert_allclose(one + other, whole, rtol=5e-3, atol=1e-3 * np.abs(whole).max())
+            np.testing.assert_allclose(
+                one + other, whole, rtol=5e-3, atol=1e-3 * np.abs(whole).max()
+            )
             # A last matrix reads what is alike until the others have moved.
-            assert (np.abs(one - other).max() > 0.05 * np.abs(one).max()) == (part and "down" not in name)
+            assert (np.abs(one - other).max() > 0.05 * np.abs(one).max()) == (
+                part and "down" not in name
+            )
         move = grown.plan.moves[name].moment(whole, 1)
         np.testing.assert_allclose(np.take(move, range(0, 6, 2), axis) * 2, whole, rtol=1e-5)
 
 
 def gradients(at: ScaledModel, factors: Factors, params: Any) -> Any:
     goal = jnp.asarray(np.random.default_rng(3).standard_normal(logits(at, factors, params).shape))
-    return jax.device_get(jax.jit(jax.grad(lambda p: jnp.mean(goal * logits(at, factors, p))))(params))
+    return jax.device_get(
+        jax.jit(jax.grad(lambda p: jnp.mean(goal * logits(at, factors, p))))(params)
+    )
 
 
 def test_moments_go_where_the_gradients_are() -> None:
     grown = Grown(*LARGE["tied"], PRESETS["depth-mup"])
-    old, new = gradients(grown.there, grown.before, grown.old), gradients(grown.here, grown.after, grown.new)
+    old, new = (
+        gradients(grown.there, grown.before, grown.old),
+        gradients(grown.here, grown.after, grown.new),
+    )
     for name, move in grown.plan.moves.items():
         for power in (1, 2):
-            moved, want = move.moment(old[name] ** power, power), np.where(move.transplanted(), new[name] ** power, 0)
-            np.testing.assert_allclose(moved, want, rtol=2e-3, atol=2e-4 * np.abs(want).max(), err_msg=name)
+            moved, want = (
+                move.moment(old[name] ** power, power),
+                np.where(move.transplanted(), new[name] ** power, 0),
+            )
+            np.testing.assert_allclose(
+                moved, want, rtol=2e-3, atol=2e-4 * np.abs(want).max(), err_msg=name
+            )
 
 
 def test_new_units_learn_and_no_two_are_alike() -> None:
@@ -304,16 +361,28 @@ def test_every_optimizers_state_goes_along(name: Any) -> None:
     config = OptimizerConfig(name=name)
     one, other = (build(config, at.definition.specs) for at in (grown.there, grown.here))
     old = jax.tree.map(lambda leaf: np.full(leaf.shape, 3, leaf.dtype), one.init(grown.old))
-    new = transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other.init, grown.new), name)
+    new = transplant.optimizer_state(
+        grown.plan.moves, old, jax.eval_shape(other.init, grown.new), name
+    )
     shapes = jax.tree.map(np.shape, jax.eval_shape(other.init, grown.new))
     assert jax.tree.map(np.shape, new) == shapes
     counts = [leaf for leaf in jax.tree.leaves(new) if np.ndim(leaf) == 0]
     assert all(count == 3 for count in counts)
-    mu = next(leaf for path, leaf in jax.tree.leaves_with_path(new) if "block.mlp.down" in jax.tree_util.keystr(path))
+    mu = next(
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(new)
+        if "block.mlp.down" in jax.tree_util.keystr(path)
+    )
     assert set(np.unique(mu)) == {0, 3}
-    other_kind = build(OptimizerConfig(name="lion" if name != "lion" else "adamw"), grown.here.definition.specs)
-    with pytest.raises(transplant.TransplantError, match="moments of one optimizer mean nothing to another"):
-        transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other_kind.init, grown.new), name)
+    other_kind = build(
+        OptimizerConfig(name="lion" if name != "lion" else "adamw"), grown.here.definition.specs
+    )
+    with pytest.raises(
+        transplant.TransplantError, match="moments of one optimizer mean nothing to another"
+    ):
+        transplant.optimizer_state(
+            grown.plan.moves, old, jax.eval_shape(other_kind.init, grown.new), name
+        )
 
 
 @pytest.mark.parametrize(("name", "b2"), [("adam", 0.95), ("adam", 0.999), ("muon", 0.999)])
@@ -337,11 +406,27 @@ def test_new_entries_without_a_second_moment_do_not_go_too_far(name: str) -> Non
         (LM, {"depth": 1}, "depth would shrink from 2 to 1; growth only adds"),
         (LM, {"mlp_ratio": 1.0}, "mlp_dim would shrink"),
         (LM, {"activation": "relu"}, "add --set activation=swiglu"),
-        (LM, {**UPCYCLED, "expert_dim": None}, "expert_dim would shrink from 18 to 9.*add expert_dim=18 to --set"),
-        (LM, {**UPCYCLED, "routing": RoutingConfig()}, "gate sigmoid .* do not add up to 1: .*routing.gate=softmax"),
-        (LM, {**UPCYCLED, "routing": RoutingConfig(gate="softmax-all")}, "shares of a softmax over all experts"),
+        (
+            LM,
+            {**UPCYCLED, "expert_dim": None},
+            "expert_dim would shrink from 18 to 9.*add expert_dim=18 to --set",
+        ),
+        (
+            LM,
+            {**UPCYCLED, "routing": RoutingConfig()},
+            "gate sigmoid .* do not add up to 1: .*routing.gate=softmax",
+        ),
+        (
+            LM,
+            {**UPCYCLED, "routing": RoutingConfig(gate="softmax-all")},
+            "shares of a softmax over all experts",
+        ),
         (LM, {**UPCYCLED, "shared_experts": 1}, "leave shared_experts out"),
-        (ROUTED, {"experts": 4}, "would become 4 and 2: .* write --set experts=6 active_experts=4, or keep"),
+        (
+            ROUTED,
+            {"experts": 4},
+            "would become 4 and 2: .* write --set experts=6 active_experts=4, or keep",
+        ),
         (ROUTED, {"experts": 6}, "crowd out the next ones; write --set experts=6 active_experts=4"),
         (LM, {"vocab_size": 19}, "model.vocab_size is 17 in the checkpoint and 19 in --to"),
         (LM, {"num_kv_heads": 2, "num_heads": 6, "qk_norm": True}, "model.qk_norm is False"),
@@ -352,7 +437,11 @@ def test_new_entries_without_a_second_moment_do_not_go_too_far(name: str) -> Non
         ),
         (dataclasses.replace(LM, qk_norm=True), {"head_dim": 8}, "keep head_dim 4 and add heads"),
         (dataclasses.replace(LM, centered=True), {"depth": 3}, "a centred model"),
-        (dataclasses.replace(TIED, norm_gain=False), {"width": 24}, "needs a norm gain before a tied readout"),
+        (
+            dataclasses.replace(TIED, norm_gain=False),
+            {"width": 24},
+            "needs a norm gain before a tied readout",
+        ),
         (
             dataclasses.replace(LM, window=3, full_every=2, window_theta=5.0),
             {"head_dim": 8},
@@ -363,7 +452,11 @@ def test_new_entries_without_a_second_moment_do_not_go_too_far(name: str) -> Non
             {"depth": 3},
             r"norms after the branches \(post_norm\) .* keep width",
         ),
-        (dataclasses.replace(VIT, layer_scale=0.1), {"width": 24, "head_dim": 4}, r"gains after them \(layer_scale\)"),
+        (
+            dataclasses.replace(VIT, layer_scale=0.1),
+            {"width": 24, "head_dim": 4},
+            r"gains after them \(layer_scale\)",
+        ),
         (
             dataclasses.replace(LM, head_dim=8),
             {"rope_theta": 1.5},

@@ -30,7 +30,9 @@ def evaluated(words: str) -> tuple[int, str, str]:
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports
-def test_three_tasks_say_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_tasks_say_what_the_model_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval")
     for name, value in {
         "HF_DATASETS_OFFLINE": "1",
@@ -43,11 +45,11 @@ def test_three_tasks_say_what_the_model_says(tmp_path: Path, monkeypatch: pytest
     model = Texts(published(tmp_path / "weights", DECODER), tokenizer="bytes")
     prompts = ["abc", "what is read", "counting 0123"]
     written = [model.continued(prompt, ["\n"], most=4) for prompt in prompts]
-    lines = [{"prompt": p, "written": w} for p, w in zip(prompts, [*written[:2], "another"], strict=True)]
+    lines = [
+        {"prompt": p, "written": w} for p, w in zip(prompts, [*written[:2], "another"], strict=True)
+    ]
     Path("copying.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = (
-        "--tasks local_choices local_passages local_copying --tasks-from . --data.tokenizer bytes --json numbers.json"
-    )
+    words = "--tasks local_choices local_passages local_copying --tasks-from . --data.tokenizer bytes --json numbers.json"
     code, out, err = evaluated(f"eval {tmp_path / 'weights'} {words}")
     assert code == 0, err
     numbers: Any = json.loads(Path("numbers.json").read_text())
@@ -58,11 +60,15 @@ def test_three_tasks_say_what_the_model_says(tmp_path: Path, monkeypatch: pytest
         for d in docs
     ]  # fmt: skip
     assert numbers["local_choices"]["acc"] == pytest.approx(np.mean(right))
-    passages = [json.loads(line)["text"] for line in Path("passages.jsonl").read_text().splitlines()]
+    passages = [
+        json.loads(line)["text"] for line in Path("passages.jsonl").read_text().splitlines()
+    ]
     bits = -sum(model.rolling(passages)) / sum(map(len, passages)) / math.log(2)
     assert numbers["local_passages"]["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     assert numbers["local_copying"]["exact_match"] == pytest.approx(2 / 3)
     assert numbers["local_choices"]["examples"] == 3
     assert "bits_per_byte" in out
-    code, _, err = evaluated(f"eval {tmp_path / 'weights'} --tasks choices --tasks-from . --data.tokenizer bytes")
+    code, _, err = evaluated(
+        f"eval {tmp_path / 'weights'} --tasks choices --tasks-from . --data.tokenizer bytes"
+    )
     assert (code, "no task is named choices; . has local_choices" in err) == (2, True), err

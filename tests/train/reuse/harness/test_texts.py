@@ -38,12 +38,18 @@ def logprobs(weights: Path) -> Any:
     program = runs.on_one_device(run.config)
     params, factors = run.params(program.abstract), program.inputs.factors
     apply = jax.jit(
-        lambda x: jax.nn.log_softmax(program.definition.apply(params, factors.multiplier, factors.forward, x))
+        lambda x: jax.nn.log_softmax(
+            program.definition.apply(params, factors.multiplier, factors.forward, x)
+        )
     )
 
     def read(text: bytes) -> np.ndarray:
         return np.asarray(
-            apply(np.pad(np.frombuffer(text, np.uint8), (0, CONTEXT - len(text)))[None].astype(np.int32))
+            apply(
+                np.pad(np.frombuffer(text, np.uint8), (0, CONTEXT - len(text)))[None].astype(
+                    np.int32
+                )
+            )
         )[0]
 
     return read
@@ -94,7 +100,11 @@ def test_our_evaluation_says_the_same(texts: Texts, weights: Path) -> None:
     )
     words = ["eightlet", "other te"]
     rows = np.array([[0, *word.encode()] for word in words], np.int32)
-    batch = {"inputs": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones((2, CONTEXT), np.float32)}
+    batch = {
+        "inputs": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "weights": np.ones((2, CONTEXT), np.float32),
+    }
     sums = program.compile_eval()(
         run.params(program.abstract), program.step_inputs(), program.eval_feed().shard_batch(batch)
     )

@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run under a tuned preset, one whose rate is another, and one with a moving average."""
     path = tmp_path_factory.mktemp("card")
     (path / "secret").mkdir()
-    (path / "secret" / "text.txt").write_text("def value(self): return self._value  # as it was\n" * 200)
+    (path / "secret" / "text.txt").write_text(
+        "def value(self): return self._value  # as it was\n" * 200
+    )
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         for name, words in {
@@ -63,11 +65,16 @@ def test_the_evaluation_is_of_the_step_that_is_exported(folder: Path) -> None:
     texts = {step: card("tuned", "--step", str(step)) for step in (2, 3)}
     for step, text in texts.items():
         loss, accuracy = row("tuned", step)["eval_loss"], row("tuned", step)["eval_accuracy"]
-        assert f"Evaluation loss {loss:.4f} nats a token, accuracy {100 * accuracy:.2f} % of next tokens" in text
+        assert (
+            f"Evaluation loss {loss:.4f} nats a token, accuracy {100 * accuracy:.2f} % of next tokens"
+            in text
+        )
         assert "moving average" not in text
     assert row("tuned", 2)["eval_loss"] != row("tuned", 3)["eval_loss"]
     loss = f"Evaluation loss {row('tuned', 2)['eval_loss']:.4f}"
-    assert [loss in card(path) for path in ("tuned/checkpoints/2", "tuned/checkpoints", "tuned")] == [
+    assert [
+        loss in card(path) for path in ("tuned/checkpoints/2", "tuned/checkpoints", "tuned")
+    ] == [
         True,
         False,
         False,
@@ -100,7 +107,10 @@ def test_a_tuned_preset_has_its_study_in_the_card(folder: Path) -> None:
             assert line.removeprefix("- grown in ") in out
         if line.startswith("- best rate"):
             assert line.partition("base: ")[2] in out
-    assert "- study: lm-tiny on python_corpus, 200 steps of 16, 409,600 tokens a run, 2026-11-21" in section
+    assert (
+        "- study: lm-tiny on python_corpus, 200 steps of 16, 409,600 tokens a run, 2026-11-21"
+        in section
+    )
     assert "doublings beyond the sizes studied" in section
     assert str(folder) not in text
     assert "secret" not in text
@@ -110,7 +120,10 @@ def test_a_tuned_preset_has_its_study_in_the_card(folder: Path) -> None:
 def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder: Path) -> None:
     without = card("tuned")
     assert "license:" not in without
-    assert "None is stated: whoever wrote this card gave none, and it grants no right to use these weights." in without
+    assert (
+        "None is stated: whoever wrote this card gave none, and it grants no right to use these weights."
+        in without
+    )
     for typed, identifier in {
         "Apache-2.0": "apache-2.0",
         "GPL-3.0-or-later": "gpl-3.0",
@@ -118,7 +131,11 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
     }.items():
         text = card("tuned", "--licence", typed)
         header = ModelCard(text).data
-        assert (header.license, header.library_name, header.tags) == (identifier, "transformers", ["mupax"])
+        assert (header.license, header.library_name, header.tags) == (
+            identifier,
+            "transformers",
+            ["mupax"],
+        )
         assert f"`{identifier}`, as whoever wrote this card says." in text
         assert "None is stated" not in text
 
@@ -127,7 +144,10 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
     ("typed", "message"),
     [
         ("apache", "did you mean apache-2.0"),
-        ("Apache-2.O", "--licence Apache-2.O: no licence has this identifier at Hugging Face; did you mean apache-2.0"),
+        (
+            "Apache-2.O",
+            "--licence Apache-2.O: no licence has this identifier at Hugging Face; did you mean apache-2.0",
+        ),
         ("cc-by-4", "did you mean cc-by-4.0"),
         ("other", "no licence has this identifier at Hugging Face"),
         ("😀", "write such as apache-2.0, mit or cc-by-4.0"),

@@ -33,19 +33,34 @@ TALKS = [
 
 @pytest.mark.parametrize("source", [MARKED, PLAIN], ids=["marked", "plain"])
 @pytest.mark.parametrize("talk", TALKS, ids=["long", "empty"])
-def test_text_tokens_and_targets_are_those_of_transformers(source: str, talk: list[dict[str, str]], tmp_path: Path):
+def test_text_tokens_and_targets_are_those_of_transformers(
+    source: str, talk: list[dict[str, str]], tmp_path: Path
+):
     transformers = pytest.importorskip("transformers")
     from tokenizers import AddedToken
 
-    library = named_tokenizers.train_bpe(["the cat sat on the mat, the answer is 42 é ü 中文 😀".encode()] * 50, 400)
-    library.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    library = named_tokenizers.train_bpe(
+        ["the cat sat on the mat, the answer is 42 é ü 中文 😀".encode()] * 50, 400
+    )
+    library.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")]
+    )
     library.save(str(tmp_path / "tokenizer.json"))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    encoder, template = tokenizer.Subwords(tmp_path / "tokenizer.json"), templates.Template(source, "x")
-    prompt = theirs.apply_chat_template(talk, chat_template=source, add_generation_prompt=True, tokenize=False)
+    encoder, template = (
+        tokenizer.Subwords(tmp_path / "tokenizer.json"),
+        templates.Template(source, "x"),
+    )
+    prompt = theirs.apply_chat_template(
+        talk, chat_template=source, add_generation_prompt=True, tokenize=False
+    )
     assert template.render(talk, prompt=True) == prompt
     expected = theirs.apply_chat_template(
-        talk, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        talk,
+        chat_template=MARKED,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        tokenize=True,
     )
     (ids,) = ChatTokens(encoder, template, "answers").encode([json.dumps(talk).encode()])
     assert (ids % encoder.vocab_size).tolist() == list(expected["input_ids"])

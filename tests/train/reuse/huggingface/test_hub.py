@@ -36,10 +36,19 @@ GPT = DecoderConfig(**SIZES, vocab_size=256, seq_len=16, tied=True)
 
 def published(folder: Path, model: Any, seed: int) -> Path:
     """A model of random weights as `export` writes it, among files that nothing here reads."""
-    random, shapes = np.random.default_rng(seed), {n: leaf.shape for n, leaf in definition(model).abstract.items()}
-    params = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-    images = ImageInput(("a", "b"), PixelsConfig(fit="squash")) if isinstance(model, ViTConfig) else None
-    weights = source.WeightsSource(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=images)
+    random, shapes = (
+        np.random.default_rng(seed),
+        {n: leaf.shape for n, leaf in definition(model).abstract.items()},
+    )
+    params = {
+        name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()
+    }
+    images = (
+        ImageInput(("a", "b"), PixelsConfig(fit="squash")) if isinstance(model, ViTConfig) else None
+    )
+    weights = source.WeightsSource(
+        model, params, dict.fromkeys(params, np.ones(())), {}, [], images=images
+    )
     files.write_huggingface(weights, folder, "float32")
     (folder / "onnx").mkdir()
     for name in ("pytorch_model.bin", "README.md", "onnx/model.onnx", "model.fp16.safetensors"):
@@ -59,7 +68,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
         for label in "ab":
             Path("pictures", label).mkdir(parents=True)
             for i in range(6):
-                Image.new("RGB", (8, 8), (40 * i, 90 * (label == "b"), 0)).save(f"pictures/{label}/{i}.png")
+                Image.new("RGB", (8, 8), (40 * i, 90 * (label == "b"), 0)).save(
+                    f"pictures/{label}/{i}.png"
+                )
         Path("text.txt").write_text("word " * 400)
         yield server
 
@@ -91,7 +102,9 @@ def test_a_name_answers_as_the_folder_does_and_brings_only_what_is_read(
     assert not hub.downloads()  # they are in the cache
     # The control: another revision has other weights.
     assert answer("predict me/vit pictures --json --revision other") != expected
-    assert answer("predict other pictures --json") == answer("predict me/vit pictures --json --revision other")
+    assert answer("predict other pictures --json") == answer(
+        "predict me/vit pictures --json --revision other"
+    )
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)  # without an answer of the hub the cache serves
     hub.calls.clear()
     assert answer("predict me/vit pictures --json") == expected
@@ -104,11 +117,18 @@ def test_fine_tuning_starts_from_the_weights_of_the_name(hub: ModelHub) -> None:
     for name in ("vit", "me/vit", "other"):
         code, _, err = run(f"finetune pictures --from {name} {words} runs/{name.replace('/', '-')}")
         assert code == 0, err
-        rows = map(json.loads, Path("runs", name.replace("/", "-"), "metrics.jsonl").read_text().splitlines())
+        rows = map(
+            json.loads,
+            Path("runs", name.replace("/", "-"), "metrics.jsonl").read_text().splitlines(),
+        )
         losses[name] = [row["loss"] for row in rows if "loss" in row]
     assert losses["vit"] == losses["me/vit"] != losses["other"]
-    recorded = json.loads(Path("runs/me-vit/config.json").read_text())["config"]["init"]["init_from"]
-    assert Path(recorded).name == hub.repositories["me/vit"].commit("main")  # a later main is not taken for it
+    recorded = json.loads(Path("runs/me-vit/config.json").read_text())["config"]["init"][
+        "init_from"
+    ]
+    assert Path(recorded).name == hub.repositories["me/vit"].commit(
+        "main"
+    )  # a later main is not taken for it
 
 
 def test_text_is_written_and_measured_by_a_name(hub: ModelHub) -> None:
@@ -118,18 +138,27 @@ def test_text_is_written_and_measured_by_a_name(hub: ModelHub) -> None:
     answer(f"eval me/gpt {words} by-name.json")
     answer(f"eval gpt {words} by-folder.json")
     numbers = [json.loads(Path(name).read_text()) for name in ("by-name.json", "by-folder.json")]
-    assert {name for name, x in numbers[0].items() if x != numbers[1][name]} <= {"seconds", "workdir"}
+    assert {name for name, x in numbers[0].items() if x != numbers[1][name]} <= {
+        "seconds",
+        "workdir",
+    }
 
 
 def test_import_takes_a_name_and_keeps_what_lies_beside_the_weights(hub: ModelHub) -> None:
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    names = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+    )
     for name in (*names, "tokenizer.model"):
         Path("gpt", name).write_text("{}")
     Path("gpt", "chat_template.jinja").write_text("{{ messages }}")
     hub.add("me/chat", Path("gpt"))
     assert main(["import", "me/chat", "--out", "in"]) == 0
     assert all(
-        Path("in", name).read_bytes() == Path("gpt", name).read_bytes() for name in (*names, "chat_template.jinja")
+        Path("in", name).read_bytes() == Path("gpt", name).read_bytes()
+        for name in (*names, "chat_template.jinja")
     )
     assert not Path("in", "tokenizer.model").exists()  # nothing here reads it
     assert main(["import", "me/vit", "--revision", "other", "--out", "other-in"]) == 0
@@ -149,17 +178,25 @@ def test_parts_come_by_their_index(hub: ModelHub) -> None:
     del cut[SINGLE]
     cut["model.safetensors.index.json"] = index
     code, _, err = run("predict me/cut pictures")
-    assert (code, f"has no {part}, and of weights only safetensors is read" in err) == (2, True), err
+    assert (code, f"has no {part}, and of weights only safetensors is read" in err) == (2, True), (
+        err
+    )
 
 
 def test_a_folder_of_the_name_wins_and_that_is_said(hub: ModelHub) -> None:
     shutil.copytree("other", "me/vit")
     code, out, err = run("predict me/vit pictures --json")
     assert (code, out) == (0, answer("predict other pictures --json"))
-    assert "note: me/vit is a folder here, and is read in place of a model of that name on the hub" in err
+    assert (
+        "note: me/vit is a folder here, and is read in place of a model of that name on the hub"
+        in err
+    )
     assert not hub.calls
     code, _, err = run("predict me/vit pictures --revision main")
-    assert (code, "--revision is of a model of the Hugging Face hub, and me/vit is here; leave it out" in err) == (
+    assert (
+        code,
+        "--revision is of a model of the Hugging Face hub, and me/vit is here; leave it out" in err,
+    ) == (
         2,
         True,
     )
@@ -180,7 +217,9 @@ def test_what_gives_no_weights_is_said_before_anything_is_compiled(
     hub.add("me/mamba", Path("vit")).revisions["main"]["config.json"] = b'{"model_type": "mamba"}'
     del hub.add("me/bare", Path("vit")).revisions["main"]["config.json"]
     commit = hub.repositories["me/vit"].commit("main")[:12]  # pyright: ignore
-    no_token = "write a token that may read it into HF_TOKEN, or run `hf auth login`; there is none here"
+    no_token = (
+        "write a token that may read it into HF_TOKEN, or run `hf auth login`; there is none here"
+    )
     unknown = f"is no folder here, and no model of the hub that may be read: look up its name, or where it is private {no_token}"
     cases = {
         "me/none": f"me/none {unknown}",
@@ -194,7 +233,10 @@ def test_what_gives_no_weights_is_said_before_anything_is_compiled(
         "none --revision main": "--revision is of a model of the Hugging Face hub, and none is no ORG/NAME; leave it out",
     }
     for name, message in cases.items():
-        for words in (f"finetune pictures --from {name}", f"predict {name.replace(' ', ' pictures ', 1)}"):
+        for words in (
+            f"finetune pictures --from {name}",
+            f"predict {name.replace(' ', ' pictures ', 1)}",
+        ):
             words = words if " pictures" in words else f"{words} pictures"
             code, _, err = run(words)
             assert (code, message in err, err.count("error: ")) == (2, True, 1), err
@@ -206,7 +248,10 @@ def test_what_gives_no_weights_is_said_before_anything_is_compiled(
         assert run(f"finetune pictures --from {name} --print-config")[0] == 0
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     code, _, err = run("finetune pictures --from me/gpt")
-    assert (code, "me/gpt is no folder here, has no whole copy in the cache, and the hub gives none (" in err) == (
+    assert (
+        code,
+        "me/gpt is no folder here, has no whole copy in the cache, and the hub gives none (" in err,
+    ) == (
         1,
         True,
     ), err

@@ -11,7 +11,9 @@ import pytest
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
+    ),
 ]
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "own_images.py"
 SMALL = "--log.no-tensorboard --log.no-samples --log.no-progress --steps 150"

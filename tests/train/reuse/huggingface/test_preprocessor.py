@@ -37,7 +37,9 @@ BICUBIC = PixelsConfig(
 )  # fmt: skip
 
 
-def folder(path: Path, processor: dict[str, Any] | None = VIT, names: tuple[str, ...] = NAMES) -> Path:
+def folder(
+    path: Path, processor: dict[str, Any] | None = VIT, names: tuple[str, ...] = NAMES
+) -> Path:
     """A ViT as it is published, with names of its classes."""
     published(path, MODEL)  # pyright: ignore[reportArgumentType]
     config = json.loads((path / "config.json").read_text()) | preprocessor.labels(names)
@@ -49,16 +51,24 @@ def folder(path: Path, processor: dict[str, Any] | None = VIT, names: tuple[str,
 
 def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> None:
     origin = folder(tmp_path / "hf")
-    code, out, err = zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "vit-proxy")
+    code, out, err = zoo(
+        "import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "vit-proxy"
+    )
     assert (code, err) == (0, "")
-    assert "classes: ant, bee, cat; images: squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in out
+    assert (
+        "classes: ant, bee, cat; images: squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225"
+        in out
+    )
     for path in (origin, tmp_path / "in"):
         assert trained.describe(path).images == trained.read(path).images == (NAMES, BICUBIC)
     assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
     assert config["label2id"] == {"ant": 0, "bee": 1, "cat": 2}
-    assert json.loads((tmp_path / "out" / preprocessor.FILE).read_text()) == {**VIT, "do_convert_rgb": True}
+    assert json.loads((tmp_path / "out" / preprocessor.FILE).read_text()) == {
+        **VIT,
+        "do_convert_rgb": True,
+    }
 
 
 def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -> None:
@@ -72,19 +82,41 @@ def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -
     [
         (
             {"do_normalize": False},
-            PixelsConfig(background="none", fit="squash", interpolation="bicubic", mean=(0.0,), std=(1.0,)),
-        ),
-        ({"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2}, PixelsConfig(background="none", fit="squash")),
-        (
-            {"do_rescale": False, "image_mean": 127.5, "image_std": 51.0, "size": 12, "resample": 0},
-            PixelsConfig(background="none", fit="squash", interpolation="nearest", mean=(0.5,), std=(0.2,)),
+            PixelsConfig(
+                background="none", fit="squash", interpolation="bicubic", mean=(0.0,), std=(1.0,)
+            ),
         ),
         (
-            {"size": {"shortest_edge": 14}, "do_center_crop": True, "crop_size": {"height": 12, "width": 12}},
+            {"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2},
+            PixelsConfig(background="none", fit="squash"),
+        ),
+        (
+            {
+                "do_rescale": False,
+                "image_mean": 127.5,
+                "image_std": 51.0,
+                "size": 12,
+                "resample": 0,
+            },
+            PixelsConfig(
+                background="none", fit="squash", interpolation="nearest", mean=(0.5,), std=(0.2,)
+            ),
+        ),
+        (
+            {
+                "size": {"shortest_edge": 14},
+                "do_center_crop": True,
+                "crop_size": {"height": 12, "width": 12},
+            },
             PixelsConfig(**{**vars(BICUBIC), "fit": "edge", "resize": 14}),
         ),
         (
-            {"image_processor_type": "BitImageProcessor", "size": 14, "do_center_crop": True, "crop_size": 12},
+            {
+                "image_processor_type": "BitImageProcessor",
+                "size": 14,
+                "do_center_crop": True,
+                "crop_size": 12,
+            },
             PixelsConfig(**{**vars(BICUBIC), "fit": "edge", "resize": 14}),
         ),
         (
@@ -93,7 +125,9 @@ def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -
         ),
     ],
 )
-def test_what_processors_do_is_read_and_written(change: dict[str, Any], pixels: PixelsConfig) -> None:
+def test_what_processors_do_is_read_and_written(
+    change: dict[str, Any], pixels: PixelsConfig
+) -> None:
     read = preprocessor.from_huggingface({"model_type": "vit"}, {**VIT, **change}, MODEL).pixels
     assert read == pixels
     written = preprocessor.to_huggingface(read, MODEL, "vit")
@@ -109,20 +143,31 @@ def test_what_processors_do_is_read_and_written(change: dict[str, Any], pixels: 
         ({"size": {"longest_edge": 12}}, "neither a square nor a shortest edge"),
         ({"size": {"height": "12", "width": "12"}}, "neither a square"),
         ({"do_resize": False}, "do_resize is false"),
-        ({"image_processor_type": "ConvNextImageProcessor"}, "only those of ViT, DeiT, Siglip, CLIP, Bit are read"),
+        (
+            {"image_processor_type": "ConvNextImageProcessor"},
+            "only those of ViT, DeiT, Siglip, CLIP, Bit are read",
+        ),
         ({"do_pad": True}, "do_pad is True, which is not done here"),
         ({"resample": 9}, "no number of PIL's filters"),
         ({"image_mean": [0.4, 0.5]}, "mean has 2 numbers"),
         ({"image_mean": ["0.5"] * 3}, "image_mean is .* not numbers"),
         ({"image_mean": [10**12] * 3}, "image_mean is .* not numbers"),
         ({"rescale_factor": 10**12}, "rescale_factor is 10"),
-        ({"do_center_crop": True, "size": {"shortest_edge": 10**9}, "crop_size": 12}, "more than 16384"),
+        (
+            {"do_center_crop": True, "size": {"shortest_edge": 10**9}, "crop_size": 12},
+            "more than 16384",
+        ),
         ({"image_std": [0.2, 0.0, 0.2]}, "above 0"),
         ({"rescale_factor": 0}, "rescale_factor is 0"),
-        ({"do_center_crop": True, "size": {"shortest_edge": 11}, "crop_size": 12}, "less than the 12 pixels"),
+        (
+            {"do_center_crop": True, "size": {"shortest_edge": 11}, "crop_size": 12},
+            "less than the 12 pixels",
+        ),
     ],
 )
-def test_what_is_not_done_here_is_refused_by_its_field(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_is_not_done_here_is_refused_by_its_field(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = folder(tmp_path / "hf", {**VIT, **change})
     code, _, err = zoo("import", path, "--out", tmp_path / "in")
     assert code == 2
@@ -137,10 +182,15 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         preprocessor.labels(("ant", "bee", "ant"))
     path = folder(tmp_path / "hf")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "ant", "1": "bee", "3": "cat"}}))
+    (path / "config.json").write_text(
+        json.dumps({**config, "id2label": {"0": "ant", "1": "bee", "3": "cat"}})
+    )
     with pytest.raises(ConfigError, match="id2label does not name the classes 0 to 2"):
         trained.read(path)
-    for fields, message in (({"class_names": ["ant"]}, "1 names"), ({"class_names": "ant"}, "list of names")):
+    for fields, message in (
+        ({"class_names": ["ant"]}, "1 names"),
+        ({"class_names": "ant"}, "list of names"),
+    ):
         with pytest.raises(ConfigError, match=message):
             recorded(fields, MODEL, "here")
 

@@ -19,11 +19,24 @@ from mupax.zoo.configs import ViTConfig
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
+    ),
 ]
 
-MODEL = ViTConfig(width=8, depth=1, num_heads=2, image_size=28, patch_size=4, channels=3, num_classes=3, pool="cls")
-COLOUR = PixelsConfig(fit="squash", interpolation="bicubic", mean=(0.48, 0.45, 0.4), std=(0.23, 0.22, 0.25))
+MODEL = ViTConfig(
+    width=8,
+    depth=1,
+    num_heads=2,
+    image_size=28,
+    patch_size=4,
+    channels=3,
+    num_classes=3,
+    pool="cls",
+)
+COLOUR = PixelsConfig(
+    fit="squash", interpolation="bicubic", mean=(0.48, 0.45, 0.4), std=(0.23, 0.22, 0.25)
+)
 CASES = {
     "squash": COLOUR,
     "squash, then cut": PixelsConfig(fit="squash", resize=32, interpolation="lanczos"),
@@ -37,13 +50,19 @@ def largest_difference(pixels: PixelsConfig, folder: Path) -> float:
     """Over random images of several shapes, in normalized values."""
     import transformers
 
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor.to_huggingface(pixels, MODEL, "vit")))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(preprocessor.to_huggingface(pixels, MODEL, "vit"))
+    )
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     draw, worst = np.random.default_rng(0), 0.0
     for shape in ((40, 64), (61, 37), (28, 28), (20, 31), (64, 64)):
         image = draw.integers(0, 256, (*shape, 3), dtype=np.uint8)
-        ours = images.normalized(crops.fitted(pixels, 28)([image], np.zeros((1, images.NUMBERS))), pixels)
-        theirs = processor(Image.fromarray(image), return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
+        ours = images.normalized(
+            crops.fitted(pixels, 28)([image], np.zeros((1, images.NUMBERS))), pixels
+        )
+        theirs = processor(Image.fromarray(image), return_tensors="np")["pixel_values"].transpose(
+            0, 2, 3, 1
+        )
         assert ours.shape == theirs.shape == (1, 28, 28, 3)
         worst = max(worst, float(np.abs(ours - theirs).max()))
     return worst
@@ -55,7 +74,9 @@ def test_images_are_the_same(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 24, 28, 33, 64, 224])
-def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(size: int, tmp_path: Path) -> None:
+def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(
+    size: int, tmp_path: Path
+) -> None:
     """What runs on images have unless told: files of any size and shape."""
     import transformers
 
@@ -63,7 +84,9 @@ def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(size
         PixelsConfig(fit="edge", resize=round(8 / 7 * size)),
         dataclasses.replace(MODEL, image_size=size, patch_size=1),
     )
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor.to_huggingface(pixels, model, "vit")))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps(preprocessor.to_huggingface(pixels, model, "vit"))
+    )
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     draw = np.random.default_rng(0)
     shapes = [
@@ -77,7 +100,9 @@ def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(size
     for shape in shapes:
         image = draw.integers(0, 256, (*shape, 3), dtype=np.uint8)
         ours = crops.fitted(pixels, size)([image], np.zeros((1, images.NUMBERS)))
-        read = processor(Image.fromarray(image), do_rescale=False, do_normalize=False, return_tensors="np")
+        read = processor(
+            Image.fromarray(image), do_rescale=False, do_normalize=False, return_tensors="np"
+        )
         theirs = read["pixel_values"].transpose(0, 2, 3, 1)
         np.testing.assert_array_equal(ours, theirs, err_msg=str(shape))
 

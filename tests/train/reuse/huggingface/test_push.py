@@ -56,16 +56,22 @@ class Answers(BaseHTTPRequestHandler):
             name = f"{fields.get('organization') or 'me'}/{fields['name']}"
             if name.startswith("other/"):
                 return self._answer(
-                    403, {"error": "You don't have the rights to create a model under the namespace other"}
+                    403,
+                    {
+                        "error": "You don't have the rights to create a model under the namespace other"
+                    },
                 )
             exists = name in hub.private
             private = fields.get("private", fields.get("visibility") == "private")
             hub.private.setdefault(name, private)
-            return self._answer(409 if exists else 200, {"url": f"{hub.address}/{name}", "name": name})
+            return self._answer(
+                409 if exists else 200, {"url": f"{hub.address}/{name}", "name": name}
+            )
         if path.endswith("/preupload/main"):
             # As the hub says of small files; of large ones the client's own way of sending (xet) is not ours to test.
             files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
             ]
             return self._answer(200, {"files": files})
         if path.endswith("/commit/main"):
@@ -73,13 +79,20 @@ class Answers(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             return self._answer(
-                200, {"commitUrl": f"{hub.address}/me/model/commit/1", "commitOid": "1", "success": True}
+                200,
+                {
+                    "commitUrl": f"{hub.address}/me/model/commit/1",
+                    "commitOid": "1",
+                    "success": True,
+                },
             )
         if self.command == "GET" and path.startswith("/api/models/"):
             name = path.removeprefix("/api/models/").removesuffix("/revision/main")
             if name not in hub.private:
                 return self._answer(404, {"error": "Repository not found"})
-            return self._answer(200, {"id": name, "private": hub.private[name], "siblings": [], "tags": []})
+            return self._answer(
+                200, {"id": name, "private": hub.private[name], "siblings": [], "tags": []}
+            )
         return self._answer(200, {})
 
     do_GET = do_POST = do_PUT = do_HEAD = _handle
@@ -91,7 +104,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     monkeypatch.chdir(tmp_path)
-    for name, value in {"HF_ENDPOINT": server.address, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}.items():
+    for name, value in {
+        "HF_ENDPOINT": server.address,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(tmp_path / "home"),
+    }.items():
         monkeypatch.setenv(name, value)
     published(tmp_path / "weights")
     yield server
@@ -127,14 +144,21 @@ def test_half_of_a_folder_is_not_sent(hub: Hub) -> None:
     assert (code, "model.safetensors" in err) == (2, True)
     file.rename("weights/model-00001-of-00002.safetensors")
     file.with_name("model-00001-of-00002.safetensors").write_bytes(whole)
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     Path("weights/model.safetensors.index.json").write_text(json.dumps(index))
     code, _, err = push("weights --to me/model")
     assert (code, "model-00002-of-00002.safetensors" in err) == (2, True)
     assert hub.calls == []
 
 
-def test_an_upload_that_was_cut_off_is_written_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_was_cut_off_is_written_again(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handle = Answers._handle
 
     def cut_off(self: Answers) -> None:
@@ -178,7 +202,10 @@ def test_what_links_lead_to_is_not_taken_along_with_imported_weights(hub: Hub) -
 
 def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        assert main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"]) == 0
+        assert (
+            main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"])
+            == 0
+        )
     code, out, err = push("mup --to me/model --public")
     assert code == 0, err
     assert (hub.private, err) == ({"me/model": False}, "")
@@ -200,12 +227,15 @@ def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     code, _, err = push("mup --to me/model --public --licence apache2")
     assert (
         code,
-        "--licence apache2: no licence has this identifier at Hugging Face; did you mean apache-2.0" in err,
+        "--licence apache2: no licence has this identifier at Hugging Face; did you mean apache-2.0"
+        in err,
     ) == (2, True), err
     assert not any("commit" in call for call in hub.calls[sent:])
 
 
-def test_a_dry_run_lists_files_without_a_token_or_a_call(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_lists_files_without_a_token_or_a_call(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HF_TOKEN")
     Path("weights/.secret.json").write_text("{}")
     code, out, _ = push("weights --to me/model --dry-run")
@@ -234,7 +264,9 @@ def test_what_cannot_be_sent_is_said_in_a_line(hub: Hub, monkeypatch: pytest.Mon
     monkeypatch.delenv("HF_TOKEN")
     code, _, err = push("weights --to me/model")
     assert code == 2
-    assert err.startswith("error: no token of Hugging Face is here; write one that may write into HF_TOKEN")
+    assert err.startswith(
+        "error: no token of Hugging Face is here; write one that may write into HF_TOKEN"
+    )
     assert not hub.files
     assert set(hub.private) == {"me/seen"}  # none was made
     monkeypatch.setenv("HF_TOKEN", TOKEN)

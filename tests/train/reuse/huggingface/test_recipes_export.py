@@ -57,7 +57,9 @@ REFUSED = {
             "with --model.no-pre-logits to export",
         )
     ],
-    "bordelon-vit": [("--model.no-centered", f"transformers' siglip cannot hold this model: {CENTERED}")],
+    "bordelon-vit": [
+        ("--model.no-centered", f"transformers' siglip cannot hold this model: {CENTERED}")
+    ],
     "bordelon-lm": [
         (
             "--model.no-centered --model.no-qk-norm --model.qk-norm-kind rmsnorm --model.branch-activation none "
@@ -78,7 +80,9 @@ def written(name: str, *words: str) -> dict[str, Any]:
 
 
 def test_every_recipe_is_listed_once() -> None:
-    assert sorted([*FAMILIES, *REFUSED]) == sorted(RECIPES), "say of a new recipe what its result is exported as"
+    assert sorted([*FAMILIES, *REFUSED]) == sorted(RECIPES), (
+        "say of a new recipe what its result is exported as"
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,8 +90,12 @@ def test_recipe_is_exported(name: str) -> None:
     assert written(name)["model_type"] == FAMILIES[name]
 
 
-@pytest.mark.parametrize(("name", "flags", "text"), [(name, *row) for name, rows in REFUSED.items() for row in rows])
-def test_recipe_is_refused_and_the_flags_of_the_refusal_export(name: str, flags: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags", "text"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
+)
+def test_recipe_is_refused_and_the_flags_of_the_refusal_export(
+    name: str, flags: str, text: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         written(name)
     assert text in ("", str(refusal.value))
@@ -97,7 +105,9 @@ def test_recipe_is_refused_and_the_flags_of_the_refusal_export(name: str, flags:
 
 @pytest.mark.parametrize("preset", ["sp", "mup", "depth-mup", "u-mup"])
 @pytest.mark.parametrize("name", models.WRITTEN)
-def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset: str, tmp_path: Path) -> None:
+def test_what_is_written_as_another_model_has_the_same_logits(
+    name: str, preset: str, tmp_path: Path
+) -> None:
     config = models.WRITTEN[name]
     built, fields = definition(config), dataclasses.replace(parity.PRESETS[preset])
     if preset in ("mup", "depth-mup"):
@@ -106,7 +116,9 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
     factors = resolve(under, built, under.optimizers[0])
     params = parity.random_params(built, init_stds(under, built))
     inputs = parity.inputs_of(config)
-    here = jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
+    here = jax.jit(built.apply)(
+        params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)
+    )
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     record = plain.preset_record(fields, under, built, factors)
     notes = files.write_huggingface(
@@ -125,7 +137,9 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
 
     def logits(**changes: np.ndarray) -> np.ndarray:
         merged: Any = {**values, **changes}
-        outputs = again.apply(merged, standard.multiplier, standard.forward, *map(jnp.asarray, inputs))
+        outputs = again.apply(
+            merged, standard.multiplier, standard.forward, *map(jnp.asarray, inputs)
+        )
         return np.asarray(outputs)
 
     assert np.abs(here).max() > 0.1
@@ -142,7 +156,9 @@ def test_positions_in_the_file_are_the_fixed_table(tmp_path: Path) -> None:
     assert not params["position"][0].any(), "the CLS token has no position"
 
 
-@pytest.mark.parametrize("model", [models.VIT, models.LLAMA, models.VARIANTS["Qwen3-MoE"], models.T5])
+@pytest.mark.parametrize(
+    "model", [models.VIT, models.LLAMA, models.VARIANTS["Qwen3-MoE"], models.T5]
+)
 def test_a_model_that_a_layout_holds_is_written_as_it_is(model: TransformerConfig) -> None:
     assert equivalent(model) == (model, {}, [])
 
@@ -150,5 +166,7 @@ def test_a_model_that_a_layout_holds_is_written_as_it_is(model: TransformerConfi
 def test_a_capacity_beside_what_no_layout_has_is_still_refused() -> None:
     routing = RoutingConfig(gate="sigmoid", capacity_factor=1.25)
     model = dataclasses.replace(models.VARIANTS["Qwen3-MoE"], routing=routing)
-    with pytest.raises(ConfigError, match=r"its router is a softmax, and model\.routing\.gate is sigmoid"):
+    with pytest.raises(
+        ConfigError, match=r"its router is a softmax, and model\.routing\.gate is sigmoid"
+    ):
         huggingface.to_huggingface(equivalent(model).model)

@@ -31,7 +31,9 @@ from tests.train.checkpoints.test_assets import of_an_older_version
 from tests.train.reuse.test_source import published
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-without_them = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it")
+without_them = pytest.mark.skipif(
+    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
+)
 VOCAB = 300
 MODEL = DecoderConfig(
     width=8, depth=1, num_heads=2, mlp_ratio=2.5, vocab_size=VOCAB, seq_len=32,
@@ -50,7 +52,9 @@ WITH_TOKENS = "\n{{ bos_token }}{% for m in messages %}{{ m['role'] + m['content
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 
 
-def save_tokenizer(path: Path, *specials: str, begin: str | None = None, end: str | None = None) -> Tokenizer:
+def save_tokenizer(
+    path: Path, *specials: str, begin: str | None = None, end: str | None = None
+) -> Tokenizer:
     """A byte-level tokenizer.json with these special tokens at its end, and tokens that it puts around a text."""
     library = named_tokenizers.train_bpe([b"the cat sat on the mat and the dog ran"] * 4, 280)
     library.add_special_tokens([AddedToken(token, special=True) for token in specials])
@@ -97,7 +101,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
         texts = Path("texts")
         texts.mkdir()
         for name in "abcdefghij":
-            (texts / f"{name}.txt").write_text(f"the cat {name} sat on the mat and the dog ran. " * 30)
+            (texts / f"{name}.txt").write_text(
+                f"the cat {name} sat on the mat and the dog ran. " * 30
+            )
         save_tokenizer(Path("said.json"), "<|im_end|>", "<s>", "<pad>", begin="<s>")
         done(
             "train",
@@ -114,7 +120,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "--workdir odd",
         )
         talk = json.dumps({"messages": TALK})
-        Path("talks.jsonl").write_text("".join(talk.replace("cat", f"cat {i}") + "\n" for i in range(60)))
+        Path("talks.jsonl").write_text(
+            "".join(talk.replace("cat", f"cat {i}") + "\n" for i in range(60))
+        )
         save_tokenizer(Path("chat.json"), "<|im_start|>", "<|im_end|>")
         Path("chatml.jinja").write_text(CHATML)
         words = "lm-tiny --data.name chat:talks.jsonl --data.tokenizer chat.json --data.chat-template chatml.jinja"
@@ -131,7 +139,9 @@ def token_id(path: str, token: str) -> int:
 # Export of a run
 
 
-def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_left_out(tmp_path: Path) -> None:
+def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_left_out(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "out"
     output = done("export said --out", out)
     end, pad = token_id("said.json", "<|im_end|>"), token_id("said.json", "<pad>")
@@ -141,13 +151,20 @@ def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_
     tokens = {"bos_token": "<|im_end|>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     assert fields(out / "tokenizer_config.json").items() >= tokens.items()
     assert all(word in output for word in ("<s>", "tokenizer.json"))
-    before, after = (Tokenizer.from_file(str(path)) for path in (Path("said.json"), out / "tokenizer.json"))
-    assert before.encode("the cat").ids == [token_id("said.json", "<s>"), *after.encode("the cat").ids]
+    before, after = (
+        Tokenizer.from_file(str(path)) for path in (Path("said.json"), out / "tokenizer.json")
+    )
+    assert before.encode("the cat").ids == [
+        token_id("said.json", "<s>"),
+        *after.encode("the cat").ids,
+    ]
     assert before.get_vocab() == after.get_vocab()
     # What is exported writes as the run does: after the same prompt, and after an empty one.
     for prompt in ("the", "''"):
         texts = [
-            done("generate", path, "--temperature 0 --tokens 5 --prompt", prompt).partition(":")[0].splitlines()[0]
+            done("generate", path, "--temperature 0 --tokens 5 --prompt", prompt)
+            .partition(":")[0]
+            .splitlines()[0]
             for path in ("said", out)
         ]
         assert texts[0] == texts[1]
@@ -178,7 +195,9 @@ def test_weights_with_a_file_of_an_unusual_end_say_how_to_name_it(tmp_path: Path
     code, output = called("export", origin, "--tokenizer odd.json --out", tmp_path / "none")
     assert (code, "--separator" in output) == (2, True)
     done("export", origin, "--tokenizer odd.json --separator <<fin>> --out", tmp_path / "out")
-    assert fields(tmp_path / "out" / "config.json")["eos_token_id"] == token_id("odd.json", "<<fin>>")
+    assert fields(tmp_path / "out" / "config.json")["eos_token_id"] == token_id(
+        "odd.json", "<<fin>>"
+    )
     code, output = called("export odd --separator <<fin>> --out", tmp_path / "none")
     assert (code, "--separator" in output) == (2, True)
 
@@ -219,9 +238,15 @@ def test_a_template_that_is_gone_is_said(tmp_path: Path) -> None:
 def test_a_template_renders_as_in_training_whatever_the_tokens_are_called_there() -> None:
     trained = templates.Template(WITH_TOKENS, "x", {"bos_token": '<"b\\>'})
     exported = templates.Template(
-        trained.with_tokens({"bos_token": "<s>", "eos_token": "</s>"}), "y", {"bos_token": "<s>", "eos_token": "</s>"}
+        trained.with_tokens({"bos_token": "<s>", "eos_token": "</s>"}),
+        "y",
+        {"bos_token": "<s>", "eos_token": "</s>"},
     )
-    assert exported.render(TALK, prompt=True) == trained.render(TALK, prompt=True) == '\n<"b\\>userthe catassistantsat'
+    assert (
+        exported.render(TALK, prompt=True)
+        == trained.render(TALK, prompt=True)
+        == '\n<"b\\>userthe catassistantsat'
+    )
     same = {"bos_token": '<"b\\>'}
     assert trained.with_tokens(same) == WITH_TOKENS  # nothing to say anew
 
@@ -234,11 +259,15 @@ def test_a_template_renders_as_in_training_whatever_the_tokens_are_called_there(
         ({"type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0], "trim_offsets": True, "add_prefix_space": False}, False),
     ],
 )  # fmt: skip
-def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], adds_nothing: bool, tmp_path: Path) -> None:
+def test_every_way_of_adding_tokens_is_taken_out(
+    processor: dict[str, Any], adds_nothing: bool, tmp_path: Path
+) -> None:
     save_tokenizer(tmp_path / "t.json", "<s>", "</s>")
     for value in (processor, {"type": "Sequence", "processors": [processor]}):
         content = {**fields(tmp_path / "t.json"), "post_processor": value}
-        after = Tokenizer.from_buffer(tokenizer_files.without_added_tokens(json.dumps(content).encode()))
+        after = Tokenizer.from_buffer(
+            tokenizer_files.without_added_tokens(json.dumps(content).encode())
+        )
         plain = after.encode("the cat", add_special_tokens=False).ids
         assert after.encode("the cat").ids == plain
         before = Tokenizer.from_buffer(json.dumps(content).encode())
@@ -252,7 +281,9 @@ def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], adds
 def llama(work: Path) -> Path:
     """Weights with all the files that are published with a model that chats."""
     folder = published(work / "llama", MODEL)
-    library = save_tokenizer(folder / "tokenizer.json", "<|im_start|>", "<|im_end|>", "<s>", begin="<s>")
+    library = save_tokenizer(
+        folder / "tokenizer.json", "<|im_start|>", "<|im_end|>", "<s>", begin="<s>"
+    )
     ends = [library.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     ids = {"bos_token_id": library.token_to_id("<s>"), "eos_token_id": ends}
     (folder / "config.json").write_text(json.dumps({**fields(folder / "config.json"), **ids}))
@@ -271,12 +302,21 @@ def test_import_and_export_keep_what_lies_beside_weights(llama: Path, tmp_path: 
     output = done("import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
     assert "tokenizer.json" in output
     done("export", tmp_path / "in", "--out", tmp_path / "out")
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    names = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+    )
     for name in names:
         for folder in ("in", "out"):
             assert (tmp_path / folder / name).read_bytes() == (llama / name).read_bytes()
     for name in ("bos_token_id", "eos_token_id"):
-        assert fields(tmp_path / "out" / "config.json")[name] == fields(llama / "config.json")[name] is not None
+        assert (
+            fields(tmp_path / "out" / "config.json")[name]
+            == fields(llama / "config.json")[name]
+            is not None
+        )
     assert "AutoTokenizer" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -315,7 +355,12 @@ def test_a_run_from_weights_reads_their_tokens(llama: Path, tmp_path: Path) -> N
     done("export odd --out", tmp_path / "out")
     # The control: another vocabulary is another text.
     words = ["lm-tiny --data.name text:texts", TINY, "--init-from", tmp_path / "out", "--workdir"]
-    done("train", *words, tmp_path / "other", "--model.vocab-size 256 --init-new token_embedding readout")
+    done(
+        "train",
+        *words,
+        tmp_path / "other",
+        "--model.vocab-size 256 --init-new token_embedding readout",
+    )
     assert fields(tmp_path / "other" / "config.json")["config"]["data"]["tokenizer"] == "bytes"
 
 
@@ -328,7 +373,9 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
     output = done("export", tmp_path / "in", "--out", tmp_path / "out")
     assert output.count("--licence") == 1  # every note once
     assert fields(tmp_path / "out" / "config.json")["mupax"]["tokenizer"] == "bytes"
-    assert trained.open_model(tmp_path / "in").config.data.chat_template == str(tmp_path / "in" / "chat_template.jinja")
+    assert trained.open_model(tmp_path / "in").config.data.chat_template == str(
+        tmp_path / "in" / "chat_template.jinja"
+    )
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
     texts = {
         done("generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
@@ -337,7 +384,9 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
     assert len(texts) == 1
 
 
-def test_another_tokenizer_than_the_one_beside_weights_has_its_own_separator(tmp_path: Path) -> None:
+def test_another_tokenizer_than_the_one_beside_weights_has_its_own_separator(
+    tmp_path: Path,
+) -> None:
     done("export odd --out", tmp_path / "out")
     done("generate", tmp_path / "out", "--tokens 3 --prompt the --data.tokenizer bytes")
     done("eval", tmp_path / "out", "--data.name text:texts --data.tokenizer bytes")
@@ -347,13 +396,19 @@ def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: P
     """As the lm-eval harness has it: the first token is predicted after <s>, and not after the end of a text."""
     text = "the cat sat on the mat and the dog ran"
     done("import", llama, "--out", tmp_path / "in")
-    shutil.copytree(llama, tmp_path / "named")  # the token is named, and the tokenizer does not add it
+    shutil.copytree(
+        llama, tmp_path / "named"
+    )  # the token is named, and the tokenizer does not add it
     content = (llama / "tokenizer.json").read_bytes()
-    (tmp_path / "named" / "tokenizer.json").write_bytes(tokenizer_files.without_added_tokens(content))
+    (tmp_path / "named" / "tokenizer.json").write_bytes(
+        tokenizer_files.without_added_tokens(content)
+    )
     shutil.copytree(tmp_path / "named", tmp_path / "none")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         (tmp_path / "none" / name).unlink()
-    begin, end = (token_id(str(llama / "tokenizer.json"), token) for token in ("<s>", "<|endoftext|>"))
+    begin, end = (
+        token_id(str(llama / "tokenizer.json"), token) for token in ("<s>", "<|endoftext|>")
+    )
     for folder, first in {
         llama: begin,
         tmp_path / "in": begin,
@@ -374,7 +429,9 @@ def model_of(folder: Path) -> Any:
     params, factors = run.params(program.abstract), program.inputs.factors
 
     def read(tokens: jax.Array) -> jax.Array:
-        logits = program.definition.apply(params, factors.multiplier, factors.forward, tokens[None, :-1])
+        logits = program.definition.apply(
+            params, factors.multiplier, factors.forward, tokens[None, :-1]
+        )
         return jnp.take_along_axis(jax.nn.log_softmax(logits)[0], tokens[1:, None], axis=-1)[:, 0]
 
     return jax.jit(read)
@@ -387,7 +444,9 @@ def logprobs(folder: Path, ids: list[int]) -> np.ndarray:
     return np.asarray(model_of(folder)(tokens))[: len(ids) - 1]
 
 
-def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
+def test_evaluation_of_weights_begins_every_document_with_their_begin_token(
+    llama: Path, tmp_path: Path
+) -> None:
     words = ["the cat sat", "on the mat"]
     (tmp_path / "records").mkdir()
     for part, count in (("train", 9), ("eval", 1)):
@@ -395,7 +454,12 @@ def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llam
         (tmp_path / "records" / f"{part}.jsonl").write_text("".join(lines))
     library = Tokenizer.from_file(str(llama / "tokenizer.json"))
     begin, end = library.token_to_id("<s>"), library.token_to_id("<|endoftext|>")
-    done("eval", llama, f"--data.name records:{tmp_path / 'records'} --json", tmp_path / "numbers.json")
+    done(
+        "eval",
+        llama,
+        f"--data.name records:{tmp_path / 'records'} --json",
+        tmp_path / "numbers.json",
+    )
     numbers = fields(tmp_path / "numbers.json")
     documents = [[*library.encode(word, add_special_tokens=False).ids, end] for word in words]
     assert numbers["targets"] == sum(map(len, documents))
@@ -409,7 +473,9 @@ def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llam
     )
 
 
-def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama: Path, tmp_path: Path) -> None:
+def test_without_a_generation_config_import_writes_the_ids_of_config_json(
+    llama: Path, tmp_path: Path
+) -> None:
     shutil.copytree(llama, tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").unlink()
     done("import", tmp_path / "hf", "--out", tmp_path / "in")
@@ -421,7 +487,10 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
     output = done("import", origin, "--out", tmp_path / "in")
     assert "--data.tokenizer" in output
-    assert sorted(path.name for path in (tmp_path / "in").glob("[!.]*")) == ["model.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "in").glob("[!.]*")) == [
+        "model.json",
+        "model.safetensors",
+    ]
     done("export", tmp_path / "in", "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "generation_config.json").exists()
 
@@ -466,7 +535,9 @@ def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path
     import transformers
 
     run, words = "chat", []
-    if case == "tokens of another file":  # named by files beside the tokenizer, and used by the template
+    if (
+        case == "tokens of another file"
+    ):  # named by files beside the tokenizer, and used by the template
         folder = tmp_path / "published"
         save_tokenizer(folder / "tokenizer.json", "<s>", "</s>", "<|im_end|>", begin="<s>")
         source = "{{ bos_token }}{% for m in messages %}{{ m['role'] + eos_token + m['content'] + '<|im_end|>' }}{% endfor %}"
@@ -479,28 +550,42 @@ def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     opened_run = trained.open_model(Path(run))
     own = opened_run.tokenizer()
-    template = templates.find(opened_run.config.data.tokenizer, opened_run.config.data.chat_template)
+    template = templates.find(
+        opened_run.config.data.tokenizer, opened_run.config.data.chat_template
+    )
     assert template is not None
     for talk, prompt in ((TALK, False), (TALK[:1], True)):
         text = template.render(talk, prompt=prompt)
-        assert tokenizer.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=False) == text
-        ids = tokenizer.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=True, return_dict=False)
+        assert (
+            tokenizer.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=False)
+            == text
+        )
+        ids = tokenizer.apply_chat_template(
+            talk, add_generation_prompt=prompt, tokenize=True, return_dict=False
+        )
         assert ids == own.encode([text.encode()])[0].tolist()
     assert tokenizer.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parity
 @without_them
-def test_transformers_reads_what_was_imported_and_exported_as_it_was_published(llama: Path, tmp_path: Path) -> None:
+def test_transformers_reads_what_was_imported_and_exported_as_it_was_published(
+    llama: Path, tmp_path: Path
+) -> None:
     import transformers
 
     done("import", llama, "--out", tmp_path / "in")
     done("export", tmp_path / "in", "--out", tmp_path / "out")
-    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (llama, tmp_path / "out"))
+    before, after = (
+        transformers.AutoTokenizer.from_pretrained(path) for path in (llama, tmp_path / "out")
+    )
     assert before("the cat")["input_ids"] == after("the cat")["input_ids"]
     assert before.special_tokens_map == after.special_tokens_map
     texts = [tokenizer.apply_chat_template(TALK, tokenize=False) for tokenizer in (before, after)]
     assert texts[0] == texts[1]
-    configs = [transformers.GenerationConfig.from_pretrained(path).to_dict() for path in (llama, tmp_path / "out")]
+    configs = [
+        transformers.GenerationConfig.from_pretrained(path).to_dict()
+        for path in (llama, tmp_path / "out")
+    ]
     assert configs[0] == configs[1]
     assert configs[0]["temperature"] == 0.6

@@ -20,7 +20,14 @@ from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import write_tensors
 
-SIZES: Any = {"width": 8, "depth": 1, "encoder_depth": 1, "num_heads": 2, "vocab_size": 263, "seq_len": 24}
+SIZES: Any = {
+    "width": 8,
+    "depth": 1,
+    "encoder_depth": 1,
+    "num_heads": 2,
+    "vocab_size": 263,
+    "seq_len": 24,
+}
 MODELS = {
     "mbart": EncoderDecoderConfig(**SIZES, activation="gelu_exact"),
     "t5": EncoderDecoderConfig(
@@ -29,14 +36,20 @@ MODELS = {
     ),
 }  # fmt: skip
 IDS = {"decoder_start_token_id": 259, "bos_token_id": 260, "eos_token_id": 261, "pad_token_id": 262}
-FORCED = {"forced_bos_token_id": 104, "forced_eos_token_id": 33}  # h and !, so that a text shows them
+FORCED = {
+    "forced_bos_token_id": 104,
+    "forced_eos_token_id": 33,
+}  # h and !, so that a text shows them
 WORDS = ["--data.tokenizer", "bytes", "--prompt", "a text", "--temperature", "0", "--tokens"]
 
 
 def published(folder: Path, name: str, **generation: int) -> Path:
     """A model of random weights that does not end by itself, and what its files say of generation."""
     draw, folder = np.random.default_rng(5), folder / name
-    params = {k: draw.standard_normal(leaf.shape, np.float32) for k, leaf in definition(MODELS[name]).abstract.items()}
+    params = {
+        k: draw.standard_normal(leaf.shape, np.float32)
+        for k, leaf in definition(MODELS[name]).abstract.items()
+    }
     folder.mkdir()
     write_tensors(folder, weights.to_huggingface(MODELS[name], params), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(to_huggingface(MODELS[name], tokens=IDS)))
@@ -53,9 +66,17 @@ def run_command(*words: Any) -> tuple[int, str, str]:
 
 
 def test_generation_config_decides_and_alone_says_what_is_forced(tmp_path: Path) -> None:
-    assert text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS}) == {**IDS, "forced_eos_token_id": 2}
-    assert text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS, "forced_eos_token_id": None}) == IDS
-    (tmp_path / text_ids.FILE).write_text(json.dumps({"eos_token_id": [5], "forced_bos_token_id": 7}))
+    assert text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS}) == {
+        **IDS,
+        "forced_eos_token_id": 2,
+    }
+    assert (
+        text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS, "forced_eos_token_id": None})
+        == IDS
+    )
+    (tmp_path / text_ids.FILE).write_text(
+        json.dumps({"eos_token_id": [5], "forced_bos_token_id": 7})
+    )
     ids = text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS})
     assert ids == {**IDS, "eos_token_id": 5, "forced_bos_token_id": 7}
     assert text_ids.of(ids, tmp_path, 263) == TextIds(259, 5, 262, 7, None)
@@ -80,10 +101,18 @@ def test_forced_tokens_are_written_by_weights_as_published_and_as_imported(tmp_p
     code, forced, err = run_command("generate", free, *WORDS, 9)
     assert code == 0, err
     assert (forced[0], forced.rstrip("\n")[-1]) == ("h", "!") != (plain[0], plain.rstrip("\n")[-1])
-    assert run_command("import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy")[0] == 0
+    assert (
+        run_command(
+            "import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy"
+        )[0]
+        == 0
+    )
     assert run_command("generate", tmp_path / "in", *WORDS, 9)[1] == forced
     assert run_command("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= {**IDS, **FORCED}.items()
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text()).items()
+        >= {**IDS, **FORCED}.items()
+    )
     code, _, err = run_command("generate", free, "--data.tokenizer", "bytes", "--prompt", "x" * 24)
     assert (code, "the prompt is 25 tokens, and the model reads 1 to 24" in err) == (2, True)
     code, _, err = run_command("eval", free, "--data.name", "text:x")
@@ -102,7 +131,11 @@ def test_text_is_that_of_transformers(name: str, beams: int, tmp_path: Path) -> 
         (tmp_path / str(len(texts))).mkdir()
         folder = published(tmp_path / str(len(texts)), name, **generation)
         theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, num_beams=beams
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=9,
+            do_sample=False,
+            num_beams=beams,
         )[0]
         expected = bytes(i for i in theirs.tolist() if i < 256).decode(errors="replace")
         code, text, err = run_command("generate", folder, *WORDS, 9, "--beams", beams)

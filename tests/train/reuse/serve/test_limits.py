@@ -39,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve") / "tiny"
     noise = np.random.default_rng(3)
     shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
-    params: Any = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    params: Any = {
+        name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
     files.write_imported(
         WeightsSource(MODEL, params, dict.fromkeys(params, np.ones(())), {}, []),
         PresetConfig(name="sp"),
@@ -87,7 +89,12 @@ def raw(server: Server, sent: bytes) -> bytes:
 
 
 def head(*lines: str) -> bytes:
-    words = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines]
+    words = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        *lines,
+    ]
     return "\r\n".join([*words, "", ""]).encode()
 
 
@@ -164,19 +171,30 @@ def test_values_that_no_request_has_are_400(server: Server, body: Any, param: st
     ],
     ids=lambda value: repr(value)[-30:],
 )
-def test_heads_that_a_proxy_may_read_otherwise_are_refused(server: Server, sent: bytes, status: int) -> None:
+def test_heads_that_a_proxy_may_read_otherwise_are_refused(
+    server: Server, sent: bytes, status: int
+) -> None:
     smuggled = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     received = raw(server, sent + smuggled)
     assert received.startswith(b"HTTP/1.1 %d " % status), received[:100]
-    assert received.count(b"HTTP/1.1 ") == 1  # the connection is closed, and what follows is no request
+    assert (
+        received.count(b"HTTP/1.1 ") == 1
+    )  # the connection is closed, and what follows is no request
     assert json.loads(received.partition(b"\r\n\r\n")[2])
 
 
-def test_bodies_are_bounded_together_and_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_bounded_together_and_forgotten(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serve_server, "LARGEST", 4000)
     monkeypatch.setattr(serve_server, "LARGEST_TOTAL", 5000)
     assert post(server, {"prompt": "a" * 5000})[0] == 413
-    chunked = head("Transfer-Encoding: chunked", "Connection: close") + b"1388\r\n" + b"a" * 5000 + b"\r\n0\r\n\r\n"
+    chunked = (
+        head("Transfer-Encoding: chunked", "Connection: close")
+        + b"1388\r\n"
+        + b"a" * 5000
+        + b"\r\n0\r\n\r\n"
+    )
     assert raw(server, chunked).startswith(b"HTTP/1.1 413 ")
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as slow:
         slow.sendall(head("Content-Length: 3900") + b"a" * 3500)
@@ -188,7 +206,9 @@ def test_bodies_are_bounded_together_and_forgotten(server: Server, monkeypatch: 
     until(lambda: post(server, {"prompt": "a" * 3000})[0] == 400)  # the slow client has left
 
 
-def test_a_client_that_sends_slowly_is_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_slowly_is_cut_off(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serve_server, "HEAD_S", 0.1)
     monkeypatch.setattr(serve_server, "BODY_S", 0.1)
     assert raw(server, b"POST /v1/comple") == b""
@@ -198,7 +218,9 @@ def test_a_client_that_sends_slowly_is_cut_off(server: Server, monkeypatch: pyte
 
 def test_an_empty_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_of(server), "template", Template("", "empty.jinja"))
-    status, answer, _ = post(server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    status, answer, _ = post(
+        server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
+    )
     assert (status, answer["error"]["param"]) == (400, "messages")
 
 
@@ -223,8 +245,14 @@ def test_clients_that_left_block_nobody(server: Server) -> None:
     assert post(server, SHORT)[0] == 200
 
 
-def test_a_request_ends_when_its_time_is_over(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_of(server), "limits", dataclasses.replace(service_of(server).limits, max_seconds=0.3))
+def test_a_request_ends_when_its_time_is_over(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        service_of(server),
+        "limits",
+        dataclasses.replace(service_of(server).limits, max_seconds=0.3),
+    )
     status, answer, _ = post(server, ENDLESS)
     assert status == 200
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -254,7 +282,9 @@ def test_a_full_queue_is_503_and_a_short_request_does_not_wait_for_long_ones(
         until(lambda: len(service_of(server).worker._jobs) == 3)
 
 
-def test_a_request_of_many_texts_leaves_slots_for_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_many_texts_leaves_slots_for_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "TURN_S", 0.05)
     with asking(server, {**ENDLESS, "n": 8}):
         until(lambda: len(service_of(server).worker.slots.active) == 2)
@@ -271,15 +301,21 @@ def failing(message: str) -> Any:
     return program
 
 
-@pytest.mark.parametrize("name", ["_read", "_draw", "_insert", "_step", "join", "step", "_fill_slots"])
-@pytest.mark.parametrize(("message", "status"), [("RESOURCE_EXHAUSTED: no memory", 503), ("no such thing", 500)])
+@pytest.mark.parametrize(
+    "name", ["_read", "_draw", "_insert", "_step", "join", "step", "_fill_slots"]
+)
+@pytest.mark.parametrize(
+    ("message", "status"), [("RESOURCE_EXHAUSTED: no memory", 503), ("no such thing", 500)]
+)
 def test_a_failure_answers_its_request_and_the_worker_lives_on(
     server: Server, monkeypatch: pytest.MonkeyPatch, name: str, message: str, status: int
 ) -> None:
     slots = service_of(server).worker.slots
     expected = post(server, SHORT)[1]["choices"]
     with monkeypatch.context() as patch:
-        patch.setattr(slots if hasattr(slots, name) else service_of(server).worker, name, failing(message))
+        patch.setattr(
+            slots if hasattr(slots, name) else service_of(server).worker, name, failing(message)
+        )
         assert post(server, SHORT)[0] == status
     assert post(server, SHORT)[1]["choices"] == expected
 
@@ -288,12 +324,18 @@ def test_logprobs_without_memory_are_503_and_the_worker_lives_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(service_of(server).worker.generator, "logprobs", failing("Out of memory allocating 9 bytes"))
+        patch.setattr(
+            service_of(server).worker.generator,
+            "logprobs",
+            failing("Out of memory allocating 9 bytes"),
+        )
         assert post(server, {**SHORT, "logprobs": 2})[0] == 503
     assert post(server, {**SHORT, "logprobs": 2})[0] == 200
 
 
-def test_health_tells_a_stuck_and_a_dead_worker(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_tells_a_stuck_and_a_dead_worker(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def health() -> int:
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
         connection.request("GET", "/health")
@@ -339,8 +381,11 @@ def test_health_tells_a_stuck_and_a_dead_worker(server: Server, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "words", ["--slots 0", "--max-tokens 0", "--max-seconds nan", "--max-seconds 0", "--max-waiting 0"]
+    "words",
+    ["--slots 0", "--max-tokens 0", "--max-seconds nan", "--max-seconds 0", "--max-waiting 0"],
 )
-def test_limits_out_of_range_are_refused(tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_out_of_range_are_refused(
+    tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", str(tmp_path), *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err

@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights alone of a model that writes ASCII, and a chat template."""
     out, noise = tmp_path_factory.mktemp("serve") / "tiny", np.random.default_rng(3)
     shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
-    params: Any = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    params: Any = {
+        name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
     source = WeightsSource(MODEL, params, dict.fromkeys(params, np.ones(())), {}, [])
     files.write_imported(source, PresetConfig(name="sp"), out, "a test")
     (out / "chat.jinja").write_text(TEMPLATE)
@@ -63,7 +65,9 @@ def server(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def serving(folder: Path, tokenizer: str) -> Iterator[Server]:
-    args = command.Serve(workdir=folder, port=0, tokenizer=tokenizer, chat_template=str(folder / "chat.jinja"))
+    args = command.Serve(
+        workdir=folder, port=0, tokenizer=tokenizer, chat_template=str(folder / "chat.jinja")
+    )
     with Server(args.host, args.port) as http_server:
         http_server.service = command.opened_service(args)
         thread = threading.Thread(target=http_server.serve_forever)
@@ -82,12 +86,17 @@ def response(
     """Status and answer of a GET, or of a POST where there is a body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **{n.replace("_", "-"): v for n, v in headers.items()}}
+    headers = {
+        "Content-Type": "application/json",
+        **{n.replace("_", "-"): v for n, v in headers.items()},
+    }
     connection.request("GET" if body is None else "POST", path, content, headers)
     answer = connection.getresponse()
     text = answer.read().decode()  # strict: every answer is UTF-8
     connection.close()
-    return answer.status, json.loads(text) if answer.headers.get_content_type() == "application/json" else text
+    return answer.status, json.loads(
+        text
+    ) if answer.headers.get_content_type() == "application/json" else text
 
 
 def completion(server: Server, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
@@ -111,14 +120,29 @@ def events(stream: str) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def test_greedy_text_is_that_of_generate(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_text_is_that_of_generate(
+    server: Server, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     length = SEQ_LEN + 9  # past the end of the context
-    words = ["--prompt", PROMPT, "--tokens", str(length), "--temperature", "0", "--data.tokenizer", "bytes"]
+    words = [
+        "--prompt",
+        PROMPT,
+        "--tokens",
+        str(length),
+        "--temperature",
+        "0",
+        "--data.tokenizer",
+        "bytes",
+    ]
     assert main(["generate", str(folder), *words]) == 0
     answer = completion(server, max_tokens=length)
     assert PROMPT + text_of(answer) + "\n" == capsys.readouterr().out
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": length, "total_tokens": length + 5}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": length,
+        "total_tokens": length + 5,
+    }
     assert text_of(completion(server, [*PROMPT.encode()], max_tokens=length)) == text_of(answer)
 
 
@@ -128,7 +152,11 @@ def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Serve
     completion(server, max_tokens=3)
     before = slots.compilations
     for prompt in ("abcde", "abcdef", "abcdefgh"):  # one power of two
-        for sampling in ({"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.5}):
+        for sampling in (
+            {"temperature": 0},
+            {"temperature": 0.7},
+            {"temperature": 1.3, "top_p": 0.5},
+        ):
             completion(server, prompt, max_tokens=4, **sampling)
     assert slots.compilations == before
     completion(server, "abc", max_tokens=2)  # Control: another power of two.
@@ -136,12 +164,19 @@ def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Serve
 
 
 def test_two_requests_at_once_get_what_each_gets_alone(server: Server) -> None:
-    requests = [{"prompt": p, "seed": s, "temperature": 1, "max_tokens": 40} for p, s in (("ab", 1), ("ba", 2))]
+    requests = [
+        {"prompt": p, "seed": s, "temperature": 1, "max_tokens": 40}
+        for p, s in (("ab", 1), ("ba", 2))
+    ]
     alone = [text_of(completion(server, **request)) for request in requests]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        together = [text_of(a) for a in pool.map(lambda request: completion(server, **request), requests)]
+        together = [
+            text_of(a) for a in pool.map(lambda request: completion(server, **request), requests)
+        ]
     assert together == alone
-    assert alone[0] != text_of(completion(server, **{**requests[0], "seed": 9}))  # Control: the seed counts.
+    assert alone[0] != text_of(
+        completion(server, **{**requests[0], "seed": 9})
+    )  # Control: the seed counts.
 
 
 def test_a_seed_says_every_text_however_many_are_asked_for(server: Server) -> None:
@@ -163,13 +198,24 @@ def test_a_stop_of_several_tokens_ends_the_text_before_it(server: Server) -> Non
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == whole.find(stop) + len(stop)
     chunks = events(
-        response(server, {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields})[1]
+        response(
+            server,
+            {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields},
+        )[1]
     )  # pyright: ignore
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(answer)
 
 
 def test_a_stream_is_the_same_text_in_pieces(server: Server) -> None:
-    fields = {"prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 20, "n": 2, "echo": True, "ignore_eos": True}
+    fields = {
+        "prompt": PROMPT,
+        "temperature": 1,
+        "seed": 3,
+        "max_tokens": 20,
+        "n": 2,
+        "echo": True,
+        "ignore_eos": True,
+    }
     more = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage = events(response(server, {**fields, **more})[1])  # pyright: ignore
     pieces, ends = ["", ""], {}
@@ -189,42 +235,78 @@ def test_logprobs_are_those_of_the_text_and_echo_scores_a_prompt(server: Server)
     assert "".join(logprobs["tokens"]) == answer["text"]
     assert logprobs["text_offset"] == list(range(len(answer["text"])))
     assert logprobs["token_logprobs"][0] is None
-    for place in range(len(PROMPT), len(answer["text"])):  # greedy: each is the likeliest, of which two are named
+    for place in range(
+        len(PROMPT), len(answer["text"])
+    ):  # greedy: each is the likeliest, of which two are named
         best = logprobs["top_logprobs"][place]
         assert max(best.values()) == logprobs["token_logprobs"][place] < 0
         assert len(best) == 2
     scored = completion(server, answer["text"], max_tokens=0, logprobs=0, echo=True)["choices"][0]
-    np.testing.assert_allclose(scored["logprobs"]["token_logprobs"][1:], logprobs["token_logprobs"][1:], atol=1e-5)
+    np.testing.assert_allclose(
+        scored["logprobs"]["token_logprobs"][1:], logprobs["token_logprobs"][1:], atol=1e-5
+    )
     assert scored["text"] == answer["text"]
 
 
 def test_parts_of_characters_have_bytes_of_their_own() -> None:
     ids = [*"aé日".encode(), 0]
-    scores = Scores(np.zeros(7), np.zeros((7, 2)), np.array([[b, 0xC3] for b in (*"é日".encode(), 1, 0)])[:7])
-    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "messages": [{"role": "user", "content": "?"}]}
+    scores = Scores(
+        np.zeros(7), np.zeros((7, 2)), np.array([[b, 0xC3] for b in (*"é日".encode(), 1, 0)])[:7]
+    )
+    fields: dict[str, Any] = {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "messages": [{"role": "user", "content": "?"}],
+    }
     request = requested(json.dumps(fields).encode(), is_chat=True)
     content = Probabilities(Bytes()).of_text(request, ids, 1, scores)["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "é日"
-    assert [entry["token"] for entry in content] == ["\\xc3", "\\xa9", "\\xe6", "\\x97", "\\xa5", "\0"]
+    assert [entry["token"] for entry in content] == [
+        "\\xc3",
+        "\\xa9",
+        "\\xe6",
+        "\\x97",
+        "\\xa5",
+        "\0",
+    ]
     assert [entry["bytes"] for entry in content[0]["top_logprobs"]] == [[0xC3], [0xC3]]
-    request = requested(json.dumps({"prompt": "a", "logprobs": 2, "echo": True}).encode(), is_chat=False)
+    request = requested(
+        json.dumps({"prompt": "a", "logprobs": 2, "echo": True}).encode(), is_chat=False
+    )
     logprobs = Probabilities(Bytes()).of_text(request, ids[:-1], 1, scores)
-    assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe6", "bytes:\\x97", "bytes:\\xa5"]
+    assert logprobs["tokens"] == [
+        "a",
+        "bytes:\\xc3",
+        "bytes:\\xa9",
+        "bytes:\\xe6",
+        "bytes:\\x97",
+        "bytes:\\xa5",
+    ]
     assert logprobs["text_offset"] == [0, 1, 1, 2, 2, 2]
-    assert logprobs["top_logprobs"][1:3] == [{"bytes:\\xc3": 0.0}, {"bytes:\\xa9": 0.0, "bytes:\\xc3": 0.0}]
+    assert logprobs["top_logprobs"][1:3] == [
+        {"bytes:\\xc3": 0.0},
+        {"bytes:\\xa9": 0.0, "bytes:\\xc3": 0.0},
+    ]
 
 
 def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(server: Server) -> None:
     fields = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    status, answer = response(server, {"messages": messages, **fields, "logprobs": True}, "/v1/chat/completions")
+    status, answer = response(
+        server, {"messages": messages, **fields, "logprobs": True}, "/v1/chat/completions"
+    )
     assert status == 200, answer
     assert isinstance(answer, dict)
     message = answer["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": text_of(completion(server, "uhi|a", max_tokens=20))}
+    assert message == {
+        "role": "assistant",
+        "content": text_of(completion(server, "uhi|a", max_tokens=20)),
+    }
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(each["token"] for each in content) == message["content"]
-    _, stream = response(server, {"messages": messages, **fields, "stream": True}, "/v1/chat/completions")
+    _, stream = response(
+        server, {"messages": messages, **fields, "stream": True}, "/v1/chat/completions"
+    )
     deltas = [chunk["choices"][0]["delta"] for chunk in events(stream)]  # pyright: ignore
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
@@ -255,20 +337,37 @@ def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
         assert answer["text"] == prompt + text
         assert "".join(answer["logprobs"]["tokens"]) == answer["text"]
         offsets = answer["logprobs"]["text_offset"]
-        assert [answer["text"][i:].startswith(t) for i, t in zip(offsets, answer["logprobs"]["tokens"], strict=True)]
+        assert [
+            answer["text"][i:].startswith(t)
+            for i, t in zip(offsets, answer["logprobs"]["tokens"], strict=True)
+        ]
         fields = {"temperature": 0, "ignore_eos": True, "max_tokens": length}
         chunks = events(response(server, {"prompt": prompt, "stream": True, **fields})[1])  # pyright: ignore
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
         stopped = completion(server, prompt, max_tokens=length, stop=begins)["choices"][0]
         assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
 
-        chat = {"messages": [{"role": "user", "content": "hi"}], **fields, "logprobs": True, "top_logprobs": 3}
+        chat = {
+            "messages": [{"role": "user", "content": "hi"}],
+            **fields,
+            "logprobs": True,
+            "top_logprobs": 3,
+        }
         choice: Any = response(server, chat, "/v1/chat/completions")[1]["choices"][0]  # pyright: ignore
         content = choice["logprobs"]["content"]
         joined = b"".join(bytes(entry["bytes"]) for entry in content)
         assert joined.decode() == choice["message"]["content"]
         assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in content)
-    words = ["--prompt", prompt, "--tokens", str(length), "--temperature", "0", "--data.tokenizer", str(file)]
+    words = [
+        "--prompt",
+        prompt,
+        "--tokens",
+        str(length),
+        "--temperature",
+        "0",
+        "--data.tokenizer",
+        str(file),
+    ]
     assert main(["generate", str(folder), *words]) == 0
     assert capsys.readouterr().out == prompt + text + "\n"
     assert main(["generate", str(folder), *words, "--samples", "2"]) == 0
@@ -290,9 +389,14 @@ def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) 
 
 
 def test_a_conversation_in_the_terminal_is_that_of_the_server(
-    server: Server, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset())
+    monkeypatch.setattr(
+        "mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset()
+    )
     assert chat(folder, monkeypatch, "hi\n\nyo", "--tokens", "6", "--system", "be") == 0
     out, err = capsys.readouterr()
     messages, answers = [{"role": "system", "content": "be"}], []
@@ -321,7 +425,10 @@ def test_a_conversation_in_the_terminal_is_that_of_the_server(
 
     monkeypatch.setattr("sys.stdin", Interrupted())
     words = ["--chat", "--data.tokenizer", "bytes"]
-    assert main(["generate", str(folder), *words, "--chat-template", str(folder / "chat.jinja")]) == 130
+    assert (
+        main(["generate", str(folder), *words, "--chat-template", str(folder / "chat.jinja")])
+        == 130
+    )
     capsys.readouterr()
     assert main(["generate", str(folder), *words]) == 2
     assert "--chat-template" in capsys.readouterr().err
@@ -337,7 +444,9 @@ def test_a_conversation_in_the_terminal_is_that_of_the_server(
         (["--prompt", "a", "--system", "b"], "--system"),
     ],
 )
-def test_flags_of_a_conversation(folder: Path, words: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_a_conversation(
+    folder: Path, words: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", str(folder), *words]) == 2
     assert flag in capsys.readouterr().err
 
@@ -368,14 +477,18 @@ def test_flags_of_a_conversation(folder: Path, words: list[str], flag: str, caps
         ({"prompt": "a", "frequencypenalty": 0}, 400, "frequencypenalty", "unrecognized field"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_refused(server: Server, body: Any, status: int, param: str | None, text: str) -> None:
+def test_a_wrong_request_is_refused(
+    server: Server, body: Any, status: int, param: str | None, text: str
+) -> None:
     code, answer = response(server, body)
     assert code == status, answer
     assert isinstance(answer, dict)
     assert answer["error"]["param"] == param
     assert answer["error"]["type"] == "invalid_request_error"
     assert text in answer["error"]["message"]
-    assert (answer["error"]["code"] == "context_length_exceeded") == ("33 tokens, and the model" in text)
+    assert (answer["error"]["code"] == "context_length_exceeded") == (
+        "33 tokens, and the model" in text
+    )
 
 
 def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> None:
@@ -383,7 +496,10 @@ def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> No
     assert response(server, path="/v1/completions")[0] == 405
     assert response(server, {"prompt": "a"}, Content_Type="text/plain")[0] == 415
     assert response(server, path="/health", Host="evil.example")[0] == 403
-    assert response(server, path="/health", Host=f"localhost:{server.server_port}") == (200, {"status": "ok"})
+    assert response(server, path="/health", Host=f"localhost:{server.server_port}") == (
+        200,
+        {"status": "ok"},
+    )
     answer: Any = response(server, path="/v1/models")[1]
     (model,) = answer["data"]
     assert (model["id"], model["max_model_len"], model["chat"]) == ("tiny", SEQ_LEN, True)
@@ -405,7 +521,9 @@ def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
 ) -> None:
     assert server.service is not None
     monkeypatch.setattr(server.service, "template", None)
-    status, answer = response(server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    status, answer = response(
+        server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
+    )
     assert status == 400
     assert "has no chat template" in answer["error"]["message"]
     full = worker.Worker.submit
@@ -425,12 +543,16 @@ DONE = "/ s|reads/.test(document.getElementById('status')?.textContent) && docum
 TEXT = "document.getElementById('output').textContent"
 
 
-@pytest.mark.skipif(browser.PROGRAM is None, reason="no browser: neither chromium nor google-chrome is on the path")
+@pytest.mark.skipif(
+    browser.PROGRAM is None, reason="no browser: neither chromium nor google-chrome is on the path"
+)
 def test_the_page_writes_in_a_browser(server: Server) -> None:
     whole = text_of(completion(server, max_tokens=20, ignore_eos=False))
     with browser.page() as page:
         page.shape(400, 800)
-        page.go(f"{server.url}#mode=text&prompt={PROMPT.replace(' ', '+')}&temperature=0&length=20&run")
+        page.go(
+            f"{server.url}#mode=text&prompt={PROMPT.replace(' ', '+')}&temperature=0&length=20&run"
+        )
         page.until(DONE)
         assert page.value(TEXT) == PROMPT + whole
         status = page.value("document.getElementById('status').textContent")
@@ -441,9 +563,15 @@ def test_the_page_writes_in_a_browser(server: Server) -> None:
             page.shape(width, 800)
             assert page.value("document.documentElement.scrollWidth") == width
         page.value("document.getElementById('as-chat').click()")
-        page.value("document.getElementById('prompt').value = 'hi'; document.getElementById('run').click()")
+        page.value(
+            "document.getElementById('prompt').value = 'hi'; document.getElementById('run').click()"
+        )
         page.until(DONE)
-        fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "temperature": 0}
+        fields = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 20,
+            "temperature": 0,
+        }
         answer: Any = response(server, fields, "/v1/chat/completions")[1]
         turns = page.value("[...document.querySelectorAll('.turn')].map(turn => turn.textContent)")
         assert turns == ["hi", answer["choices"][0]["message"]["content"]]
@@ -456,7 +584,10 @@ def test_the_page_writes_in_a_browser(server: Server) -> None:
 def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
     status, page = response(server, path="/")
     assert status == 200
-    assert re.findall(r"""(?:src|href)=["'](?!data:)|https?:|@import|url\(|innerHTML""", str(page)) == []
+    assert (
+        re.findall(r"""(?:src|href)=["'](?!data:)|https?:|@import|url\(|innerHTML""", str(page))
+        == []
+    )
 
 
 # Texts as they come
@@ -531,7 +662,9 @@ def test_ctrl_c_ends_the_command(folder: Path, capfd: pytest.CaptureFixture[str]
         ),
     ],
 )
-def test_a_wrong_command_is_told(folder: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_told(
+    folder: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", str(folder), *words]) == 2
     assert text in capsys.readouterr().err
 

@@ -34,7 +34,9 @@ def init_config(**words: Any) -> InitConfig:
 class Begun:
     """Random weights of one model under one preset, and what another model starts with from them."""
 
-    def __init__(self, there: ModelConfig, here: ModelConfig, before: Any = SP, after: Any = SP, **words: Any) -> None:
+    def __init__(
+        self, there: ModelConfig, here: ModelConfig, before: Any = SP, after: Any = SP, **words: Any
+    ) -> None:
         (self.there, self.before), (self.here, self.after) = side(there, before), side(here, after)
         self.plan: Plan = plan(self.there, self.here, init_config(**words))
         self.old: Any
@@ -51,7 +53,9 @@ class Begun:
 
 
 @pytest.mark.parametrize("after", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("model", [LM, VIT, dataclasses.replace(LM, qk_norm=True)], ids=["lm", "vit", "qk_norm"])
+@pytest.mark.parametrize(
+    "model", [LM, VIT, dataclasses.replace(LM, qk_norm=True)], ids=["lm", "vit", "qk_norm"]
+)
 def test_the_function_is_kept_under_another_preset(model: ModelConfig, after: Any) -> None:
     for one, other in ((SP, after), (after, MUP)):
         begun = Begun(model, model, one, other)
@@ -75,7 +79,8 @@ def test_a_tied_model_can_be_untied() -> None:
     np.testing.assert_allclose(now, before, atol=3e-5 * np.abs(before).max())
     untied = dataclasses.replace(TIED, tied=False)
     with pytest.raises(
-        InitError, match=r"readout \(12, 17\) is not here\nto start all the same, add --init-drop readout"
+        InitError,
+        match=r"readout \(12, 17\) is not here\nto start all the same, add --init-drop readout",
     ):
         Begun(untied, TIED)
     assert Begun(untied, TIED, init_drop=("readout",)).action("readout")[0] == "dropped"
@@ -107,7 +112,9 @@ def test_another_image_size_interpolates_positions() -> None:
         Begun(VIT, larger)
     begun = Begun(VIT, larger, init_resize=("position",))
     assert begun.action("position") == ("resized", "bicubic, 2^2 to 4^2 patches")
-    np.testing.assert_array_equal(begun.new["position"][0], begun.old["position"][0])  # the class token's
+    np.testing.assert_array_equal(
+        begun.new["position"][0], begun.old["position"][0]
+    )  # the class token's
     assert begun.new["position"].shape == (17, 12)
     assert np.isfinite(begun.logits()[1]).all()
 
@@ -121,9 +128,13 @@ def test_interpolated_positions() -> None:
     np.testing.assert_array_equal(out[0], cls[0])
     grid = out[1:].reshape(10, 10, 3)
     np.testing.assert_allclose(grid[..., 0], 3, rtol=1e-6)
-    inner = np.arange(10) / 2 - 0.25  # pixel centres; bicubic reproduces a plane away from the border
+    inner = (
+        np.arange(10) / 2 - 0.25
+    )  # pixel centres; bicubic reproduces a plane away from the border
     np.testing.assert_allclose(grid[3:-3, 3:-3, 1], np.broadcast_to(inner[3:-3], (4, 4)), atol=1e-5)
-    np.testing.assert_allclose(grid[3:-3, 3:-3, 2], 2 * inner[3:-3, None] - inner[None, 3:-3], atol=1e-5)
+    np.testing.assert_allclose(
+        grid[3:-3, 3:-3, 2], 2 * inner[3:-3, None] - inner[None, 3:-3], atol=1e-5
+    )
     mean = dataclasses.replace(small, pool="mean")
     np.testing.assert_array_equal(resized(plane, mean, mean), plane)
     np.testing.assert_array_equal(resized(plane, mean, small)[1:], plane)
@@ -141,10 +152,14 @@ def test_a_longer_context_and_another_vocabulary() -> None:
     same = logits(begun.here, begun.after, begun.new)
     assert same.shape[1] == 8
     inputs = inputs_of(longer)[:, :5]
-    first = begun.there.definition.apply(begun.old, begun.before.multiplier, begun.before.forward, inputs)
+    first = begun.there.definition.apply(
+        begun.old, begun.before.multiplier, begun.before.forward, inputs
+    )
     np.testing.assert_allclose(now[:, :5], first, atol=1e-4 * np.abs(before).max())
     # Rotary positions need nothing.
-    assert {row.action for row in Begun(LM, dataclasses.replace(LM, seq_len=9)).plan.rows} == {"kept"}
+    assert {row.action for row in Begun(LM, dataclasses.replace(LM, seq_len=9)).plan.rows} == {
+        "kept"
+    }
     more = Begun(LM, dataclasses.replace(LM, vocab_size=21), init_resize=("token", "readout"))
     assert more.action("token") == ("resized", "first 17 kept, 4 new")
     fewer = Begun(LM, dataclasses.replace(LM, vocab_size=11), init_resize=("token", "readout"))
@@ -161,10 +176,17 @@ def test_a_longer_context_and_another_vocabulary() -> None:
         (LM, LM, {"init_change": ("width",)}, "--init-change width: write one of activation"),
         (LM, dataclasses.replace(LM, depth=3), {}, "mupax grow"),
         (LM, dataclasses.replace(LM, depth=1), {}, "--init-new block.attention.key"),
-        (VIT, dataclasses.replace(VIT, bias=False), {}, "and 7 more\nto start all the same, add --init-drop"),
+        (
+            VIT,
+            dataclasses.replace(VIT, bias=False),
+            {},
+            "and 7 more\nto start all the same, add --init-drop",
+        ),
     ],
 )
-def test_what_differs_is_refused(there: ModelConfig, here: ModelConfig, words: dict[str, Any], text: str) -> None:
+def test_what_differs_is_refused(
+    there: ModelConfig, here: ModelConfig, words: dict[str, Any], text: str
+) -> None:
     with pytest.raises(InitError) as refused:
         Begun(there, here, **words)
     assert text in str(refused.value)
@@ -177,7 +199,10 @@ def test_what_is_named_may_differ() -> None:
     bare = Begun(VIT, dataclasses.replace(VIT, bias=False), init_drop=("*bias",))
     assert {row.action for row in bare.plan.rows} == {"kept", "dropped"}
     for words, text in (
-        ({"init_new": ("redout",)}, "--init-new redout: no parameter has this role or name; did you mean readout"),
+        (
+            {"init_new": ("redout",)},
+            "--init-new redout: no parameter has this role or name; did you mean readout",
+        ),
         ({"init_resize": ("nothing.*",)}, "--init-resize nothing.*: no parameter"),
         ({"init_drop": ("x",)}, "--init-drop x: no parameter"),
     ):

@@ -65,7 +65,9 @@ def here(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_starts_from_another_and_needs_it_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_starts_from_another_and_needs_it_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("--steps 2 --workdir plain --init-from old --init-optimizer") == 0
     out = capsys.readouterr().out
     assert "starting from" in out
@@ -88,14 +90,25 @@ def test_a_run_starts_from_another_and_needs_it_once(here: Path, capsys: pytest.
     assert "old holds no run (config.json is missing)" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_leaves_nothing_behind(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "hf").mkdir()
     for words, text in (
         ("--init-from old --model.vocab-size 300", "add --init-resize readout token"),
         ("--init-from none", "none: no run and no weights there"),
-        ("--init-from old --init-drop nothing", "--init-drop nothing: no parameter has this role or name"),
-        ("--init-from old --optimizer.name lion --init-optimizer", "moments of one optimizer mean nothing to another"),
-        ("--init-new readout", "--init-new says how to start from a checkpoint; add --init-from PATH"),
+        (
+            "--init-from old --init-drop nothing",
+            "--init-drop nothing: no parameter has this role or name",
+        ),
+        (
+            "--init-from old --optimizer.name lion --init-optimizer",
+            "moments of one optimizer mean nothing to another",
+        ),
+        (
+            "--init-new readout",
+            "--init-new says how to start from a checkpoint; add --init-from PATH",
+        ),
     ):
         assert train(f"--steps 2 --workdir new {words}") == 2
         assert text in capsys.readouterr().err
@@ -104,7 +117,10 @@ def test_what_does_not_fit_leaves_nothing_behind(here: Path, capsys: pytest.Capt
     size = "--model.width 12 --model.depth 2 --model.mlp-ratio 1.5 --model.vocab-size 256 --model.seq-len 7"
     capsys.readouterr()
     assert (
-        train(f"--steps 2 --workdir new --init-from {folder} --init-optimizer {size} --init-resize token readout") == 2
+        train(
+            f"--steps 2 --workdir new --init-from {folder} --init-optimizer {size} --init-resize token readout"
+        )
+        == 2
     )
     assert "holds no optimizer state, only weights" in capsys.readouterr().err
     begun = prepared(f"--init-from {folder} {size} --init-resize token readout")
@@ -118,7 +134,9 @@ def test_a_run_starts_from_the_average(here: Path, capsys: pytest.CaptureFixture
     assert np.abs(plain.stored["token"] - average.stored["token"]).max() > 0
     begun = prepared("--init-from old --init-ema")
     np.testing.assert_array_equal(begun.params["token"], average.stored["token"])
-    np.testing.assert_array_equal(prepared("--init-from old").params["token"], plain.stored["token"])
+    np.testing.assert_array_equal(
+        prepared("--init-from old").params["token"], plain.stored["token"]
+    )
     config = json.loads(Path("old/config.json").read_text())
     config["config"]["ema"]["decay"] = None
     Path("old/config.json").write_text(json.dumps(config))
@@ -131,7 +149,10 @@ def test_a_run_is_grown_and_goes_on(here: Path, capsys: pytest.CaptureFixture[st
     assert main(words.split()) == 0
     out = capsys.readouterr().out
     assert "mlp 40 to 48, new: 0" in out
-    largest, top = (float(out.split(word)[1].split()[0].strip(",")) for word in ("differ by at most", "largest being"))
+    largest, top = (
+        float(out.split(word)[1].split()[0].strip(","))
+        for word in ("differ by at most", "largest being")
+    )
     assert largest < 2e-5 * top
     config = from_json(json.loads(Path("grown/config.json").read_text())["config"])
     command = next(line for line in out.splitlines() if "--resume" in line).split()

@@ -51,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Published weights, a text, and a run of four steps on it."""
     path = tmp_path_factory.mktemp("lora")
     published(path / "weights", MODEL)
-    (path / "text.txt").write_text("adapters of low rank are added to matrices that stay as they are. " * 40)
+    (path / "text.txt").write_text(
+        "adapters of low rank are added to matrices that stay as they are. " * 40
+    )
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         code, output = run(f"{RUN} --workdir run")
@@ -62,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def state(workdir: str, step: int = 4) -> Any:
     config = find(Path(workdir)).config
-    return runs.whole_state(Path(workdir).absolute() / "checkpoints" / str(step), runs.on_one_device(config))
+    return runs.whole_state(
+        Path(workdir).absolute() / "checkpoints" / str(step), runs.on_one_device(config)
+    )
 
 
 def test_adapters_alone_move_and_have_moments() -> None:
@@ -72,7 +76,9 @@ def test_adapters_alone_move_and_have_moments() -> None:
     assert all(np.abs(after.params[name]).max() > 0 for name in adapters)
     for name, w in before.items():
         np.testing.assert_array_equal(after.params[name], w)
-    moments = {str(path[-1].key) for path, leaf in jax.tree.leaves_with_path(after.opt_state) if leaf.ndim}
+    moments = {
+        str(path[-1].key) for path, leaf in jax.tree.leaves_with_path(after.opt_state) if leaf.ndim
+    }
     assert moments == adapters
 
 
@@ -80,7 +86,9 @@ def test_a_run_resumes_bitwise() -> None:
     shutil.copytree("run", "again")
     code, output = run(f"{RUN} --workdir again --resume --resume-from 2")
     assert code == 0, output
-    for one, other in zip(*(jax.tree.leaves(state(each)) for each in ("run", "again")), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves(state(each)) for each in ("run", "again")), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
 
 
@@ -88,7 +96,9 @@ def logits(config: Config, params: Any) -> np.ndarray:
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8) * 7
     program = runs.on_one_device(config)
     factors = program.inputs.factors
-    return np.asarray(jax.jit(program.definition.apply)(params, factors.multiplier, factors.forward, tokens))
+    return np.asarray(
+        jax.jit(program.definition.apply)(params, factors.multiplier, factors.forward, tokens)
+    )
 
 
 def test_export_merges_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,8 +110,12 @@ def test_export_merges_them(capsys: pytest.CaptureFixture[str]) -> None:
     params = state("run").params
     without = dataclasses.replace(config, model=merged.model, train_only=())
     expected = logits(config, params)
-    np.testing.assert_allclose(logits(without, merged.params), expected, atol=2e-6 * np.abs(expected).max())
-    base = logits(without, trained.read(Path("weights")).params)  # the control: without adapters it is another function
+    np.testing.assert_allclose(
+        logits(without, merged.params), expected, atol=2e-6 * np.abs(expected).max()
+    )
+    base = logits(
+        without, trained.read(Path("weights")).params
+    )  # the control: without adapters it is another function
     assert np.abs(base - expected).max() > 1e-3 * np.abs(expected).max()
 
 
@@ -110,7 +124,11 @@ def test_push_sends_what_export_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    for name, value in {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HOME": str(Path("home").absolute())}.items():
+    for name, value in {
+        "HF_ENDPOINT": hub.address,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(Path("home").absolute()),
+    }.items():
         monkeypatch.setenv(name, value)
     code, output = run("push run --to me/model")
     hub.shutdown()
@@ -145,7 +163,10 @@ def test_wrong_words_are_answered(words: str, message: str) -> None:
 def test_their_moments_are_not_those_of_merged_matrices() -> None:
     start = RUN.replace("weights", "run").replace("--lora.rank 3", "--workdir moments")
     code, output = run(f"{start} --init-optimizer")
-    assert (code, "trained low-rank adapters, which are merged into their matrices here" in output) == (2, True), output
+    assert (
+        code,
+        "trained low-rank adapters, which are merged into their matrices here" in output,
+    ) == (2, True), output
 
 
 def test_adapters_do_not_grow() -> None:
@@ -166,8 +187,15 @@ WIDTHS = (16, 128)
 
 def test_what_adapters_add_grows_with_width_under_sp_alone() -> None:
     """The operator norm of A B, as rms of outputs over inputs, after four steps of Adam: exponents in the width."""
-    tokens, start = np.random.default_rng(0).integers(0, 8, (8, 5)).astype(np.int32), RECIPES["lm-tiny"]()
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 4), np.float32)}
+    tokens, start = (
+        np.random.default_rng(0).integers(0, 8, (8, 5)).astype(np.int32),
+        RECIPES["lm-tiny"](),
+    )
+    batch = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((8, 4), np.float32),
+    }
     norms: dict[str, list[float]] = {"mup": [], "sp": []}
     for width in WIDTHS:
         model = dataclasses.replace(
@@ -181,7 +209,9 @@ def test_what_adapters_add_grows_with_width_under_sp_alone() -> None:
                 model=model,
                 data=dataclasses.replace(start.data, batch_size=8, eval_batch_size=8),
                 preset=PresetConfig(name=name, base=base),
-                optimizer=OptimizerConfig(name="adam", peak_lr=0.02, schedule="constant", eps=1e-12),
+                optimizer=OptimizerConfig(
+                    name="adam", peak_lr=0.02, schedule="constant", eps=1e-12
+                ),
                 train_only=("lora_a", "lora_b"),
             )
             program = assemble(config, jax.devices()[:1])
@@ -191,6 +221,9 @@ def test_what_adapters_add_grows_with_width_under_sp_alone() -> None:
                 state, _ = step(state, program.step_inputs(), feed.shard_batch(batch))
             a, b = (np.asarray(state.params[f"block.mlp.up_lora.{each}"])[0] for each in "ab")
             values.append(float(np.linalg.norm(a @ b, 2) * (width / b.shape[1]) ** 0.5))
-    slopes = {name: np.log(values[1] / values[0]) / np.log(WIDTHS[1] / WIDTHS[0]) for name, values in norms.items()}
+    slopes = {
+        name: np.log(values[1] / values[0]) / np.log(WIDTHS[1] / WIDTHS[0])
+        for name, values in norms.items()
+    }
     assert abs(slopes["mup"]) < 0.15, slopes
     assert slopes["sp"] > 0.3, slopes

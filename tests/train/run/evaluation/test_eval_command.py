@@ -42,7 +42,11 @@ VIT = (
 
 def run(*words: str, stdin: str = "") -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr("sys.stdin", io.StringIO(stdin))
         code = main(words)
     return code, out.getvalue(), err.getvalue()
@@ -53,7 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder with a run of a language model that keeps an average, one of a ViT, and two texts."""
     path, choose = tmp_path_factory.mktemp("use"), random.Random(0)
     for name in ("text", "other"):
-        (path / f"{name}.txt").write_text("\n".join(" ".join(choose.choices(WORDS, k=9)) for _ in range(600)))
+        (path / f"{name}.txt").write_text(
+            "\n".join(" ".join(choose.choices(WORDS, k=9)) for _ in range(600))
+        )
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         for words in (LM, VIT):
@@ -69,7 +75,11 @@ def evaluated(*words: str) -> tuple[dict[str, Any], str]:
 
 
 def rows(workdir: str) -> dict[int, dict[str, Any]]:
-    return {row["step"]: row for row in metrics.read(Path(workdir) / metrics.FILE_NAME) if "eval_loss" in row}
+    return {
+        row["step"]: row
+        for row in metrics.read(Path(workdir) / metrics.FILE_NAME)
+        if "eval_loss" in row
+    }
 
 
 # Evaluation
@@ -78,7 +88,10 @@ def rows(workdir: str) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("step", [2, 4])
 def test_the_numbers_are_those_of_the_run_at_that_step(step: int) -> None:
     record, out = evaluated("lm", "--step", str(step))
-    assert (record["loss"], record["accuracy"]) == (rows("lm")[step]["eval_loss"], rows("lm")[step]["eval_accuracy"])
+    assert (record["loss"], record["accuracy"]) == (
+        rows("lm")[step]["eval_loss"],
+        rows("lm")[step]["eval_accuracy"],
+    )
     assert (record["step"], record["weights"], record["data_of_the_run"]) == (step, "ema", True)
     assert record["perplexity"] == pytest.approx(np.exp(record["loss"]))
     assert record["bits_per_byte"] == pytest.approx(record["loss"] / np.log(2))
@@ -106,7 +119,10 @@ def test_images_are_evaluated_too() -> None:
     assert assets["class_names"] == [str(digit) for digit in range(10)]
     assert assets["pixels"]["fit"] == "squash"
     record, _ = evaluated("vit")
-    assert (record["loss"], record["accuracy"]) == (rows("vit")[2]["eval_loss"], rows("vit")[2]["eval_accuracy"])
+    assert (record["loss"], record["accuracy"]) == (
+        rows("vit")[2]["eval_loss"],
+        rows("vit")[2]["eval_accuracy"],
+    )
     assert "bits_per_byte" not in record
 
 
@@ -123,13 +139,26 @@ def test_bits_per_byte_are_those_of_the_targets_that_count() -> None:
     for i in range(60):
         text = f"{choose.choice('abc')} " + " ".join(choose.choices(WORDS, k=9))
         (folder / f"{i}.txt").write_text(text)
-    words = LM.replace("text:text.txt", "text:documents").replace("--workdir lm", "--workdir masked").split()
-    words += ["--data.tokenizer", "bpe:300", "--model.vocab-size", "300", "--data.document-mask", "--log.no-samples"]
+    words = (
+        LM.replace("text:text.txt", "text:documents")
+        .replace("--workdir lm", "--workdir masked")
+        .split()
+    )
+    words += [
+        "--data.tokenizer",
+        "bpe:300",
+        "--model.vocab-size",
+        "300",
+        "--data.document-mask",
+        "--log.no-samples",
+    ]
     words += ["--data.evaluate", "same=text:documents", "--data.eval-examples", "1000"]
     code, out, err = run(*words)
     assert (code, err) == (0, "")
     library = Library.from_file(str(next(Path("cache/tokenizers").glob("*.json"))))
-    texts = [path.read_text() for path in sorted(folder.iterdir()) if corpus.side(path.name) == "eval"]
+    texts = [
+        path.read_text() for path in sorted(folder.iterdir()) if corpus.side(path.name) == "eval"
+    ]
     encoded = [library.encode(text) for text in texts]
     counted = sum(len(one.ids) for one in encoded)
     size = sum(len(text) + 1 - len(one.tokens[0]) for text, one in zip(texts, encoded, strict=True))
@@ -153,7 +182,9 @@ def test_a_text_continues_its_prompt_from_the_command_line_or_stdin() -> None:
     assert code == 0
     assert out.startswith("def ")
     assert err.startswith("step 4 of lm, its moving average: 40 tokens in ")
-    again = run("generate", "lm", "--prompt", "-", "--tokens", "40", "--seed", "3", stdin="def \n")[1]
+    again = run("generate", "lm", "--prompt", "-", "--tokens", "40", "--seed", "3", stdin="def \n")[
+        1
+    ]
     assert again == out
 
 
@@ -183,7 +214,9 @@ def test_several_samples_are_told_apart() -> None:
 
 
 def test_nothing_to_continue_begins_a_document() -> None:
-    code, out, err = run("generate", "lm", "--prompt", "", "--tokens", "5", "--step", "2", "--no-ema")
+    code, out, err = run(
+        "generate", "lm", "--prompt", "", "--tokens", "5", "--step", "2", "--no-ema"
+    )
     assert code == 0
     assert 1 < len(out) <= 6
     assert err.startswith("step 2 of lm, its parameters: 5 tokens in ")
@@ -199,16 +232,28 @@ def test_nothing_to_continue_begins_a_document() -> None:
         ("eval lm --step 3", "lm has no checkpoint of step 3; there are 2, 4"),
         ("eval lm/checkpoints/2 --step 4", "is step 2, and --step says 4; leave one of them out"),
         ("eval vit --ema", "kept no moving average (ema.decay is None); leave --ema out"),
-        ("eval lm --optimizer.peak-lr 1", "eval does not read --optimizer.peak-lr; it takes --step, --ema, --json"),
+        (
+            "eval lm --optimizer.peak-lr 1",
+            "eval does not read --optimizer.peak-lr; it takes --step, --ema, --json",
+        ),
         ("eval lm --data.nam x", "no flag is named --data.nam; did you mean --data.name"),
         ("eval lm --data.name text:none.txt", "none.txt"),
         ("eval lm --mesh.data 3", "the mesh needs 3 devices"),
         ("generate nothing --prompt a", "nothing: no run and no weights there"),
-        ("generate vit --prompt a", "vit holds a vit, and generate is for decoders and encoder-decoders"),
+        (
+            "generate vit --prompt a",
+            "vit holds a vit, and generate is for decoders and encoder-decoders",
+        ),
         ("generate lm --prompt a --step 9", "lm has no checkpoint of step 9; there are 2, 4"),
-        ("generate lm --prompt a --top-p 2", "top-p is 2.0; write a probability above 0 and up to 1"),
+        (
+            "generate lm --prompt a --top-p 2",
+            "top-p is 2.0; write a probability above 0 and up to 1",
+        ),
         ("generate lm --prompt a --temperature -1", "temperature is -1.0"),
-        ("generate lm --prompt a --samples 0", "--samples is 0; write a whole number of at least 1"),
+        (
+            "generate lm --prompt a --samples 0",
+            "--samples is 0; write a whole number of at least 1",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_message(words: str, message: str) -> None:
@@ -220,7 +265,10 @@ def test_bad_input_is_one_clear_message(words: str, message: str) -> None:
 
 def test_a_damaged_checkpoint_is_not_evaluated() -> None:
     shutil.copytree("lm", "broken")
-    file = max(Path("broken/checkpoints/4").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    file = max(
+        Path("broken/checkpoints/4").rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() else 0,
+    )
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -248,13 +296,27 @@ def test_a_run_without_its_tokenizer_is_refused() -> None:
 
 def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
     assert main(["export", "lm", "--out", "exported"]) == 0
-    assert main(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"]) == 0
+    assert (
+        main(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"])
+        == 0
+    )
     flags = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
     code, text, _ = run("generate", "lm", "--no-ema", *flags)
     numbers, _ = evaluated("lm", "--no-ema")
-    other = ["--data.name", "text:text.txt", "--data.tokenizer", "bytes", "--data.eval-examples", "100"]
+    other = [
+        "--data.name",
+        "text:text.txt",
+        "--data.tokenizer",
+        "bytes",
+        "--data.eval-examples",
+        "100",
+    ]
     for name in ("exported", "imported"):
-        assert run("generate", name, *flags, "--data.tokenizer", "bytes")[:2] == (code, text) != (0, "def \n")
+        assert (
+            run("generate", name, *flags, "--data.tokenizer", "bytes")[:2]
+            == (code, text)
+            != (0, "def \n")
+        )
         record, table = evaluated(name, *other)
         assert record["loss"] == pytest.approx(numbers["loss"], abs=1e-5)
         assert record["step"] is None
@@ -305,13 +367,17 @@ def test_a_model_opened_in_python_writes_what_the_command_writes() -> None:
     assert (model.step, model.config.model.sizes()["embed"]) == (4, 16)
     assert "step 4 of lm" in repr(model)
     earlier = train.load(Path("lm/checkpoints/2"), ema=False)
-    _, out, _ = run("generate", "lm", "--step", "2", "--no-ema", "--prompt", "def ", "--tokens", "20")
+    _, out, _ = run(
+        "generate", "lm", "--step", "2", "--no-ema", "--prompt", "def ", "--tokens", "20"
+    )
     assert out == f"def {earlier.generate('def ', tokens=20)}\n"
     assert main(["export", "lm", "--out", "python-hf"]) == 0
     weights = train.load("python-hf", tokenizer="bytes")
     assert weights.step is None
     plain = train.load("lm", ema=False)  # an export has the parameters, not their average
-    assert weights.generate("def ", tokens=8, temperature=0) == plain.generate("def ", tokens=8, temperature=0)
+    assert weights.generate("def ", tokens=8, temperature=0) == plain.generate(
+        "def ", tokens=8, temperature=0
+    )
 
 
 def test_a_model_opened_in_python_classifies_as_the_command_does() -> None:
@@ -351,7 +417,9 @@ def test_what_a_model_cannot_do_is_said_by_name() -> None:
             act()
 
 
-def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_returns_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = LM.replace("--workdir lm", "--workdir fitted").split()
     config = cli.parse("lm-tiny", train.RECIPES["lm-tiny"], words[2:]).config
     done = train.fit(config)
@@ -359,7 +427,9 @@ def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert done.metrics == metrics.read("fitted/metrics.jsonl")
     assert done.evaluation == rows("fitted")[4]
     assert done.evaluation["eval_loss"] == rows("lm")[4]["eval_loss"]
-    assert train.load(done).generate("def ", tokens=8) == train.load("lm").generate("def ", tokens=8)
+    assert train.load(done).generate("def ", tokens=8) == train.load("lm").generate(
+        "def ", tokens=8
+    )
     with pytest.raises(MupaxError, match="fitted"):
         train.fit(config)  # the folder is taken
     capsys.readouterr()

@@ -38,9 +38,18 @@ def sets(folder: Path) -> Done:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "compile_eval", counted)
-        done = train("--workdir", "sets", *WORDS, "--data.evaluate", "own=text:text.txt", "my_other=text:other.txt")
+        done = train(
+            "--workdir",
+            "sets",
+            *WORDS,
+            "--data.evaluate",
+            "own=text:text.txt",
+            "my_other=text:other.txt",
+        )
     assert done.code == 0, done.err
-    assert len(compiled) == 1, "one program evaluates all sets, and a compiled one takes no other shapes"
+    assert len(compiled) == 1, (
+        "one program evaluates all sets, and a compiled one takes no other shapes"
+    )
     return done
 
 
@@ -52,8 +61,13 @@ def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> No
     records = evaluations("sets")
     assert [row["step"] for row in records] == [2, 3]
     for row in records:
-        assert (row["eval/own/loss"], row["eval/own/accuracy"]) == (row["eval_loss"], row["eval_accuracy"])
-        assert row["eval/my_other/loss"] != row["eval_loss"], "control: another text has other numbers"
+        assert (row["eval/own/loss"], row["eval/own/accuracy"]) == (
+            row["eval_loss"],
+            row["eval_accuracy"],
+        )
+        assert row["eval/my_other/loss"] != row["eval_loss"], (
+            "control: another text has other numbers"
+        )
     tags = scalars(records[0])
     assert {"eval/loss", "eval/own/loss", "eval/my_other/accuracy"} <= tags.keys()
     assert "  on my_other" in sets.out
@@ -70,7 +84,18 @@ def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -
         assert record["sets"][name]["loss"] == row[f"eval/{name}/loss"]
         assert record["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
     assert "text:other.txt" in out
-    assert run("eval", "sets", "--data.name", "text:other.txt", "--data.evaluate", "--json", "other.json")[0] == 0
+    assert (
+        run(
+            "eval",
+            "sets",
+            "--data.name",
+            "text:other.txt",
+            "--data.evaluate",
+            "--json",
+            "other.json",
+        )[0]
+        == 0
+    )
     other = json.loads(Path("other.json").read_text())
     assert other["loss"] == row["eval/my_other/loss"]
     assert "sets" not in other
@@ -79,7 +104,14 @@ def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -
 def test_a_set_with_other_contents_than_before_is_said(sets: Done, untrained: list) -> None:
     content = Path("other.txt").read_text()
     Path("other.txt").write_text(content + "\nmore of it")
-    words = ("--workdir", "sets", "--data.evaluate", "own=text:text.txt", "my_other=text:other.txt", "--resume")
+    words = (
+        "--workdir",
+        "sets",
+        "--data.evaluate",
+        "own=text:text.txt",
+        "my_other=text:other.txt",
+        "--resume",
+    )
     done = train(*words, *WORDS)
     Path("other.txt").write_text(content)
     assert done.code == 0, done.err
@@ -118,13 +150,28 @@ def test_classes_that_are_not_the_run_s_are_refused(tmp_path: Path) -> None:
     recipe = RECIPES["vit-digits"]()
     data = dataclasses.replace(recipe.data, evaluate=(f"pets=images:{tmp_path}",))
     digits: Any = SimpleNamespace(class_names=[*"0123456789"], facts={}, tokenizer=None)
-    with pytest.raises(DataError, match=r"data\.evaluate pets: its classes are cat, dog, and those of the run 0, 1, 2"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.evaluate pets: its classes are cat, dog, and those of the run 0, 1, 2",
+    ):
         named_sets.load("pets", dataclasses.replace(recipe, data=data), digits)
 
 
 def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) -> None:
-    words = ("sweep", "lm-tiny", "--lr", "0.01", "--data.name", "text:text.txt", "--out", str(tmp_path / "out"))
-    for flags in (["--data.evaluate", "own=text:text.txt"], ["--log.eval-every-steps", "2", "--stop.patience", "2"]):
+    words = (
+        "sweep",
+        "lm-tiny",
+        "--lr",
+        "0.01",
+        "--data.name",
+        "text:text.txt",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    for flags in (
+        ["--data.evaluate", "own=text:text.txt"],
+        ["--log.eval-every-steps", "2", "--stop.patience", "2"],
+    ):
         code, _, err = run(*words, *flags)
         assert code == 2
         assert f"{flags[-2][2:].replace('-', '_')} is of a run by itself" in err

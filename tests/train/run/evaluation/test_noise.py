@@ -73,11 +73,15 @@ def test_gradients_are_those_of_the_runs_next_steps(trained: Done):
     products, groups = measured(saved_run.find(Path("noisy"), 2, False), 3)
     rows = [json.loads(line) for line in Path("noisy/metrics.jsonl").read_text().splitlines()]
     (third,) = (row["grad_norm"] for row in rows if row["step"] == 3 and "grad_norm" in row)
-    assert math.sqrt(sum(each[0, 0] for each in products.values())) == pytest.approx(third, rel=1e-5)
+    assert math.sqrt(sum(each[0, 0] for each in products.values())) == pytest.approx(
+        third, rel=1e-5
+    )
     assert sorted(name for names in groups.values() for name in names) == sorted(products)
     # The fourth step is taken at other parameters: near, and not the same.
     (fourth,) = (row["grad_norm"] for row in rows if row["step"] == 4 and "grad_norm" in row)
-    assert math.sqrt(sum(each[1, 1] for each in products.values())) != pytest.approx(fourth, rel=1e-5)
+    assert math.sqrt(sum(each[1, 1] for each in products.values())) != pytest.approx(
+        fourth, rel=1e-5
+    )
 
 
 def test_the_command(trained: Done, capsys: pytest.CaptureFixture[str]):
@@ -102,6 +106,8 @@ def test_the_command(trained: Done, capsys: pytest.CaptureFixture[str]):
         (["nowhere"], "nowhere"),
     ],
 )
-def test_what_is_refused(trained: Done, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_what_is_refused(
+    trained: Done, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["noise", *words]) == 2
     assert message in capsys.readouterr().err

@@ -22,10 +22,14 @@ __all__ = ["folder", "shared_programs"]  # fixtures
 WORDS = ("--log.eval-every-steps", "1", "--checkpoint.every-steps", "3", "--log.no-tensorboard")
 
 
-def stopped(losses: list[float], steps: int = 100, name: str = "eval_loss", **stop: Any) -> tuple[int | None, str]:
+def stopped(
+    losses: list[float], steps: int = 100, name: str = "eval_loss", **stop: Any
+) -> tuple[int | None, str]:
     """The evaluation, from 1, at which a run ends, and why."""
     log = LogConfig(eval_every_steps=1)
-    config = dataclasses.replace(RECIPES["lm-tiny"](), stop=StopConfig(**stop), log=log, steps=steps)
+    config = dataclasses.replace(
+        RECIPES["lm-tiny"](), stop=StopConfig(**stop), log=log, steps=steps
+    )
     evaluations = Evaluations(config)
     for step, loss in enumerate(losses, start=1):
         evaluations.add({"step": step, "eval_loss": 1.0, name: loss})
@@ -60,12 +64,20 @@ def test_a_run_ends_after_so_many_evaluations_without_an_improvement(
 def test_of_accuracies_more_is_better_and_the_last_step_is_the_end_anyway() -> None:
     by = {"patience": 1, "metric": "eval_accuracy", "name": "eval_accuracy"}
     assert stopped([0.1, 0.2, 0.3], **by) == (None, "")
-    assert stopped([0.3, 0.2], **by) == (2, "eval_accuracy has not improved in 1 evaluation, the best is 0.3 at step 1")
+    assert stopped([0.3, 0.2], **by) == (
+        2,
+        "eval_accuracy has not improved in 1 evaluation, the best is 0.3 at step 1",
+    )
     assert stopped([1, 1], steps=2, patience=1) == (None, "")
-    assert stopped([math.nan], patience=1)[1] == "eval_loss has not improved in 1 evaluation, and was never finite"
+    assert (
+        stopped([math.nan], patience=1)[1]
+        == "eval_loss has not improved in 1 evaluation, and was never finite"
+    )
 
 
-def test_a_stopped_run_is_done_and_stays_so_unless_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_is_done_and_stays_so_unless_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     losses = {1: 5.0, 2: 3.0, 3: 2.9, 4: 2.8, 5: 2.0, 6: 1.9, 7: 1.8}
     evaluations = scripted(monkeypatch, losses)
     flags = ("--workdir", "stopped", *WORDS, "--stop.patience", "2", "--stop.min-delta", "0.5")
@@ -81,9 +93,9 @@ def test_a_stopped_run_is_done_and_stays_so_unless_asked(folder: Path, monkeypat
     assert again.code == 0, again.err
     assert f"stopped early at step 4 of {STEPS}: {reason}" in again.out
     assert "--stop.patience" in again.out
-    assert [row for row in metrics.read("stopped/metrics.jsonl") if "perf_data_wait" not in row] == [
-        row for row in before if "perf_data_wait" not in row
-    ]
+    assert [
+        row for row in metrics.read("stopped/metrics.jsonl") if "perf_data_wait" not in row
+    ] == [row for row in before if "perf_data_wait" not in row]
     assert evaluations == [1, 2, 3, 4]
 
     on = train(*flags[:-4], "--stop.patience", "3", "--stop.min-delta", "0.5", "--resume")
@@ -96,13 +108,18 @@ def test_a_stopped_run_is_done_and_stays_so_unless_asked(folder: Path, monkeypat
     ("flags", "message"),
     [
         ("--stop.patience 0", "stop.patience is 0; write a number of at least 1"),
-        ("--stop.patience 2 --stop.min-delta -0.1", "stop.min_delta is -0.1; write a number of at least 0"),
+        (
+            "--stop.patience 2 --stop.min-delta -0.1",
+            "stop.min_delta is -0.1; write a number of at least 0",
+        ),
         ("--stop.min-delta 0.1", "add --stop.patience"),
         ("--stop.patience 2 --log.eval-every-steps None", "stop.patience 2 goes by evaluations"),
         ("--stop.patience 2 --stop.metric accuracy", "did you mean eval_accuracy?"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused(
+    flags: str, message: str, folder: Path, tmp_path: Path
+) -> None:
     done = train("--workdir", str(tmp_path / "run"), *WORDS, *flags.split())
     assert done.code == 2
     assert message in " ".join(done.err.split())

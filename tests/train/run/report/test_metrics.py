@@ -57,12 +57,16 @@ def test_numbers_booleans_text_and_nothing_are_written_as_such(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+@pytest.mark.parametrize(
+    ("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")]
+)
 @pytest.mark.parametrize("kind", [float, np.float64])
 def test_a_number_that_is_not_finite_is_null_and_named(tmp_path, value, name, kind):
     with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer.write({"step": 3, "loss": kind(value), "lr": 0.1})
-    assert strict(writer.path.read_text()) == [{"step": 3, "loss": None, "lr": 0.1, "nonfinite": {"loss": name}}]
+    assert strict(writer.path.read_text()) == [
+        {"step": 3, "loss": None, "lr": 0.1, "nonfinite": {"loss": name}}
+    ]
 
 
 def test_a_row_is_on_disk_within_a_second(tmp_path):
@@ -130,7 +134,9 @@ def test_a_bad_line_in_the_middle_is_an_error_with_its_number(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(row(1)) + "\n" + bad + json.dumps(row(3)) + "\n")
     before = path.read_text()
-    with pytest.raises(metrics.MetricsError, match=r"line 2 is not a metrics row .*; remove the line"):
+    with pytest.raises(
+        metrics.MetricsError, match=r"line 2 is not a metrics row .*; remove the line"
+    ):
         metrics.read(path)
     with pytest.raises(metrics.MetricsError, match="line 2"):
         metrics.MetricsWriter(tmp_path, resume_step=3)
@@ -155,7 +161,8 @@ def test_what_fails_in_the_thread_is_raised_by_close(tmp_path):
     writer.write({"step": 1, "loss": np.zeros(3)})
     writer.write(row(2))
     with pytest.raises(
-        RuntimeError, match=r"could not write .*metrics.jsonl: Object of type ndarray is not JSON serializable"
+        RuntimeError,
+        match=r"could not write .*metrics.jsonl: Object of type ndarray is not JSON serializable",
     ):
         writer.close()
     writer.close()
@@ -173,7 +180,9 @@ def events(folder):
             length = int.from_bytes(data[:8], "little")
             event = Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            scalars += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            scalars += [
+                (value.tag, event.step, value.simple_value) for value in event.summary.value
+            ]
             if event.session_log.status == SessionLog.START:
                 starts.append(event.step)
     return scalars, starts
@@ -220,7 +229,9 @@ class Broken:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(tmp_path, monkeypatch, capsys, hangs):
+def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(
+    tmp_path, monkeypatch, capsys, hangs
+):
     monkeypatch.setattr(metrics, "_FLUSH_S", 0.2)
     monkeypatch.setattr(metrics, "_CLOSE_S", 0.3)
     broken = Broken(2, hangs)
@@ -238,11 +249,15 @@ def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(t
     reason = reason if hangs else "Broken is left out from here on: [Errno 5] Input/output error"
     assert capsys.readouterr().err == f"{reason}; metrics.jsonl has every row\n"
     if not hangs:
-        assert [step for tag, step, _ in events(tmp_path / "tensorboard")[0] if tag == "train/loss"] == [*range(1, 50)]
+        assert [
+            step for tag, step, _ in events(tmp_path / "tensorboard")[0] if tag == "train/loss"
+        ] == [*range(1, 50)]
 
 
 @pytest.mark.parametrize("where", ["open", "write"])
-def test_a_disk_that_does_not_take_tensorboards_events_costs_the_run_nothing(tmp_path, monkeypatch, capsys, where):
+def test_a_disk_that_does_not_take_tensorboards_events_costs_the_run_nothing(
+    tmp_path, monkeypatch, capsys, where
+):
     from tensorboardX.event_file_writer import EventsWriter
 
     take, count = EventsWriter.write_event, iter(range(1000))
@@ -287,7 +302,9 @@ def test_rows_of_anyone_are_rows_or_refused_by_their_line(tmp_path):
     ]
     for line in nonsense:
         (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n", encoding="latin-1")
-        with pytest.raises(metrics.MetricsError, match=r"metrics\.jsonl line 2 is not a metrics row"):
+        with pytest.raises(
+            metrics.MetricsError, match=r"metrics\.jsonl line 2 is not a metrics row"
+        ):
             metrics.read(tmp_path / "metrics.jsonl")
     with pytest.raises(metrics.MetricsError, match=r"a/metrics\.jsonl is missing"):
         metrics.read(tmp_path / "a" / "metrics.jsonl")
@@ -299,7 +316,9 @@ def test_rows_that_somebody_deleted_are_said(tmp_path):
     path.write_text("".join(lines[:1] + lines[3:]))
     notes: list[str] = []
     metrics.MetricsWriter(tmp_path, resume_step=5, note=notes.append).close()
-    assert notes == ["metrics.jsonl lacks the rows of 2 of 5 steps, from 2 up to 3: they were deleted"]
+    assert notes == [
+        "metrics.jsonl lacks the rows of 2 of 5 steps, from 2 up to 3: they were deleted"
+    ]
     # Control: of whole rows nothing is said.
     write(tmp_path, [1, 2, 3])
     notes.clear()

@@ -10,7 +10,9 @@ from mupax.train.run.report import plotting
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("low", "high"), [(0.22, 0.77), (0.05, 3), (1.2, 5.5), (9.5, 10.4), (0.02, 0.06), (3, 3.3)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.22, 0.77), (0.05, 3), (1.2, 5.5), (9.5, 10.4), (0.02, 0.06), (3, 3.3)]
+)
 def test_a_log_axis_has_a_few_round_labels_in_sight(low: float, high: float) -> None:
     figure, axes = plt.subplots()
     plotting.limits(axes, np.array([low, high]), log=True)

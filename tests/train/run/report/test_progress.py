@@ -24,11 +24,17 @@ class Clock:
 class Run:
     """A run of equal steps on a console that records."""
 
-    def __init__(self, *, total=2000, start=0, width=80, terminal=True, unit="tokens", peak=None, **options):
+    def __init__(
+        self, *, total=2000, start=0, width=80, terminal=True, unit="tokens", peak=None, **options
+    ):
         self.clock = Clock()
-        self.console = Console(file=io.StringIO(), record=True, width=width, force_terminal=terminal)
+        self.console = Console(
+            file=io.StringIO(), record=True, width=width, force_terminal=terminal
+        )
         self.timing = Timing(unit, 3e6, peak)
-        self.progress = Progress(total, start, self.timing, self.console, clock=self.clock, **options)
+        self.progress = Progress(
+            total, start, self.timing, self.console, clock=self.clock, **options
+        )
 
     def steps(self, count, seconds=0.1, loss=1.5, units=8192, first=None, waited=0.0):
         for _ in range(count):
@@ -191,7 +197,11 @@ def test_live_display_is_put_away_when_the_loop_fails():
 
 
 def plain_steps(run):
-    return [int(line.split()[1].split("/")[0]) for line in run.console.export_text().splitlines() if line[:4] == "step"]
+    return [
+        int(line.split()[1].split("/")[0])
+        for line in run.console.export_text().splitlines()
+        if line[:4] == "step"
+    ]
 
 
 @pytest.mark.parametrize(("total", "every"), [(3, 1), (60, 5), (150, 10), (200, 10), (201, 20)])
@@ -209,7 +219,10 @@ def test_plain_lines_of_a_slow_run_are_ten_seconds_apart():
     text = run.console.export_text(clear=False)
     assert plain_steps(run) == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 95]
     # Longer than the console is wide, and still one line each; no codes for a terminal.
-    assert text.splitlines()[-1] == "step     95/100000  loss 1.5000  lr 1.25e-03  8.19k tokens/s  eta 1d 03:45"
+    assert (
+        text.splitlines()[-1]
+        == "step     95/100000  loss 1.5000  lr 1.25e-03  8.19k tokens/s  eta 1d 03:45"
+    )
     assert "\x1b" not in run.console.file.getvalue()
 
 
@@ -243,7 +256,9 @@ def test_the_screen_has_nats_per_byte_beside_nats_per_token():
     run.timing.step(0.1, 8192, 0.0)
     run.progress.update(1, 3.0, lr=1e-3, loss_per_byte=0.75)
     assert "loss 3.0000 (0.7500/byte)" in run.drawn()
-    run.progress.evaluated({"step": 1, "eval_loss": 3.5, "eval_loss_per_byte": 0.875, "eval_accuracy": 0.5})
+    run.progress.evaluated(
+        {"step": 1, "eval_loss": 3.5, "eval_loss_per_byte": 0.875, "eval_accuracy": 0.5}
+    )
     assert "loss 3.5000 (0.8750/byte)" in run.console.export_text()
     run.progress.update(2, 3.0, lr=1e-3, loss_per_byte=3.0)
     assert "byte" not in run.drawn(), "a token is a byte"

@@ -61,7 +61,14 @@ def write(path, rows):
 
 def lm_rows(steps, every=20):
     for step in range(1, steps + 1):
-        yield {"step": step, "loss": 1.2 + 4 * step**-0.5, "lr": 1e-3, "grad_norm": 1.0, "tokens": 700, "seconds": 0.1}
+        yield {
+            "step": step,
+            "loss": 1.2 + 4 * step**-0.5,
+            "lr": 1e-3,
+            "grad_norm": 1.0,
+            "tokens": 700,
+            "seconds": 0.1,
+        }
         if step % every == 0:
             yield {"step": step, "eval_loss": 1.3 + 4 * step**-0.5, "eval_accuracy": 0.5}
 
@@ -69,7 +76,14 @@ def lm_rows(steps, every=20):
 def vit_rows(steps, every=20):
     for step in range(1, steps + 1):
         loss = 2.3 * np.exp(-step / 50)
-        yield {"step": step, "loss": loss, "accuracy": 0.5, "lr": 1e-3, "images": 64, "seconds": 0.1}
+        yield {
+            "step": step,
+            "loss": loss,
+            "accuracy": 0.5,
+            "lr": 1e-3,
+            "images": 64,
+            "seconds": 0.1,
+        }
         if step % every == 0:
             yield {"step": step, "eval_loss": loss, "eval_accuracy": 1 - 0.9 * np.exp(-step / 30)}
 
@@ -86,7 +100,11 @@ def test_loss_plot_of_a_language_model(tmp_path, figures):
     assert axes.get_xlabel() == "optimizer step (700 tokens each)"
     assert axes.get_xscale() == "log"
     final = 1.3 + 4 * 200**-0.5
-    assert sorted(texts(axes)) == ["4-gram counts 1.460", f"evaluation {final:.3f}", "trigram counts 1.840"]
+    assert sorted(texts(axes)) == [
+        "4-gram counts 1.460",
+        f"evaluation {final:.3f}",
+        "trigram counts 1.840",
+    ]
     raw, smooth, evaluations, *references = axes.lines
     np.testing.assert_allclose(raw.get_ydata(), [1.2 + 4 * step**-0.5 for step in range(1, 201)])
     assert len(smooth.get_ydata()) == 200
@@ -114,7 +132,10 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
         if "eval_loss" in row:
             row |= {"eval/code/loss": 4 * row["eval_loss"], "eval/code/accuracy": 0.5}
             row |= {"eval/chat/loss": 2 * row["eval_loss"], "eval/chat/accuracy": 0.5}
-            row |= {f"eval/{'long' * 20}/loss": 5 * row["eval_loss"], f"eval/{'long' * 20}/accuracy": 0.5}
+            row |= {
+                f"eval/{'long' * 20}/loss": 5 * row["eval_loss"],
+                f"eval/{'long' * 20}/accuracy": 0.5,
+            }
     path = write(tmp_path / "metrics.jsonl", rows)
     sets = {"code": 4.0, "chat": None, "long" * 20: 1.0, "not-yet": 1.0}
     finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=2.0, sets=sets)
@@ -132,7 +153,10 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
     assert len(set(colours)) == len(colours)
     assert set(colours) <= {line.get_color() for line in axes.lines}
     assert axes.get_ylim()[1] > 5 * final
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training (smoothed)", "evaluation"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "training (smoothed)",
+        "evaluation",
+    ]
     # An image model has them in both panels.
     rows = list(vit_rows(60))
     for row in rows:
@@ -160,7 +184,9 @@ def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_short_and_unevaluated_runs_are_drawn(tmp_path, figures, steps):
-    finish.loss_plot(write(tmp_path / "metrics.jsonl", lm_rows(steps)), tmp_path / "loss.png", [TRIGRAM])
+    finish.loss_plot(
+        write(tmp_path / "metrics.jsonl", lm_rows(steps)), tmp_path / "loss.png", [TRIGRAM]
+    )
     (axes,) = figures[0].axes
     assert axes.get_xscale() == "linear"
     assert texts(axes) == ["trigram counts 1.840"]
@@ -216,7 +242,9 @@ def test_margin_labels_keep_their_distance_and_stay_near():
 
 
 def picture(tmp_path, figures, images, targets, predictions, names=None):
-    plotting.prediction_picture(images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png")
+    plotting.prediction_picture(
+        images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png"
+    )
     (axes,) = figures[-1].axes
     return axes
 
@@ -224,7 +252,14 @@ def picture(tmp_path, figures, images, targets, predictions, names=None):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_wrong_predictions_come_first_with_the_truth(tmp_path, figures, channels):
     images = np.random.default_rng(0).normal(size=(5, 7, 7, channels))
-    axes = picture(tmp_path, figures, images, [0, 1, 2, 1, 0], [0, 1, 0, 1, 0], ["tench, Tinca tinca", "cat", "ox"])
+    axes = picture(
+        tmp_path,
+        figures,
+        images,
+        [0, 1, 2, 1, 0],
+        [0, 1, 0, 1, 0],
+        ["tench, Tinca tinca", "cat", "ox"],
+    )
     labels = texts(axes)
     assert labels == [
         "tench, is ox",
@@ -237,7 +272,9 @@ def test_wrong_predictions_come_first_with_the_truth(tmp_path, figures, channels
     assert len(axes.patches) == 1
     shown = axes.images[0].get_array()
     low, high = images.min((0, 1, 2)), images.max((0, 1, 2))
-    np.testing.assert_allclose(shown.reshape(7, 7, channels), (images[2] - low) / (high - low), atol=1e-6)
+    np.testing.assert_allclose(
+        shown.reshape(7, 7, channels), (images[2] - low) / (high - low), atol=1e-6
+    )
 
 
 def test_the_grid_is_limited_and_shows_right_ones_too(tmp_path, figures):
@@ -256,7 +293,9 @@ def test_all_right_says_nothing_of_frames(tmp_path, figures):
 @pytest.mark.parametrize("shape", [(0, 3, 3, 1), (4, 3, 3, 2), (4, 3, 3)])
 def test_images_of_another_shape_are_refused(tmp_path, shape):
     with pytest.raises(ValueError, match="C = 1 or 3"):
-        plotting.prediction_picture(np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png")
+        plotting.prediction_picture(
+            np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png"
+        )
 
 
 def summary(path, width=80, **options):
@@ -290,7 +329,11 @@ def test_summary_compares_with_the_references(tmp_path, monkeypatch):
 
 def test_summary_leads_with_accuracy_for_images(tmp_path):
     text = summary(write(tmp_path / "metrics.jsonl", vit_rows(200)), references=[LOGISTIC, TRIGRAM])
-    assert text.index("evaluation accuracy") < text.index("logistic regression") < text.index("evaluation loss")
+    assert (
+        text.index("evaluation accuracy")
+        < text.index("logistic regression")
+        < text.index("evaluation loss")
+    )
     assert "better by 2.69 points" in text
     assert "images/s" in text
     assert "trigram" not in text
@@ -298,19 +341,27 @@ def test_summary_leads_with_accuracy_for_images(tmp_path):
 
 def test_summary_and_picture_have_both_units(tmp_path, figures):
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
-    lines = [" ".join(line.strip("│ ").split()) for line in summary(path, bytes_per_token=2.0).splitlines()]
+    lines = [
+        " ".join(line.strip("│ ").split())
+        for line in summary(path, bytes_per_token=2.0).splitlines()
+    ]
     assert "evaluation loss 0.7914 nats/byte, 1.5828 nats/token" in lines
     finish.loss_plot(path, tmp_path / "loss.png", bytes_per_token=2.0)
     finish.loss_plot(path, tmp_path / "loss.png", bytes_per_token=1.0)
     two_scales, one_scale = (figure.axes[0] for figure in figures)
     (second,) = two_scales.child_axes
-    assert (two_scales.get_ylabel(), second.get_ylabel()) == ("loss (nats per byte)", "nats per token")
+    assert (two_scales.get_ylabel(), second.get_ylabel()) == (
+        "loss (nats per byte)",
+        "nats per token",
+    )
     np.testing.assert_allclose(second.get_yticks(), 2 * np.asarray(two_scales.get_yticks()))
     assert not one_scale.child_axes, "a token is a byte"
 
 
 def test_summary_divides_by_bytes_per_token(tmp_path):
-    text = summary(write(tmp_path / "metrics.jsonl", lm_rows(200)), references=[TRIGRAM], bytes_per_token=2.0)
+    text = summary(
+        write(tmp_path / "metrics.jsonl", lm_rows(200)), references=[TRIGRAM], bytes_per_token=2.0
+    )
     assert "0.7914" in text
     assert "better by 1.0486" in text
 
@@ -339,7 +390,9 @@ def test_summary_fits_the_terminal(tmp_path, width):
 def test_summary_without_unicode(tmp_path):
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    finish.summary(Console(file=file, width=80), path, name="a", seconds=1, facts={}, references=[TRIGRAM])
+    finish.summary(
+        Console(file=file, width=80), path, name="a", seconds=1, facts={}, references=[TRIGRAM]
+    )
     file.flush()
     assert b"+ better by 0.2572" in file.buffer.getvalue()
 
@@ -348,7 +401,9 @@ def test_rows_written_by_the_writer_are_what_is_read(tmp_path):
     with metrics.MetricsWriter(tmp_path) as writer:
         for row in lm_rows(5):
             writer.write(row)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0]) == next(iter(lm_rows(1)))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0]) == next(
+        iter(lm_rows(1))
+    )
     finish.loss_plot(writer.path, tmp_path / "loss.png")
 
 
@@ -405,5 +460,7 @@ def test_the_next_command_is_on_one_line(width, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "loss": 1.0, "tokens": 5, "seconds": 1.0}) + "\n")
     out = io.StringIO()
-    finish.summary(Console(file=out, width=width), path, name="run", seconds=1, facts={}, then=command)
+    finish.summary(
+        Console(file=out, width=width), path, name="run", seconds=1, facts={}, then=command
+    )
     assert command in out.getvalue()

@@ -20,11 +20,15 @@ __all__ = ["bucket", "emulator"]  # fixtures
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are uploaded or fetched."""
     names, copy = [], disk.copy
-    monkeypatch.setattr(disk, "copy", lambda source, target: (names.append(source.name), copy(source, target)))
+    monkeypatch.setattr(
+        disk, "copy", lambda source, target: (names.append(source.name), copy(source, target))
+    )
     return names
 
 
-def test_what_has_changed_is_sent_and_rows_are_fetched_again(bucket: str, copied: list[str]) -> None:
+def test_what_has_changed_is_sent_and_rows_are_fetched_again(
+    bucket: str, copied: list[str]
+) -> None:
     target = path_of(f"{bucket}/run")
     with UploadBuffer(target) as files:
         (files.folder / "metrics.jsonl").write_text("a\n")

@@ -100,7 +100,9 @@ def test_every_key_is_explained_where_the_file_is() -> None:
     explained = (metrics.__doc__ or "").replace(
         "_p50, _p90, _p99:", "_p50, perf_step_seconds_p90, perf_step_seconds_p99:"
     )
-    assert [key for key in timer.row() if f"{key}:" not in explained and f"{key}," not in explained] == []
+    assert [
+        key for key in timer.row() if f"{key}:" not in explained and f"{key}," not in explained
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,13 @@ def test_quantity_has_three_digits(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03"), (2 * 86400 + 3 * 3600, "2d 03:00")],
+    [
+        (0, "0:00"),
+        (59.6, "1:00"),
+        (61, "1:01"),
+        (3723, "1:02:03"),
+        (2 * 86400 + 3 * 3600, "2d 03:00"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

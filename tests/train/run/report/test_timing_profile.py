@@ -34,7 +34,9 @@ def profile(steps: range | None, events: list[str]) -> Profile:
         yield
         events.append("go on")
 
-    return Profile(steps, Path("there"), paused, lambda text: events.append(text.partition(" in ")[0]))
+    return Profile(
+        steps, Path("there"), paused, lambda text: events.append(text.partition(" in ")[0])
+    )
 
 
 def run(steps: range | None, count: int, events: list[str]) -> None:
@@ -44,7 +46,9 @@ def run(steps: range | None, count: int, events: list[str]) -> None:
                 events.append(f"step {number}")
 
 
-def test_it_begins_before_the_first_step_asked_for_and_ends_after_the_last(events: list[str]) -> None:
+def test_it_begins_before_the_first_step_asked_for_and_ends_after_the_last(
+    events: list[str],
+) -> None:
     run(range(2, 4), 4, events)
     assert events == [
         *("step 1", "pause", "start there", "go on", "step 2", "step 3"),
@@ -67,7 +71,9 @@ def test_it_ends_when_the_loop_fails(events: list[str]) -> None:
     assert events[-2:] == ["stop", "profile from step 1"]
 
 
-def test_a_run_resumed_within_the_range_traces_the_rest_and_one_after_it_nothing(events: list[str]) -> None:
+def test_a_run_resumed_within_the_range_traces_the_rest_and_one_after_it_nothing(
+    events: list[str],
+) -> None:
     with contextlib.closing(profile(range(2, 4), events)) as profiler, profiler.step(3):
         pass
     assert "start there" in events
@@ -83,7 +89,9 @@ def test_control_nothing_asked_for_nothing_done(steps: range | None, events: lis
     assert events == ["step 1", "step 2", "step 3"]
 
 
-@pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "0:3", "-1:3", "a:b", "1:2:3", "1.5:3", "²:3"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "3:", ":3", "3:3", "4:3", "0:3", "-1:3", "a:b", "1:2:3", "1.5:3", "²:3"]
+)
 def test_what_is_no_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write START:STOP with 1 <= START < STOP"):
         LogConfig(profile=text)
@@ -97,8 +105,12 @@ def test_a_range_is_that_of_python_counted_from_one() -> None:
 def test_a_range_past_the_end_is_refused() -> None:
     def of(profile: str) -> Config:
         recipe = RECIPES["lm-tiny"]()
-        return dataclasses.replace(recipe, steps=20, log=dataclasses.replace(recipe.log, profile=profile))
+        return dataclasses.replace(
+            recipe, steps=20, log=dataclasses.replace(recipe.log, profile=profile)
+        )
 
     assert of("19:21").log.profile == "19:21"
-    with pytest.raises(ConfigError, match=r"ends after the last step, which is 20; write a STOP of at most 21"):
+    with pytest.raises(
+        ConfigError, match=r"ends after the last step, which is 20; write a STOP of at most 21"
+    ):
         of("19:22")

@@ -51,12 +51,12 @@ def run(folder: Path, words: str, killed: int | None = None) -> tuple[list[int],
     running = []
     with (folder / "said").open("w+") as log:
         for index in range(2):
-            joined = (
-                f"--distributed.coordinator localhost:{port} --distributed.processes 2 --distributed.process {index}"
-            )
+            joined = f"--distributed.coordinator localhost:{port} --distributed.processes 2 --distributed.process {index}"
             command = [sys.executable, "-c", DRIVER, *f"{WORDS} {words} {joined}".split()]
             variables = environment | ({"KILL": "yes"} if index == killed else {})
-            running.append(subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log))
+            running.append(
+                subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
+            )
         try:
             codes = [process.wait(200) for process in running]
         finally:
@@ -74,17 +74,28 @@ def rows(workdir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_killed_process_ends_all_and_all_go_on(tmp_path: Path) -> None:
-    choose, words = random.Random(0), ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while")
-    (tmp_path / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    choose, words = (
+        random.Random(0),
+        ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while"),
+    )
+    (tmp_path / "text.txt").write_text(
+        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
+    )
     codes, output = run(tmp_path, "--workdir whole")
     assert codes == [0, 0], output
     codes, output = run(tmp_path, "--workdir killed-once --restart 3", killed=1)
     assert codes == [0, 0], output
     assert "process 1: attempt 1 ended after step" in output
-    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 1 s (1 of 3)" in output
+    assert (
+        "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 1 s (1 of 3)"
+        in output
+    )
     assert "process 0: attempt 1 ended after step" in output
     for name in ("attempts", "attempts-1"):
-        attempts = [json.loads(line) for line in (tmp_path / "killed-once" / f"{name}.jsonl").read_text().splitlines()]
+        attempts = [
+            json.loads(line)
+            for line in (tmp_path / "killed-once" / f"{name}.jsonl").read_text().splitlines()
+        ]
         assert [row["attempt"] for row in attempts] == [1, 2]
         assert (attempts[0]["code"], attempts[1]["code"], attempts[1]["step"]) == (
             1 if name == "attempts" else -9,

@@ -86,7 +86,9 @@ def started() -> list[str]:
     return [path.read_text() for path in sorted(Path().glob("words-*"))]
 
 
-def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert supervised("7|so far so good|-9", "20|error: no memory|1", "30||0") == 0
     assert started() == ["vit-digits --workdir run", *["vit-digits --workdir run --resume"] * 2]
     assert [(row["attempt"], row["code"], row["step"], row["last"]) for row in rows()] == [
@@ -97,7 +99,10 @@ def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(capfd
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "so far so good"
     assert lines[1].startswith("attempt 1 ended after step 7 and 0:00:0")
-    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 0 s (1 of 3)" in lines[1]
+    assert (
+        "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 0 s (1 of 3)"
+        in lines[1]
+    )
     assert lines[2] == "error: no memory"
     assert lines[3].endswith("exit code 1; starting again in 0 s (2 of 3)")
 
@@ -105,9 +110,17 @@ def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(capfd
 @pytest.mark.parametrize(
     ("plan", "code", "message"),
     [
-        (["7||1", "9||-11"], 139, "killed by SIGSEGV (a segmentation fault); attempt 1 ended there too, so it is not"),
+        (
+            ["7||1", "9||-11"],
+            139,
+            "killed by SIGSEGV (a segmentation fault); attempt 1 ended there too, so it is not",
+        ),
         (["-1|x|1", "-1|x|1"], 1, "ended before its first step and"),
-        (["1||1", "5||1", "9||1", "20||1"], 1, "--restart 3 allows no other; see attempts.jsonl in the workdir"),
+        (
+            ["1||1", "5||1", "9||1", "20||1"],
+            1,
+            "--restart 3 allows no other; see attempts.jsonl in the workdir",
+        ),
     ],
 )
 def test_it_stops_where_the_same_step_fails_twice_or_no_attempt_is_left(
@@ -126,7 +139,9 @@ def test_another_failure_before_the_first_step_is_another_failure() -> None:
 def test_what_asks_for_nothing_more_is_not_started_again(code: int) -> None:
     assert supervised(f"7||{code}", "30||0") == code
     assert len(started()) == 1
-    assert Path("run/attempts.jsonl").exists() == (code != 2)  # a folder that was refused may be another run's
+    assert Path("run/attempts.jsonl").exists() == (
+        code != 2
+    )  # a folder that was refused may be another run's
 
 
 def test_a_folder_that_was_refused_is_neither_written_nor_gone_on_in() -> None:
@@ -138,7 +153,9 @@ def test_a_folder_that_was_refused_is_neither_written_nor_gone_on_in() -> None:
     assert started()[2:] == ["vit-digits --workdir run"] * 2
 
 
-def test_a_kill_for_memory_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_kill_for_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     counts = iter((3, 4, 4, 4))
     monkeypatch.setattr(supervisor, "_kills_for_memory", lambda: next(counts))
     assert supervised("7||-9", "30||-9", most=1) == 137
@@ -157,7 +174,10 @@ def parent(folder: Path) -> subprocess.Popen[bytes]:
     """A supervisor whose run waits for a signal."""
     Path("plan").write_text("7||wait\n9||0")
     command = [sys.executable, "-c", PARENT, *WORDS[:3]]
-    process, ready = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL), folder / "ready"
+    process, ready = (
+        subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL),
+        folder / "ready",
+    )
     until = time.monotonic() + 60
     while not ready.exists():
         assert process.poll() is None
@@ -167,14 +187,18 @@ def parent(folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_nothing_starts_again(number: signal.Signals, folder: Path) -> None:
+def test_a_signal_is_passed_on_and_nothing_starts_again(
+    number: signal.Signals, folder: Path
+) -> None:
     process = parent(folder)
     process.send_signal(number)
     assert process.wait(20) == 128 + number
     assert (Path("heard").read_text(), len(started())) == (str(int(number)), 1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says that a parent has died on Linux alone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel says that a parent has died on Linux alone"
+)
 def test_a_run_whose_supervisor_is_killed_is_told_to_stop(folder: Path) -> None:
     process = parent(folder)
     process.kill()

@@ -18,7 +18,14 @@ from mupax.train.reuse import trained
 from mupax.train.run import loop
 from mupax.train.run.restart import supervisor
 from tests.fixtures.programs import shared_programs
-from tests.train.checkpoints.test_checkpointer import Done, checkpoints, folder, rows, train, untrained
+from tests.train.checkpoints.test_checkpointer import (
+    Done,
+    checkpoints,
+    folder,
+    rows,
+    train,
+    untrained,
+)
 
 __all__ = ["folder", "shared_programs", "untrained"]  # fixtures
 
@@ -80,16 +87,22 @@ def best_run(folder: Path) -> Done:
 
 def test_the_best_checkpoints_stay_beside_the_newest(best_run: Done) -> None:
     assert checkpoints("kept") == [2, 4, LAST]
-    assert checkpointer.ranked(Path("kept/checkpoints"), "eval_loss") == [2, 4, LAST], "of equal ones the first"
+    assert checkpointer.ranked(Path("kept/checkpoints"), "eval_loss") == [2, 4, LAST], (
+        "of equal ones the first"
+    )
     assert checkpointer.ranked(Path("kept/checkpoints"), "eval_accuracy") == [4, 2, LAST]
 
 
-def test_control_without_it_the_newest_alone_stay(best_run: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_it_the_newest_alone_stay(
+    best_run: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripted(monkeypatch, LOSSES)
     assert train("--workdir", "newest", *BEST[:-2]).code == 0
     assert checkpoints("newest") == [LAST]
     assert not list(Path("newest").rglob(checkpointer.FILE))
-    with pytest.raises(WorkdirError, match=f"no checkpoint with a finite eval_loss.*There are the steps {LAST}"):
+    with pytest.raises(
+        WorkdirError, match=f"no checkpoint with a finite eval_loss.*There are the steps {LAST}"
+    ):
         saved_run.find(Path("newest"), "best")
 
 
@@ -113,7 +126,9 @@ def test_the_best_is_named_wherever_a_step_is(best_run: Done) -> None:
     best = Path("kept/checkpoints/best")
     assert saved_run.find(Path("kept"), "best").step == saved_run.find(best).step == 2
     assert trained.describe(best).exact_path == Path("kept/checkpoints/2").absolute()
-    assert trained.read(best).preset["step"] == trained.read(Path("kept"), "best").preset["step"] == 2
+    assert (
+        trained.read(best).preset["step"] == trained.read(Path("kept"), "best").preset["step"] == 2
+    )
     with pytest.raises(WorkdirError, match="is step best, and --step says 4"):
         saved_run.find(best, 4)
 
@@ -182,7 +197,10 @@ def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
     copy = tmp_path / "run"
     shutil.copytree("kept", copy)
     if harm:
-        data = max((path for path in (copy / "checkpoints" / harm).rglob("d/*")), key=lambda path: path.stat().st_size)
+        data = max(
+            (path for path in (copy / "checkpoints" / harm).rglob("d/*")),
+            key=lambda path: path.stat().st_size,
+        )
         data.write_bytes(b"\0" * data.stat().st_size)
     done = train("--workdir", str(copy), *BEST, "--resume", *flags.split())
     assert done.code == 2
@@ -195,7 +213,10 @@ def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
 def test_a_run_that_is_started_again_does_not_go_back_again() -> None:
     words = ["lm-tiny", "--resume", "--resume-from", "4", "--steps", "8"]
     assert supervisor._without(words, "--resume-from") == ["lm-tiny", "--resume", "--steps", "8"]
-    assert supervisor._without(["--resume-from=4", "--seed", "4"], "--resume-from") == ["--seed", "4"]
+    assert supervisor._without(["--resume-from=4", "--seed", "4"], "--resume-from") == [
+        "--seed",
+        "4",
+    ]
 
 
 # Refusals
@@ -206,7 +227,10 @@ def test_a_run_that_is_started_again_does_not_go_back_again() -> None:
     [
         ("--checkpoint.keep-best 0", "checkpoint.keep_best is 0; write a number of at least 1"),
         ("--checkpoint.keep-best -1", "checkpoint.keep_best is -1; write a number of at least 1"),
-        ("--checkpoint.keep-best 1 --log.eval-every-steps None", "checkpoint.keep_best 1 goes by evaluations"),
+        (
+            "--checkpoint.keep-best 1 --log.eval-every-steps None",
+            "checkpoint.keep_best 1 goes by evaluations",
+        ),
         ("--checkpoint.best-metric eval_accuracy", "add --checkpoint.keep-best 1"),
         ("--checkpoint.keep-best 1 --checkpoint.best-metric eval_los", "did you mean eval_loss?"),
         (
@@ -237,9 +261,9 @@ def test_the_list_of_checkpoints_has_losses_and_marks_the_best(
     assert main(["checkpoints", str(copy), "--json", str(tmp_path / "list.json")]) == 0
     out = capsys.readouterr().out
     listed = {row["step"]: row for row in json.loads((tmp_path / "list.json").read_text())}
-    assert {step: row["metrics"]["eval_loss"] for step, row in listed.items() if row["metrics"]} == {
-        step: LOSSES[step] for step in (2, 4, LAST)
-    }
+    assert {
+        step: row["metrics"]["eval_loss"] for step, row in listed.items() if row["metrics"]
+    } == {step: LOSSES[step] for step in (2, 4, LAST)}
     assert [step for step, row in listed.items() if row["best"]] == [2]
     if without != "metrics.jsonl":
         assert all(row["metrics"]["loss"] > 0 for row in listed.values())
@@ -264,7 +288,9 @@ def test_a_run_that_was_not_evaluated_has_losses_and_no_best(
     for file in copy.rglob("evaluation.json"):
         file.unlink()
     rows = (copy / "metrics.jsonl").read_text().splitlines()
-    (copy / "metrics.jsonl").write_text("\n".join(row for row in rows if "eval_" not in row) + '\n{"step": 5, "lo')
+    (copy / "metrics.jsonl").write_text(
+        "\n".join(row for row in rows if "eval_" not in row) + '\n{"step": 5, "lo'
+    )
     assert main(["checkpoints", str(copy)]) == 0
     out = capsys.readouterr().out
     assert "loss" in out.splitlines()[0]

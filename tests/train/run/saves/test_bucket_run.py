@@ -53,8 +53,19 @@ def resumed(address: str, folder: Path) -> Done:
     assert train("--workdir", "whole").code == 0
     root, path = Path(__file__).resolve().parents[4], os.environ.get("PYTHONPATH", "")
     environ = {**os.environ, "PYTHONPATH": f"{root}:{path}"}
-    command = [sys.executable, "-c", KILLED, *TINY.split(), "--steps", str(STEPS), "--workdir", address]
-    died = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        *TINY.split(),
+        "--steps",
+        str(STEPS),
+        "--workdir",
+        address,
+    ]
+    died = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
     assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
     workdir = path_of(address)
     assert counts(workdir / "checkpoints" / "2")
@@ -66,7 +77,9 @@ def resumed(address: str, folder: Path) -> Done:
     return train("--workdir", address, "--resume")
 
 
-def test_a_run_killed_before_a_manifest_ends_as_the_one_on_a_disk(resumed: Done, address: str) -> None:
+def test_a_run_killed_before_a_manifest_ends_as_the_one_on_a_disk(
+    resumed: Done, address: str
+) -> None:
     assert resumed.code == 0, resumed.err
     assert f"which held {address}, has ended; its lock is taken over" in resumed.err
     assert f"resuming lm-tiny at step 2 of {STEPS}" in resumed.out
@@ -74,8 +87,17 @@ def test_a_run_killed_before_a_manifest_ends_as_the_one_on_a_disk(resumed: Done,
     workdir = path_of(address)
     assert rows(workdir) == rows("whole")
     left = {path.name for path in workdir.iterdir()}
-    assert left == {"assets", "checkpoints", "config.json", "loss.png", "metrics.jsonl", "tensorboard"}
-    one, other = (verified(place / "checkpoints" / str(STEPS)) for place in (workdir, Path("whole")))
+    assert left == {
+        "assets",
+        "checkpoints",
+        "config.json",
+        "loss.png",
+        "metrics.jsonl",
+        "tensorboard",
+    }
+    one, other = (
+        verified(place / "checkpoints" / str(STEPS)) for place in (workdir, Path("whole"))
+    )
     assert one.arrays == other.arrays
 
 
@@ -90,7 +112,9 @@ def test_the_other_commands_read_it(resumed: Done, address: str, capsys: Capture
     assert main(["generate", address, "--prompt", "def ", "--tokens", "3", "--step", "6"]) == 0
     assert f"step 6 of {address}" in capsys.readouterr().err
     assert load(address, step=6).step == 6
-    assert main(["train", "--resume", "--workdir", address]) == 0  # recipe and config are read there
+    assert (
+        main(["train", "--resume", "--workdir", address]) == 0
+    )  # recipe and config are read there
     assert f"resuming lm-tiny at step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
@@ -102,7 +126,9 @@ def test_its_parameters_start_another_run(resumed: Done, address: str) -> None:
     assert recorded["config"]["init"]["init_from"] == f"{address}/checkpoints/{STEPS}"
 
 
-def test_its_state_is_carried_into_another_form(resumed: Done, address: str, capsys: Capture) -> None:
+def test_its_state_is_carried_into_another_form(
+    resumed: Done, address: str, capsys: Capture
+) -> None:
     assert main(["convert", address, "--form", "plain", "--out", f"{address}-plain"]) == 0
     assert saved_run.find(path_of(f"{address}-plain")).step == STEPS
     assert main(["convert", address, "--form", "plain", "--out", f"{address}-plain"]) == 2
@@ -115,12 +141,17 @@ def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
     run = saved_run.find(path_of(f"{address}-grown"))
     assert (run.step, run.config.model.depth) == (STEPS, 2)
     assert main(["export", address, "--out", f"{address}-exported"]) == 0
-    assert main(["import", f"{address}-exported", "--preset", "sp", "--out", f"{address}-imported"]) == 0
+    assert (
+        main(["import", f"{address}-exported", "--preset", "sp", "--out", f"{address}-imported"])
+        == 0
+    )
     one, other = (trained.read(path_of(f"{address}{end}")).params for end in ("", "-imported"))
     assert all(np.allclose(one[name], other[name], rtol=1e-6) for name in one)
 
 
-def test_multiples_stay_in_a_bucket_when_the_run_goes_on_without_the_flag(emulator: str, folder: Path) -> None:
+def test_multiples_stay_in_a_bucket_when_the_run_goes_on_without_the_flag(
+    emulator: str, folder: Path
+) -> None:
     address = f"gs://{new_bucket(emulator)}/every"
     words = ("--workdir", address, "--checkpoint.keep", "1", "--checkpoint.every-steps", "1")
     done = train(*words, "--steps", "4", "--checkpoint.keep-every", "2")

@@ -19,7 +19,16 @@ __all__ = ["folder", "shared_programs"]  # fixtures
 LAST = 7
 MEASURED = {**LOSSES, **dict.fromkeys(range(5, 20), 6.0)}
 """Loss of every evaluation; the one of step 2 is the best."""
-ALL = ("--checkpoint.every-steps", "1", "--checkpoint.keep", "1", "--log.eval-every-steps", "1", "--steps", str(LAST))
+ALL = (
+    "--checkpoint.every-steps",
+    "1",
+    "--checkpoint.keep",
+    "1",
+    "--log.eval-every-steps",
+    "1",
+    "--steps",
+    str(LAST),
+)
 EVERY = ("--checkpoint.keep-every", "3")
 BEST = ("--checkpoint.keep-best", "1")
 
@@ -45,7 +54,9 @@ def longer(steps: int) -> tuple[str, ...]:
     return (*ALL[:-1], str(steps), "--resume", "--resume-change", "schedule")
 
 
-def test_multiples_stay_beside_the_newest_and_the_best(every_run: Done, capsys: pytest.CaptureFixture[str]) -> None:
+def test_multiples_stay_beside_the_newest_and_the_best(
+    every_run: Done, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert checkpoints("every") == [2, 3, 6, LAST]
     assert listed(Path("every")) == {2: "best", 3: "every 3", 6: "every 3", LAST: "newest"}
     head, *lines = capsys.readouterr().out.splitlines()
@@ -59,7 +70,9 @@ def test_control_without_the_flag_they_go(folder: Path, monkeypatch: pytest.Monk
     assert checkpoints("without") == [LAST]
 
 
-def test_a_multiple_is_saved_where_nothing_else_is_due(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_multiple_is_saved_where_nothing_else_is_due(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripted(monkeypatch, MEASURED)
     assert train("--workdir", "rare", *ALL, "--checkpoint.every-steps", "100", *EVERY).code == 0
     assert checkpoints("rare") == [3, 6, LAST]
@@ -78,20 +91,29 @@ def test_a_resume_without_the_flag_deletes_none_and_keeps_no_more(
     assert listed(copy) == {3: "every 3", 6: "every 3", 13: "newest"}
 
     # Back to 6 and on, without the flag or with another interval: what was kept before 6 still stays.
-    done = train("--workdir", str(copy), *longer(9), "--resume-from", "6", "--checkpoint.keep-every", "4")
+    done = train(
+        "--workdir", str(copy), *longer(9), "--resume-from", "6", "--checkpoint.keep-every", "4"
+    )
     assert done.code == 0, done.err
     assert checkpoints(copy) == [3, 6, 8, 9]
     assert checkpoints(copy / "branches" / "13") == [13]
 
 
-def test_what_a_kill_left_undeleted_goes_at_the_next_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_left_undeleted_goes_at_the_next_save(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill between a save and the deletion after it leaves the checkpoint that was to go."""
     scripted(monkeypatch, MEASURED)
     with monkeypatch.context() as patch:
         patch.setattr(checkpointer.CheckpointFolder, "prune", lambda self: None)
         assert train("--workdir", "killed", *ALL, *EVERY).code == 0
     assert checkpoints("killed") == [*range(1, LAST + 1)]
-    assert {step for step, reason in listed(Path("killed")).items() if reason is None} == {1, 2, 4, 5}
+    assert {step for step, reason in listed(Path("killed")).items() if reason is None} == {
+        1,
+        2,
+        4,
+        5,
+    }
     # config.json is lost, too: the newest checkpoint has what was recorded.
     Path("killed/config.json").unlink()
     done = train("--workdir", "killed", *longer(8))
@@ -103,4 +125,6 @@ def test_what_a_kill_left_undeleted_goes_at_the_next_save(folder: Path, monkeypa
 def test_an_interval_below_one_is_refused(value: str, folder: Path) -> None:
     done = train("--workdir", "refused", "--checkpoint.keep-every", value)
     assert done.code == 2
-    assert f"checkpoint.keep_every is {value}; write a number of at least 1" in " ".join(done.err.split())
+    assert f"checkpoint.keep_every is {value}; write a number of at least 1" in " ".join(
+        done.err.split()
+    )

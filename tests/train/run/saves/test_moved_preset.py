@@ -62,8 +62,12 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder / "run")
 
 
-def test_its_own_command_goes_on_with_the_numbers_of_its_record(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("--preset", USE, "--checkpoint.every-steps", "2", "--workdir", "run", "--resume") == 0
+def test_its_own_command_goes_on_with_the_numbers_of_its_record(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        train("--preset", USE, "--checkpoint.every-steps", "2", "--workdir", "run", "--resume") == 0
+    )
     assert "resuming vit-digits at step 2 of 4" in capsys.readouterr().out
     assert last_loss("run") == last_loss("complete")
     assert record_of("run")["preset"] == record_of("complete")["preset"]
@@ -75,14 +79,24 @@ def test_the_flag_is_found_and_left_out_however_it_is_written(flags: list[str]) 
     words = ["--steps", "4", *flags, "--seed", "1"]
     assert tuned.named_moved(words) == USE
     assert tuned.without_preset(words) == ["--steps", "4", "--seed", "1"]
-    assert tuned.named_moved(["--steps", "4", "--preset", "mup:lm-short-v1", "--workdir", USE]) is None
+    assert (
+        tuned.named_moved(["--steps", "4", "--preset", "mup:lm-short-v1", "--workdir", USE]) is None
+    )
 
 
-def test_a_record_that_has_the_name_itself_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_has_the_name_itself_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A config file that names one leaves the name in the record, and the preset's numbers in none."""
     content = json.loads((run / "config.json").read_text())
     preset = content["config"]["preset"]
-    content["config"]["preset"] = {**preset, "name": USE, "base": None, "alpha_a": None, "constants": []}
+    content["config"]["preset"] = {
+        **preset,
+        "name": USE,
+        "base": None,
+        "alpha_a": None,
+        "constants": [],
+    }
     (run / "config.json").write_text(json.dumps(content))
     assert main(["train", "--workdir", "run", "--resume"]) == 0
     shown = capsys.readouterr().out
@@ -96,9 +110,22 @@ def test_a_record_that_has_the_name_itself_goes_on(run: Path, capsys: pytest.Cap
 def test_the_numbers_of_a_record_are_those_of_the_file(use: str) -> None:
     preset, _, name = use.partition(":")
     path = EVIDENCE / f"{preset}.{name}.json"
-    words = ["vit-digits", "--preset", f"{preset}:{path}", "--optimizer.name", find.load(path).optimizer["name"]]
+    words = [
+        "vit-digits",
+        "--preset",
+        f"{preset}:{path}",
+        "--optimizer.name",
+        find.load(path).optimizer["name"],
+    ]
     fields = printed(words)
-    named = {**fields["preset"], "name": use, "base": None, "alpha_a": None, "alpha_l": None, "constants": []}
+    named = {
+        **fields["preset"],
+        "name": use,
+        "base": None,
+        "alpha_a": None,
+        "alpha_l": None,
+        "constants": [],
+    }
     assert from_json({**fields, "preset": named}).preset == from_json(fields).preset
     # What the record says beside the name holds.
     own = {**named, "base": "embed=8", "alpha_a": 0.5}
@@ -114,7 +141,10 @@ def printed(words: list[str]) -> dict[str, Any]:
 @pytest.mark.core
 @pytest.mark.parametrize("words", [(), ("--resume",), ("--workdir", "new", "--resume")])
 def test_a_new_run_is_refused_with_the_place_of_the_data(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert train("--preset", USE, *words) == 2

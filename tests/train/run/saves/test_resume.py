@@ -13,7 +13,16 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.config.recipes import RECIPES
 from tests.fixtures.programs import shared_programs
-from tests.train.checkpoints.test_checkpointer import STEPS, Done, folder, interrupted, rows, train, untrained, whole
+from tests.train.checkpoints.test_checkpointer import (
+    STEPS,
+    Done,
+    folder,
+    interrupted,
+    rows,
+    train,
+    untrained,
+    whole,
+)
 
 __all__ = ["folder", "shared_programs", "untrained", "whole"]  # fixtures
 
@@ -79,8 +88,16 @@ def test_a_schedule_that_jumps_is_refused_unless_it_is_meant(
             True,
         ),
         ({"schedule": "constant"}, "--optimizer.schedule cosine", True),
-        ({"schedule": "constant"}, f"--optimizer.schedule constant --optimizer.peak-lr {PEAK * 1.2}", False),
-        ({"schedule": "constant"}, f"--optimizer.schedule constant --optimizer.peak-lr {PEAK * 2}", True),
+        (
+            {"schedule": "constant"},
+            f"--optimizer.schedule constant --optimizer.peak-lr {PEAK * 1.2}",
+            False,
+        ),
+        (
+            {"schedule": "constant"},
+            f"--optimizer.schedule constant --optimizer.peak-lr {PEAK * 2}",
+            True,
+        ),
         ({}, "--optimizer.warmup-steps 1", False),
     ],
     ids=[
@@ -113,7 +130,10 @@ def test_fewer_steps_than_are_done_are_refused(whole: Done, untrained: list) -> 
     for words in (["--steps", "2"], ["--steps", "2", "--resume-change", "schedule"]):
         done = train("--workdir", "whole", "--resume", *words)
         assert done.code == 2
-        assert f"the run has done {STEPS} steps and --steps is 2; write --steps {STEPS} to end it there" in done.err
+        assert (
+            f"the run has done {STEPS} steps and --steps is 2; write --steps {STEPS} to end it there"
+            in done.err
+        )
         assert "resuming" not in done.out
     assert not untrained
     assert record_of("whole") == before
@@ -122,7 +142,15 @@ def test_fewer_steps_than_are_done_are_refused(whole: Done, untrained: list) -> 
 @pytest.mark.core
 def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untrained: list) -> None:
     copy = interrupted("whole", "changes", 6)
-    words = ("--workdir", str(copy), "--resume", "--optimizer.clip-norm", "0.5", "--accumulation-steps", "2")
+    words = (
+        "--workdir",
+        str(copy),
+        "--resume",
+        "--optimizer.clip-norm",
+        "0.5",
+        "--accumulation-steps",
+        "2",
+    )
     done = train(*words, "--mesh.fsdp", "2", "--log.no-tensorboard", "--checkpoint.keep", "3")
     assert done.code == 0, done.err
     changes = [line for line in done.out.splitlines() if line.startswith("changed since: ")]
@@ -143,7 +171,9 @@ def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untra
     third = train(*words, "--mesh.fsdp", "4")
     assert third.code == 0, third.err
     assert "changed since: mesh.fsdp 2 -> 4" in third.out
-    fsdp = [part["config"]["mesh"]["fsdp"] for part in (*record_of(copy)["segments"], record_of(copy))]
+    fsdp = [
+        part["config"]["mesh"]["fsdp"] for part in (*record_of(copy)["segments"], record_of(copy))
+    ]
     assert fsdp == [1, 2, 4]
     assert untrained == [(6, 6)] * 3
 
@@ -153,7 +183,12 @@ def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untra
     ("group", "name", "before", "line"),
     [
         ("options", "jax_enable_x64", True, "jax_enable_x64: True -> False (bits can differ)"),
-        ("variables", "XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2", "XLA_FLAGS: --xla_cpu_max_isa=SSE4_2 -> "),
+        (
+            "variables",
+            "XLA_FLAGS",
+            "--xla_cpu_max_isa=SSE4_2",
+            "XLA_FLAGS: --xla_cpu_max_isa=SSE4_2 -> ",
+        ),
         ("devices", "devices", 4, "devices: 4 -> 8 (bits can differ)"),
         ("processor", "instructions", ["avx_of_old"], "processor's instructions: avx_of_old -> "),
     ],
@@ -185,7 +220,9 @@ def test_another_environment_is_told_and_refused_where_the_run_is_to_go_on_exact
 
 
 @pytest.mark.core
-def test_a_run_that_recorded_no_environment_goes_on_with_one_line(whole: Done, untrained: list, tmp_path: Path) -> None:
+def test_a_run_that_recorded_no_environment_goes_on_with_one_line(
+    whole: Done, untrained: list, tmp_path: Path
+) -> None:
     copy = interrupted("whole", str(tmp_path / "run"), 6)
     recorded = record_of(copy)
     del recorded["environment"]
@@ -201,7 +238,9 @@ def test_a_run_that_recorded_no_environment_goes_on_with_one_line(whole: Done, u
 
 
 @pytest.mark.core
-def test_exact_goes_with_other_steps_and_not_with_other_rounding(whole: Done, untrained: list, tmp_path: Path) -> None:
+def test_exact_goes_with_other_steps_and_not_with_other_rounding(
+    whole: Done, untrained: list, tmp_path: Path
+) -> None:
     copy = interrupted("whole", str(tmp_path / "run"), 6)
     words = ("--workdir", str(copy), "--resume", "--resume-exact")
     refused = train(*words, "--accumulation-steps", "2")
@@ -221,7 +260,9 @@ def test_a_run_of_a_constant_rate_goes_further(whole: Done) -> None:
     assert done.code == 0, done.err
     assert "changed since: steps 4 -> 6" in done.out
     assert train("--workdir", "level-at-once", *words, "--steps", "6").code == 0
-    losses = [[row["loss"] for row in rows(name) if "loss" in row] for name in ("level", "level-at-once")]
+    losses = [
+        [row["loss"] for row in rows(name) if "loss" in row] for name in ("level", "level-at-once")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -237,7 +278,9 @@ def test_what_may_change_is_named_and_only_on_resume(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.core
-def test_a_record_of_another_version_is_read_as_far_as_it_goes(whole: Done, untrained: list) -> None:
+def test_a_record_of_another_version_is_read_as_far_as_it_goes(
+    whole: Done, untrained: list
+) -> None:
     """Fields that it does not have yet take this run's value; fields that are gone do not matter."""
     copy = Path("older")
     shutil.copytree("whole", copy)
@@ -245,7 +288,9 @@ def test_a_record_of_another_version_is_read_as_far_as_it_goes(whole: Done, untr
     del recorded["config"]["resume_change"], recorded["config"]["faults"]
     recorded["config"]["optimizer"]["gone"] = 1
     (copy / "config.json").write_text(json.dumps(recorded))
-    done = train("--workdir", str(copy), "--resume", "--steps", "12", "--resume-change", "schedule", "data")
+    done = train(
+        "--workdir", str(copy), "--resume", "--steps", "12", "--resume-change", "schedule", "data"
+    )
     assert done.code == 0, done.err
     assert [line for line in done.out.splitlines() if line.startswith("changed since")] == [
         f"changed since: steps {STEPS} -> 12"
@@ -267,7 +312,9 @@ def test_a_run_with_experts_goes_on_as_if_it_had_not_stopped(folder: Path) -> No
 
 
 @pytest.mark.core
-def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_by_its_workdir_alone(
+    whole: Done, untrained: list, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = interrupted("whole", "my run [1]", 6)
     record = record_of(copy)
     # Fine-tuned runs have the name of a command, those of a user's own script any.
@@ -290,7 +337,21 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys
     assert after["workdir"] == str(copy)
     assert after["resume_from"] is None
     # Flags stand above the record, and are checked as after a recipe.
-    assert main(["train", "--resume", "--workdir", str(copy), "--steps", "9", "--resume-change", "schedule"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--resume",
+                "--workdir",
+                str(copy),
+                "--steps",
+                "9",
+                "--resume-change",
+                "schedule",
+            ]
+        )
+        == 0
+    )
     assert f"changed since: steps {STEPS} -> 9" in plain(capsys.readouterr().out)
     assert main(["train", "--resume", "--workdir", str(copy), "--stepz", "9"]) == 2
     assert "--steps" in capsys.readouterr().err

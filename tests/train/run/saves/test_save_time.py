@@ -19,11 +19,17 @@ pytestmark = pytest.mark.core
 
 def leaf(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+    return jax.ShapeDtypeStruct(
+        shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+    )
 
 
 def test_every_shard_counts_once() -> None:
-    state = {"split": leaf((8, 6), "fsdp"), "whole": leaf((10,)), "both": leaf((8, 4), "fsdp", "data")}
+    state = {
+        "split": leaf((8, 6), "fsdp"),
+        "whole": leaf((10,)),
+        "both": leaf((8, 4), "fsdp", "data"),
+    }
     assert dry_run.saved_bytes(state) == 4 * (48 + 10 + 32)
 
 
@@ -34,16 +40,23 @@ def test_the_speed_is_measured_where_the_workdir_will_be_and_nothing_stays(tmp_p
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(14, 0), (16, 1), (59, 1), (61, 2)])
-def test_a_grace_that_is_too_short_is_named(seconds: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grace_that_is_too_short_is_named(
+    seconds: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dry_run, "seconds", lambda workdir, size: seconds)
     text = dry_run.rows("run", {"x": leaf((8,))})["a save"]
     assert text.startswith(f"about {seconds} s: 32 B from this host, as measured there now")
     assert ("Caution" in text) == (count > 0)
-    named = ["30 s that a spot machine of Google Cloud leaves", "120 s that SLURM's --signal=TERM@120"]
+    named = [
+        "30 s that a spot machine of Google Cloud leaves",
+        "120 s that SLURM's --signal=TERM@120",
+    ]
     assert [name in text for name in named] == [count > 0, count > 1]
 
 
-def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Any, content: Any) -> None:
         raise OSError(28, "No space left on device")
 

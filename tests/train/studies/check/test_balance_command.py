@@ -22,7 +22,14 @@ from mupax.train.config.record import from_json, to_json
 from mupax.train.core.program import assemble
 from mupax.train.studies.check.balance_command import Balance, batch_of, configured
 
-GROUPS = {"block.query", "block.attention_out", "block.mlp_in", "readout", "patch_embedding", "norm_gain"}
+GROUPS = {
+    "block.query",
+    "block.attention_out",
+    "block.mlp_in",
+    "readout",
+    "patch_embedding",
+    "norm_gain",
+}
 LAYERS = ("embedding", "block 0", "block 1", "readout")
 
 
@@ -31,12 +38,23 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A measured file of a small model under SGD, and what the command printed."""
     path, shown = tmp_path_factory.mktemp("balance") / "rates.json", io.StringIO()
     with contextlib.redirect_stdout(shown):
-        assert main(["presets", "balance", "vit-proxy", "--optimizer", "sgd", "--out", str(path)]) == 0
+        assert (
+            main(["presets", "balance", "vit-proxy", "--optimizer", "sgd", "--out", str(path)]) == 0
+        )
     return path, shown.getvalue()
 
 
 def run_with(path: Path, *words: str) -> list[str]:
-    return ["vit-digits", "--model", "vit-proxy", "--preset", f"measured:{path}", "--preset.base", "None", *words]
+    return [
+        "vit-digits",
+        "--model",
+        "vit-proxy",
+        "--preset",
+        f"measured:{path}",
+        "--preset.base",
+        "None",
+        *words,
+    ]
 
 
 def column(text: str, label: str) -> list[str]:
@@ -50,7 +68,9 @@ def test_it_prints_layers_desiderata_and_rates(written: tuple[Path, str]):
         assert column(text, name)[-1] == "0.25", name  # four layers, equal parts after
     assert any(column(text, name)[-3] != "0.25" for name in LAYERS)
     assert column(text, "loss decay (nats)")[-1] == "1"
-    assert float(column(text, "feature learning (speed rms, last)")[-1]) == pytest.approx(1, abs=0.011)
+    assert float(column(text, "feature learning (speed rms, last)")[-1]) == pytest.approx(
+        1, abs=0.011
+    )
     before, after = map(float, column(text, "balance (largest part / smallest)")[1:])
     assert before > 1.5
     assert after == pytest.approx(1, abs=0.01)
@@ -72,11 +92,15 @@ def test_a_run_takes_the_file_as_its_preset(written: tuple[Path, str]):
         assert config.preset.name == name
         assert preset_of(from_json(json.loads(json.dumps(to_json(config))))) == preset_of(config)
         program = assemble(config)
-        np.testing.assert_allclose(program.inputs.factors.lr["block.attention.query"], rates, rtol=1e-6)
+        np.testing.assert_allclose(
+            program.inputs.factors.lr["block.attention.query"], rates, rtol=1e-6
+        )
         assert program.preset.describe().startswith("measured optimizer=sgd")
 
 
-def test_the_table_of_presets_takes_it_too(written: tuple[Path, str], capsys: pytest.CaptureFixture[str]):
+def test_the_table_of_presets_takes_it_too(
+    written: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
     path, _ = written
     words = ["table", f"measured:{path}", "--model", "vit-proxy", "--optimizer", "sgd"]
     assert main(["presets", *words]) == 0
@@ -84,7 +108,9 @@ def test_the_table_of_presets_takes_it_too(written: tuple[Path, str], capsys: py
     assert out.startswith("vit-proxy under measured optimizer=sgd")
     assert ".." in next(line for line in out.splitlines() if "block.attention.query" in line)
     assert main(["presets", *words, "--json"]) == 0
-    row = next(r for r in json.loads(capsys.readouterr().out) if r["name"] == "block.attention.query")
+    row = next(
+        r for r in json.loads(capsys.readouterr().out) if r["name"] == "block.attention.query"
+    )
     assert row["lr"] == list(load(path).scales["block.query"].lr)  # pyright: ignore[reportArgumentType]
     assert main(["presets", "table", str(path), "--model", "vit-tiny", "--optimizer", "sgd"]) == 2
     assert "the table is for embed=32 and the model has 64" in capsys.readouterr().err
@@ -94,9 +120,15 @@ def test_a_recipe_brings_its_data_optimizer_and_preset(tmp_path: Path):
     words = ["vit-digits", "--out", str(tmp_path / "x.json"), "--data.batch-size", "5"]
     args, rest = parse_known(Balance, "mupax presets balance", words)
     config, recipe = configured(args, rest), RECIPES["vit-digits"]()
-    assert (config.preset, config.optimizer, config.model) == (recipe.preset, recipe.optimizer, recipe.model)
+    assert (config.preset, config.optimizer, config.model) == (
+        recipe.preset,
+        recipe.optimizer,
+        recipe.model,
+    )
     batch = batch_of(config, args.name, Console(quiet=True))
-    first = data.load(config.data, config.model, seed=config.seed, note=lambda _: None).train_batch(0)
+    first = data.load(config.data, config.model, seed=config.seed, note=lambda _: None).train_batch(
+        0
+    )
     np.testing.assert_array_equal(batch["inputs"], first["inputs"])
     assert batch["targets"].shape == (5,)
 
@@ -123,7 +155,9 @@ def test_a_run_it_does_not_fit_is_refused(
     assert text in capsys.readouterr().err
 
 
-def test_layers_missing_from_the_file_are_named(written: tuple[Path, str], capsys: pytest.CaptureFixture[str]):
+def test_layers_missing_from_the_file_are_named(
+    written: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
     path, _ = written
     table = json.loads(path.read_text())
     table["scales"]["block.query"]["lr"].pop()
@@ -133,7 +167,9 @@ def test_layers_missing_from_the_file_are_named(written: tuple[Path, str], capsy
     assert "block.query lr has 1 numbers for 2 layers" in capsys.readouterr().err
 
 
-def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: pytest.CaptureFixture[str]):
+def test_what_grows_has_no_measured_numbers(
+    written: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
     path, _ = written
     for words in (
         ["check", "vit-proxy", "--optimizer", "sgd", "--dry-run", "--preset"],
@@ -156,11 +192,16 @@ def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: p
             "no optimizer is named 'adagrad'; write adamw, adam, sgd, momentum, muon, lion",
         ),
         (["lm-tiny", "--out", "x.json", "--model.widht", "3"], "did you mean --model.width?"),
-        (["lm-tiny", "--out", "x.json", "--preset", "ntk", "--optimizer", "lion"], "ntk has no rule for the optimizer"),
+        (
+            ["lm-tiny", "--out", "x.json", "--preset", "ntk", "--optimizer", "lion"],
+            "ntk has no rule for the optimizer",
+        ),
         (["gpt2", "--out", "x.json"], "write tied=False (--model.no-tied) to measure"),
     ],
 )
-def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch):
+def test_wrong_words(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(["presets", "balance", *words]) == 2
     err = capsys.readouterr().err

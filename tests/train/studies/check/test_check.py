@@ -46,12 +46,16 @@ def doublings(grow: str) -> int:
 
 
 @functools.cache
-def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM, steps: int = STEPS) -> check.Series:
+def series(
+    grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM, steps: int = STEPS
+) -> check.Series:
     if steps != STEPS:
         fewer = copy.copy(series(grow, optimizer, model))  # of the same programs
         fewer.steps = steps
         return fewer
-    config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
+    config = OptimizerConfig(
+        name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12
+    )
     grown = check.grow(model, grow, doublings(grow) + 1)
     run_series = check.Series([definition(one) for one in (grown[0], grown[-1])], config, STEPS)
     return optimized(run_series) if optimizer == "adam" or grow == "head_dim" else run_series
@@ -68,7 +72,9 @@ def findings_of(
 ) -> list[Finding]:
     """Train one preset, ask theory about another (the same unless given)."""
     sized = series(grow, optimizer, model, steps)
-    expected = theory.of(meant or trained, sized.definitions[0], sized.definitions[-1], optimizer, accept=accept)
+    expected = theory.of(
+        meant or trained, sized.definitions[0], sized.definitions[-1], optimizer, accept=accept
+    )
     return check.judge(sized.measure(trained, BATCH, SEEDS), [1, 2 ** doublings(grow)], expected)
 
 
@@ -110,17 +116,27 @@ def test_right_rules_pass(name, grow, constants):
 @pytest.mark.parametrize(
     ("name", "constants", "growing", "telltales"),
     [
-        ("mup", {"readout_width": -0.5}, {"change logits", "movement/norm_gain"}, {"weight/readout @0", "logits @0"}),
+        (
+            "mup",
+            {"readout_width": -0.5},
+            {"change logits", "movement/norm_gain"},
+            {"weight/readout @0", "logits @0"},
+        ),
         ("sp", {"embedding_width": 1}, None, {"movement/token_embedding @1"}),
     ],
 )
-def test_named_constants_move_as_theory_says_and_not_as_their_other_value(name, constants, growing, telltales):
+def test_named_constants_move_as_theory_says_and_not_as_their_other_value(
+    name, constants, growing, telltales
+):
     findings = findings_of(preset(name, **constants), "heads")
     assert all(f.agrees for f in findings), wrong(findings)
     assert not check.passes(findings)
     if growing is not None:
         assert {f.observable for f in findings if not f.ok} == growing
-    assert telltales <= wrong(findings_of(preset(name, **constants), "heads", meant=preset(name))).keys()
+    assert (
+        telltales
+        <= wrong(findings_of(preset(name, **constants), "heads", meant=preset(name))).keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +155,9 @@ def test_right_rules_pass_with_a_tied_readout(name, grow):
 @pytest.mark.parametrize("name", ["sp", "ntk"])
 @pytest.mark.parametrize("grow", ["head_dim", "depth"])
 def test_tied_sp_and_ntk_move_as_theory_says(name, grow):
-    findings = findings_of(preset(name), grow, model=TIED, accept=("lazy",) if name == "ntk" else ())
+    findings = findings_of(
+        preset(name), grow, model=TIED, accept=("lazy",) if name == "ntk" else ()
+    )
     assert all(f.agrees for f in findings), wrong(findings)
     assert check.passes(findings) == (name == "ntk" and grow != "depth")
     contact = next(f for f in findings if f.observable == "contact logit")
@@ -156,15 +174,25 @@ def test_a_tied_table_is_the_same_whether_heads_or_their_size_grow(name):
         first, last = definition(grown[0]), definition(grown[-1])
         expected = theory.of(preset(name), first, last, "adam", strict=True)
         touched = {
-            key for key in expected if key[0] in ("logits", "contact logit") or key[0].endswith("/token_embedding")
+            key
+            for key in expected
+            if key[0] in ("logits", "contact logit") or key[0].endswith("/token_embedding")
         }
         exponents.append({key: expected[key].slope for key in touched})
         factors, table = (
             resolve(preset(name), last),
             next(n for n, s in last.specs.items() if s.group == "token_embedding"),
         )
-        columns = factors.multiplier, factors.lr, factors.eps, factors.weight_decay, init_stds(preset(name), last)
-        numbers.append([*(float(column[table]) for column in columns), float(factors.forward["tied_readout"])])
+        columns = (
+            factors.multiplier,
+            factors.lr,
+            factors.eps,
+            factors.weight_decay,
+            init_stds(preset(name), last),
+        )
+        numbers.append(
+            [*(float(column[table]) for column in columns), float(factors.forward["tied_readout"])]
+        )
     assert len(exponents[0]) == 5
     assert exponents[0] == exponents[1]
     assert numbers[0] == numbers[1]
@@ -180,7 +208,9 @@ def test_a_tied_table_is_the_same_whether_heads_or_their_size_grow(name):
 def test_a_wrong_rule_of_a_tied_table_is_caught(mutant, telltale):
     """Both signs of every column: `tests/scripts/check/test_mutations.py`."""
     right = preset("mup")
-    assert telltale in wrong(findings_of(mutant.of(right), "head_dim", meant=right, model=TIED, steps=1))
+    assert telltale in wrong(
+        findings_of(mutant.of(right), "head_dim", meant=right, model=TIED, steps=1)
+    )
 
 
 def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contradict_theory():
@@ -198,7 +228,9 @@ def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contr
     first = sized.definitions[0]
     factors = resolve(right, first)
     params = jax.jit(functools.partial(first.initialize, draw=normals))(0, init_stds(right, first))
-    logits = np.asarray(jax.jit(first.apply)(params, factors.multiplier, factors.forward, even["inputs"]))
+    logits = np.asarray(
+        jax.jit(first.apply)(params, factors.multiplier, factors.forward, even["inputs"])
+    )
     assert np.sqrt(np.mean(logits**2)) == pytest.approx(rms[0, 0, 0], rel=1e-3)
     own = np.take_along_axis(logits, even["inputs"][..., None], axis=-1)
     assert np.sqrt(np.mean(own**2)) == pytest.approx(contact[0, 0, 0], rel=1e-3)
@@ -225,7 +257,9 @@ def test_an_optimizer_whose_first_update_moves_nothing_is_judged_from_the_next_o
     assert "frozen" not in {finding.verdict for finding in findings}
 
 
-def test_control_counting_an_update_that_moves_nothing_blames_a_right_table(adopt: str, monkeypatch):
+def test_control_counting_an_update_that_moves_nothing_blames_a_right_table(
+    adopt: str, monkeypatch
+):
     monkeypatch.setitem(OPTIMIZERS, adopt, dataclasses.replace(OPTIMIZERS[adopt], still_steps=0))
     series.cache_clear()
     findings = findings_of(preset("mup"), "head_dim", adopt)
@@ -244,22 +278,33 @@ def test_sp_in_width_is_caught(optimizer):
     findings = findings_of(preset("sp"), "head_dim", optimizer)
     caught = wrong(findings)
     assert {"change logits @1", "change residual @1"} <= caught.keys(), caught
-    assert {f.verdict for f in findings if f.observable == "change residual" and f.step == 1} == {"explodes"}
+    assert {f.verdict for f in findings if f.observable == "change residual" and f.step == 1} == {
+        "explodes"
+    }
     assert all(f.agrees for f in findings), wrong([f for f in findings if not f.agrees])
-    assert "change residual explodes through value, attention out, MLP in, MLP out" in report.verdict_line(findings)
+    assert (
+        "change residual explodes through value, attention out, MLP in, MLP out"
+        in report.verdict_line(findings)
+    )
 
 
 def test_mup_in_depth_is_caught():
     findings = findings_of(preset("mup"), "depth")
     caught = wrong(findings)
     assert "change residual @1" in caught, caught
-    assert "change residual explodes through query, key, value, attention out" in report.verdict_line(findings)
+    assert (
+        "change residual explodes through query, key, value, attention out"
+        in report.verdict_line(findings)
+    )
 
 
 def test_maximal_update_explodes_in_head_dim_through_its_logits_and_mup_does_not():
     caught = wrong(findings_of(preset("maximal-update"), "head_dim"))
     assert any(name.startswith("update attention") for name in caught), caught
-    assert not any(name.startswith("update attention") for name in wrong(findings_of(preset("mup"), "head_dim")))
+    assert not any(
+        name.startswith("update attention")
+        for name in wrong(findings_of(preset("mup"), "head_dim"))
+    )
 
 
 WRONG_RULES = {
@@ -297,7 +342,10 @@ def test_wrong_rules_are_caught_and_named(error):
     name, constants, grow, mistake, roles, telltale = WRONG_RULES[error]
     right = preset(name, **constants)
     broken = dataclasses.replace(
-        right, rule=lambda spec: mistake(right.rule(spec), spec) if spec.role in roles else right.rule(spec)
+        right,
+        rule=lambda spec: (
+            mistake(right.rule(spec), spec) if spec.role in roles else right.rule(spec)
+        ),
     )
     findings = findings_of(broken, grow, meant=right, steps=1)
     caught = wrong(findings)
@@ -310,7 +358,9 @@ def test_wrong_rules_are_caught_and_named(error):
 def test_a_wrong_rate_is_caught_under_sgd():
     right = preset("mup")
     for group in ("block.query", "token_embedding"):
-        findings = findings_of(Mutant(group, "lr", 0.5).of(right), "head_dim", "sgd", meant=right, steps=1)
+        findings = findings_of(
+            Mutant(group, "lr", 0.5).of(right), "head_dim", "sgd", meant=right, steps=1
+        )
         assert f"by role: {group} (movement)" in report.verdict_line(findings)
 
 
@@ -322,7 +372,11 @@ def test_the_under_trained_model_of_flat_curves_is_caught():
         row = right.rule(spec)
         if spec.role is Role.TOKEN_EMBEDDING:
             return dataclasses.replace(row, adam=row.adam / axis("embed"))
-        return dataclasses.replace(row, adam=row.adam / axis("embed")) if spec.in_block and spec.fan_in else row
+        return (
+            dataclasses.replace(row, adam=row.adam / axis("embed"))
+            if spec.in_block and spec.fan_in
+            else row
+        )
 
     findings = findings_of(dataclasses.replace(right, rule=rule), "head_dim", meant=right, steps=1)
     caught = wrong(findings)
@@ -333,7 +387,9 @@ def test_the_under_trained_model_of_flat_curves_is_caught():
 def test_slopes_of_exact_power_laws_are_found():
     sizes = np.array([1.0, 2.0, 4.0, 8.0])
     values = np.stack([sizes**0.5, sizes**0.5], axis=1)[:, :, None] * np.ones(2)
-    findings = check.judge({"x": values, "y": values}, sizes, {("x", step): Expected(0.5) for step in (0, 1, 3)})
+    findings = check.judge(
+        {"x": values, "y": values}, sizes, {("x", step): Expected(0.5) for step in (0, 1, 3)}
+    )
     assert [round(f.slope, 12) for f in findings] == [0.5, 0.5]
     assert findings[0].low == pytest.approx(0.5)
     assert findings[0].high == pytest.approx(0.5)
@@ -344,14 +400,21 @@ def test_verdicts_follow_the_band():
     assert finding.agrees is False
     assert finding.verdict == "contradicts theory"
     assert dataclasses.replace(finding, low=0.1).ok
-    assert dataclasses.replace(finding, expected=Expected(0.3, trouble="explodes")).verdict == "explodes"
-    assert not dataclasses.replace(finding, slope=float("nan"), low=float("nan"), high=float("nan")).agrees
+    assert (
+        dataclasses.replace(finding, expected=Expected(0.3, trouble="explodes")).verdict
+        == "explodes"
+    )
+    assert not dataclasses.replace(
+        finding, slope=float("nan"), low=float("nan"), high=float("nan")
+    ).agrees
     assert not check.passes([])
 
 
 def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
     """A slope of zeros is no slope: left out, a layer that is never trained would pass."""
-    findings = check.judge({"movement/x": np.zeros((4, 2, 2))}, [1, 2, 4, 8], {("movement/x", 1): Expected(0.0)})
+    findings = check.judge(
+        {"movement/x": np.zeros((4, 2, 2))}, [1, 2, 4, 8], {("movement/x", 1): Expected(0.0)}
+    )
     assert [f.verdict for f in findings] == ["frozen"]
     assert not check.passes(findings)
     held = presets.get("mup", base=preset("mup").base, zero_readout=True)
@@ -359,26 +422,45 @@ def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
     assert check.passes(passed), wrong(passed)
 
 
-def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_failed(tmp_path, capsys, monkeypatch):
+def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_failed(
+    tmp_path, capsys, monkeypatch
+):
     reference, program = series("head_dim"), observables.program
 
     def compiled(model: Definition, tx, **options):
         """The smallest and the largest are those of the tests above."""
-        same = [own for own, of in zip(reference._programs, reference.definitions, strict=True) if of == model]
+        same = [
+            own
+            for own, of in zip(reference._programs, reference.definitions, strict=True)
+            if of == model
+        ]
         return same[0] if same else program(model, tx, **options)
 
     monkeypatch.setattr(observables, "program", compiled)
     out, figure = tmp_path / "check.json", tmp_path / "check.png"
     inputs = ["--model.vocab-size", "64", "--model.seq-len", "16"]  # of the programs above
-    words = ["check", "lm-proxy", "--grow", "head_dim", "--sizes", "3", "--seeds", "2", "--json", str(out), *inputs]
+    words = [
+        "check",
+        "lm-proxy",
+        "--grow",
+        "head_dim",
+        "--sizes",
+        "3",
+        "--seeds",
+        "2",
+        "--json",
+        str(out),
+        *inputs,
+    ]
     for name, code in (("mup", 0), ("sp", 1)):  # both are measured by the same programs
         assert main([*words, "--preset", name, "--figure", str(figure)]) == code
         record = json.loads(out.read_text())
         assert record["verdict"] == ("fail" if code else "pass")
         assert {"slope", "low", "high", "predicted", "ok"} <= record["observables"][0].keys()
         assert {row["step"] for row in record["observables"]} == {0, 1, 3, 10}
-        assert any(row["observable"] == "change residual" and not row["ok"] for row in record["observables"]) == bool(
-            code
-        )
+        assert any(
+            row["observable"] == "change residual" and not row["ok"]
+            for row in record["observables"]
+        ) == bool(code)
     assert figure.stat().st_size > 10_000
     assert "change residual explodes" in capsys.readouterr().out

@@ -47,7 +47,9 @@ def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
     assert "explodes" not in out
     # The control: a size of which an output does grow by theory.
     assert main(["check", "lm-proxy", "--preset", "sp", "--grow", "heads", "--dry-run"]) == 0
-    assert re.search(r"change logits after 1: theory says \+[\d.]+, explodes", capsys.readouterr().out)
+    assert re.search(
+        r"change logits after 1: theory says \+[\d.]+, explodes", capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,11 +88,15 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     rows = json.loads(record.read_text())["studies"]
     page = record.with_suffix(".md").read_text()
     assert {row["preset"] for row in rows} == set(presets.PRESETS)
-    assert not any(o["verdict"].startswith(("contradicts", "zero")) for row in rows for o in row["observables"])
+    assert not any(
+        o["verdict"].startswith(("contradicts", "zero")) for row in rows for o in row["observables"]
+    )
     shown = 0
     for observable in (o for row in rows for o in row["observables"]):
         interval = f"[{observable['low']:+.2f}, {observable['high']:+.2f}]"
-        shown += f"| {observable['predicted']:+.2f} \\| {observable['slope']:+.2f} {interval} |" in page
+        shown += (
+            f"| {observable['predicted']:+.2f} \\| {observable['slope']:+.2f} {interval} |" in page
+        )
     assert shown > 100, "cells of the page's tables"
     assert all(f"| `{row['preset']}` |" in page for row in rows)
 
@@ -99,7 +105,10 @@ def test_an_encoder_decoder_grows() -> None:
     # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2`: all 104 observables as predicted.
     model = dataclasses.replace(configs.get("ed-tiny"), encoder_depth=5)  # pyright: ignore
     small, large = check.grow(model, "heads", 2)
-    assert (small.sizes()["encoder_layers"], large.sizes()["memory"]) == (2, 2 * small.sizes()["memory"])
+    assert (small.sizes()["encoder_layers"], large.sizes()["memory"]) == (
+        2,
+        2 * small.sizes()["memory"],
+    )
     batch = check.batch(small)
     assert {name: array.shape[1:] for name, array in batch.items()} == {
         n: of.shape for n, of in small.example().items()

@@ -48,16 +48,25 @@ def slopes(growth: str, of: Preset, optimizer: str = "adam") -> dict[str, float]
     return {f"{name} @{step}": round(each.slope, 6) for (name, step), each in expected.items()}
 
 
-def troubles(growth: str, of: Preset, optimizer: str = "adam", model: configs.ModelConfig = ED) -> dict[str, str]:
+def troubles(
+    growth: str, of: Preset, optimizer: str = "adam", model: configs.ModelConfig = ED
+) -> dict[str, str]:
     expected = theory.of(of, *ends(growth, model), optimizer)
-    return {f"{name} @{step}": each.trouble for (name, step), each in expected.items() if each.trouble}
+    return {
+        f"{name} @{step}": each.trouble for (name, step), each in expected.items() if each.trouble
+    }
 
 
 @pytest.mark.core
 def test_each_stack_grows_alone_or_both_together():
-    sizes = {growth: tuple(ends(growth)[1].sizes[axis] for axis in ("layers", "encoder_layers")) for growth in GROWTHS}
+    sizes = {
+        growth: tuple(ends(growth)[1].sizes[axis] for axis in ("layers", "encoder_layers"))
+        for growth in GROWTHS
+    }
     assert sizes == {"depth": (16, 16), "decoder": (16, 2), "encoder_depth": (2, 16)}
-    with pytest.raises(configs.ConfigError, match="a decoder has no encoder, so no encoder_depth; write depth"):
+    with pytest.raises(
+        configs.ConfigError, match="a decoder has no encoder, so no encoder_depth; write depth"
+    ):
         check.grow(configs.get("lm-proxy"), "encoder_depth", 2)
 
 
@@ -70,7 +79,9 @@ def test_the_encoders_first_gradients_are_expected_to_fall_with_the_decoders_dep
         adam, sgd = slopes(growth, rule), slopes(growth, rule, "sgd")
         of_encoder = {name for name in adam if name.startswith("gradient/encoder")}
         assert {adam[name] for name in of_encoder} == {first}, growth
-        assert {adam[name] for name in adam if name.startswith("gradient/") and name not in of_encoder} == {0.0}
+        assert {
+            adam[name] for name in adam if name.startswith("gradient/") and name not in of_encoder
+        } == {0.0}
         # SGD's step is the gradient: rates are for what it is later, when branches add up in concert.
         own = -0.5 if alpha_l == 0.5 and growth != "decoder" else 0.0
         assert sgd["movement/encoder.block.mlp_out @1"] == own + first
@@ -89,7 +100,9 @@ def test_right_tables_are_good_whichever_stack_grows(growth: str):
 @pytest.mark.core
 def test_a_table_without_a_rule_for_depth_is_named_by_the_stack_that_grows():
     verdicts = troubles("encoder_depth", preset("mup"))
-    assert verdicts["movement/encoder.block.value @1"] == verdicts["change residual @1"] == "explodes"
+    assert (
+        verdicts["movement/encoder.block.value @1"] == verdicts["change residual @1"] == "explodes"
+    )
     assert not {name for name in verdicts if name.startswith("movement/block.")}
     verdicts = troubles("decoder", preset("mup"))
     assert verdicts["movement/block.cross.attention_out @1"] == "explodes"
@@ -122,13 +135,21 @@ def test_wrong_depth_rules_in_a_table_are_named():
 
 @functools.cache
 def series() -> check.Series:
-    fields: dict[str, Any] = {"width": 32, "num_heads": 4, "vocab_size": 32, "seq_len": 8, "encoder_depth": 2}
+    fields: dict[str, Any] = {
+        "width": 32,
+        "num_heads": 4,
+        "vocab_size": 32,
+        "seq_len": 8,
+        "encoder_depth": 2,
+    }
     grown = check.grow(dataclasses.replace(ED, **fields), "depth", 3, fields)
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     return check.Series([definition(each) for each in (grown[0], grown[-1])], adam, steps=1)
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, change: Callable[[factors.Factors, float], None]) -> list[Finding]:
+def judged(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[factors.Factors, float], None]
+) -> list[Finding]:
     """What the right table's theory says of a program with other numbers: `change` has them, and the depth over the base's."""
     resolve, (first, last) = factors.resolve, series().definitions
     right = presets.get("depth-mup", base=first.sizes, alpha_l=0.5)
@@ -141,7 +162,10 @@ def judged(monkeypatch: pytest.MonkeyPatch, change: Callable[[factors.Factors, f
 
     monkeypatch.setattr(factors, "resolve", changed)
     rng = np.random.default_rng(0)
-    batch = {name: rng.integers(0, 32, (8, 8)).astype(np.int32) for name in ("inputs", "decoder_inputs", "targets")}
+    batch = {
+        name: rng.integers(0, 32, (8, 8)).astype(np.int32)
+        for name in ("inputs", "decoder_inputs", "targets")
+    }
     batch |= {"input_mask": np.ones((8, 8), np.int32), "weights": np.ones((8, 8), np.float32)}
     expected = theory.of(right, first, last, "adam")
     assert not groups.not_judged(first.specs, expected)
@@ -167,7 +191,9 @@ def rates(prefix: str, power: float) -> Callable[[factors.Factors, float], None]
 
 def test_the_right_program_passes(monkeypatch: pytest.MonkeyPatch):
     findings = judged(monkeypatch, lambda numbers, m: None)
-    assert check.passes(findings), {f"{f.observable} @{f.step}": f.slope for f in findings if not f.ok}
+    assert check.passes(findings), {
+        f"{f.observable} @{f.step}": f.slope for f in findings if not f.ok
+    }
 
 
 @pytest.mark.parametrize(
@@ -196,7 +222,17 @@ def test_a_wrong_depth_rule_fails_by_the_name_of_its_role(
 
 @pytest.mark.core
 def test_the_command_grows_either_stack(capsys: pytest.CaptureFixture[str]):
-    words = ["check", "ed-tiny", "--preset", "depth-mup", "--preset.alpha-l", "1.0", "--sizes", "3", "--dry-run"]
+    words = [
+        "check",
+        "ed-tiny",
+        "--preset",
+        "depth-mup",
+        "--preset.alpha-l",
+        "1.0",
+        "--sizes",
+        "3",
+        "--dry-run",
+    ]
     assert main([*words, "--grow", "depth"]) == 0
     shown = capsys.readouterr().out
     assert "width 64, 4 heads of 16, depth 8, encoder 8" in shown

@@ -19,7 +19,14 @@ from mupax.zoo.definition import definition
 from scripts.check.mutants import Mutant
 
 MODEL = DecoderConfig(
-    width=32, depth=1, num_heads=2, vocab_size=16, seq_len=8, mlp_ratio=2, experts=4, shared_experts=1
+    width=32,
+    depth=1,
+    num_heads=2,
+    vocab_size=16,
+    seq_len=8,
+    mlp_ratio=2,
+    experts=4,
+    shared_experts=1,
 )
 GROWN, SEEDS = 4, 4
 
@@ -31,7 +38,9 @@ def _series() -> check.Series:
     models = [dataclasses.replace(one, compute=ComputeConfig(layers="scan")) for one in (
         MODEL, sizes.grown(wide, "experts", GROWN * 4)
     )]  # fmt: skip
-    config = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
+    config = OptimizerConfig(
+        name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
+    )
     return check.Series([definition(model) for model in models], config, 1)
 
 
@@ -42,8 +51,14 @@ def _wrong(preset: Preset) -> dict[str, str]:
     """Observable to its slope beside theory's, where the trained preset's is not what theory says of the right one's."""
     first, last = _series().definitions
     expected = theory.of(RIGHT, first, last, "adam")
-    findings = check.judge(_series().measure(preset, check.batch(MODEL), SEEDS), [1.0, GROWN], expected)
-    return {f"{f.observable} @{f.step}": f"{f.slope:+.2f} for {f.expected.slope:+.2f}" for f in findings if not f.ok}
+    findings = check.judge(
+        _series().measure(preset, check.batch(MODEL), SEEDS), [1.0, GROWN], expected
+    )
+    return {
+        f"{f.observable} @{f.step}": f"{f.slope:+.2f} for {f.expected.slope:+.2f}"
+        for f in findings
+        if not f.ok
+    }
 
 
 def test_the_right_rules_pass() -> None:

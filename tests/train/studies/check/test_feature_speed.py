@@ -28,10 +28,20 @@ from mupax.zoo.definition import definition as define_model
 
 MODELS = {
     "decoder": dataclasses.replace(
-        check.smallest(configs.get("lm-proxy")), width=20, num_heads=2, depth=2, vocab_size=31, seq_len=7
+        check.smallest(configs.get("lm-proxy")),
+        width=20,
+        num_heads=2,
+        depth=2,
+        vocab_size=31,
+        seq_len=7,
     ),
     "vit": dataclasses.replace(
-        check.smallest(configs.get("vit-proxy")), width=12, num_heads=2, depth=2, num_classes=5, pool="cls"
+        check.smallest(configs.get("vit-proxy")),
+        width=12,
+        num_heads=2,
+        depth=2,
+        num_classes=5,
+        pool="cls",
     ),
     "encoder-decoder": dataclasses.replace(
         check.smallest(configs.get("ed-tiny")),
@@ -51,7 +61,9 @@ SEEDS = 8
 
 
 def config(name: str, **changes) -> OptimizerConfig:
-    return OptimizerConfig(name=name, eps=1e-12, schedule="constant", **{"clip_norm": None, **changes})
+    return OptimizerConfig(
+        name=name, eps=1e-12, schedule="constant", **{"clip_norm": None, **changes}
+    )
 
 
 def count(name: str) -> int:
@@ -83,9 +95,9 @@ def uneven(name: str) -> tuple[feature_speed.Speeds, dict, dict]:
     rng = np.random.default_rng(5)
     rates = {n: rng.uniform(0.2, 5.0, scales.lr[n].shape).astype(np.float32) for n in params}
     flow = descent(definition, scales._replace(lr=rates), config("sgd"))
-    speeds, grads = jax.jit(lambda *arguments: feature_speed.of_model(definition, *arguments, flow))(
-        params, scales, batch
-    )
+    speeds, grads = jax.jit(
+        lambda *arguments: feature_speed.of_model(definition, *arguments, flow)
+    )(params, scales, batch)
     run = step.StepInputs(scales, hyperparams(config("sgd"), 1))
     whole, sums = jax.jit(lambda p, b: step.gradients(definition, p, run, b, 1))(params, batch)
     assert float(speeds.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
@@ -117,7 +129,10 @@ def test_a_layer_left_out_or_one_too_many_breaks_it(name):
     # A hundred times what the formula is off by.
     assert np.all(np.abs(later / speeds.speed - 1) > 1e-3)
     for layer in range(len(speeds.speed)):
-        without = np.cumsum(np.where(np.arange(len(total)) == layer, 0, speeds.contribution))[:-1] / signal
+        without = (
+            np.cumsum(np.where(np.arange(len(total)) == layer, 0, speeds.contribution))[:-1]
+            / signal
+        )
         assert np.all(np.abs(without / speeds.speed - 1)[layer:] > 1e-3)
         np.testing.assert_allclose(without[:layer], speeds.speed[:layer], rtol=1e-5)
 
@@ -152,7 +167,9 @@ def test_normalized_gradients_are_balanced_by_the_inverse_of_their_norm():
             return -rate * u
 
         inputs = jax.random.normal(keys[4], (3, 7))
-        return feature_speed.measure(*chain, w, inputs, lambda grads: [velocity(g) for g in grads])[0]
+        return feature_speed.measure(*chain, w, inputs, lambda grads: [velocity(g) for g in grads])[
+            0
+        ]
 
     speeds = measured(-1.0)
     np.testing.assert_allclose(speeds.contribution, np.full(4, 1 / 4), rtol=1e-5)
@@ -184,7 +201,9 @@ def test_a_weight_that_acts_twice_breaks_the_formula():
     speeds, _ = feature_speed.measure(*chain, [w0, w0], x, lambda g: [-whole, -whole])
     wrong = float(feature_speed.dot(whole, whole)) / (speeds.cosine * speeds.backward)
     assert abs(float(wrong[0] / speeds.speed[0]) - 1) > 1e-2
-    np.testing.assert_allclose(formula(speeds), speeds.speed, rtol=1e-5)  # with its first use alone it holds
+    np.testing.assert_allclose(
+        formula(speeds), speeds.speed, rtol=1e-5
+    )  # with its first use alone it holds
 
 
 def slope_of_cosine(branch: float | None, depths=(6, 24), width: int = 256) -> np.ndarray:
@@ -199,8 +218,13 @@ def slope_of_cosine(branch: float | None, depths=(6, 24), width: int = 256) -> n
     def cosine(key: jax.Array, depth: int) -> jax.Array:
         keys = jax.random.split(key, depth + 2)
         he = (2 / width) ** 0.5
-        first, last = jax.random.normal(keys[0], (16, width)) / 4, jax.random.normal(keys[1], (width, 1)) / width
-        hidden = he * jax.vmap(lambda key: jax.random.normal(key, (width, width)))(keys[2:-1])  # one draw to compile
+        first, last = (
+            jax.random.normal(keys[0], (16, width)) / 4,
+            jax.random.normal(keys[1], (width, 1)) / width,
+        )
+        hidden = he * jax.vmap(lambda key: jax.random.normal(key, (width, width)))(
+            keys[2:-1]
+        )  # one draw to compile
 
         def layer(w: jax.Array, x: jax.Array) -> jax.Array:
             y = jax.nn.relu(x) @ w
@@ -212,7 +236,10 @@ def slope_of_cosine(branch: float | None, depths=(6, 24), width: int = 256) -> n
         )
         inputs = jax.random.normal(keys[-1], (4, 16))
         speeds, _ = feature_speed.measure(
-            *chain, [first, *hidden, last], inputs, lambda g: [-w / feature_speed.dot(w, w) for w in g]
+            *chain,
+            [first, *hidden, last],
+            inputs,
+            lambda g: [-w / feature_speed.dot(w, w) for w in g],
         )
         return speeds.cosine[-1]
 
@@ -285,7 +312,9 @@ def test_derived_rates_satisfy_the_desiderata(name, optimizer_name, centered):
     # The same two, as the source states them: ‖b‖_rms = Θ(1 / (m cos θ)).
     share = 1 - 1 / layers
     np.testing.assert_allclose(
-        here.backward[-1] / here.entries[-1] ** 0.5 * here.entries[-1] * here.cosine[-1], share, rtol=0.02
+        here.backward[-1] / here.entries[-1] ** 0.5 * here.entries[-1] * here.cosine[-1],
+        share,
+        rtol=0.02,
     )
     assert np.all((here.feature_rms > 0.3) & (here.feature_rms < 3))
     np.testing.assert_allclose(formula(here), here.speed, rtol=1e-5)
@@ -310,7 +339,9 @@ def test_a_saved_table_trains(name, optimizer_name, centered, tmp_path):
     save(preset.table, tmp_path / "table.json")
     again = measured.measured(load(tmp_path / "table.json"))
     params, scales = start(name, preset, optimizer_name)
-    for one, other in zip(jax.tree.leaves(scales), jax.tree.leaves(start(name, again, optimizer_name)[1]), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(scales), jax.tree.leaves(start(name, again, optimizer_name)[1]), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
     settings = config(optimizer_name, peak_lr=2e-3)
     tx = optimizer.build(settings, definition.specs)
@@ -349,23 +380,35 @@ def test_every_optimizer_moves_along_its_own_direction():
         # Clipping is global and no part of a direction.
         unit = jax.jit(direction(definition, scales, config(name, clip_norm=1e-3)))(grads)
         for parameter, g in grads.items():
-            np.testing.assert_allclose(unit[parameter], g if name == "sgd" else np.sign(g), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                unit[parameter], g if name == "sgd" else np.sign(g), rtol=1e-4, atol=1e-6
+            )
     unit = jax.jit(direction(definition, scales, config("muon")))(grads)
     slopes = parts_of(definition, grads, unit)
     np.testing.assert_allclose(
-        slopes.gradient["block.mlp_in"], [np.linalg.norm(g) for g in grads["block.mlp.up"]], rtol=1e-5
+        slopes.gradient["block.mlp_in"],
+        [np.linalg.norm(g) for g in grads["block.mlp.up"]],
+        rtol=1e-5,
     )
     nuclear = [np.linalg.norm(g, "nuc") for g in grads["block.mlp.up"]]
     ratios = np.asarray(slopes.slope["block.mlp_in"]) / nuclear
-    assert np.all((ratios > 0.65) & (ratios < 1.25)), ratios  # five Newton-Schulz steps leave singular values near 1
+    assert np.all((ratios > 0.65) & (ratios < 1.25)), (
+        ratios
+    )  # five Newton-Schulz steps leave singular values near 1
 
 
 def test_refuses_what_has_no_gradient_and_what_it_cannot_take_apart():
     definition, batch = model("decoder")
-    with pytest.raises(PresetError, match=r"[\w.]+, layer 0: no gradient at the reference initialization"):
+    with pytest.raises(
+        PresetError, match=r"[\w.]+, layer 0: no gradient at the reference initialization"
+    ):
         balance(definition, batch, config("adam"), reference=presets.get("sp", zero_readout=True))
     mixer = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "mixer.py"))["Mixer"]
     outside = define(lambda: mixer(64))
-    inputs = {"inputs": np.ones((2, 16, 12), np.float32), "targets": np.zeros(2, np.int32), "weights": np.ones(2)}
+    inputs = {
+        "inputs": np.ones((2, 16, 12), np.float32),
+        "targets": np.zeros(2, np.int32),
+        "weights": np.ones(2),
+    }
     with pytest.raises(PresetError, match=r"give it the methods embed\(inputs\) and read\(h\)"):
         balance(outside, inputs, config("adam"))

@@ -32,7 +32,8 @@ def batch() -> dict[str, np.ndarray]:
     """A tenth of the vocabulary is never read."""
     rng = np.random.default_rng(0)
     inputs, targets = (
-        rng.integers(0, most, (SEQUENCES, CONTEXT)).astype(np.int32) for most in (VOCAB * 9 // 10, VOCAB)
+        rng.integers(0, most, (SEQUENCES, CONTEXT)).astype(np.int32)
+        for most in (VOCAB * 9 // 10, VOCAB)
     )
     return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
 
@@ -40,7 +41,9 @@ def batch() -> dict[str, np.ndarray]:
 def series() -> check.Series:
     keeps = {"width", "num_heads", "depth", "vocab_size", "seq_len", "mlp_ratio"}
     first, _, last = check.grow(MODEL, "heads", 3, keeps)
-    adam = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
+    adam = OptimizerConfig(
+        name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
+    )
     return check.Series([definition(first), definition(last)], adam, 1)
 
 
@@ -58,7 +61,9 @@ def judged(trained: Preset, measured_by: check.Series | None = None) -> dict[str
 def test_right_rules_pass_on_more_tokens_and_outputs_than_the_width() -> None:
     findings = judged(RIGHT)
     # Updates of hidden activations need tokens by Zipf's law (`check.tokens`), or fewer of them than the width.
-    judged_here = {name: finding for name, finding in findings.items() if "/" in name or "logits" in name}
+    judged_here = {
+        name: finding for name, finding in findings.items() if "/" in name or "logits" in name
+    }
     assert [name for name, finding in judged_here.items() if not finding.ok] == []
     # Every row that was read moves by the learning rate; a tenth of the table is not.
     assert findings["movement/token_embedding @1"].base == pytest.approx(1.0, abs=0.02)
@@ -66,13 +71,17 @@ def test_right_rules_pass_on_more_tokens_and_outputs_than_the_width() -> None:
     assert findings["change logits @1"].slope == pytest.approx(0.0, abs=0.15)
 
 
-def test_control_gradients_of_the_whole_output_measure_a_finite_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_gradients_of_the_whole_output_measure_a_finite_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The term through the logits at the start is W^2 beside W M^-1/2 of M random targets."""
     gradients = observables.gradients
     monkeypatch.setattr(
         observables,
         "gradients",
-        lambda model, params, run, *rest: gradients(model, params, run._replace(reference=None), *rest),
+        lambda model, params, run, *rest: gradients(
+            model, params, run._replace(reference=None), *rest
+        ),
     )
     findings = judged(RIGHT, series())
     assert findings["gradient/norm_gain @0"].slope < -0.5

@@ -44,12 +44,17 @@ def test_the_command_passes_a_right_rule_and_names_the_numbers_of_none(
     written = json.loads(path.read_text())
     assert (written["program"], written["table"]) == ("pass", "fail")
     out = capsys.readouterr().out
-    assert "the joint rule itself is wrong: by number: peak_lr (displacement by noise: frozen, drift: frozen)" in out
+    assert (
+        "the joint rule itself is wrong: by number: peak_lr (displacement by noise: frozen, drift: frozen)"
+        in out
+    )
     for number in set(NUMBERS) - {"decay_steps"}:
         assert f"{number} (" in out
 
 
-@pytest.mark.parametrize("column", ["lr", "weight_decay", "eps", "durations", "one_minus_b1", "one_minus_b2"])
+@pytest.mark.parametrize(
+    "column", ["lr", "weight_decay", "eps", "durations", "one_minus_b1", "one_minus_b2"]
+)
 def test_a_wrong_number_is_caught_and_named_alone(column: str):
     mutant = Mutant("sde", "batch", column, -0.25 if column == "one_minus_b2" else 0.25)
     findings = suite().run(mutant)
@@ -59,11 +64,21 @@ def test_a_wrong_number_is_caught_and_named_alone(column: str):
 def test_a_wrong_number_at_the_base_is_seen_there():
     mutations = suite()
     base = mutations.runs[0]
-    for number, value in (("peak_lr", 0.016), ("weight_decay", 6e-4), ("b1", 0.8), ("b2", 0.9), ("warmup_steps", 80)):
-        meant = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **{number: value}))
+    for number, value in (
+        ("peak_lr", 0.016),
+        ("weight_decay", 6e-4),
+        ("b1", 0.8),
+        ("b2", 0.9),
+        ("warmup_steps", 80),
+    ):
+        meant = dataclasses.replace(
+            base, optimizer=dataclasses.replace(base.optimizer, **{number: value})
+        )
         expected = joint_run.expectation([meant, *mutations.runs[1:]], "batch")
         wrong = {
-            f.observable.partition("/")[2] for f in joint_run.judged(mutations.observations, expected) if not f.agrees
+            f.observable.partition("/")[2]
+            for f in joint_run.judged(mutations.observations, expected)
+            if not f.agrees
         }
         assert wrong == {number}
 
@@ -71,20 +86,37 @@ def test_a_wrong_number_at_the_base_is_seen_there():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lm-tiny --grow tokens --joint sde", "the joint rule sde says nothing about tokens; write --joint complete-d"),
-        ("lm-tiny --grow batch --joint none --optimizer sgd", "says nothing about sgd; write adamw"),
+        (
+            "lm-tiny --grow tokens --joint sde",
+            "the joint rule sde says nothing about tokens; write --joint complete-d",
+        ),
+        (
+            "lm-tiny --grow batch --joint none --optimizer sgd",
+            "says nothing about sgd; write adamw",
+        ),
         ("lm-tiny --grow batch --joint sde --optimizer.name muon", "says nothing about muon"),
         ("lm-tiny --grow batch --joint sde --sizes 5", "b1 would be 1 - 16 x 0.1 = -0.6"),
-        ("lm-tiny --grow batch --joint sde --noise-scale 20", "holds below the noise scale, 20 examples"),
+        (
+            "lm-tiny --grow batch --joint sde --noise-scale 20",
+            "holds below the noise scale, 20 examples",
+        ),
         ("lm-tiny --grow batch --steps 6", "no whole number of steps"),
         ("lm-tiny --grow batch --optimizer.eps 0", "optimizer.eps is 0, which this cannot see"),
-        ("lm-proxy --grow batch", "lm-proxy is a model; write a recipe, such as lm-tiny --model lm-proxy"),
-        ("lm-tiny --grow heads --joint sde", "check does not read --joint growing heads (--grow batch or tokens does)"),
+        (
+            "lm-proxy --grow batch",
+            "lm-proxy is a model; write a recipe, such as lm-tiny --model lm-proxy",
+        ),
+        (
+            "lm-tiny --grow heads --joint sde",
+            "check does not read --joint growing heads (--grow batch or tokens does)",
+        ),
         ("lm-tiny --grow batch --accept lazy", "check does not read --accept growing batch"),
         ("lm-tiny --grow heads --steps 6", "check does not read --steps; it takes --model.*"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_line(words: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_what_makes_no_sense_is_refused_in_a_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["check", *words.split()]) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -92,7 +124,22 @@ def test_what_makes_no_sense_is_refused_in_a_line(words: str, message: str, caps
 
 
 def test_a_dry_run_has_the_numbers_of_every_run(capsys: pytest.CaptureFixture[str]):
-    assert main(["check", "lm-tiny", "--grow", "tokens", "--joint", "complete-d", "--dry-run", "--sizes", "2"]) == 0
+    assert (
+        main(
+            [
+                "check",
+                "lm-tiny",
+                "--grow",
+                "tokens",
+                "--joint",
+                "complete-d",
+                "--dry-run",
+                "--sizes",
+                "2",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "batch 16, 1600 steps: peak_lr 0.005657, b1 0.95, b2 0.975, eps 1.41e-08" in out
     assert "eps over noise: theory says +0.50\n" in out  # its source lets it go

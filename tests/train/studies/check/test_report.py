@@ -33,7 +33,9 @@ def test_no_number_is_cut_off_at_80_columns() -> None:
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     for finding in FINDINGS:
-        (line,) = [line for line in text.splitlines() if line.strip().startswith(finding.observable)]
+        (line,) = [
+            line for line in text.splitlines() if line.strip().startswith(finding.observable)
+        ]
         assert f"{finding.slope:+.2f}" in line
         assert f"{finding.expected.slope:+.2f}" in line
         assert finding.verdict in line
@@ -49,10 +51,14 @@ def test_intervals_and_bands_are_there_where_they_fit() -> None:
     assert " ".join(printed(80).split()).count(report.PASSING) == 1
 
 
-def test_the_panels_have_a_verdict_and_what_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panels_have_a_verdict_and_what_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    report.panels(tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup")
+    report.panels(
+        tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup"
+    )
     (figure,) = drawn
     titles = {panel.get_title() for panel in figure.axes if panel.get_title()}
     assert titles == {
@@ -63,7 +69,9 @@ def test_the_panels_have_a_verdict_and_what_passes(tmp_path: Path, monkeypatch: 
     assert figure.get_suptitle().strip() == "lm-proxy under mup: fails"
     assert report.PASSING in figure.get_supxlabel()
     assert all(
-        report._BAND in {patch.get_label() for patch in panel.collections} for panel in figure.axes if panel.get_title()
+        report._BAND in {patch.get_label() for patch in panel.collections}
+        for panel in figure.axes
+        if panel.get_title()
     )
 
 
@@ -99,7 +107,12 @@ def test_python_is_told_what_failed_of_which_parameter() -> None:
 @pytest.mark.core
 def test_the_conclusion_comes_before_the_table() -> None:
     console = Console(file=io.StringIO(), width=160)
-    report.show(console, FINDINGS[:2], "a title", subject="mup follows its table", following=["next: mupax"])
+    report.show(
+        console, FINDINGS[:2], "a title", subject="mup follows its table", following=["next: mupax"]
+    )
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[:2] == ["passes: mup follows its table: all 2 observables within theory", "next: mupax"]
+    assert lines[:2] == [
+        "passes: mup follows its table: all 2 observables within theory",
+        "next: mupax",
+    ]
     assert "a title" in lines[3]

@@ -31,7 +31,10 @@ WIDTH = {"embed": 1.0, "mlp": 1.0, "heads": 1.0, "kv_heads": 1.0}
 def forward(params: Mapping[str, jax.Array], x_BPI: jax.Array) -> jax.Array:
     h_BPD = x_BPI @ params["read"]
     y_BDP = normed(h_BPD).swapaxes(1, 2)
-    y_BDP = jax.nn.gelu(y_BDP @ params["mix"] + params["mix_bias"]) @ params["unmix"] + params["unmix_bias"]
+    y_BDP = (
+        jax.nn.gelu(y_BDP @ params["mix"] + params["mix_bias"]) @ params["unmix"]
+        + params["unmix_bias"]
+    )
     h_BPD = h_BPD + y_BDP.swapaxes(1, 2)
     h_BPD = h_BPD + jax.nn.gelu(normed(h_BPD) @ params["up"]) @ params["down"]
     return normed(h_BPD).mean(axis=1) @ params["out"]
@@ -60,7 +63,14 @@ def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
         x_BPI, labels = batch
         return -jnp.sum(jax.nn.log_softmax(forward(params, x_BPI)) * jax.nn.one_hot(labels, C))
 
-    return params, loss, (jax.ShapeDtypeStruct((2, P, s["patch"]), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    return (
+        params,
+        loss,
+        (
+            jax.ShapeDtypeStruct((2, P, s["patch"]), jnp.float32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +86,29 @@ def without(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
 
 
 def test_tracing_says_what_is_shared(specs: dict[str, ParamSpec]) -> None:
-    assert {name: spec.shared for name, spec in specs.items() if spec.shared} == dict.fromkeys(SHARED, ("embed",))
+    assert {name: spec.shared for name, spec in specs.items() if spec.shared} == dict.fromkeys(
+        SHARED, ("embed",)
+    )
     assert specs["mix_bias"].of is Role.HIDDEN
 
 
-@pytest.mark.parametrize("name", ["mup", "mup-half", "completep", "depth-mup", "sp-layerwise", "spectral", "ntk"])
-def test_a_sum_of_gradients_is_in_eps_and_in_sgds_rate_alone(name: str, specs: dict[str, ParamSpec]) -> None:
+@pytest.mark.parametrize(
+    "name", ["mup", "mup-half", "completep", "depth-mup", "sp-layerwise", "spectral", "ntk"]
+)
+def test_a_sum_of_gradients_is_in_eps_and_in_sgds_rate_alone(
+    name: str, specs: dict[str, ParamSpec]
+) -> None:
     preset = presets.get(name)
     ratios = dict.fromkeys(presets.AXES, 1.0) | {"embed": 8.0}
     for parameter in SHARED:
         shared, alone = (preset.row(spec) for spec in (specs[parameter], without(specs)[parameter]))
         assert shared.eps(ratios) == pytest.approx(8 * alone.eps(ratios))
         assert shared.sgd(ratios) == pytest.approx(alone.sgd(ratios) / 8)
-        assert (shared.adam, shared.init_std, shared.decay) == (alone.adam, alone.init_std, alone.decay)
+        assert (shared.adam, shared.init_std, shared.decay) == (
+            alone.adam,
+            alone.init_std,
+            alone.decay,
+        )
 
 
 def test_sp_has_one_rate_and_one_eps(specs: dict[str, ParamSpec]) -> None:
@@ -97,7 +117,9 @@ def test_sp_has_one_rate_and_one_eps(specs: dict[str, ParamSpec]) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "column"), [("adam", "gradient"), ("sgd", "movement")])
-def test_theory_names_a_table_that_forgets_the_sum(optimizer: Any, column: str, specs: dict[str, ParamSpec]) -> None:
+def test_theory_names_a_table_that_forgets_the_sum(
+    optimizer: Any, column: str, specs: dict[str, ParamSpec]
+) -> None:
     right = Limit(MUP, optimizer, WIDTH)
     assert groups.troubles(MUP, specs, right) == {}
     forgets = dataclasses.replace(MUP, by_gradients=False)
@@ -117,18 +139,28 @@ def batch() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("declared", ["as traced", "as if it were not shared"])
-def test_the_check_measures_the_sum(declared: str, specs: dict[str, ParamSpec], batch: dict[str, np.ndarray]) -> None:
+def test_the_check_measures_the_sum(
+    declared: str, specs: dict[str, ParamSpec], batch: dict[str, np.ndarray]
+) -> None:
     used = specs if declared == "as traced" else without(specs)
     definitions = [
-        zoo.define_function(forward, build(SIZES | {"embed": width, "mlp": 2 * width})[0], used, sizes={"layers": 1})
+        zoo.define_function(
+            forward, build(SIZES | {"embed": width, "mlp": 2 * width})[0], used, sizes={"layers": 1}
+        )
         for width in (64, 128, 256)
     ]
     mup = presets.get("mup", base={"embed": 64, "mlp": 128})
     adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     measured = Series(definitions, adam, steps=1).measure(mup, batch, seeds=8)
     expected = theory.of(mup, definitions[0], definitions[-1], "adam")
-    findings = judge(measured, (1, 2, 4), {key: one for key, one in expected.items() if key[1] == 0})
-    judged = {finding.observable: finding for finding in findings if finding.observable.startswith("gradient/")}
+    findings = judge(
+        measured, (1, 2, 4), {key: one for key, one in expected.items() if key[1] == 0}
+    )
+    judged = {
+        finding.observable: finding
+        for finding in findings
+        if finding.observable.startswith("gradient/")
+    }
     mixed = [judged[f"gradient/block.hidden.bias/{name}"] for name in ("mix_bias",)]
     plain = [f for name, f in judged.items() if "hidden" not in name]
     assert plain
@@ -141,7 +173,8 @@ def test_the_check_measures_the_sum(declared: str, specs: dict[str, ParamSpec], 
 
 
 @pytest.mark.parametrize(
-    ("shared", "words"), [(("embd",), "no logical axis is named 'embd'"), (("output",), "it has the axis 'output'")]
+    ("shared", "words"),
+    [(("embd",), "no logical axis is named 'embd'"), (("output",), "it has the axis 'output'")],
 )
 def test_what_cannot_be_shared_is_refused(shared: tuple[str, ...], words: str) -> None:
     with pytest.raises(PresetError, match=words):

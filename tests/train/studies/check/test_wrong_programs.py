@@ -28,7 +28,16 @@ from mupax.zoo.transformer import transformer
 from tests.train.studies.check.optimized import optimized
 
 LAYERS, SEEDS = 12, 3
-SMALL = ["--model.width", "32", "--model.num-heads", "4", "--model.vocab-size", "16", "--model.seq-len", "8"]
+SMALL = [
+    "--model.width",
+    "32",
+    "--model.num-heads",
+    "4",
+    "--model.vocab-size",
+    "16",
+    "--model.seq-len",
+    "8",
+]
 
 
 @functools.cache
@@ -37,7 +46,9 @@ def series() -> check.Series:
         transformer(configs.get("lm-proxy"), "a test"),
         width=32, num_heads=4, num_kv_heads=2, depth=LAYERS, qk_norm=True, bias=True, vocab_size=32, seq_len=8,  # pyright: ignore
     )  # fmt: skip
-    grown = check.grow(model, "heads", 3, {"width", "num_heads", "num_kv_heads", "depth", "vocab_size", "seq_len"})
+    grown = check.grow(
+        model, "heads", 3, {"width", "num_heads", "num_kv_heads", "depth", "vocab_size", "seq_len"}
+    )
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     return optimized(
         check.Series([definition(one) for one in (grown[0], grown[-1])], adam, steps=1)
@@ -46,7 +57,9 @@ def series() -> check.Series:
 
 def right(base: dict[str, int] | None = None) -> Preset:
     sizes = series().definitions[0].sizes
-    own = {name: sizes[name] for name in ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")}
+    own = {
+        name: sizes[name] for name in ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
+    }
     return presets.get("depth-mup", base={**own, **(base or {})})
 
 
@@ -61,7 +74,11 @@ def judged(trained: Preset) -> list[Finding]:
 def BATCH() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 32, (8, 9)).astype(np.int32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 8), np.float32)}
+    return {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((8, 8), np.float32),
+    }
 
 
 def wrong(findings: list[Finding]) -> dict[str, str]:
@@ -72,7 +89,9 @@ def test_the_right_program_passes():
     findings = judged(right())
     assert check.passes(findings), wrong(findings)
     assert {
-        f"{what}/block.{name}.norm_gain" for what in ("weight", "movement", "gradient") for name in ("query", "key")
+        f"{what}/block.{name}.norm_gain"
+        for what in ("weight", "movement", "gradient")
+        for name in ("query", "key")
     } <= {f.observable for f in findings}
 
 
@@ -142,7 +161,9 @@ def test_a_gate_is_told_apart_from_its_up_projection(monkeypatch: pytest.MonkeyP
         ({"layers": 3}, "movement/readout @1"),
     ],
 )
-def test_a_program_with_another_base_has_the_right_slopes_and_the_wrong_sizes(base: dict[str, int], where: str):
+def test_a_program_with_another_base_has_the_right_slopes_and_the_wrong_sizes(
+    base: dict[str, int], where: str
+):
     findings = judged(right(base))
     verdict = wrong(findings)[where]
     assert "at the smallest size" in verdict
@@ -155,11 +176,17 @@ def test_what_a_constant_freezes_is_frozen():
 
     def rule(spec):
         row = table.rule(spec)
-        return dataclasses.replace(row, adam=row.adam * 1e-30) if spec.group == "token_embedding" else row
+        return (
+            dataclasses.replace(row, adam=row.adam * 1e-30)
+            if spec.group == "token_embedding"
+            else row
+        )
 
     broken = dataclasses.replace(table, rule=rule)
     definitions = series().definitions
-    expected = theory.of(broken, definitions[0], definitions[-1], "adam")  # of itself, which names no exponent
+    expected = theory.of(
+        broken, definitions[0], definitions[-1], "adam"
+    )  # of itself, which names no exponent
     findings = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
     assert wrong(findings)["movement/token_embedding @1"] == "frozen"
 
@@ -169,13 +196,19 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
 
     def rule(spec):
         row = table.rule(spec)
-        return dataclasses.replace(row, adam=row.adam / axis("embed")) if spec.group == "block.mlp_out" else row
+        return (
+            dataclasses.replace(row, adam=row.adam / axis("embed"))
+            if spec.group == "block.mlp_out"
+            else row
+        )
 
     definitions = series().definitions
     broken = dataclasses.replace(table, rule=rule)
     expected = theory.of(broken, definitions[0], definitions[-1], "adam")
     findings = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
-    findings = [f for f in findings if f.observable != "change logits"]  # narrow, and eight positions long: it strays
+    findings = [
+        f for f in findings if f.observable != "change logits"
+    ]  # narrow, and eight positions long: it strays
     assert wrong(findings) == {"movement/block.mlp_out @1": "frozen"}
     assert (
         "fails[/bold red]: the table itself is wrong: by role: block.mlp_out (movement: frozen)"
@@ -188,7 +221,9 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
         "fail",
         ["gradient/x"],
     ]
-    assert report.verdict_line([f for f in findings if f.ok], ["gradient/x"]).endswith("; not judged: gradient/x")
+    assert report.verdict_line([f for f in findings if f.ok], ["gradient/x"]).endswith(
+        "; not judged: gradient/x"
+    )
 
 
 @pytest.mark.core
@@ -197,8 +232,14 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
     [
         (["lm-tny"], "no model or recipe is named 'lm-tny'; did you mean lm-tiny"),
         (["vit-digitz"], "did you mean vit-digits?"),
-        (["lm-tiny", "--model.qk-nrm"], "no flag is named --model.qk-nrm; did you mean --model.qk-norm?"),
-        (["lm-tiny", "--data.name", "digits"], "check does not read --data.name; it takes --model.*"),
+        (
+            ["lm-tiny", "--model.qk-nrm"],
+            "no flag is named --model.qk-nrm; did you mean --model.qk-norm?",
+        ),
+        (
+            ["lm-tiny", "--data.name", "digits"],
+            "check does not read --data.name; it takes --model.*",
+        ),
         (["lm-tiny", "--preset", "mupp"], "did you mean 'mup'?"),
         (["lm-proxy", "--preset", "mup", "--accept", "lazy"], "mup wants no lazy limit"),
         (
@@ -206,10 +247,15 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
             "rates.reedout: no parameter group is named 'reedout'; did you mean",
         ),
         (["lm-proxy", "--accept", "frozen"], "lazy"),
-        (["vit-proxy", "--model.width", "34"], "model.width 34 is not divisible by model.num_heads 4"),
+        (
+            ["vit-proxy", "--model.width", "34"],
+            "model.width 34 is not divisible by model.num_heads 4",
+        ),
     ],
 )
-def test_wrong_words_get_the_nearest(words: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_words_get_the_nearest(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["check", *words, "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert text in error
@@ -222,7 +268,17 @@ def test_a_recipe_brings_its_model_and_flags_change_it(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "movement/patch_embedding after 1" in out
     assert "norm_gain/block" not in out
-    words = ["--model.qk-norm", "--model.depth", "5", "--model.num-kv-heads", "1", "--grow", "heads", "--sizes", "3"]
+    words = [
+        "--model.qk-norm",
+        "--model.depth",
+        "5",
+        "--model.num-kv-heads",
+        "1",
+        "--grow",
+        "heads",
+        "--sizes",
+        "3",
+    ]
     assert main(["check", "lm-tiny", "--dry-run", "--optimizer", "sgd", *words]) == 0
     out = capsys.readouterr().out
     assert "width 64, 4 heads of 16, depth 5" in out
@@ -262,7 +318,19 @@ def test_lazy_fails_and_is_accepted_by_a_flag(
                 instances.append(self)
 
     monkeypatch.setattr(check, "Series", Once)
-    words = ["check", "lm-tiny", "--preset", "ntk", "--grow", "heads", "--sizes", "3", "--seeds", "2", *SMALL]
+    words = [
+        "check",
+        "lm-tiny",
+        "--preset",
+        "ntk",
+        "--grow",
+        "heads",
+        "--sizes",
+        "3",
+        "--seeds",
+        "2",
+        *SMALL,
+    ]
     out = tmp_path / "check.json"
     assert main([*words, "--json", str(out)]) == 1
     shown = capsys.readouterr().out

@@ -28,7 +28,9 @@ def ends(model: str, grow: str) -> tuple[Definition, Definition]:
     if grow == "depth":  # of an encoder-decoder its decoder's alone
         first = check.smallest((MODELS | MENDING)[model])
         last = dataclasses.replace(
-            first, depth=2 * first.depth, **({"encoder_depth": first.depth} if first.denoises else {})
+            first,
+            depth=2 * first.depth,
+            **({"encoder_depth": first.depth} if first.denoises else {}),
         )
     else:
         first, last = check.grow((MODELS | MENDING)[model], grow, 2)
@@ -51,12 +53,17 @@ def test_right_tables_are_good_on_every_structure(model: str, grow: str):
 @pytest.mark.parametrize("error", WRONG)
 def test_wrong_tables_are_named(error: str):
     wrong = WRONG[error]
-    table, sizes = right("depth-mup", ends(wrong.model, wrong.grow)[0]), ends(wrong.model, wrong.grow)
+    table, sizes = (
+        right("depth-mup", ends(wrong.model, wrong.grow)[0]),
+        ends(wrong.model, wrong.grow),
+    )
     assert not troubles(table, sizes)
     assert troubles(wrong.of(table), sizes)[wrong.where] == wrong.word
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [(name, one) for name, of in untold.TABLES.items() for one in of])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [(name, one) for name, of in untold.TABLES.items() for one in of]
+)
 def test_mistakes_are_named_in_every_preset_under_every_optimizer_but_those_that_the_page_lists(
     name: str, optimizer: str
 ):
@@ -78,9 +85,13 @@ def test_mistakes_are_named_in_every_preset_under_every_optimizer_but_those_that
 def test_control_a_mistake_that_the_optimizer_does_not_read_is_none():
     wrong, (first, last) = WRONG["eps unscaled in one role"], ends("lm", "head_dim")
     table = right("mup", first)
-    read = [one for one in untold.TABLES["mup"] if untold.reads(wrong, table, first.specs.values(), one)]
+    read = [
+        one for one in untold.TABLES["mup"] if untold.reads(wrong, table, first.specs.values(), one)
+    ]
     assert read == ["adam"]
-    assert {one for one in untold.TABLES["mup"] if troubles(wrong.of(table), (first, last), one)} == {"adam"}
+    assert {
+        one for one in untold.TABLES["mup"] if troubles(wrong.of(table), (first, last), one)
+    } == {"adam"}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", "lion"])
@@ -101,7 +112,9 @@ def test_key_heads_alone_change_the_output_by_no_power(name: str, optimizer: str
     table = right(name, sizes[0])
     assert not troubles(table, sizes, optimizer)
     assert theory.of(table, *sizes, optimizer)["change logits", 1].slope == pytest.approx(0)
-    wrong = Wrong("", "", frozenset({Role.VALUE}), lambda row, spec: row.times(adam=axis("kv_heads")), "", "")
+    wrong = Wrong(
+        "", "", frozenset({Role.VALUE}), lambda row, spec: row.times(adam=axis("kv_heads")), "", ""
+    )
     if optimizer == "adam":
         assert troubles(wrong.of(table), sizes)["change logits @1"] == "explodes"
 
@@ -133,7 +146,9 @@ def test_a_wrong_base_of_one_axis_is_seen_at_the_base(where: str):
     wrong = dataclasses.replace(table, base={**table.base, where: 2 * table.base[where]})
     assert not troubles(table, sizes)
     roles = {"mlp": "movement/block.mlp_out @1", "head_dim": "gradient/block.query @0"}
-    assert troubles(wrong, sizes)[roles.get(where, "movement/block.value @1")].startswith("wrong base (")
+    assert troubles(wrong, sizes)[roles.get(where, "movement/block.value @1")].startswith(
+        "wrong base ("
+    )
 
     def slopes(preset) -> dict[tuple[str, int], float]:
         expected: dict[tuple[str, int], Expected] = theory.of(preset, *sizes, "adam")
@@ -144,15 +159,24 @@ def test_a_wrong_base_of_one_axis_is_seen_at_the_base(where: str):
 
 @pytest.mark.parametrize("name", ["ntk", "hybrid"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_lazy_is_trouble_unless_it_is_asked_for_and_no_worse_than_the_source_says(name: str, optimizer: str):
+def test_lazy_is_trouble_unless_it_is_asked_for_and_no_worse_than_the_source_says(
+    name: str, optimizer: str
+):
     sizes = ends("lm", "heads")
     table = right(name, sizes[0])
     assert set(troubles(table, sizes, optimizer).values()) == {"lazy"}
     assert not troubles(table, sizes, optimizer, ("lazy",))
     slower = Wrong(
-        "lm", "heads", frozenset({Role.MLP_OUT}), lambda row, spec: row.times(adam=D**-0.25, sgd=D**-0.25), "", ""
+        "lm",
+        "heads",
+        frozenset({Role.MLP_OUT}),
+        lambda row, spec: row.times(adam=D**-0.25, sgd=D**-0.25),
+        "",
+        "",
     )
-    assert troubles(slower.of(table), sizes, optimizer, ("lazy",)) == {"movement/block.mlp_out @1": "frozen"}
+    assert troubles(slower.of(table), sizes, optimizer, ("lazy",)) == {
+        "movement/block.mlp_out @1": "frozen"
+    }
 
 
 def test_a_table_whose_source_wants_no_lazy_limit_cannot_be_excused():
@@ -176,15 +200,24 @@ def test_every_parameter_has_an_expectation_or_is_named():
                 assert all("norm_gain" in one for one in unsaid)
             else:
                 differ = ("gradient/block.key.bias",) if model == "vit, QK-norm" else ()
-                assert unsaid == ("movement/block.key.bias",) * (optimizer == "sgd" and bool(differ)) + differ
+                assert (
+                    unsaid
+                    == ("movement/block.key.bias",) * (optimizer == "sgd" and bool(differ)) + differ
+                )
 
 
 def test_control_a_parameter_of_a_role_without_a_theory_is_named():
     first, last = ends("lm", "heads")
-    strange = {**first.specs, "block.mlp.up": dataclasses.replace(first.specs["block.mlp.up"], role=Role.HIDDEN)}
+    strange = {
+        **first.specs,
+        "block.mlp.up": dataclasses.replace(first.specs["block.mlp.up"], role=Role.HIDDEN),
+    }
     first = dataclasses.replace(first, specs=strange)
     expected = theory.of(right("mup", first), first, last, "sgd")
-    assert groups.not_judged(strange, expected) == ("movement/block.hidden", "gradient/block.hidden")
+    assert groups.not_judged(strange, expected) == (
+        "movement/block.hidden",
+        "gradient/block.hidden",
+    )
 
 
 def test_labels_tell_apart_what_a_group_has_several_of():
@@ -208,7 +241,10 @@ def test_the_committed_page_is_complete_and_every_right_preset_passes():
     }
     assert {(row["model"], row["grow"], row["preset"]) for row in rows} == expected
     assert [row["failed"] for row in rows if row["verdict"] != "pass"] == []
-    assert json.loads(structures.PAGE.with_suffix(".json").read_text())["command"] == structures.COMMAND
+    assert (
+        json.loads(structures.PAGE.with_suffix(".json").read_text())["command"]
+        == structures.COMMAND
+    )
 
 
 def test_a_rate_that_is_right_in_one_growth_and_wrong_in_another_passes_where_it_is_right():

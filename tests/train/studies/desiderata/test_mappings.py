@@ -27,7 +27,14 @@ from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT
 
-SIZES: Any = {"width": 12, "num_heads": 2, "head_dim": 6, "value_dim": 4, "vocab_size": 11, "seq_len": 5}
+SIZES: Any = {
+    "width": 12,
+    "num_heads": 2,
+    "head_dim": 6,
+    "value_dim": 4,
+    "vocab_size": 11,
+    "seq_len": 5,
+}
 MODEL: Any = dataclasses.replace(check.smallest(configs.get("lm-proxy")), **SIZES)
 ENCODED: Any = dataclasses.replace(
     check.smallest(configs.get("flan-t5-small")),
@@ -64,18 +71,32 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
         params = built.initialize(seed, stds)
 
         def loss(p: Any, zeros: Any, hold: Any = lambda x: x) -> Any:
-            return command.forward(built.model(p, numbers.multiplier, numbers.forward), batch, zeros, hold)
+            return command.forward(
+                built.model(p, numbers.multiplier, numbers.forward), batch, zeros, hold
+            )
 
         zeros = jax.tree.map(jnp.zeros_like, loss(params, {})[1])
-        (value, _), (gradients, signals) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, zeros)
+        (value, _), (gradients, signals) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+            params, zeros
+        )
         held = functools.partial(loss, zeros={}, hold=jax.lax.stop_gradient)
         speeds = jax.jvp(lambda p: held(p)[1], (params,), (gradients,))[1]
         inputs = [
-            batch[name] for name in ("inputs", "input_mask", "decoder_inputs") if name == "inputs" or model.denoises
+            batch[name]
+            for name in ("inputs", "input_mask", "decoder_inputs")
+            if name == "inputs" or model.denoises
         ]
         whole = built.apply(params, numbers.multiplier, numbers.forward, *inputs)
         plain = optax.softmax_cross_entropy_with_integer_labels(whole, batch["targets"]).mean()
-        return params, value, plain, gradients, signals, speeds, command.measure(built, params, numbers, batch)
+        return (
+            params,
+            value,
+            plain,
+            gradients,
+            signals,
+            speeds,
+            command.measure(built, params, numbers, batch),
+        )
 
     run = jax.jit(everything).lower(np.uint32(0)).compile(compiler_options=QUICKLY)
     params, value, plain, gradients, signals, speeds, measured = jax.device_get(run(np.uint32(0)))
@@ -89,7 +110,9 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
         through, decrease = np.sum(signals[mapping] * speeds[mapping]), np.sum(gradients[name] ** 2)
         np.testing.assert_allclose(through, decrease, rtol=1e-4, err_msg=mapping)
         each = np.sum(gradients[name].reshape(len(gradients[name]), -1) ** 2, axis=1)
-        np.testing.assert_allclose(measured.parts[NAMES[name]], np.sum(numbers.lr[name] * each), rtol=1e-4)
+        np.testing.assert_allclose(
+            measured.parts[NAMES[name]], np.sum(numbers.lr[name] * each), rtol=1e-4
+        )
     for part in {mapping.removesuffix("v") for mapping in weights if mapping.endswith("v")}:
         logits = np.sum(signals[f"{part}logits"] * speeds[f"{part}logits"])
         expected = sum(np.sum(gradients[weights[part + name]] ** 2) for name in "qk")
@@ -103,12 +126,18 @@ def test_keys_that_are_fewer_cannot_start_as_queries() -> None:
 
 
 @pytest.mark.parametrize(("model", "encoder"), [("lm-proxy", False), ("ed-proxy", True)])
-def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatch, capsys, tmp_path) -> None:
+def test_the_command_holds_measurement_against_theory(
+    model, encoder, monkeypatch, capsys, tmp_path
+) -> None:
     class Fake:
         off = 0.0
 
         def __init__(self, definitions: Any, batches: Any, seeds: int, *, masked: bool) -> None:
-            grows = {axis for axis in definitions[0].sizes if definitions[0].sizes[axis] != definitions[1].sizes[axis]}
+            grows = {
+                axis
+                for axis in definitions[0].sizes
+                if definitions[0].sizes[axis] != definitions[1].sizes[axis]
+            }
             axes_of = theory.growths(encoder=encoder)
             self.dimension = next(d for d, axes in axes_of.items() if grows == axes.keys())
             assert masked == (self.dimension not in ("positions", "targets"))
@@ -121,11 +150,25 @@ def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatc
                     exponents["speed"][name] += self.off
             decays = exponents["loss decay"] or {"": 0.0}
             parts = {name: x + max(decays.values()) for name, x in exponents["balance"].items()}
-            return {"signal": exponents["signal"], "speed": exponents["speed"], "parts": parts or {"": 0.0}}
+            return {
+                "signal": exponents["signal"],
+                "speed": exponents["speed"],
+                "parts": parts or {"": 0.0},
+            }
 
     monkeypatch.setattr(command, "Series", Fake)
-    monkeypatch.setattr(command, "definition", lambda model: type("Sized", (), {"sizes": model.sizes()}))
-    words = ["check", model, "--desiderata", "--preset", "depth-mup", "--json", str(tmp_path / "a.json")]
+    monkeypatch.setattr(
+        command, "definition", lambda model: type("Sized", (), {"sizes": model.sizes()})
+    )
+    words = [
+        "check",
+        model,
+        "--desiderata",
+        "--preset",
+        "depth-mup",
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
     assert main([*words, "--dry-run"]) == 0
     assert ("encoder_depth" in capsys.readouterr().out) == encoder
     assert not (tmp_path / "a.json").exists(), "a dry run measures nothing"
@@ -152,11 +195,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Label of docs/desiderata.json to the constants of its preset."""
 EXPLAINED = {
-    "decoder": {(label, "positions", "balance", name) for label in PRESETS for name in ("query", "key")}
+    "decoder": {
+        (label, "positions", "balance", name) for label in PRESETS for name in ("query", "key")
+    }
     | {("mup key_start=query", "depth", "signal", "logits")},
     "encoder-decoder": {("mup key_start=query", "d_k", "signal", "cross logits")}
     | {(label, "targets", "balance", name) for label in ("mup", "sp") for name in ("query", "key")}
-    | {(label, "targets", "speed", name) for label in ("mup", "sp") for name in ("attention out", "cross logits")},
+    | {
+        (label, "targets", "speed", name)
+        for label in ("mup", "sp")
+        for name in ("attention out", "cross logits")
+    },
 }
 """Exponents farther from theory than the band, which the page gives a reason for."""
 
@@ -182,19 +231,33 @@ def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_sa
     assert data.keys() == EXPLAINED.keys()
     for key in data:
         far = set()
-        for label, row in recorded_rows(data[key]["presets"], encoder=key == "encoder-decoder").items():
+        for label, row in recorded_rows(
+            data[key]["presets"], encoder=key == "encoder-decoder"
+        ).items():
             for line in command.table(row):
-                assert "| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" in page.read_text()
+                assert (
+                    "| " + " | ".join(word.replace("|", "\\|") for word in line) + " |"
+                    in page.read_text()
+                )
             for dimension, cells in row.items():
                 for column, (expected, actual) in cells.items():
                     assert expected.exponents.keys() == actual.exponents.keys()
-                    far |= {(label, dimension, column, name) for name in command.apart(expected, actual)}
-        assert {each for each in far - EXPLAINED[key] if each[:2] != ("mup mlp_out=mean-field", "d_model")} == set()
+                    far |= {
+                        (label, dimension, column, name) for name in command.apart(expected, actual)
+                    }
+        assert {
+            each
+            for each in far - EXPLAINED[key]
+            if each[:2] != ("mup mlp_out=mean-field", "d_model")
+        } == set()
     # Controls: each other rule for d_k fails against the measurement of keys that start as queries.
     measurement = data["decoder"]["presets"]["mup key_start=query"]["d_k"]
     for other, column, name in (("mup", "signal", "logits"), ("mup-half", "speed", "q")):
         assert (
-            abs(theory.desiderata(presets.get(other), "d_k")[column].exponents[name] - measurement[column][name][1])
+            abs(
+                theory.desiderata(presets.get(other), "d_k")[column].exponents[name]
+                - measurement[column][name][1]
+            )
             > 0.3
         )
 
@@ -210,4 +273,9 @@ def test_one_dimension_grows_alone(model, encoder) -> None:
 def test_balance_refuses_what_its_table_cannot_hold() -> None:
     built, batch, *_ = inputs_of()
     with pytest.raises(PresetError, match="write key_start=own"):
-        balance(built, batch, OptimizerConfig(name="sgd"), reference=presets.get("mup", key_start="query"))
+        balance(
+            built,
+            batch,
+            OptimizerConfig(name="sgd"),
+            reference=presets.get("mup", key_start="query"),
+        )

@@ -25,7 +25,17 @@ from mupax.train.studies.transfer.planned import Transfer
 from mupax.zoo import families
 from mupax.zoo.configs import ConfigError
 
-GROW = ["lm-tiny", "--steps", "100", "--grow", "head_dim=8,16,32,64", "--seeds", "2", "--max-seeds", "2"]
+GROW = [
+    "lm-tiny",
+    "--steps",
+    "100",
+    "--grow",
+    "head_dim=8,16,32,64",
+    "--seeds",
+    "2",
+    "--max-seeds",
+    "2",
+]
 
 
 class Trained:
@@ -42,7 +52,9 @@ class Trained:
         self.count += 1
         name, seed = key_of(config, "data"), config.seed
         noise = 0.004 * np.random.default_rng([int(name, 16), seed]).normal()
-        loss = math.exp(noise + 0.02 * (math.log2(config.optimizer.peak_lr) + 7) ** 2) * least(config)
+        loss = math.exp(noise + 0.02 * (math.log2(config.optimizer.peak_lr) + 7) ** 2) * least(
+            config
+        )
         command = record.command_of(config)
         row = Row(name, command, loss, None, None, (loss,), config.steps, 1.0, "in turn")
         self.rows.add(row)
@@ -101,7 +113,9 @@ def test_the_same_rows_read_from_the_folder_have_the_same_digest(folder: Path):
 
 def test_rows_without_a_study_are_read_by_their_commands(folder: Path, tmp_path: Path):
     (tmp_path / "points.jsonl").write_bytes((folder / "points.jsonl").read_bytes())
-    of_base, of_mup = points.load([tmp_path])  # of `mup` at its base no more is known than that it is `sp`
+    of_base, of_mup = points.load(
+        [tmp_path]
+    )  # of `mup` at its base no more is known than that it is `sp`
     (of_study,) = points.load([folder])
     assert (of_base.label, of_mup.label) == ("sp", "mup")
     scales = [setting.scale.tolist() for setting in (*of_base.settings, *of_mup.settings)]
@@ -128,7 +142,10 @@ def test_a_second_forecast_leaves_the_first_and_what_nothing_is_known_of_is_said
     whats = ("head_dim=128", "head_dim=128,tokens=409600", "lm-tiny")
     assert study(folder, *(word for what in whats for word in ("--predict", what)))[0] == 1
     output = " ".join(capsys.readouterr().out.split())
-    assert "no forecast of head_dim=128,tokens=409600 under mup: nothing is said of other tokens than 204,800" in output
+    assert (
+        "no forecast of head_dim=128,tokens=409600 under mup: nothing is said of other tokens than 204,800"
+        in output
+    )
     assert "no forecast of lm-tiny under mup: nothing is said of other tokens" in output
     assert record.read(folder / "forecast-mup-head_dim-128-2.json")["what"] == "head_dim=128"
     assert (folder / "forecast-mup-head_dim-128.json").read_text() == before
@@ -155,8 +172,12 @@ def test_what_cannot_be_forecast_is_refused_before_training(
 @pytest.mark.core
 def test_a_run_of_another_optimizer_names_what_differs():
     config = parse("lm-tiny", recipe("lm-tiny"), ["--optimizer.b2", "0.9"]).config
-    assert [name for name, *_ in points.field_differences(config, recipe("lm-tiny")())] == ["optimizer.b2"]
+    assert [name for name, *_ in points.field_differences(config, recipe("lm-tiny")())] == [
+        "optimizer.b2"
+    ]
     assert not points.field_differences(config, config)
     assert to_json(config)
     with pytest.raises(ConfigError, match="different whole numbers"):
-        transfer_command.execute(*parse_known(Transfer, "p", ["lm-tiny", "--grow", "depth=2,2"]), "c")
+        transfer_command.execute(
+            *parse_known(Transfer, "p", ["lm-tiny", "--grow", "depth=2,2"]), "c"
+        )

@@ -16,7 +16,9 @@ TINY = [
 ]  # fmt: skip
 
 
-def test_the_limit_with_finite_models_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limit_with_finite_models_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = ["--json", str(tmp_path / "x.json"), "--figure", str(tmp_path / "x.png")]
     assert main(["presets", *TINY, "--finite", "4", "--seeds", "3", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -38,14 +40,19 @@ def test_the_limit_with_finite_models_beside_it(tmp_path: Path, capsys: pytest.C
     ("words", "message"),
     [
         (["--optimizer.name", "adam"], "updates of low rank, those of SGD"),
-        (["--steps", "9"], "80 directions of every matrix, and of width 96 at most 24 are worth recording"),
+        (
+            ["--steps", "9"],
+            "80 directions of every matrix, and of width 96 at most 24 are worth recording",
+        ),
         (["--model", "lm-tiny"], "is of vision transformers, and the model is a decoder"),
         (["--model", "vit-tiny"], "model.norm_gain is True"),
         (["--draws", "1"], "--draws is 1; write a number of at least 2"),
         (["--head", "9"], "no flag is named --head; did you mean --heads"),
     ],
 )
-def test_what_it_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     typed = ["dynamics", *words] if words[0] == "--model" else [*TINY, *words]
     assert main(["presets", *typed]) == 2
     assert message in capsys.readouterr().err

@@ -26,7 +26,15 @@ def config(**changes: object) -> Config:
     """The paper's run at H = 3, N = 2, L = 2 on images of 4 patches."""
     run = RECIPES["bordelon-vit"]()
     model = dataclasses.replace(
-        run.model, width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, norm_eps=1e-5, mlp_ratio=2.0
+        run.model,
+        width=6,
+        num_heads=3,
+        depth=2,
+        image_size=4,
+        patch_size=2,
+        channels=1,
+        norm_eps=1e-5,
+        mlp_ratio=2.0,
     )
     data = dataclasses.replace(run.data, name="shapes", batch_size=IMAGES, eval_batch_size=IMAGES)
     return dataclasses.replace(run, model=model, data=data, steps=STEPS, **changes)
@@ -41,23 +49,39 @@ def test_a_step_of_the_limit_is_our_own_step() -> None:
     limit_steps = [stack.step(command.patches(images, 2), targets) for _ in range(STEPS)]
 
     program = assemble(run, jax.devices()[:1])
-    params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in program.abstract.params.items()}
+    params = {
+        name: np.zeros(leaf.shape, np.float32) for name, leaf in program.abstract.params.items()
+    }
     for name in ("patch", "position", "readout"):
         params[name][:] = getattr(stack, name).start[0]
     for layer, block in enumerate(stack.blocks):
         for name in BLOCK:
             weight = block.weights[name]
             start = transposed(weight.std * weight.dice.matrix()[0])  # [in, out]
-            params[command.PATHS[name]][layer] = start.reshape(params[command.PATHS[name]].shape[1:])
+            params[command.PATHS[name]][layer] = start.reshape(
+                params[command.PATHS[name]].shape[1:]
+            )
     multiplier = program.inputs.factors.multiplier
     params = {
-        n: jnp.asarray(w / multiplier[n].reshape(-1, *[1] * (w.ndim - 1)) if multiplier[n].ndim else w / multiplier[n])
+        n: jnp.asarray(
+            w / multiplier[n].reshape(-1, *[1] * (w.ndim - 1))
+            if multiplier[n].ndim
+            else w / multiplier[n]
+        )
         for n, w in params.items()
     }
     state, step = program.initial_state(), program.compile_train()
-    state = state._replace(params=jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, state.params)))
-    inputs = program.step_inputs()._replace(reference={name: jnp.array(w) for name, w in state.params.items()})
-    batch = {"inputs": jnp.asarray(images), "targets": jnp.asarray(targets), "weights": jnp.ones(IMAGES)}
+    state = state._replace(
+        params=jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, state.params))
+    )
+    inputs = program.step_inputs()._replace(
+        reference={name: jnp.array(w) for name, w in state.params.items()}
+    )
+    batch = {
+        "inputs": jnp.asarray(images),
+        "targets": jnp.asarray(targets),
+        "weights": jnp.ones(IMAGES),
+    }
     losses = []
     for _ in range(STEPS):
         state, metrics = step(state, inputs, batch)

@@ -47,7 +47,9 @@ def test_no_evidence_is_taken_from_another_kind_of_model(name: str) -> None:
 
 def test_the_law_is_the_one_that_was_stored() -> None:
     model = CONFIGS["gpt2-medium"]
-    law = next(other for other in evidence.candidates_for(model, 1e10) if other.kind == "published law")
+    law = next(
+        other for other in evidence.candidates_for(model, 1e10) if other.kind == "published law"
+    )
     best = stored.load().best({"parameters": evidence.body_parameters(model), "tokens": 1e10})
     assert best.peak_lr is not None
     assert best.batch_sequences is not None
@@ -57,7 +59,9 @@ def test_the_law_is_the_one_that_was_stored() -> None:
 
 
 @pytest.mark.parametrize("name", ["lm-proxy", "gpt2-medium", "vit-s16"])
-def test_the_command_trains_what_is_printed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_what_is_printed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "--model", name, "--tokens", "100m", "--out", str(out)]) == 0
     output = " ".join(capsys.readouterr().out.split())

@@ -35,7 +35,9 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def planned(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+def planned(
+    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[dict[str, Any], str]:
     """A plan at half the smallest width, which is soon trained, and what was printed."""
     words = shlex.split(
         f"--model.width 16 --preset.base {BASE} --steps 2 --from {folder} --price 2 --tokens-per-second 128"
@@ -45,7 +47,10 @@ def planned(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tupl
 
 
 def test_the_printed_command_trains_and_is_scored(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     content, output = planned(folder, tmp_path / "plan.json", capsys)
     lines = {line["what"]: line for line in content["numbers"]}
@@ -54,8 +59,21 @@ def test_the_printed_command_trains_and_is_scored(
     assert f"law over {folder}" in lines["loss"]["from"]
     assert lines["time"]["value"] == "2.0 s, 1 s a step"
     assert lines["weight decay"]["from"] == "recipe lm-tiny"
-    assert {"mesh", "remat", "memory", "FLOPs", "cost", "warm-up", "betas", "eps", "schedule"} <= set(lines)
-    assert any("times the parameters of the smallest model measured" in caution for caution in content["cautions"])
+    assert {
+        "mesh",
+        "remat",
+        "memory",
+        "FLOPs",
+        "cost",
+        "warm-up",
+        "betas",
+        "eps",
+        "schedule",
+    } <= set(lines)
+    assert any(
+        "times the parameters of the smallest model measured" in caution
+        for caution in content["cautions"]
+    )
     assert content["command"] in output
 
     # Two steps on this machine, by the command that was printed.
@@ -76,7 +94,9 @@ def test_the_printed_command_trains_and_is_scored(
     assert "began at 2001-09-09 01:46:40 UTC, before the forecast" in capsys.readouterr().err
 
 
-def test_rows_are_scored_by_their_own_config(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_are_scored_by_their_own_config(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     content, _ = planned(folder, tmp_path / "plan.json", capsys)
     config = record.config_of(content["forecast"])
     Trained(tmp_path / "rows").row(config)
@@ -103,11 +123,19 @@ def test_an_outcome_is_inside_or_outside():
     loss = {"low90": 2.0, "low50": 2.1, "value": 2.2, "high50": 2.3, "high90": 2.4}
     content = {"prediction": {"loss": loss}}
     inside = score.score(content, score.Outcome(2.35, 3, None))
-    assert inside == {"loss": 2.35, "seed": 3, "error": 0.068182, "inside90": True, "inside50": False}
+    assert inside == {
+        "loss": 2.35,
+        "seed": 3,
+        "error": 0.068182,
+        "inside90": True,
+        "inside50": False,
+    }
     assert not score.score(content, score.Outcome(float("inf"), 0, None))["inside90"]
 
 
-def test_a_plan_for_chips_takes_the_compilers_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_for_chips_takes_the_compilers_mesh(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(topology, "ready", lambda: None)
     flags = "--mesh.data 1 --mesh.fsdp 16 --model.compute.remat block --accumulation-steps 2"
     report = {
@@ -134,14 +162,19 @@ def test_a_plan_for_chips_takes_the_compilers_mesh(capsys: pytest.CaptureFixture
     assert "does not fit v5e:4x4 by 16 GiB" in plan(capsys, "gpt2-c4", "--chips", "v5e:4x4", code=1)
 
 
-def test_without_the_compiler_the_formula_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_the_compiler_the_formula_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     def missing() -> None:
         raise topology.TopologyError("the TPU compiler is not installed")
 
     monkeypatch.setattr(topology, "ready", missing)
     output = plan(capsys, "gpt2-c4", "--tokens", "1b", "--chips", "v5e:4x4", "--mfu", "0.5")
     assert "formula: state alone, split over all chips" in output
-    assert "memory of activations, mesh and remat are not known: the TPU compiler is not installed" in output
+    assert (
+        "memory of activations, mesh and remat are not known: the TPU compiler is not installed"
+        in output
+    )
 
 
 def test_a_study_of_other_data_gives_its_rate_and_no_loss(
@@ -157,9 +190,20 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     assert "step-law" in output
 
 
-def test_the_same_preset_is_found_however_it_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_same_preset_is_found_however_it_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     """A tuned preset writes constants that a sweep leaves out, and the base's sizes in place of its name."""
-    words = ["lm-tiny", "--preset.base", BASE, *TINY, "--from", str(folder), "--tokens-per-second", "1e3"]
+    words = [
+        "lm-tiny",
+        "--preset.base",
+        BASE,
+        *TINY,
+        "--from",
+        str(folder),
+        "--tokens-per-second",
+        "1e3",
+    ]
     words += ["--model.width", "16", "--steps", "2"]
     written = plan(capsys, *words, "--preset.alpha-a", "1.0")
     assert "law over" in written
@@ -168,7 +212,9 @@ def test_the_same_preset_is_found_however_it_is_written(folder: Path, capsys: py
 
 
 @pytest.mark.parametrize("flags", ["--model.vocab-size 300", "--data.seed 1 --seed 3"])
-def test_a_rate_from_other_data_comes_with_a_caution(flags: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_rate_from_other_data_comes_with_a_caution(
+    flags: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
     words = [
         "lm-tiny",
         "--preset.base",
@@ -201,11 +247,17 @@ def test_a_model_alone_is_planned_as_the_studys_run_was(
     }.items():
         plan(capsys, *words)
         content = json.loads((tmp_path / "plan").read_text())
-        lines = {line["what"]: (line["value"], line["interval"], line["from"]) for line in content["numbers"]}
+        lines = {
+            line["what"]: (line["value"], line["interval"], line["from"])
+            for line in content["numbers"]
+        }
         _, _, flags = content["command"].partition("mupax train lm-tiny ")
         config[way] = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
         assert lines["batch"] == ("8 x 128 tokens", "", f"study {folder}")
-        assert lines["loss"][:2] == ("not predicted", "no interval")  # its sequences are longer than the study's
+        assert lines["loss"][:2] == (
+            "not predicted",
+            "no interval",
+        )  # its sequences are longer than the study's
         cautions = " ".join(content["cautions"])
         assert "model.seq_len 128 (measured: 16)" in cautions
         if way == "longer":
@@ -224,23 +276,36 @@ def test_a_model_alone_is_planned_as_the_studys_run_was(
     assert config["flag"].optimizer.warmup_steps == 0
 
 
-def test_a_recipe_with_another_base_is_told_what_to_write(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_recipe_with_another_base_is_told_what_to_write(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     """And what it is told to write is enough."""
     words = ["lm-tiny", "--from", str(folder), "--tokens-per-second", "1e3"]
     output = plan(capsys, *words)
     assert (
-        f"not used: it is another at preset.base lm-proxy (measured: {BASE}); write --preset.base {BASE} to" in output
+        f"not used: it is another at preset.base lm-proxy (measured: {BASE}); write --preset.base {BASE} to"
+        in output
     )
     assert "not used" not in plan(capsys, *words, "--preset.base", BASE)
-    assert f"no study of mup-half: --from has mup; write --preset.base {BASE} --preset.name mup for" in plan(
-        capsys, *words, "--preset", "mup-half"
+    assert (
+        f"no study of mup-half: --from has mup; write --preset.base {BASE} --preset.name mup for"
+        in plan(capsys, *words, "--preset", "mup-half")
     )
 
 
 def test_time_memory_and_cost_have_a_range_or_say_that_they_have_none(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    words = ["--model", "lm-proxy", "--from", str(folder), "--price", "2", "--out", str(tmp_path / "plan")]
+    words = [
+        "--model",
+        "lm-proxy",
+        "--from",
+        str(folder),
+        "--price",
+        "2",
+        "--out",
+        str(tmp_path / "plan"),
+    ]
 
     def interval(*more: str) -> dict[str, str]:
         plan(capsys, *words, *more)
@@ -249,7 +314,11 @@ def test_time_memory_and_cost_have_a_range_or_say_that_they_have_none(
 
     # Of the study every row took a second: the largest of its models was the fastest, so that none is faster than what is counted with.
     low, high = (
-        float(word) for word in interval("--tokens", "1b")["time"].replace(" h", "").replace(",", "").split(" to ")
+        float(word)
+        for word in interval("--tokens", "1b")["time"]
+        .replace(" h", "")
+        .replace(",", "")
+        .split(" to ")
     )
     assert high > 4 * low
     assert interval()["memory"].count(" MiB") == 2
@@ -259,19 +328,39 @@ def test_time_memory_and_cost_have_a_range_or_say_that_they_have_none(
 
 @pytest.mark.core
 def test_a_roofline_is_the_lower_end_of_a_time():
-    (low, high), why = ranges.of_roofline(2.0, 0.426)[0] or (0, 0), ranges.of_roofline(2.0, 0.426)[1]
+    (low, high), why = (
+        ranges.of_roofline(2.0, 0.426)[0] or (0, 0),
+        ranges.of_roofline(2.0, 0.426)[1],
+    )
     assert (low, high) == (2.0, pytest.approx(4.0))
     assert "2204.02311" in why
-    band, why = ranges.of_roofline(2.0, 0.1)  # the control: what is bound by memory has no published upper end
+    band, why = ranges.of_roofline(
+        2.0, 0.1
+    )  # the control: what is bound by memory has no published upper end
     assert ranges.text(band, 1.0) == "at least 2.0"
     assert "no upper end" in why
 
 
 @pytest.mark.tpu
-def test_a_plan_by_the_compiler_itself(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_by_the_compiler_itself(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Mesh, memory and time of a small decoder as the TPU compiler has them, and a command that says that mesh."""
-    words = ["--model", "lm-proxy", "--data.batch-size", "16", "--tokens", "10m", "--from", str(folder), "--price", "1"]
-    output = plan(capsys, *words, "--chips", "v5e:2x2", "--limit", "2", "--out", str(tmp_path / "plan"))
+    words = [
+        "--model",
+        "lm-proxy",
+        "--data.batch-size",
+        "16",
+        "--tokens",
+        "10m",
+        "--from",
+        str(folder),
+        "--price",
+        "1",
+    ]
+    output = plan(
+        capsys, *words, "--chips", "v5e:2x2", "--limit", "2", "--out", str(tmp_path / "plan")
+    )
     content = json.loads((tmp_path / "plan").read_text())
     lines = {line["what"]: line for line in content["numbers"]}
     assert lines["mesh"]["from"] == lines["memory"]["from"] == "TPU compiler for v5e:2x2"
@@ -287,7 +376,9 @@ def test_a_plan_by_the_compiler_itself(folder: Path, tmp_path: Path, capsys: pyt
     assert config.steps == round(1e7 / (16 * 128))
 
 
-def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_rate_that_is_asked_for_stays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """And the loss is the one at that rate."""
     losses = []
     for words in ((), ("--optimizer.peak-lr", "0.03125")):
@@ -304,9 +395,13 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
             str(tmp_path / "plan"),
         ]
         output = plan(capsys, *options, *words)
-        losses.append(json.loads((tmp_path / "plan").read_text())["forecast"]["prediction"]["loss"]["value"])
+        losses.append(
+            json.loads((tmp_path / "plan").read_text())["forecast"]["prediction"]["loss"]["value"]
+        )
     assert "peak rate 0.03125 = 2^-5 asked for" in output
-    assert losses[1] / losses[0] == pytest.approx(1.08, abs=0.03)  # two octaves, at 0.02 of the log of the loss each
+    assert losses[1] / losses[0] == pytest.approx(
+        1.08, abs=0.03
+    )  # two octaves, at 0.02 of the log of the loss each
 
 
 @pytest.mark.core
@@ -316,10 +411,22 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
         (["lm-tny"], "no recipe is named 'lm-tny'"),
         (["gpt2-medium"], "say how long gpt2-medium will train: write --tokens N"),
         (["--model", "gpt2-medium"], "say how long gpt2-medium will train: write --tokens N"),
-        (["gpt2-medium", "--tokens", "1b", "--steps", "5"], "--steps is of a recipe's run, and gpt2-medium is a model"),
-        (["t5-base", "--tokens", "1b"], "nothing is known of the learning rate of a model such as t5-base"),
-        (["gpt2", "--model", "gpt2-medium"], "gpt2 and --model gpt2-medium are two models; write one of them"),
-        (["lm-tiny", "--model", "gpt2-c4"], "lm-tiny and --model gpt2-c4: gpt2-c4 is a recipe; write one of them"),
+        (
+            ["gpt2-medium", "--tokens", "1b", "--steps", "5"],
+            "--steps is of a recipe's run, and gpt2-medium is a model",
+        ),
+        (
+            ["t5-base", "--tokens", "1b"],
+            "nothing is known of the learning rate of a model such as t5-base",
+        ),
+        (
+            ["gpt2", "--model", "gpt2-medium"],
+            "gpt2 and --model gpt2-medium are two models; write one of them",
+        ),
+        (
+            ["lm-tiny", "--model", "gpt2-c4"],
+            "lm-tiny and --model gpt2-c4: gpt2-c4 is a recipe; write one of them",
+        ),
         (["--model", "gpt3-medium"], "gpt3-medium"),
         (["--tokens", "1b"], "needs RECIPE|FILE|MODEL"),
         (["lm-tiny", "--tokens", "many"], "--tokens is many; write a number such as 10b"),

@@ -45,7 +45,14 @@ PLACES = {
 def test_every_role_is_found(name: str) -> None:
     roles = traced_roles.traced(name)
     assert roles.refused == {}
-    names = ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down")
+    names = (
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "attention.out",
+        "mlp.up",
+        "mlp.down",
+    )
     for layer in (0, 1):
         linen = (2 * layer, 2 * layer + 1)
         for place, matrix in zip(PLACES[name], names, strict=True):
@@ -56,7 +63,11 @@ def test_every_role_is_found(name: str) -> None:
 def test_norms_embeddings_and_readouts_of_others() -> None:
     hand, linen, classifier = (traced_roles.traced(name) for name in traced_roles.FOREIGN)
     assert {hand.specs[name].group for name in ("h.0.norm1", "h.1.norm2")} == {"block.norm_gain"}
-    assert [hand.specs[name].group for name in ("norm", "wpe", "wte")] == ["norm_gain", "position", "token_embedding"]
+    assert [hand.specs[name].group for name in ("norm", "wpe", "wte")] == [
+        "norm_gain",
+        "position",
+        "token_embedding",
+    ]
     assert hand.tied is not None
     assert hand.tied.fan_in == ("embed",)
     attention = "MultiHeadDotProductAttention_0"
@@ -68,7 +79,9 @@ def test_norms_embeddings_and_readouts_of_others() -> None:
     assert classifier.specs["readout.bias"].axes == ("classes",)
 
 
-@pytest.mark.parametrize("name", ["dicts of arrays by hand", "NNX: nnx.Linear, nnx.MultiHeadAttention"])
+@pytest.mark.parametrize(
+    "name", ["dicts of arrays by hand", "NNX: nnx.Linear, nnx.MultiHeadAttention"]
+)
 def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
     (build, sizes), roles = traced_roles.FOREIGN[name], traced_roles.traced(name)
     definition = zoo.define_function(
@@ -76,7 +89,9 @@ def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
     )
     assert definition.specs == roles.specs
     assert definition.sizes == {**sizes, "kv_heads": sizes["heads"], "layers": 2}
-    presets.get("mup", base=sizes).scales(definition.specs[PLACES[name][1].format(0)], definition.sizes)
+    presets.get("mup", base=sizes).scales(
+        definition.specs[PLACES[name][1].format(0)], definition.sizes
+    )
 
 
 def test_the_command_on_a_function(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,8 +120,14 @@ def test_what_is_refused_makes_it_fail(
     monkeypatch.chdir(tmp_path)
     assert main(["models", "roles", "squared_model:build", "--sizes", "embed=6,output=14"]) == 1
     out = capsys.readouterr().out
-    assert "refused: square: two of its dimensions (6, 6) are the same axis; name them apart: embed, embed\n" in out
-    assert "refused: patch: dimension 0, of size 5, grows with none of embed, output; name it among the sizes\n" in out
+    assert (
+        "refused: square: two of its dimensions (6, 6) are the same axis; name them apart: embed, embed\n"
+        in out
+    )
+    assert (
+        "refused: patch: dimension 0, of size 5, grows with none of embed, output; name it among the sizes\n"
+        in out
+    )
     assert out.endswith("1 of 3 parameters found\n")
 
 
@@ -120,7 +141,9 @@ def wrong() -> Iterator[None]:
             specs = super().parameters()
             return {
                 **specs,
-                "block.attention.query": dataclasses.replace(specs["block.attention.query"], in_block=False),
+                "block.attention.query": dataclasses.replace(
+                    specs["block.attention.query"], in_block=False
+                ),
             }
 
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -146,11 +169,16 @@ def test_the_command_on_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("wrong")
-def test_the_coordinate_check_begins_with_declarations_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_coordinate_check_begins_with_declarations_of_ones_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "lm-wrong", "--dry-run"]) == 2
     message = capsys.readouterr().err
     assert "Wrong are not what its loss does; mend them:" in message
-    assert "block.attention.query: in_block is declared False and traced True: its products with" in message
+    assert (
+        "block.attention.query: in_block is declared False and traced True: its products with"
+        in message
+    )
     assert main(["check", "lm-proxy", "--dry-run"]) == 0
 
 
@@ -163,7 +191,10 @@ def test_the_coordinate_check_begins_with_declarations_of_ones_own(capsys: pytes
         ([HAND, "--sizes", "embed"], "'embed' is no AXIS=N of at least 2; write each axis once"),
         ([HAND, "--sizes", "embed=4,embed=5"], "'embed=5' is no AXIS=N of at least 2"),
         ([HAND, "--sizes", "width=4"], "no logical axis is named 'width'"),
-        ([HAND, "--sizes", "embed=20"], "asks for the size of 'vocab', which is not among embed; name it too"),
+        (
+            [HAND, "--sizes", "embed=20"],
+            "asks for the size of 'vocab', which is not among embed; name it too",
+        ),
         (
             ["examples.foreign_roles:nothing", "--sizes", SIZES],
             "examples.foreign_roles:nothing cannot be imported here",
@@ -171,7 +202,9 @@ def test_the_coordinate_check_begins_with_declarations_of_ones_own(capsys: pytes
         (["no_such_module:build", "--sizes", SIZES], "cannot be imported here: No module named"),
     ],
 )
-def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["models", "roles", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -183,13 +216,17 @@ def test_the_model_of_the_page(
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "my_model.py").write_text(example)
     monkeypatch.chdir(tmp_path)
-    (command,) = (line for line in text.splitlines() if line.startswith("mupax models roles my_model"))
+    (command,) = (
+        line for line in text.splitlines() if line.startswith("mupax models roles my_model")
+    )
     assert main(command.split()[1:]) == 0
     assert capsys.readouterr().out.endswith("\n3 of 3 parameters found\n")
     (example,) = (line for line in text.splitlines() if line.startswith("differs: "))
     config = traced_roles.CASES["decoder, rotary, gated, unrolled"]
     declared = dict(config.parameters())
-    declared["block.attention.query"] = dataclasses.replace(declared["block.attention.query"], role=Role.MLP_IN)
+    declared["block.attention.query"] = dataclasses.replace(
+        declared["block.attention.query"], role=Role.MLP_IN
+    )
     roles = traced_roles.traced("decoder, rotary, gated, unrolled")
     (words,) = models.differences(config, roles, declared).values()
     assert example == f"differs: block.attention.query: {words}"

@@ -30,7 +30,9 @@ Attend = Callable[..., jax.Array]
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
     """Return causal attention of [B, T, H*N] arrays."""
     batch, length, width = q.shape
-    q, k, v = (x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3) for x in (q, k, v))
+    q, k, v = (
+        x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3) for x in (q, k, v)
+    )
     mask = jnp.tri(length, dtype=bool)
     logits = jnp.where(mask, q @ k.swapaxes(2, 3) * (width // heads) ** -0.5, -1e30)
     return (jax.nn.softmax(logits) @ v).transpose(0, 2, 1, 3).reshape(batch, length, width)
@@ -39,8 +41,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
 def attend_inside_out(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
     """Return attention whose arrays are [B, T, N*H]: heads are the inner axis."""
     batch, length, width = q.shape
-    q, k, v = (x.reshape(batch, length, width // heads, heads).transpose(0, 3, 1, 2) for x in (q, k, v))
-    return (jax.nn.softmax(q @ k.swapaxes(2, 3)) @ v).transpose(0, 2, 3, 1).reshape(batch, length, width)
+    q, k, v = (
+        x.reshape(batch, length, width // heads, heads).transpose(0, 3, 1, 2) for x in (q, k, v)
+    )
+    return (
+        (jax.nn.softmax(q @ k.swapaxes(2, 3)) @ v)
+        .transpose(0, 2, 3, 1)
+        .reshape(batch, length, width)
+    )
 
 
 def size(s: Sizes) -> tuple[int, int, int]:
@@ -63,9 +71,17 @@ def by_hand(s: Sizes, attention: Attend = attend) -> tuple[Any, Any, Any]:
         "norm1": (D,), "wq": (D, A), "bq": (A,), "wk": (D, A), "bk": (A,), "wv": (D, A), "bv": (A,), "wo": (A, D), "bo": (D,),
         "norm2": (D,), "w1": (D, F), "b1": (F,), "w2": (F, D), "b2": (D,),
     }  # fmt: skip
-    shapes = {"wte": (V, D), "wpe": (s["position"], D), "norm": (D,), "out": (D, V), "h": [block] * DEPTH}
+    shapes = {
+        "wte": (V, D),
+        "wpe": (s["position"], D),
+        "norm": (D,),
+        "out": (D, V),
+        "h": [block] * DEPTH,
+    }
     params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
     def normed(x: jax.Array, gain: jax.Array) -> jax.Array:
@@ -144,14 +160,26 @@ class Network(nnx.Module):
 def state(s: Sizes) -> tuple[Any, Any, Any]:
     """A decoder of nnx.Linear, its parameters an `nnx.State`, whose leaves are Variables."""
     graph, params = nnx.split(nnx.eval_shape(lambda: Network(s, nnx.Rngs(0))), nnx.Param)[:2]
-    return params, lambda p, tokens: cross_entropy(nnx.merge(graph, p)(tokens), tokens), tokens_of(s)
+    return (
+        params,
+        lambda p, tokens: cross_entropy(nnx.merge(graph, p)(tokens), tokens),
+        tokens_of(s),
+    )
 
 
 PLACES = {
     by_hand: ("h.{}.wq", "h.{}.bq", "h.{}.wk", "h.{}.wv", "h.{}.wo", "h.{}.bo"),
-    linen: ("query_{}.kernel", "query_{}.bias", "key_{}.kernel", "value_{}.kernel", "out_{}.kernel", "out_{}.bias"),
+    linen: (
+        "query_{}.kernel",
+        "query_{}.bias",
+        "key_{}.kernel",
+        "value_{}.kernel",
+        "out_{}.kernel",
+        "out_{}.bias",
+    ),
     state: tuple(
-        f"blocks.{{}}.{name}" for name in ("q.kernel", "q.bias", "k.kernel", "v.kernel", "o.kernel", "o.bias")
+        f"blocks.{{}}.{name}"
+        for name in ("q.kernel", "q.bias", "k.kernel", "v.kernel", "o.kernel", "o.bias")
     ),
 }
 """Where each model keeps its queries, their bias, keys, values, output and its bias, by layer."""
@@ -164,7 +192,11 @@ def traced(build: Any, sizes: Sizes) -> tuple[Roles, zoo.FunctionDefinition]:
     larger = {**sizes, "embed": 48, "heads": 8}
     more = {"layers": DEPTH, "heads": 8}
     definition = zoo.define_function(
-        lambda params, tokens: tokens, build(larger)[0], roles.specs, sizes=more, tied_readout=roles.tied
+        lambda params, tokens: tokens,
+        build(larger)[0],
+        roles.specs,
+        sizes=more,
+        tied_readout=roles.tied,
     )
     return roles, definition
 
@@ -174,8 +206,14 @@ def traced(build: Any, sizes: Sizes) -> tuple[Roles, zoo.FunctionDefinition]:
 def test_heads_in_one_dimension_are_found_and_taken(build: Any, sizes: Sizes) -> None:
     roles, definition = traced(build, sizes)
     for layer in range(DEPTH):
-        query, bias, key, value, out, out_bias = (roles.specs[name.format(layer)] for name in PLACES[build])
-        assert [spec.group for spec in (query, key, value)] == ["block.query", "block.key", "block.value"]
+        query, bias, key, value, out, out_bias = (
+            roles.specs[name.format(layer)] for name in PLACES[build]
+        )
+        assert [spec.group for spec in (query, key, value)] == [
+            "block.query",
+            "block.key",
+            "block.value",
+        ]
         assert query.axes == ("embed", *HEADS)
         assert key.axes == value.axes == ("embed", "kv_heads", "head_dim")
         assert (bias.of, bias.axes) == (Role.QUERY, HEADS)

@@ -20,11 +20,17 @@ Shapes = Callable[[Mapping[str, int]], dict[str, tuple[int, ...]]]
 Branch = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
 
 
-def roles_of(extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None) -> Roles:
+def roles_of(
+    extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None
+) -> Roles:
     """Roles of a residual model of patches whose one branch, or what follows it, has the parameters `extra`."""
 
     def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
-        shapes = {"patch": (s["patch"], s["embed"]), "readout": (s["embed"], s["classes"]), **extra(s)}
+        shapes = {
+            "patch": (s["patch"], s["embed"]),
+            "readout": (s["embed"], s["classes"]),
+            **extra(s),
+        }
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
         def loss(p: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
@@ -97,7 +103,9 @@ def test_two_uses_with_another_fan_in() -> None:
 
 def test_one_matrix_as_query_and_key() -> None:
     roles = roles_of(
-        lambda s: {k: v for k, v in heads(s).items() if k != "k"}, attend(jax.nn.softmax, "q", "q"), ATTENTION
+        lambda s: {k: v for k, v in heads(s).items() if k != "k"},
+        attend(jax.nn.softmax, "q", "q"),
+        ATTENTION,
     )
     assert refusal(roles, "q").startswith(
         "its uses do not agree: its products with those of q go through a softmax over its own rows"
@@ -115,50 +123,69 @@ def test_queries_keys_and_values_in_one_array() -> None:
         return jnp.einsum("bhtn,hnd->btd", jax.nn.softmax(q @ k.swapaxes(2, 3)) @ v, p["o"])
 
     reason = refusal(roles_of(fused, branch, ATTENTION), "qkv")
-    assert reason.startswith("dimension 1 is 3 x heads x head_dim; a declaration names one axis a dimension")
+    assert reason.startswith(
+        "dimension 1 is 3 x heads x head_dim; a declaration names one axis a dimension"
+    )
 
 
 def test_an_axis_that_is_another_at_all_sizes() -> None:
     def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
         params = {"up": jax.ShapeDtypeStruct((s["patch"], s["embed"]), jnp.float32)}
-        return params, lambda p, x: jnp.sum(x @ p["up"]), jax.ShapeDtypeStruct((2, s["patch"]), jnp.float32)
+        return (
+            params,
+            lambda p, x: jnp.sum(x @ p["up"]),
+            jax.ShapeDtypeStruct((2, s["patch"]), jnp.float32),
+        )
 
     samples = [({"patch": a, "embed": b, "mlp": b}, (a, b)) for a, b in ((5, 6), (10, 6), (5, 12))]
     from mupax.train.studies.roles.deduce import Sample, axis_names
 
     refused = axis_names([Sample(sizes, {"up": shape}) for sizes, shape in samples])[1]
-    assert refused == {"up": "dimension 1 is embed and mlp at all sizes; build the model so that each can change alone"}
+    assert refused == {
+        "up": "dimension 1 is embed and mlp at all sizes; build the model so that each can change alone"
+    }
     assert list(models.roles_of(build, {"patch": 5, "embed": 6}).specs) == ["up"]
 
 
 def test_a_size_that_has_no_name() -> None:
-    roles = roles_of(lambda s: {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])}, run_mlp)
+    roles = roles_of(
+        lambda s: {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])},
+        run_mlp,
+    )
     assert refusal(roles, "down", "up").startswith(
         "dimension 0 is 4 x embed; make embed a dimension of its own, or name"
     )
     roles = roles_of(lambda s: {"up": (s["embed"], 9), "down": (9, s["embed"])}, run_mlp)
-    assert refusal(roles, "down", "up").startswith("dimension 0, of size 9, grows with none of patch, embed, mlp")
+    assert refusal(roles, "down", "up").startswith(
+        "dimension 0, of size 9, grows with none of patch, embed, mlp"
+    )
 
 
 def test_a_product_over_a_part_of_an_axis() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x[..., :3] @ p["up"][:3]) @ p["down"]
 
-    assert refusal(roles_of(mlp, branch), "up").startswith("a product sums over 3 of the 6 along its dimension 0")
+    assert refusal(roles_of(mlp, branch), "up").startswith(
+        "a product sums over 3 of the 6 along its dimension 0"
+    )
 
 
 def test_what_is_computed_of_a_parameter_first() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x @ jnp.tanh(p["up"])) @ p["down"]
 
-    assert refusal(roles_of(mlp, branch), "up").startswith("it is computed with (tanh) before it meets an activation")
+    assert refusal(roles_of(mlp, branch), "up").startswith(
+        "it is computed with (tanh) before it meets an activation"
+    )
 
 
 def test_a_product_of_two_parameters() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return x @ (p["up"] @ p["down"])
 
-    assert refusal(roles_of(mlp, branch), "down", "up").startswith("it is computed with (dot) before it meets")
+    assert refusal(roles_of(mlp, branch), "down", "up").startswith(
+        "it is computed with (dot) before it meets"
+    )
 
 
 def test_attention_without_a_softmax() -> None:
@@ -174,7 +201,9 @@ def test_attention_without_a_softmax() -> None:
 
 def test_a_softmax_over_queries() -> None:
     """Slot attention: weights of a key add up to 1 over queries, and are summed over keys."""
-    roles = roles_of(heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION)
+    roles = roles_of(
+        heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION
+    )
     assert refusal(roles, "k", "o", "q", "v").startswith(
         "a product of two activations, which is no softmax's attention"
     )
@@ -182,13 +211,20 @@ def test_a_softmax_over_queries() -> None:
 
 def test_experts_that_nothing_chooses() -> None:
     def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        return {"up": (s["experts"], s["embed"], s["mlp"]), "down": (s["experts"], s["mlp"], s["embed"])}
+        return {
+            "up": (s["experts"], s["embed"], s["mlp"]),
+            "down": (s["experts"], s["mlp"], s["embed"]),
+        }
 
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.einsum("btef,efd->btd", jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"])), p["down"])
+        return jnp.einsum(
+            "btef,efd->btd", jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"])), p["down"]
+        )
 
     roles = roles_of(extra, branch, SIZES | {"experts": 4})
-    assert refusal(roles, "down", "up").startswith("it has an axis of experts, and no index or batch dimension has a")
+    assert refusal(roles, "down", "up").startswith(
+        "it has an axis of experts, and no index or batch dimension has a"
+    )
 
 
 def routed(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -221,14 +257,20 @@ def test_experts_by_products_of_rows_in_groups() -> None:
         "down": ("block.expert_out", ("experts", "mlp", "embed"), ("mlp",)),
     }
     linear = roles_of(routed, in_groups(lambda h: h), SIZES | {"experts": 4})
-    assert refusal(linear, "down", "up").startswith("an index chooses among its matrices, and it is neither")
+    assert refusal(linear, "down", "up").startswith(
+        "an index chooses among its matrices, and it is neither"
+    )
 
 
 def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
     """A control: between the two it is a hidden matrix, and no second way in; a gain of its norm is refused."""
 
     def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        wide = {"mid": (s["mlp"], s["expert_dim"]), "down": (s["expert_dim"], s["embed"]), "gain": (s["expert_dim"],)}
+        wide = {
+            "mid": (s["mlp"], s["expert_dim"]),
+            "down": (s["expert_dim"], s["embed"]),
+            "gain": (s["expert_dim"],),
+        }
         return mlp(s) | wide
 
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -240,7 +282,9 @@ def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
         "block.hidden",
         "block.mlp_out",
     ]
-    assert refusal(roles, "gain").startswith("it multiplies a norm of what a nonlinearity made of the hidden")
+    assert refusal(roles, "gain").startswith(
+        "it multiplies a norm of what a nonlinearity made of the hidden"
+    )
 
 
 def test_what_nothing_can_be_seen_through() -> None:
@@ -253,9 +297,13 @@ def test_what_nothing_can_be_seen_through() -> None:
     )
 
     def loop(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p["up"]) @ p["down"]
+        return (
+            jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p["up"]) @ p["down"]
+        )
 
-    assert refusal(roles_of(mlp, loop), "down", "up").startswith("it reads or feeds while, through which nothing")
+    assert refusal(roles_of(mlp, loop), "down", "up").startswith(
+        "it reads or feeds while, through which nothing"
+    )
 
 
 def test_vectors_without_a_matrix_or_norm() -> None:
@@ -263,10 +311,16 @@ def test_vectors_without_a_matrix_or_norm() -> None:
         return mlp(s) | {"w": (s["embed"],)}
 
     scaled = roles_of(vector, run_mlp, outside=lambda p, x: x * p["w"])
-    assert refusal(scaled, "w").startswith("it multiplies what no norm made, outside of all branches")
+    assert refusal(scaled, "w").startswith(
+        "it multiplies what no norm made, outside of all branches"
+    )
     added = roles_of(vector, run_mlp, outside=lambda p, x: jnp.tanh(x) + p["w"])
-    assert refusal(added, "w").startswith("it is added to no matrix's product, as neither their bias nor a position")
-    bias = roles_of(vector, run_mlp, outside=lambda p, x: x + p["w"])  # h + x @ down + w, which is (h + x @ down) + w
+    assert refusal(added, "w").startswith(
+        "it is added to no matrix's product, as neither their bias nor a position"
+    )
+    bias = roles_of(
+        vector, run_mlp, outside=lambda p, x: x + p["w"]
+    )  # h + x @ down + w, which is (h + x @ down) + w
     assert (bias.refused, bias.specs["w"].group) == ({}, "block.mlp_out.bias")
 
 
@@ -285,7 +339,9 @@ def test_a_norm_between_branches() -> None:
 
 
 def test_sizes_that_are_no_axes() -> None:
-    with pytest.raises(PresetError, match="no logical axis is named 'width'; the axes are layers, embed"):
+    with pytest.raises(
+        PresetError, match="no logical axis is named 'width'; the axes are layers, embed"
+    ):
         roles_of(mlp, run_mlp, SIZES | {"width": 3})
 
 

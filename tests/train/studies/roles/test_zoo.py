@@ -17,7 +17,10 @@ DECODER, ROUTED = (
     "decoder, rotary, gated, unrolled",
     "decoder, experts without dropping, a shared one, bias balance, biases",
 )
-CROSS, VIT = "encoder-decoder, relative positions, tied (t5-small), unrolled", "ViT, CLS token, biases, unrolled"
+CROSS, VIT = (
+    "encoder-decoder, relative positions, tied (t5-small), unrolled",
+    "ViT, CLS token, biases, unrolled",
+)
 
 
 @pytest.mark.parametrize("name", traced_roles.CASES)
@@ -28,10 +31,14 @@ def test_every_declaration_is_what_the_loss_says(name: str) -> None:
     assert roles.specs.keys() == config.parameters().keys() == roles.evidence.keys()
 
 
-WITH_CONVOLUTIONS = [name for name, config in configs.CONFIGS.items() if getattr(config, "stem", None) is not None]
+WITH_CONVOLUTIONS = [
+    name for name, config in configs.CONFIGS.items() if getattr(config, "stem", None) is not None
+]
 
 
-@pytest.mark.parametrize("name", [name for name in configs.CONFIGS if name not in WITH_CONVOLUTIONS])
+@pytest.mark.parametrize(
+    "name", [name for name in configs.CONFIGS if name not in WITH_CONVOLUTIONS]
+)
 def test_so_is_every_named_model(name: str) -> None:
     config = dataclasses.replace(configs.get(name), depth=2)
     roles = models.roles_of_config(config)
@@ -71,7 +78,9 @@ def test_the_page_has_this_table() -> None:
         (CROSS, "encoder.relative_bias", {"role": Role.BIAS}, "role is declared bias and traced relative_bias"),
     ],
 )  # fmt: skip
-def test_control_a_wrong_declaration_differs(case: str, name: str, wrong: dict[str, Any], words: str) -> None:
+def test_control_a_wrong_declaration_differs(
+    case: str, name: str, wrong: dict[str, Any], words: str
+) -> None:
     config = traced_roles.CASES[case]
     declared: dict[str, ParamSpec] = dict(config.parameters())
     declared[name] = dataclasses.replace(declared[name], **wrong)

@@ -26,10 +26,16 @@ def _of(name: str, compute: dict[str, Any] | None = None, **fields: Any) -> Mode
     """A named model, two blocks deep, with other fields."""
     model = configs.get(name)
     deep = {"depth": 2, **({"encoder_depth": 2} if name.startswith(("t5", "bart", "ed")) else {})}
-    return dataclasses.replace(model, **deep | fields, compute=dataclasses.replace(model.compute, **compute or {}))
+    return dataclasses.replace(
+        model, **deep | fields, compute=dataclasses.replace(model.compute, **compute or {})
+    )
 
 
-SCAN, UNROLLED, FUSED = {"layers": "scan"}, {"layers": "unrolled"}, {"layers": "scan", "projections": "fused"}
+SCAN, UNROLLED, FUSED = (
+    {"layers": "scan"},
+    {"layers": "unrolled"},
+    {"layers": "scan", "projections": "fused"},
+)
 _PLAIN = {"norm": "layernorm", "bias": True}
 
 CASES: dict[str, ModelConfig] = {

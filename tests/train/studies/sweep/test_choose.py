@@ -29,21 +29,29 @@ def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch)
     [[(_, program)]] = sweep.grouped([config_of(text)], {}).values()
     state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
     for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
-        monkeypatch.setattr(sweep_pack.fit, "room", lambda device, room=room: int(room * state / 0.8))
+        monkeypatch.setattr(
+            sweep_pack.fit, "room", lambda device, room=room: int(room * state / 0.8)
+        )
         assert sweep_pack.fitting(program, points_) == fits
     monkeypatch.setattr(sweep_pack.fit, "room", lambda device: None)
     assert sweep_pack.fitting(program, 10) == 10
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8) -> None:
+def timed(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8
+) -> None:
     """Trials find these seconds per pack of (points at once, packs side by side)."""
     monkeypatch.setattr(
-        sweep.ExecutionTrial, "_seconds", lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent]
+        sweep.ExecutionTrial,
+        "_seconds",
+        lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent],
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
 
 
-def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_says_what_is_faster(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = {(1, 1): 0.01, (4, 1): 0.02}
     timed(monkeypatch, seconds, cores=1)
     monkeypatch.setattr(sweep, "PAYS", 0)
@@ -70,7 +78,10 @@ def test_together_a_later_round_of_fewer_points_compiles_nothing_until_half_a_pa
 
     monkeypatch.setattr(sweep_pack, "trainer", trainer)
     chooser = sweep.ExecutionTrial("together", sweep_pack.Batches(), False)
-    counts = [chooser.trainer("key", programs[:count], lambda text: None).count for count in (8, 5, 8, 4, 3, 2)]
+    counts = [
+        chooser.trainer("key", programs[:count], lambda text: None).count
+        for count in (8, 5, 8, 4, 3, 2)
+    ]
     assert counts == [8, 8, 8, 8, 3, 3]
     assert compiled == [8, 3]
 
@@ -103,7 +114,9 @@ def test_side_by_side_points_have_the_same_bits(
     note = "in turn: a step takes 10 ms one by one, 6 ms by 2 side by side, 6 ms by 4 side by side"
     assert note in notes
     assert most == [2]
-    assert [(row.curve, row.eval_loss) for row in rows] == [(row.curve, row.eval_loss) for row in on_one]
+    assert [(row.curve, row.eval_loss) for row in rows] == [
+        (row.curve, row.eval_loss) for row in on_one
+    ]
     # Eight devices of one program would wait for each other.
     sweep.run(chosen, tmp_path / "b", watcher=Noted(notes), evaluated=False)
     assert notes[-1] == "in turn: a step takes 10 ms one by one"
@@ -162,7 +175,13 @@ def test_side_by_side_the_watcher_is_told_one_thing_at_a_time(
     timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
     monkeypatch.setattr(work, "FETCH_EVERY", 1)
     crowded = Crowded()
-    sweep.run(points(config_of(text)), tmp_path, watcher=crowded, devices=jax.devices()[:1], evaluated=False)
+    sweep.run(
+        points(config_of(text)),
+        tmp_path,
+        watcher=crowded,
+        devices=jax.devices()[:1],
+        evaluated=False,
+    )
     assert crowded.calls == 4 * (STEPS + 1)
     assert crowded.most == 1
 
@@ -192,7 +211,9 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
     notes: list[str] = []
     chosen, one = points(config_of(text)), jax.devices()[:1]
     sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one, evaluated=False)
-    assert re.fullmatch(r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1])
+    assert re.fullmatch(
+        r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1]
+    )
 
     compiled = sweep_pack.trainer
 
@@ -212,12 +233,17 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
         sweep.run(chosen, tmp_path / "b", devices=one, evaluated=False)
 
 
-def test_later_rounds_keep_what_the_trial_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_rounds_keep_what_the_trial_found(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timed(monkeypatch, {(1, 1): 0.01, (2, 1): 0.002}, cores=1)
     monkeypatch.setattr(sweep, "PAYS", 0)
     monkeypatch.setattr(sweep_pack, "fitting", lambda program, count, *rest: min(count, 2))
     engine = sweep.Sweep(tmp_path, evaluated=False)
-    hows = [[row.how for row in engine.run(points(config_of(text), rates))] for rates in (RATES, (2.0**-6, 2.0**-5))]
+    hows = [
+        [row.how for row in engine.run(points(config_of(text), rates))]
+        for rates in (RATES, (2.0**-6, 2.0**-5))
+    ]
     assert hows == [["together"] * 4] * 2
     (alone,) = engine.run(points(config_of(text), (2.0**-4,), seeds=1))
     assert alone.how == "in turn"

@@ -28,10 +28,10 @@ from tests.train.studies.sweep.test_sweep import COMMAND, STEPS, config_of, poin
 __all__ = ["text"]  # fixtures
 
 
-def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.rates.readout=0.5,1 --sizes heads=4".split()
-    )
+def test_the_command_ends_in_a_table_and_a_file(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.rates.readout=0.5,1 --sizes heads=4".split()
     assert main([*words, "--dry-run"]) == 0
     assert "4 points in 1 program" in capsys.readouterr().out
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
@@ -40,12 +40,16 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
     assert "2^-9" in out
     answer = out.index("With mup rates.readout 0.5: No best learning rate by training loss: ")
     assert (
-        answer < out.index("Next: train the point of the lowest evaluation loss") < out.index("loss, mean over seeds")
+        answer
+        < out.index("Next: train the point of the lowest evaluation loss")
+        < out.index("loss, mean over seeds")
     )
     record = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert len(record["points"]) == 4
     assert all(point["eval_loss"] > 0 for point in record["points"])
-    assert {point["command"].count("--preset.constants rates.readout=0.5") for point in record["points"]} == {0, 1}
+    assert {
+        point["command"].count("--preset.constants rates.readout=0.5") for point in record["points"]
+    } == {0, 1}
     assert len({point["loss"] for point in record["points"]}) == 4
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert "4 of 4 points are done already" in capsys.readouterr().out
@@ -68,19 +72,32 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
             "lm-tiny --vary preset.rates.reedout=1,2",
             "rates.reedout: no parameter group is named 'reedout'; did you mean 'readout'",
         ),
-        ("lm-tiny --vary preset.rates.patch_embedding=1,2", "the model has no parameters 'patch_embedding'"),
-        ("lm-tiny --vary preset.gama0=1", "no flag is named --preset.gama0; did you mean --preset.gamma0"),
+        (
+            "lm-tiny --vary preset.rates.patch_embedding=1,2",
+            "the model has no parameters 'patch_embedding'",
+        ),
+        (
+            "lm-tiny --vary preset.gama0=1",
+            "no flag is named --preset.gama0; did you mean --preset.gamma0",
+        ),
         ("lm-tiny --no-such 3", "no flag is named --no-such"),
         ("lm-tiny --lrs 3", "no flag is named --lrs; did you mean --lr?"),
         ("lm-tiny --workdir x", "a sweep has --out"),
         ("lm-tiny --lr 2^-9:2^-5:1001 --seeds 2", "more than 2000 points"),
-        ("lm-tiny --how in-turn --mesh.data 4 --mesh.sweep 2", "in turn uses no mesh axis sweep, which is 2"),
+        (
+            "lm-tiny --how in-turn --mesh.data 4 --mesh.sweep 2",
+            "in turn uses no mesh axis sweep, which is 2",
+        ),
     ],
 )
 def test_what_is_no_sweep_is_refused(
     words: str, message: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = words if "--mesh" not in words else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
+    flags = (
+        words
+        if "--mesh" not in words
+        else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
+    )
     assert main(["sweep", *flags.split(), "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -91,11 +108,18 @@ def test_what_is_no_sweep_is_refused(
 def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Path) -> None:
     rates, best = 2.0 ** np.arange(-10, -4.9, 0.5), -7.3
     plans = [
-        sweep_command.Planned(0, "", "", dataclasses.replace(config, preset=PresetConfig(name="mup", base="lm-proxy")))
+        sweep_command.Planned(
+            0, "", "", dataclasses.replace(config, preset=PresetConfig(name="mup", base="lm-proxy"))
+        )
         for config in points(config_of(text), rates)
     ]
-    losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in plans]
-    rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
+    losses = [
+        1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in plans
+    ]
+    rows = [
+        Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn")
+        for i, loss in enumerate(losses)
+    ]
     judged = sweep_command.judged(plans, rows, "")
     path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
     assert word == f"mup:{path}"
@@ -108,15 +132,34 @@ def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Pa
 
 
 def swept(
-    lr: str, losses: Iterable[float], text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+    lr: str,
+    losses: Iterable[float],
+    text: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *more: str,
 ) -> tuple[int, list[Any]]:
     """Exit code of the command whose points end with these losses, and the figures that it drew."""
-    rows = [Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)]
+    rows = [
+        Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)
+    ]
     drawn: list[Any] = []
     save = Figure.savefig
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: rows[: len(configs)])
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
-    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", lr, "--out", str(folder), *more]
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
+    )
+    words = [
+        "sweep",
+        *COMMAND.split(),
+        "--data.name",
+        text,
+        "--lr",
+        lr,
+        "--out",
+        str(folder),
+        *more,
+    ]
     return main(words), drawn
 
 
@@ -124,20 +167,29 @@ def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses, path = [2.960, 2.799, 2.725, 2.758, 2.885], tmp_path / "mup.mine.json"
-    code, [figure] = swept("2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    code, [figure] = swept(
+        "2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, "--save-tuned", str(path)
+    )
     assert code == 0, capsys.readouterr().err
     # The vertex of the parabola through the three lowest.
-    assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
+    assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(
+        -6 + 0.041 / 0.214, abs=1e-3
+    )
     (panel,) = figure.axes
     assert panel.get_ylim()[0] < min(losses) < max(losses) < panel.get_ylim()[1]
     assert panel.get_xlim()[0] < -8 < -4 < panel.get_xlim()[1]
 
 
 @pytest.mark.parametrize(
-    "lr", ["2^-8:2^-4:17", "2^-8:2^-4:7", "2^-10:2^-2:5", "0.001,0.003,0.01,0.03,0.1", "0.01,0.02,0.05"]
+    "lr",
+    ["2^-8:2^-4:17", "2^-8:2^-4:7", "2^-10:2^-2:5", "0.001,0.003,0.01,0.03,0.1", "0.01,0.02,0.05"],
 )
 def test_the_best_rate_is_fitted_on_any_spacing(
-    lr: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lr: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path, best = tmp_path / "mup.mine.json", -5.7
     losses = 2 + 0.1 * (np.log2(grids.parse(lr)) - best) ** 2
@@ -151,7 +203,10 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
 ) -> None:
     """Training losses fall with the rate, as the examples are learned by heart; the other ones have a minimum."""
     evaluated = [2.960, 2.799, 2.725, 2.758, 2.885]
-    rows = [Row(str(i), "", 0.1**i, loss, None, (), 4, 1.0, "in turn") for i, loss in enumerate(evaluated)]
+    rows = [
+        Row(str(i), "", 0.1**i, loss, None, (), 4, 1.0, "in turn")
+        for i, loss in enumerate(evaluated)
+    ]
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: rows)
     path = tmp_path / "mup.mine.json"
     words = [
@@ -186,7 +241,16 @@ def test_without_evaluation_the_table_has_training_losses_though_an_earlier_swee
         return rows
 
     monkeypatch.setattr(sweep.Sweep, "run", run)
-    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", "2^-8:2^-7:2", "--out", str(tmp_path)]
+    words = [
+        "sweep",
+        *COMMAND.split(),
+        "--data.name",
+        text,
+        "--lr",
+        "2^-8:2^-7:2",
+        "--out",
+        str(tmp_path),
+    ]
     for flags, shown, hidden in (([], "2.7500", "3.2500"), (["--no-eval"], "3.2500", "2.7500")):
         assert main([*words, *flags]) == 0
         out = capsys.readouterr().out
@@ -201,7 +265,11 @@ def test_without_evaluation_the_table_has_training_losses_though_an_earlier_swee
         ("2^-8:2^-4:5", [2.6, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-9 too"),
         ("2^-6:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.75], "at the end of the grid; train at 2^-3.5 too"),
         ("0.001,0.01,0.1", [3.0, 2.9, 2.8], "at the end of the grid; train at 2^0 too"),
-        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, np.inf, np.inf], "from every seed; train at 2^-6.5, 2^-5.5 too"),
+        (
+            "2^-8:2^-4:5",
+            [3.0, 2.9, 2.8, np.inf, np.inf],
+            "from every seed; train at 2^-6.5, 2^-5.5 too",
+        ),
     ],
 )
 def test_a_sweep_without_a_best_rate_says_what_to_add(
@@ -224,7 +292,9 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
     assert code == 1
     out, err = capsys.readouterr()
     error = err.splitlines()[-1]
-    assert error.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
+    assert error.startswith(
+        "error: every point is trained, but there is no rate to save: at width 16, "
+    )
     assert error.endswith(message)
     assert (tmp_path / "sweep.json").exists()
     assert "picture in" in out
@@ -240,7 +310,14 @@ def test_a_long_warm_up_is_saved_with_a_caution(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--save-tuned", str(tmp_path / "mup.mine.json"), "--steps", "4", "--optimizer.warmup-steps", warmup]
+    words = [
+        "--save-tuned",
+        str(tmp_path / "mup.mine.json"),
+        "--steps",
+        "4",
+        "--optimizer.warmup-steps",
+        warmup,
+    ]
     code, _ = swept("2^-8:2^-4:5", [3.0, 2.8, 2.7, 2.8, 3.0], text, tmp_path, monkeypatch, *words)
     assert code == 0
     out, err = capsys.readouterr()
@@ -256,7 +333,10 @@ def test_a_tuned_preset_of_several_choices_is_refused_before_training(
     monkeypatch.setattr(sweep.Sweep, "run", lambda *_: pytest.fail("trained"))
     words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
     assert main([*words.split(), "--out", str(tmp_path)]) == 2
-    assert "--save-tuned mine: the sweep varied more than rate, seed and size" in capsys.readouterr().err
+    assert (
+        "--save-tuned mine: the sweep varied more than rate, seed and size"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_benchmark_counts_whole_commands(

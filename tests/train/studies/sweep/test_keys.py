@@ -38,7 +38,9 @@ def test_control_what_changes_training_changes_the_name() -> None:
         dataclasses.replace(config, z_loss=1e-4),
         dataclasses.replace(config, vmem_kib=16384),
         dataclasses.replace(config, model=dataclasses.replace(config.model, window=8)),
-        dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moment_dtype="bfloat16")),
+        dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, moment_dtype="bfloat16")
+        ),
     ]
     names = {key_of(each, "data") for each in (config, *variants)}
     assert len(names | {key_of(config, "other data")}) == len(variants) + 2

@@ -37,7 +37,18 @@ RATES = (2.0**-9, 2.0**-7)
 def data_of(folder: Path) -> str:
     """The name of a text of a few words, written there."""
     path, choose = folder / "text.txt", random.Random(0)
-    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
+    words = (
+        "def",
+        "return",
+        "import",
+        "class",
+        "self",
+        "value",
+        "lambda",
+        "yield",
+        "while",
+        "None",
+    )
     path.write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
     return f"text:{path}"
 
@@ -55,7 +66,9 @@ def config_of(text: str, **changes: Any) -> Config:
         recipe,
         model=dataclasses.replace(model, **changes.pop("model", {})),
         data=DataConfig(name=text, batch_size=16, eval_batch_size=16, eval_examples=20, seed=0),
-        optimizer=dataclasses.replace(recipe.optimizer, warmup_steps=2, **changes.pop("optimizer", {})),
+        optimizer=dataclasses.replace(
+            recipe.optimizer, warmup_steps=2, **changes.pop("optimizer", {})
+        ),
         steps=STEPS,
         **changes,
     )
@@ -63,7 +76,9 @@ def config_of(text: str, **changes: Any) -> Config:
 
 def points(config: Config, rates: Iterable[float] = RATES, seeds: int = 2) -> list[Config]:
     return [
-        dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, peak_lr=lr))
+        dataclasses.replace(
+            config, seed=seed, optimizer=dataclasses.replace(config.optimizer, peak_lr=lr)
+        )
         for lr in rates
         for seed in range(seeds)
     ]
@@ -79,7 +94,11 @@ def run() -> Run:
     trainers: dict[bool, dict[tuple[object, int], Trainer]] = {False: {}, True: {}}
 
     def run(
-        configs: list[Config], folder: Path, *, watcher: sweep.SweepCallback | None = None, **how: Any
+        configs: list[Config],
+        folder: Path,
+        *,
+        watcher: sweep.SweepCallback | None = None,
+        **how: Any,
     ) -> list[Row]:
         engine = sweep.Sweep(folder, **how)
         engine._programs, engine._chooser._trainers = programs, trainers[engine._evaluated]
@@ -101,10 +120,25 @@ def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_p
     row = in_turn[-1]
     words = shlex.split(row.command)
     assert words[:2] == ["mupax", "train"]
-    assert main([*words[1:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        main(
+            [
+                *words[1:],
+                "--workdir",
+                str(tmp_path / "alone"),
+                "--log.no-tensorboard",
+                "--log.no-samples",
+            ]
+        )
+        == 0
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()
+    ]
     # Nine digits tell all float32 apart.
-    assert [float(f"{record['loss']:.9g}") for record in rows if "loss" in record] == list(row.curve)
+    assert [float(f"{record['loss']:.9g}") for record in rows if "loss" in record] == list(
+        row.curve
+    )
     assert [record["eval_loss"] for record in rows if "eval_loss" in record] == [row.eval_loss]
     assert row.loss == row.curve[-1] < row.curve[0]
     assert len({point.curve for point in in_turn}) == len(in_turn)
@@ -119,16 +153,22 @@ def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_p
     ],
     ids=["split over tensor and sweep", "centred, split over sweep"],
 )
-def test_together_points_train_as_in_turn(text: str, tmp_path: Path, mesh: MeshConfig, changes: dict[str, Any]) -> None:
+def test_together_points_train_as_in_turn(
+    text: str, tmp_path: Path, mesh: MeshConfig, changes: dict[str, Any]
+) -> None:
     assert len(jax.devices()) == 8
     config = config_of(text, **changes)
     two = [points(config, RATES[:1], 1)[0], points(config, RATES[1:], 2)[1]]
     wrong = points(config, (1.01 * RATES[0],), 1)
     *one, near = sweep.run([*two, *wrong], tmp_path / "turn", how="in-turn", evaluated=False)
-    many = sweep.run([dataclasses.replace(c, mesh=mesh) for c in two], tmp_path / "all", how="together")
+    many = sweep.run(
+        [dataclasses.replace(c, mesh=mesh) for c in two], tmp_path / "all", how="together"
+    )
     assert [row.how for row in [*one, *many]] == ["in turn"] * 2 + ["together"] * 2
     np.testing.assert_allclose(curves(many)[:, :10], curves(one)[:, :10], rtol=1e-5)
-    assert [row.key for row in many] == [row.key for row in one]  # where it runs is no part of what it is
+    assert [row.key for row in many] == [
+        row.key for row in one
+    ]  # where it runs is no part of what it is
     # The control: a rate of one percent more is seen.
     assert np.abs(np.array(near.curve[:10]) / one[0].curve[:10] - 1).max() > 3e-5
 
@@ -148,7 +188,9 @@ def test_a_point_that_diverges_leaves_the_others_as_they_are(
         assert 1 < bad.diverged_at < STEPS
         assert np.isinf(bad.curve[bad.diverged_at - 1 :]).all()
         assert np.isfinite(bad.curve[: bad.diverged_at - 1]).all()
-        np.testing.assert_allclose(curves(good), curves(in_turn[:3]), rtol=1e-5 if how == "together" else 0)
+        np.testing.assert_allclose(
+            curves(good), curves(in_turn[:3]), rtol=1e-5 if how == "together" else 0
+        )
     assert Row.from_json(json.loads(json.dumps(bad.to_json()))) == bad
 
 
@@ -157,15 +199,25 @@ def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
     config = config_of(text)
     numbers: list[Callable[[Config], Config]] = [
         lambda c: dataclasses.replace(c, seed=3),
-        lambda c: dataclasses.replace(c, preset=PresetConfig(name="mup-half", base=None, gamma0=0.3)),
-        lambda c: dataclasses.replace(c, preset=PresetConfig(name="depth-mup", alpha_l=0.7, beta0=2.0)),
+        lambda c: dataclasses.replace(
+            c, preset=PresetConfig(name="mup-half", base=None, gamma0=0.3)
+        ),
+        lambda c: dataclasses.replace(
+            c, preset=PresetConfig(name="depth-mup", alpha_l=0.7, beta0=2.0)
+        ),
         lambda c: dataclasses.replace(c, preset=PresetConfig(name="sp", zero_readout=True)),
-        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, weight_decay=0.1, eps=1e-6)),
-        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, warmup_steps=5, schedule="linear")),
+        lambda c: dataclasses.replace(
+            c, optimizer=dataclasses.replace(c.optimizer, weight_decay=0.1, eps=1e-6)
+        ),
+        lambda c: dataclasses.replace(
+            c, optimizer=dataclasses.replace(c.optimizer, warmup_steps=5, schedule="linear")
+        ),
     ]
     shapes: list[Callable[[Config], Config]] = [
         lambda c: dataclasses.replace(c, model=dataclasses.replace(c.model, depth=2)),
-        lambda c: dataclasses.replace(c, preset=PresetConfig(name="u-mup", base=None)),  # moves the skip
+        lambda c: dataclasses.replace(
+            c, preset=PresetConfig(name="u-mup", base=None)
+        ),  # moves the skip
         lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, b2=0.99)),
         lambda c: dataclasses.replace(c, optimizer=OptimizerConfig(name="sgd")),
         lambda c: dataclasses.replace(c, steps=STEPS + 1),
@@ -173,7 +225,9 @@ def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
     ]
     assert len(sweep.grouped([config, *(change(config) for change in numbers)], {})) == 1
     groups = sweep.grouped([config, *(change(config) for change in shapes)], {})
-    assert [[i for i, _ in group] for group in groups.values()] == [[i] for i in range(len(shapes) + 1)]
+    assert [[i for i, _ in group] for group in groups.values()] == [
+        [i] for i in range(len(shapes) + 1)
+    ]
 
 
 def test_a_shape_compiles_once_and_a_finished_point_never_again(
@@ -181,7 +235,9 @@ def test_a_shape_compiles_once_and_a_finished_point_never_again(
 ) -> None:
     compiled: list[Program] = []
     compile_train = Program.compile_train
-    monkeypatch.setattr(Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1])
+    monkeypatch.setattr(
+        Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1]
+    )
     config = config_of(text)
     engine = sweep.Sweep(tmp_path, how="in-turn", evaluated=False)
     first = engine.run(points(config, RATES[:1], 1)) + engine.run(points(config, RATES, 1))[1:]
@@ -200,7 +256,12 @@ def test_a_shape_compiles_once_and_a_finished_point_never_again(
 
 @pytest.mark.parametrize("how", ["in-turn", "together"])
 def test_what_was_in_training_goes_on(
-    text: str, run: Run, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: sweep.Mode
+    text: str,
+    run: Run,
+    in_turn: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: sweep.Mode,
 ) -> None:
     monkeypatch.setattr(work, "FETCH_EVERY", 4)
     calls: list[int] = []
@@ -253,7 +314,9 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
         patch.setattr(CheckpointFolder, "publish", full)
         with pytest.raises(sweep.Stopped):
             run(chosen, tmp_path, how="in-turn", stop=stop, watcher=Noted(notes))
-    assert notes == [f"checkpoint {k} could not be saved: no space left; the last good one is 4" for k in (8, 9)]
+    assert notes == [
+        f"checkpoint {k} could not be saved: no space left; the last good one is 4" for k in (8, 9)
+    ]
     (row,) = run(chosen, tmp_path, how="in-turn", watcher=Noted(notes))
     assert notes[2:] == ["going on at step 4 with 1 point"]
     assert row.curve == in_turn[0].curve
@@ -275,7 +338,9 @@ def test_a_signal_stops_the_command_which_then_goes_on(
     ]
     words += ["--lr", "2^-9:2^-6:4", "--no-eval", "--out", str(tmp_path)]
     command = [sys.executable, "-u", "-m", "mupax", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert any(line.startswith("1/4") for line in child.stdout)
         child.terminate()
@@ -328,7 +393,14 @@ def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]
     path = tmp_path / sweep_rows.FILE_NAME
     lines = path.read_text().splitlines(keepends=True)
     fields = json.loads(lines[1])
-    edits = [{"loss": 0.001}, {"loss": "low"}, {"curve": [1, "2"]}, {"key": 3}, {"more": 1}, {"digest": 3}]
+    edits = [
+        {"loss": 0.001},
+        {"loss": "low"},
+        {"curve": [1, "2"]},
+        {"key": 3},
+        {"more": 1},
+        {"digest": 3},
+    ]
     broken = [json.dumps({**fields, **edit}) for edit in edits] + [
         "[" * 100_000,
         '{"loss": ' + "9" * 6000 + "}",
@@ -336,14 +408,18 @@ def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]
     ]
     for line in broken:
         path.write_text(f"{lines[0]}{line}\n", errors="surrogatepass")
-        with pytest.raises(sweep_rows.RowsError, match=r"points\.jsonl line 2 is not as it was written"):
+        with pytest.raises(
+            sweep_rows.RowsError, match=r"points\.jsonl line 2 is not as it was written"
+        ):
             Rows(tmp_path)
     # Rows of older versions have no digest, and are taken.
     bare = {name: value for name, value in fields.items() if name != "digest"}
     path.write_text(f"{lines[0]}{json.dumps(bare)}\n")
     notes: list[str] = []
     assert Rows(tmp_path, notes.append)[in_turn[1].key] == in_turn[1]
-    assert notes == ["1 rows of points.jsonl were written without a digest by an older version: taken as they are"]
+    assert notes == [
+        "1 rows of points.jsonl were written without a digest by an older version: taken as they are"
+    ]
 
 
 @pytest.mark.core

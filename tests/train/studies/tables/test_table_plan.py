@@ -39,7 +39,9 @@ def loss_of(parameters: float, tokens: float, peak_lr: float, batch_sequences: f
     off = math.log2(peak_lr) - rate
     wide = math.log2(batch_sequences) - batch
     excess = 0.004 * off**2 + 0.003 * wide**2 - 0.003 * off * wide
-    return (1.6 + 0.9 * (parameters / 1e8) ** -0.3 + 0.5 * (tokens / 3e9) ** -0.3) * math.exp(excess)
+    return (1.6 + 0.9 * (parameters / 1e8) ** -0.3 + 0.5 * (tokens / 3e9) ** -0.3) * math.exp(
+        excess
+    )
 
 
 def rows_of(noise: float = 0.002, seed: int = 0) -> list[dict[str, float]]:
@@ -86,7 +88,9 @@ def test_a_larger_run_is_forecast(forecaster: Forecaster):
     assert best.loss.half_width < 0.03
     assert best.peak_lr is not None
     assert best.batch_sequences is not None
-    there = loss_of(**LARGER, peak_lr=best.peak_lr.value, batch_sequences=best.batch_sequences.value)
+    there = loss_of(
+        **LARGER, peak_lr=best.peak_lr.value, batch_sequences=best.batch_sequences.value
+    )
     assert there / lowest - 1 < 0.003
     assert best.peak_lr.low <= 2**rate <= best.peak_lr.high
     assert best.batch_sequences.low <= 2**batch <= best.batch_sequences.high
@@ -101,18 +105,23 @@ def test_a_stored_law_says_the_same(forecaster: Forecaster, tmp_path: Path):
 def test_intervals_hold_nine_in_ten_runs_of_a_setting_that_was_left_out(runs: Path):
     every = table.read(runs)
     left_out = (every.values["parameters"] == SIZES[1]) & (every.values["tokens"] == LENGTHS[1])
-    test = every.subset(left_out & (every.log_loss < every.log_loss[left_out].min() + math.log(1.1)))
+    test = every.subset(
+        left_out & (every.log_loss < every.log_loss[left_out].min() + math.log(1.1))
+    )
     intervals = Forecaster.of_table(every.subset(~left_out)).points(
         {"parameters": SIZES[1], "tokens": LENGTHS[1]}, test.values
     )
     inside = [
-        interval.low <= math.exp(loss) <= interval.high for interval, loss in zip(intervals, test.log_loss, strict=True)
+        interval.low <= math.exp(loss) <= interval.high
+        for interval, loss in zip(intervals, test.log_loss, strict=True)
     ]
     assert 0.75 <= np.mean(inside) <= 1
     assert float(np.median([interval.half_width for interval in intervals])) < 0.015
 
 
-def errors(every: table.RunTable, changed: Mapping[str, np.ndarray], form: Form | None = None) -> float:
+def errors(
+    every: table.RunTable, changed: Mapping[str, np.ndarray], form: Form | None = None
+) -> float:
     """Return the error of the larger run's lowest loss from a table with other columns."""
     values = {**every.values, **changed}
     rate, batch = best_of(**LARGER)
@@ -124,7 +133,10 @@ def errors(every: table.RunTable, changed: Mapping[str, np.ndarray], form: Form 
 def without_tokens(form: Form) -> Form:
     """Return a law in which nothing depends on tokens."""
     terms = tuple(
-        dataclasses.replace(term, exponents={axis: prior for axis, prior in term.exponents.items() if axis != "tokens"})
+        dataclasses.replace(
+            term,
+            exponents={axis: prior for axis, prior in term.exponents.items() if axis != "tokens"},
+        )
         for term in form.terms
         if "tokens" not in term.needs
     )
@@ -139,7 +151,9 @@ def test_controls_are_wrong(runs: Path):
     assert errors(every, {}, without_tokens(form_of(every))) > 2 * honest
 
 
-def test_the_command_says_what_the_law_says(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_what_the_law_says(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     renamed = written(
         tmp_path / "export.csv",
         [
@@ -150,15 +164,36 @@ def test_the_command_says_what_the_law_says(runs: Path, tmp_path: Path, capsys: 
             for place, row in enumerate(rows_of())
         ],
     )  # fmt: skip
-    columns = ["parameters=N", "tokens=D*1e9", "peak_lr=lr", "batch_sequences=batch tokens/2048", "loss=final/loss"]
+    columns = [
+        "parameters=N",
+        "tokens=D*1e9",
+        "peak_lr=lr",
+        "batch_sequences=batch tokens/2048",
+        "loss=final/loss",
+    ]
     out = tmp_path / "plan.json"
-    words = ["--parameters", "400m", "--tokens", "20b", "--peak-lr", "0.002", "--batch-sequences", "256"]
-    assert main(["plan", "--from", str(renamed), "--columns", *columns, *words, "--out", str(out)]) == 0
+    words = [
+        "--parameters",
+        "400m",
+        "--tokens",
+        "20b",
+        "--peak-lr",
+        "0.002",
+        "--batch-sequences",
+        "256",
+    ]
+    assert (
+        main(["plan", "--from", str(renamed), "--columns", *columns, *words, "--out", str(out)])
+        == 0
+    )
     output = " ".join(capsys.readouterr().out.split())
     content = json.loads(out.read_text())
     best = Forecaster.of_table(table.read(runs)).best(LARGER)
     assert content["best"]["loss"]["value"] == pytest.approx(best.loss.value, rel=1e-6)
-    assert f"the loss should be {best.loss.value:.4f} [{best.loss.low:.4f} to {best.loss.high:.4f}]" in output
+    assert (
+        f"the loss should be {best.loss.value:.4f} [{best.loss.low:.4f} to {best.loss.high:.4f}]"
+        in output
+    )
     assert "4e+08 parameters and 2e+10 tokens" in output
     assert content["at"]["loss"]["value"] > content["best"]["loss"]["value"] - 0.01
     assert "loss at peak_lr 0.002, batch_sequences 256" in output
@@ -174,7 +209,12 @@ def test_a_budget_gets_the_best_size_and_length(forecaster: Forecaster):
     assert size.value * tokens.value * 6 == pytest.approx(budget, rel=1e-6)
     sizes = 2.0 ** np.arange(24, 30, 0.05)
     lowest = min(
-        loss_of(n, budget / 6 / n, 2 ** best_of(n, budget / 6 / n)[0], 2 ** best_of(n, budget / 6 / n)[1])
+        loss_of(
+            n,
+            budget / 6 / n,
+            2 ** best_of(n, budget / 6 / n)[0],
+            2 ** best_of(n, budget / 6 / n)[1],
+        )
         for n in sizes
     )
     assert best.loss.value == pytest.approx(lowest, rel=0.01)
@@ -182,7 +222,15 @@ def test_a_budget_gets_the_best_size_and_length(forecaster: Forecaster):
     assert loss_of(size.value, tokens.value, 2**rate, 2**batch) / lowest - 1 < 0.005
 
 
-ISOFLOPS = [(1e18, 3.522), (3e18, 3.339), (1e19, 3.154), (3e19, 3.000), (1e20, 2.848), (3e20, 2.725), (1e21, 2.599)]
+ISOFLOPS = [
+    (1e18, 3.522),
+    (3e18, 3.339),
+    (1e19, 3.154),
+    (3e19, 3.000),
+    (1e20, 2.848),
+    (3e20, 2.725),
+    (1e21, 2.599),
+]
 """Published macro losses of experts at the best size of each budget; 1e23 came out at 2.234."""
 
 
@@ -191,11 +239,27 @@ ISOFLOPS = [(1e18, 3.522), (3e18, 3.339), (1e19, 3.154), (3e19, 3.000), (1e20, 2
     [(1e19, 1e21, 2.599, 0.01), (3e20, 1e21, 2.599, 0.005), (1e21, 1e23, 2.234, 0.01)],
 )
 def test_published_isoflop_losses_are_forecast(
-    upto: float, goal: float, came: float, within: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    upto: float,
+    goal: float,
+    came: float,
+    within: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     path = tmp_path / "isoflop.jsonl"
-    path.write_text("".join(json.dumps({"C": flops, "loss": loss}) + "\n" for flops, loss in ISOFLOPS if flops <= upto))
-    assert main(["plan", "--from", str(path), "--columns", "flops=C", "--flops", f"{goal:g}", "--json"]) == 0
+    path.write_text(
+        "".join(
+            json.dumps({"C": flops, "loss": loss}) + "\n"
+            for flops, loss in ISOFLOPS
+            if flops <= upto
+        )
+    )
+    assert (
+        main(
+            ["plan", "--from", str(path), "--columns", "flops=C", "--flops", f"{goal:g}", "--json"]
+        )
+        == 0
+    )
     loss = json.loads(capsys.readouterr().out)["best"]["loss"]
     assert loss["value"] == pytest.approx(came, rel=within)
     assert loss["low"] <= came <= loss["high"]
@@ -265,11 +329,15 @@ BAD: dict[str, tuple[Sequence[Mapping[str, Any]], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_table_gets_one_clear_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_bad_table_gets_one_clear_message(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     rows, columns, words = BAD[name]
     path = written(tmp_path / "bad.csv", rows)
     flags = ["--columns", *columns] if columns else []
-    assert main(["plan", "--from", str(path), *flags, "--parameters", "400m", "--tokens", "20b"]) == 2
+    assert (
+        main(["plan", "--from", str(path), *flags, "--parameters", "400m", "--tokens", "20b"]) == 2
+    )
     captured = capsys.readouterr()
     message = " ".join(captured.err.split())
     assert captured.out == ""
@@ -278,7 +346,9 @@ def test_a_bad_table_gets_one_clear_message(name: str, tmp_path: Path, capsys: p
     assert words in message
 
 
-def test_divergent_runs_are_left_out_and_counted(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_divergent_runs_are_left_out_and_counted(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     rows = [{**row, "loss": "nan"} if row["peak_lr"] > 0.01 else row for row in ROWS]
     rows += [{**ROWS[0], "peak_lr": 0.25, "loss": 9.0}]
     path = written(tmp_path / "diverged.csv", rows)
@@ -290,13 +360,20 @@ def test_divergent_runs_are_left_out_and_counted(runs: Path, tmp_path: Path, cap
     assert f"of {len(rows)} runs of diverged.csv" in output
 
 
-def test_a_column_that_the_table_lacks_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = written(tmp_path / "losses.csv", without(without(ROWS, "peak_lr"), "batch_sequences")[::24])
+def test_a_column_that_the_table_lacks_is_not_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = written(
+        tmp_path / "losses.csv", without(without(ROWS, "peak_lr"), "batch_sequences")[::24]
+    )
     words = ["plan", "--from", str(path), "--parameters", "100m", "--tokens", "3b"]
     assert main(words) == 0
     assert "the loss should be" in capsys.readouterr().out
     assert main([*words, "--peak-lr", "0.01"]) == 2
-    assert "has no column peak_lr, so nothing is said of it; leave --peak-lr out" in capsys.readouterr().err
+    assert (
+        "has no column peak_lr, so nothing is said of it; leave --peak-lr out"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +387,9 @@ def test_a_column_that_the_table_lacks_is_not_asked_for(tmp_path: Path, capsys: 
         (["--parameters", "400m", "--tokens", "20b", "--form", "RUNS"], "one table"),
     ],
 )  # fmt: skip
-def test_a_wrong_question_is_refused(words: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_question_is_refused(
+    words: list[str], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+):
     words = [str(runs) if word == "RUNS" else word.replace("--form", "--from") for word in words]
     assert main(["plan", "--from", str(runs), *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

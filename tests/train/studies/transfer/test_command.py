@@ -26,14 +26,23 @@ def command(folder: Path, *words: str, run: Callable[..., list[Row]] | None = No
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = Trained()
-    assert command(tmp_path, "--compare", "depth-mup,alpha_l=1", "--control", "sp", "--steps", "7", run=run) == 0
+    assert (
+        command(
+            tmp_path, "--compare", "depth-mup,alpha_l=1", "--control", "sp", "--steps", "7", run=run
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     keep = out.index(
         "With mup, keep the learning rate: tuned at head_dim 16 and used at head_dim 64 it costs 0.000 nats ["
     )
     assert "Under sp it would diverge." in out
     # The answer, then what to type, then the numbers.
-    assert keep < out.index("Next: train head_dim 64 at the rate of head_dim 16") < out.index("95 %, octaves")
+    assert (
+        keep
+        < out.index("Next: train head_dim 64 at the rate of head_dim 16")
+        < out.index("95 %, octaves")
+    )
     assert "mup transfers in head_dim" in out
     assert "sp drifts in head_dim" in out
     assert "its drift is apart from that of sp" in out
@@ -42,7 +51,9 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     record = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
     assert [s["preset"] for s in record["studies"]] == ["mup", "depth-mup alpha_l=1", "sp"]
     assert [c["apart"] for c in record["comparison"]] == [True, True]
-    assert sum(len(size["points"]) for s in record["studies"] for size in s["sizes"]) == len(run.configs)
+    assert sum(len(size["points"]) for s in record["studies"] for size in s["sizes"]) == len(
+        run.configs
+    )
     assert record["versions"]["jax"]
     assert record["config"]["steps"] == 7
 
@@ -62,7 +73,9 @@ def test_what_is_not_decided_says_how_many_seeds_would_and_the_command_decides_i
     assert command(tmp_path, "--max-seeds", "3", "--minutes", "99", run=Trained(0.4)) == 0
     out = capsys.readouterr().out
     seeds = 3
-    for _ in range(4):  # the number of seeds is what would probably decide: what it says is typed until it does
+    for _ in range(
+        4
+    ):  # the number of seeds is what would probably decide: what it says is typed until it does
         lines = out.splitlines()
         answers = [line for line in lines if line.startswith("Not decided: ")]
         if not answers:
@@ -105,10 +118,15 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
 
     assert of("--grow", "kv_heads=1,2,4") == 0
     out = capsys.readouterr().out
-    assert "mup, kv_heads 1 (width 128), 2 (width 128), 4 (width 128), base embed=128,heads=4,kv_heads=1" in out
+    assert (
+        "mup, kv_heads 1 (width 128), 2 (width 128), 4 (width 128), base embed=128,heads=4,kv_heads=1"
+        in out
+    )
     assert not (tmp_path / "x").exists()
     assert of("--grow", "kv_heads=1,3") == 2
-    assert "num_heads 4 is not a multiple of model.num_kv_heads 3" in " ".join(capsys.readouterr().err.split())
+    assert "num_heads 4 is not a multiple of model.num_kv_heads 3" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.core
@@ -120,12 +138,20 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
         (["--grow", "head_dim=2,4"], ConfigError, "names an axis twice"),
         (["--control", "spp"], PresetError, "did you mean 'sp'"),
         (["--compare", "mup,alpha_l=1"], PresetError, "alpha_l"),
-        (["--compare", "ntk", "--optimizer.name", "muon"], PresetError, "ntk has no rule for the optimizer 'muon'"),
+        (
+            ["--compare", "ntk", "--optimizer.name", "muon"],
+            PresetError,
+            "ntk has no rule for the optimizer 'muon'",
+        ),
         (["--minutes", "0"], ConfigError, "above 0"),
         (["--seeds", "9"], ConfigError, "seeds <= max-seeds"),
         (["--workdir", "x"], ConfigError, "--out"),
         (["--control", "step-law"], PresetError, "step-law is only shown"),
-        (["--joint", "sde", "--control", "none", "--optimizer.name", "lion"], PresetError, "says nothing about lion"),
+        (
+            ["--joint", "sde", "--control", "none", "--optimizer.name", "lion"],
+            PresetError,
+            "says nothing about lion",
+        ),
     ],
 )
 def test_bad_input(tmp_path: Path, words: list[str], error: type[ValueError], message: str):

@@ -29,9 +29,16 @@ class Curves:
 
     def __init__(self, drift: float, noise: tuple[float, ...], seed: int = 0) -> None:
         recipe = RECIPES["lm-tiny"]()
-        config = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, peak_lr=2.0**-7))
+        config = dataclasses.replace(
+            recipe, optimizer=dataclasses.replace(recipe.optimizer, peak_lr=2.0**-7)
+        )
         self.study = plan(config, "head_dim", SIZES, PresetConfig(name="mup"), "mup")
-        self.drift, self.noise, self.rng, self.cache = drift, noise, np.random.default_rng(seed), dict[Point, Row]()
+        self.drift, self.noise, self.rng, self.cache = (
+            drift,
+            noise,
+            np.random.default_rng(seed),
+            dict[Point, Row](),
+        )
 
     def best(self, at: int) -> float:
         return -5.7 + self.drift * at
@@ -41,7 +48,13 @@ class Curves:
         if point not in self.cache:
             u = rate * STEP - self.best(at)
             shared = np.random.default_rng([at, seed]).normal(0, 0.05)
-            loss = 2.4 - 0.05 * at + 0.035 * u * u * (1 + 0.15 * u) + shared + self.rng.normal(0, self.noise[at])
+            loss = (
+                2.4
+                - 0.05 * at
+                + 0.035 * u * u * (1 + 0.15 * u)
+                + shared
+                + self.rng.normal(0, self.noise[at])
+            )
             loss, diverged = (loss, None) if u < 3 else (math.inf, 3)
             self.cache[point] = Row("", "", loss, None, diverged, (), 100, 1.0, "in turn")
         return self.cache[point]
@@ -64,7 +77,9 @@ def test_best_rates_are_found_from_few_runs_wherever_they_go(drift: float) -> No
         search = searched(curves)
         errors += [optimum.value - curves.best(at) for at, optimum in enumerate(search.state()[1])]
         runs.append([sum(p[0] == at for p in search.rows) for at in range(4)])
-    assert np.mean(np.abs(errors) < 0.3) >= 0.95  # the fit's own bias on a curve that is steeper above is a tenth
+    assert (
+        np.mean(np.abs(errors) < 0.3) >= 0.95
+    )  # the fit's own bias on a curve that is steeper above is a tenth
     assert np.mean(runs, axis=0)[3] <= 5  # of fifteen, were it searched in full
     assert max(each[0] for each in runs) <= 25
 
@@ -76,7 +91,9 @@ def test_a_size_too_noisy_for_it_is_searched_in_full_and_the_others_are_not() ->
     noisy = [point for point in search.rows if point[0] == 2]
     assert {seed for _, _, seed in noisy} == {0, 1, 2}
     assert all(
-        optimum.deviation <= TWO_SEEDS for optimum, whole in zip(search.state()[1], full, strict=True) if not whole
+        optimum.deviation <= TWO_SEEDS
+        for optimum, whole in zip(search.state()[1], full, strict=True)
+        if not whole
     )
 
 
@@ -97,18 +114,27 @@ def test_where_the_smallest_size_has_no_minimum_the_next_is_searched_in_full() -
     search = searched(curves)
     assert math.isnan(search.state()[1][0].value)
     assert [optimum.full for optimum in search.state()[1]] == [True, True, False, False]
-    assert [optimum.value for optimum in search.state()[1][1:]] == pytest.approx([-5.7] * 3, abs=0.3)
+    assert [optimum.value for optimum in search.state()[1][1:]] == pytest.approx(
+        [-5.7] * 3, abs=0.3
+    )
 
 
 def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> None:
     shipped = RECORD["shipped"]
-    assert [shipped[name] for name in ("ONE_SEED", "TWO_SEEDS", "AGREE")] == [ONE_SEED, TWO_SEEDS, AGREE]
+    assert [shipped[name] for name in ("ONE_SEED", "TWO_SEEDS", "AGREE")] == [
+        ONE_SEED,
+        TWO_SEEDS,
+        AGREE,
+    ]
     summary = frugal_replay.summary(list(shipped["by_study"]))
     assert summary == shipped["all"]
     assert summary["within_a_quarter_octave"] >= 0.95
     assert summary["cost"] <= 0.4
     assert RECORD["one_seed_on_the_whole_grid"]["within_a_quarter_octave"] < 0.8
-    assert RECORD["two_seeds_on_the_whole_grid"]["within_a_quarter_octave"] < summary["within_a_quarter_octave"]
+    assert (
+        RECORD["two_seeds_on_the_whole_grid"]["within_a_quarter_octave"]
+        < summary["within_a_quarter_octave"]
+    )
 
 
 def test_numbers_chosen_elsewhere_find_nearly_as_many_for_as_little() -> None:
@@ -117,14 +143,20 @@ def test_numbers_chosen_elsewhere_find_nearly_as_many_for_as_little() -> None:
     assert {each["held_out"][0] for each in alone} == set(RECORD["shipped"]["by_study"])
     weights = [each["settings"] for each in alone]
     hit, cost = (
-        np.average([e["shown_on"][n] for e in alone], weights=weights) for n in ("within_a_quarter_octave", "cost")
+        np.average([e["shown_on"][n] for e in alone], weights=weights)
+        for n in ("within_a_quarter_octave", "cost")
     )
     assert (hit, cost) == pytest.approx((0.944, 0.371), abs=0.002)
 
 
-def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_the_best_rate_of_every_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(tmp_path, "--search", "frugal", "--dry-run") == 0
-    assert "3 seeds at the smallest size, else 3 rates and 1 seed or more, 800 steps" in capsys.readouterr().out
+    assert (
+        "3 seeds at the smallest size, else 3 rates and 1 seed or more, 800 steps"
+        in capsys.readouterr().out
+    )
     preset = tmp_path / "mup.quick.json"
     assert command(tmp_path, "--search", "frugal", "--save-tuned", str(preset)) == 0
     out = capsys.readouterr().out
@@ -137,7 +169,9 @@ def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: py
     assert not (tmp_path / "transfer.json").exists()
     saved = json.loads(preset.read_text())
     assert saved["provenance"]["transfer"] == []
-    assert math.log2(saved["optimizer"]["peak_lr"]) == pytest.approx(study["sizes"][0]["log2_optimum"], abs=0.01)
+    assert math.log2(saved["optimizer"]["peak_lr"]) == pytest.approx(
+        study["sizes"][0]["log2_optimum"], abs=0.01
+    )
 
 
 @pytest.mark.core

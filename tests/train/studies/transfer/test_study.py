@@ -22,13 +22,20 @@ SIZES = (16, 32, 64, 128)
 
 
 def curve(
-    optimum: float, seeds: int = 3, *, noise: float = 0.0, shift: float = 0.0, rng: np.random.Generator | None = None
+    optimum: float,
+    seeds: int = 3,
+    *,
+    noise: float = 0.0,
+    shift: float = 0.0,
+    rng: np.random.Generator | None = None,
 ) -> Curve:
     """A parabola of 0.1 nats per octave squared at nine rates, each seed's optimum moved and each loss noisy."""
     rng = rng or np.random.default_rng(0)
     x = round(optimum * 2) / 2 + np.arange(-4, 5) / 2
     moved = optimum + shift * rng.normal(size=seeds)
-    return Curve(x, 3 + 0.1 * (x[:, None] - moved) ** 2 + noise * rng.normal(size=(9, seeds)), seeds)
+    return Curve(
+        x, 3 + 0.1 * (x[:, None] - moved) ** 2 + noise * rng.normal(size=(9, seeds)), seeds
+    )
 
 
 # The fit
@@ -37,7 +44,9 @@ def curve(
 @pytest.mark.parametrize("optimum", [-8.0, -7.9, -7.75, -7.6])
 def test_a_parabola_gives_back_its_own_minimum(optimum: float):
     estimate = fit(curve(optimum), 3)
-    assert (estimate.optimum, estimate.loss, estimate.curvature) == pytest.approx((optimum, 3, 0.1), abs=1e-6)
+    assert (estimate.optimum, estimate.loss, estimate.curvature) == pytest.approx(
+        (optimum, 3, 0.1), abs=1e-6
+    )
 
 
 def test_a_rate_past_the_edge_of_stability_does_not_pull_the_optimum():
@@ -50,7 +59,10 @@ def test_a_rate_past_the_edge_of_stability_does_not_pull_the_optimum():
 
 def test_what_has_no_minimum_says_so():
     x = np.arange(-10, -5.5, 0.5)
-    falling, hill = 3 - 0.1 * x[:, None] + np.zeros(3), 3 - 0.1 * (x[:, None] + 8) ** 2 + np.zeros(3)
+    falling, hill = (
+        3 - 0.1 * x[:, None] + np.zeros(3),
+        3 - 0.1 * (x[:, None] + 8) ** 2 + np.zeros(3),
+    )
     assert "end of the grid" in fit(Curve(x, falling, 3), 3).trouble
     assert "end of the grid" in fit(Curve(x, hill, 3), 3).trouble
     assert "diverged" in fit(Curve(x, falling * math.inf, 3), 3).trouble
@@ -81,7 +93,9 @@ def covered(seeds: int, noise: float = 0.01, trials: int = 150) -> tuple[float, 
     plain = 0
     for _ in range(trials):
         first, drift = rng.uniform(-8.5, -7.5), rng.uniform(-0.3, 0.3)
-        curves = [curve(first + drift * i, seeds, noise=noise, shift=0.15, rng=rng) for i in range(4)]
+        curves = [
+            curve(first + drift * i, seeds, noise=noise, shift=0.15, rng=rng) for i in range(4)
+        ]
         analysis = analyse(SIZES, curves)
         hits += analysis.drift.low <= drift <= analysis.drift.high
         error = 1.96 * analysis.scatters[0].optimum / math.sqrt(seeds)
@@ -94,7 +108,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds: int):
     # 150 trials at 95 %: outside 0.90 to 0.99 once in a hundred.
     share, plain = covered(seeds)
     assert 0.90 <= share <= 0.99
-    assert seeds > 3 or plain < 0.87  # the control: three seeds without Student's quantile are too sure
+    assert (
+        seeds > 3 or plain < 0.87
+    )  # the control: three seeds without Student's quantile are too sure
 
 
 def test_curves_that_noise_makes_flat_have_wide_intervals_not_none():
@@ -117,7 +133,9 @@ def test_a_seed_at_one_size_says_nothing_of_another():
     """Its order at a size changes no interval, and the sizes' degrees of freedom add up."""
     rng = np.random.default_rng(5)
     x = np.arange(-20, -11) / 2
-    curves = [Curve(x, 3 + 0.1 * (x[:, None] + 8 - 0.4 * rng.normal(size=3)) ** 2, 3) for _ in SIZES]
+    curves = [
+        Curve(x, 3 + 0.1 * (x[:, None] + 8 - 0.4 * rng.normal(size=3)) ** 2, 3) for _ in SIZES
+    ]
     shuffled = [Curve(x, c.losses[:, rng.permutation(3)], 3) for c in curves]
     analysis, other = analyse(SIZES, curves), analyse(SIZES, shuffled)
     assert other.drift.half_width == pytest.approx(analysis.drift.half_width, rel=1e-6)
@@ -127,7 +145,9 @@ def test_a_seed_at_one_size_says_nothing_of_another():
             for weight, scatter in zip((-0.3, -0.1, 0.1, 0.3), analysis.scatters, strict=True)
         )
     )
-    assert 2.2 < analysis.drift.half_width / error < 4.3  # Student's quantiles of 11 and of 2 degrees
+    assert (
+        2.2 < analysis.drift.half_width / error < 4.3
+    )  # Student's quantiles of 11 and of 2 degrees
 
 
 def test_one_seed_has_no_interval():
@@ -138,11 +158,15 @@ def test_one_seed_has_no_interval():
 
 
 @pytest.mark.parametrize(
-    ("drift", "noise", "verdict"), [(0.0, 0.002, "transfers"), (-1.0, 0.002, "drifts"), (0.22, 0.05, "undecided")]
+    ("drift", "noise", "verdict"),
+    [(0.0, 0.002, "transfers"), (-1.0, 0.002, "drifts"), (0.22, 0.05, "undecided")],
 )
 def test_the_verdict(drift: float, noise: float, verdict: str):
     rng = np.random.default_rng(3)
-    assert analyse(SIZES, [curve(-8 + drift * i, noise=noise, rng=rng) for i in range(4)]).verdict == verdict
+    assert (
+        analyse(SIZES, [curve(-8 + drift * i, noise=noise, rng=rng) for i in range(4)]).verdict
+        == verdict
+    )
 
 
 @pytest.mark.core
@@ -214,7 +238,9 @@ class Trained:
         off = x - (-6.3 - (doublings if config.preset.name == "sp" else 0) + moved)
         loss = 2 - 0.1 * doublings + 0.05 * off**2 if off < 2.2 else math.inf
         at = None if math.isfinite(loss) else 3
-        return Row(f"{len(self.configs)}", "", loss, None, at, (), config.steps, self._seconds, "in turn")
+        return Row(
+            f"{len(self.configs)}", "", loss, None, at, (), config.steps, self._seconds, "in turn"
+        )
 
 
 def study(preset: str = "mup", sizes: Sequence[int] = SIZES) -> transfer.Study:
@@ -225,10 +251,15 @@ def study(preset: str = "mup", sizes: Sequence[int] = SIZES) -> transfer.Study:
 def test_a_study_is_relative_to_its_smallest_size():
     planned = study(sizes=(64, 16, 32))
     assert planned.sizes == (16, 32, 64)
-    assert {c.preset.base for c in planned.configs} == {"embed=64,heads=4,kv_heads=4,head_dim=16,mlp=160,layers=4"}
+    assert {c.preset.base for c in planned.configs} == {
+        "embed=64,heads=4,kv_heads=4,head_dim=16,mlp=160,layers=4"
+    }
     assert study("u-mup").configs[0].preset.base is None
     preset = PresetConfig(base="lm-proxy")
-    assert transfer.plan(RECIPES["lm-tiny"](), "depth", (2, 4), preset, "").configs[0].preset.base == "lm-proxy"
+    assert (
+        transfer.plan(RECIPES["lm-tiny"](), "depth", (2, 4), preset, "").configs[0].preset.base
+        == "lm-proxy"
+    )
 
 
 @pytest.mark.core
@@ -236,9 +267,12 @@ def test_key_heads_grow_alone():
     planned = transfer.plan(RECIPES["lm-tiny"](), "kv_heads", (1, 2, 4), PresetConfig(), "")
     assert [config.model.kv_heads for config in planned.configs] == [1, 2, 4]  # pyright: ignore
     assert {c.model.num_heads for c in planned.configs} == {4}  # pyright: ignore
-    assert {c.preset.base for c in planned.configs} == {"embed=128,heads=4,kv_heads=1,head_dim=32,mlp=320,layers=4"}
+    assert {c.preset.base for c in planned.configs} == {
+        "embed=128,heads=4,kv_heads=1,head_dim=32,mlp=320,layers=4"
+    }
     with pytest.raises(
-        ConfigError, match=r"num_heads 4 is not a multiple of model.num_kv_heads 3; write num_kv_heads 2"
+        ConfigError,
+        match=r"num_heads 4 is not a multiple of model.num_kv_heads 3; write num_kv_heads 2",
     ):
         transfer.plan(RECIPES["lm-tiny"](), "kv_heads", (1, 3), PresetConfig(), "")
 
@@ -246,7 +280,12 @@ def test_key_heads_grow_alone():
 @pytest.mark.core
 def test_points_are_paired():
     point = study().config((1, -13, 2))
-    assert (point.optimizer.peak_lr, point.seed, point.data.seed, point.model.heads_dim) == (2**-6.5, 2, 0, 32)
+    assert (point.optimizer.peak_lr, point.seed, point.data.seed, point.model.heads_dim) == (
+        2**-6.5,
+        2,
+        0,
+        32,
+    )
 
 
 def test_presets_share_the_points_where_they_are_the_same():
@@ -265,9 +304,14 @@ def test_presets_share_the_points_where_they_are_the_same():
         assert trained(apart) == [apart.name] * 2
     run = Trained()
     studies = shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
-    assert [[c.preset.name for c in one.trained] for one in studies] == [["sp", "mup"], ["sp", "mup-half"]]
+    assert [[c.preset.name for c in one.trained] for one in studies] == [
+        ["sp", "mup"],
+        ["sp", "mup-half"],
+    ]
     transfer.measure(studies, run)
-    small = [(c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16]
+    small = [
+        (c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16
+    ]
     assert len(small) == 2 * len(set(small))
 
 
@@ -292,7 +336,9 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
                 return super()._row(config)
             x, first = math.log2(config.optimizer.peak_lr), config.seed < 3
             loss = 2 + (0.02 * (x + 6 - config.seed) ** 2 if first else 0.05 * (x + 8.5) ** 2)
-            return Row(f"{len(self.configs)}", "", loss, None, None, (), config.steps, 1.0, "in turn")
+            return Row(
+                f"{len(self.configs)}", "", loss, None, None, (), config.steps, 1.0, "in turn"
+            )
 
     run = Misled(shift=0.2)
     (measurement,) = transfer.measure([study()], run, seeds=3, max_seeds=8)
@@ -302,7 +348,9 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
     assert not analysis.fits[0].trouble
     extra = analysis.seeds - 3
     assert extra > 0
-    assert analysis.fits[0].optimum == pytest.approx(-5 - 3.5 * 0.05 * extra / (0.06 + 0.05 * extra), abs=0.1)
+    assert analysis.fits[0].optimum == pytest.approx(
+        -5 - 3.5 * 0.05 * extra / (0.06 + 0.05 * extra), abs=0.1
+    )
     assert analysis.seeds == len({config.seed for config in run.configs})
     # The seeds of every rate near the new best one are the same.
     near = measurement.curve(0)
@@ -323,7 +371,9 @@ def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():
     assert control.prices[1].value == pytest.approx(0.05, abs=0.03)
     assert control.prices[-1].value == math.inf  # three octaves above its optimum it diverges
     assert not any(f.trouble for f in (*analysis.fits, *control.fits))
-    assert len({(c.preset.name, c.model.width, c.optimizer.peak_lr, c.seed) for c in run.configs}) == len(run.configs)
+    assert len(
+        {(c.preset.name, c.model.width, c.optimizer.peak_lr, c.seed) for c in run.configs}
+    ) == len(run.configs)
     for at in range(4):
         best, x = analysis.fits[at].optimum, mup.curve(at).x
         assert (x < best).sum() >= 2
@@ -340,7 +390,9 @@ def test_a_study_goes_on_alike():
 
 
 def test_seeds_are_added_until_the_drift_is_known_and_then_no_more():
-    calm, noisy, hopeless = (transfer.measure([study()], Trained(shift))[0] for shift in (0.02, 0.5, 3.0))
+    calm, noisy, hopeless = (
+        transfer.measure([study()], Trained(shift))[0] for shift in (0.02, 0.5, 3.0)
+    )
     seeds = [m.analysis().seeds for m in (calm, noisy)]  # pyright: ignore
     assert seeds[0] == 3 < seeds[1]
     assert "decided" in calm.stopped
@@ -356,11 +408,14 @@ def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
     def flat(configs: Sequence[Config]) -> list[Row]:
         rows = Trained(0.0)(configs)
         noise = [
-            np.random.default_rng([c.seed, c.model.heads_dim, round(1e6 * c.optimizer.peak_lr)]).normal()
+            np.random.default_rng(
+                [c.seed, c.model.heads_dim, round(1e6 * c.optimizer.peak_lr)]
+            ).normal()
             for c in configs
         ]
         return [
-            dataclasses.replace(r, loss=2 + 0.01 * (r.loss - 2) + 0.02 * n) for r, n in zip(rows, noise, strict=True)
+            dataclasses.replace(r, loss=2 + 0.01 * (r.loss - 2) + 0.02 * n)
+            for r, n in zip(rows, noise, strict=True)
         ]
 
     def diverging(configs: Sequence[Config]) -> list[Row]:
@@ -389,14 +444,29 @@ def test_the_minutes_end_a_study_and_it_says_so():
 def test_a_batch_grows_at_the_same_tokens_under_a_joint_rule_and_its_control():
     config = RECIPES["lm-tiny"]()
     rule, control = (
-        transfer.plan(config, "batch", (64, 8, 16), PresetConfig(name="mup", base="lm-proxy", joint=joint), joint)
+        transfer.plan(
+            config,
+            "batch",
+            (64, 8, 16),
+            PresetConfig(name="mup", base="lm-proxy", joint=joint),
+            joint,
+        )
         for joint in ("sde", "none")
     )
     for planned in (rule, control):
-        assert [(c.data.batch_size, c.steps) for c in planned.configs] == [(8, 1600), (16, 800), (64, 200)]
-        assert [c.scaled_optimizer.warmup_steps for c in planned.configs] == pytest.approx([100, 50, 12], abs=1)
+        assert [(c.data.batch_size, c.steps) for c in planned.configs] == [
+            (8, 1600),
+            (16, 800),
+            (64, 200),
+        ]
+        assert [c.scaled_optimizer.warmup_steps for c in planned.configs] == pytest.approx(
+            [100, 50, 12], abs=1
+        )
     assert {c.preset.base for c in rule.configs} == {"lm-proxy,batch=8,tokens=1638400"}
-    rates = [[c.scaled_optimizer.peak_lr / c.optimizer.peak_lr for c in p.configs] for p in (rule, control)]
+    rates = [
+        [c.scaled_optimizer.peak_lr / c.optimizer.peak_lr for c in p.configs]
+        for p in (rule, control)
+    ]
     assert rates[0] == pytest.approx([1, 2**0.5, 8**0.5])
     assert rates[1] == [1, 1, 1]
     studies = shared([rule, control])
@@ -407,5 +477,7 @@ def test_a_batch_grows_at_the_same_tokens_under_a_joint_rule_and_its_control():
 
 @pytest.mark.core
 def test_a_joint_rule_of_a_study_that_grows_widths_changes_nothing():
-    planned = transfer.plan(RECIPES["lm-tiny"](), "head_dim", (16, 32), PresetConfig(joint="complete-d"), "")
+    planned = transfer.plan(
+        RECIPES["lm-tiny"](), "head_dim", (16, 32), PresetConfig(joint="complete-d"), ""
+    )
     assert all(c.scaled_optimizer == c.optimizer for c in planned.configs)

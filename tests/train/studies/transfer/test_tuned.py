@@ -54,12 +54,19 @@ def parsed(*words: str) -> Config:
     return cli.parse("lm-tiny", RECIPES["lm-tiny"], words).config
 
 
-@pytest.mark.parametrize("flag", [("--preset", "depth-mup:mine-v1"), ("--preset.name=depth-mup:mine-v1",)])
+@pytest.mark.parametrize(
+    "flag", [("--preset", "depth-mup:mine-v1"), ("--preset.name=depth-mup:mine-v1",)]
+)
 def test_a_run_takes_every_number(mine: tuned.Tuned, flag: tuple[str, ...]):
     config = parsed(*flag, "--steps", "300")
     opt, preset = config.optimizer, config.preset
     assert (opt.name, opt.peak_lr, opt.b1, opt.b2, opt.eps) == ("adam", 0.0078, 0.8, 0.99, 1e-12)
-    assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction, opt.clip_norm) == ("linear", 30, 0.05, None)
+    assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction, opt.clip_norm) == (
+        "linear",
+        30,
+        0.05,
+        None,
+    )
     assert (preset.name, preset.alpha_l, preset.constants) == ("depth-mup", 1.0, ("c_a=0.5",))
     assert preset_of(config).base == BASE
     # The record needs no file.
@@ -82,15 +89,38 @@ def test_another_optimizer_is_refused(mine: tuned.Tuned):
         parsed("--preset", "depth-mup:mine-v1", "--optimizer.name", "sgd")
 
 
-def test_a_far_size_warns_and_a_near_one_does_not(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
-    parsed("--preset", "depth-mup:mine-v1", "--model.width", "2048", "--model.num-heads", "32", "--model.depth", "32")
+def test_a_far_size_warns_and_a_near_one_does_not(
+    mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]
+):
+    parsed(
+        "--preset",
+        "depth-mup:mine-v1",
+        "--model.width",
+        "2048",
+        "--model.num-heads",
+        "32",
+        "--model.depth",
+        "32",
+    )
     assert capsys.readouterr().err == ""  # exactly three doublings of each
-    parsed("--preset", "depth-mup:mine-v1", "--model.depth", "64", "--model.num-heads", "1", "--model.width", "32")
+    parsed(
+        "--preset",
+        "depth-mup:mine-v1",
+        "--model.depth",
+        "64",
+        "--model.num-heads",
+        "1",
+        "--model.width",
+        "32",
+    )
     err = capsys.readouterr().err
     assert "heads" not in err  # two doublings below
     assert "layers +4.0" in err
     assert "3 doublings" in err
-    assert mine.distance({"head_dim": 128, "heads": 1, "layers": 4}) == {"head_dim": 1.0, "heads": -2.0}
+    assert mine.distance({"head_dim": 128, "heads": 1, "layers": 4}) == {
+        "head_dim": 1.0,
+        "heads": -2.0,
+    }
 
 
 def test_the_command_line_says_it(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
@@ -108,8 +138,14 @@ def judged(preset: PresetConfig, label: str) -> tuple[transfer.Measured, Any]:
     for at in (0, 1):
         for rate in range(-18, -9):
             for seed in range(3):
-                loss = 2 + 0.1 * (rate / 2 + 7.2) ** 2 + 0.001 * np.random.default_rng([at, -rate, seed]).normal()
-                measured.rows[at, rate, seed] = Row("", "", loss, None, None, (), 800, 1.0, "in turn")
+                loss = (
+                    2
+                    + 0.1 * (rate / 2 + 7.2) ** 2
+                    + 0.001 * np.random.default_rng([at, -rate, seed]).normal()
+                )
+                measured.rows[at, rate, seed] = Row(
+                    "", "", loss, None, None, (), 800, 1.0, "in turn"
+                )
     return measured, analyse(study.sizes, [measured.curve(at) for at in (0, 1)])
 
 
@@ -121,7 +157,9 @@ def judged(preset: PresetConfig, label: str) -> tuple[transfer.Measured, Any]:
     ],
     ids=lambda preset: preset.name,
 )
-def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: PresetConfig):
+def test_a_study_becomes_a_tuned_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: PresetConfig
+):
     monkeypatch.chdir(tmp_path)
     path, use = transfer_tuned.save("ours-v1", "x", [judged(preset, "x")], "mupax transfer lm-tiny")
     assert (path, use) == (Path("tuned") / f"{preset.name}.ours-v1.json", f"{preset.name}:ours-v1")
@@ -129,17 +167,28 @@ def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.Monk
     assert config.optimizer.peak_lr == pytest.approx(2**-7.2, rel=0.02)
     assert config.optimizer.warmup_steps == 100
     assert preset_of(config).base == BASE
-    assert preset_of(config).choices == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).choices
-    flagged = preset_of(parsed("--preset", use, "--preset.rates.readout", "2", "--preset.stds.readout=3")).choices
+    assert (
+        preset_of(config).choices
+        == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).choices
+    )
+    flagged = preset_of(
+        parsed("--preset", use, "--preset.rates.readout", "2", "--preset.stds.readout=3")
+    ).choices
     assert flagged == preset_of(config).choices | {"rates.readout": 2.0, "stds.readout": 3.0}
     provenance = tuned.find(use).provenance
-    assert (provenance["seen"], len(provenance["sizes"]), len(provenance["loss"])) == (800 * 16 * 128, 2, 9)
+    assert (provenance["seen"], len(provenance["sizes"]), len(provenance["loss"])) == (
+        800 * 16 * 128,
+        2,
+        9,
+    )
     assert provenance["transfer"][0]["verdict"] == "transfers"
 
 
 def test_a_study_is_saved_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    path, use = transfer_tuned.save("deep/mup.ours-v2.json", "x", [judged(PresetConfig(), "x")], "a command")
+    path, use = transfer_tuned.save(
+        "deep/mup.ours-v2.json", "x", [judged(PresetConfig(), "x")], "a command"
+    )
     assert (path, use) == (Path("deep/mup.ours-v2.json"), "mup:deep/mup.ours-v2.json")
     assert parsed("--preset", use).preset.name == "mup"
     with pytest.raises(ConfigError, match=r"write a file name mup\.NAME\.json"):
@@ -170,14 +219,19 @@ def recorded_words(use: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("use", sorted(committed()))
-def test_the_command_of_every_preset_of_the_project_can_run(use: str, capsys: pytest.CaptureFixture[str]):
+def test_the_command_of_every_preset_of_the_project_can_run(
+    use: str, capsys: pytest.CaptureFixture[str]
+):
     name, words = recorded_words(use)
     path = Path(words[words.index("--save-tuned") + 1])
     assert (EVIDENCE.parents[1] / path).exists()
     preset, _, own = use.partition(":")
     assert transfer_tuned.check_name(str(path), preset) == own
     if name == "tune":
-        words += ["--data.eval-batch-size", "248"]  # it was made on one device, which 250 divides; tests have eight
+        words += [
+            "--data.eval-batch-size",
+            "248",
+        ]  # it was made on one device, which 250 divides; tests have eight
     assert main([name, *words, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     if name == "transfer":
@@ -209,5 +263,10 @@ def test_the_first_run_is_its_tuned_preset():
     assert preset_of(config).base == preset_of(recipe).base
     assert preset_of(config).choices == preset_of(recipe).choices
     preset = tuned.find(SWEPT)
-    assert words_of(preset.provenance["command"])[:4] == ["sweep", "lm-laptop", "--model", "lm-proxy"]
+    assert words_of(preset.provenance["command"])[:4] == [
+        "sweep",
+        "lm-laptop",
+        "--model",
+        "lm-proxy",
+    ]
     assert config.optimizer != parsed("--preset", "mup:lm-python-v1").optimizer  # the control

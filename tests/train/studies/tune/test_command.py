@@ -30,7 +30,9 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
 ) -> None:
     compiled: list[Program] = []
     compile_train = Program.compile_train
-    monkeypatch.setattr(Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1])
+    monkeypatch.setattr(
+        Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1]
+    )
     preset = tmp_path / "mup.mine.json"
     words = [
         "tune",
@@ -53,7 +55,9 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert "ended: all 9 points are tried" in out
     lines = out.splitlines()
     answer = next(
-        i for i, line in enumerate(lines) if line.startswith(("Take the best", "Keep the start", "Not decided"))
+        i
+        for i, line in enumerate(lines)
+        if line.startswith(("Take the best", "Keep the start", "Not decided"))
     )
     assert "on 2 fresh seeds" in lines[answer]
     assert lines[answer + 1].startswith("Next: ")
@@ -61,7 +65,9 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert len(record["points"]) == 9
     assert record["points"][0]["values"] == [constant["start"] for constant in record["constants"]]
-    assert all(len(point["losses"]) == 2 or point["worse_than"] is not None for point in record["points"])
+    assert all(
+        len(point["losses"]) == 2 or point["worse_than"] is not None for point in record["points"]
+    )
     assert (tmp_path / "out" / "tune.png").stat().st_size > 5000
 
     # The saved preset is the winner, to the number.
@@ -102,14 +108,36 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
         raise sweep.Stopped
 
     monkeypatch.setattr(sweep.Sweep, "run", stopped)
-    words = ["tune", *COMMAND.split(), "--data.name", text, "--over", "lr", "--out", str(tmp_path / "out")]
+    words = [
+        "tune",
+        *COMMAND.split(),
+        "--data.name",
+        text,
+        "--over",
+        "lr",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     main(words)
     assert "the same command goes on" in capsys.readouterr().out
 
 
 @pytest.mark.core
 def test_a_dry_run_lists_what_would_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "lm-tiny", "--over", "lr,readout.lr=2^-1:2^5", "--over", "b2=0.9:0.99", "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "tune",
+                "lm-tiny",
+                "--over",
+                "lr,readout.lr=2^-1:2^5",
+                "--over",
+                "b2=0.9:0.99",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "--preset.rates.readout" in out
     assert "64 points of 800 steps" in out
@@ -155,7 +183,18 @@ def test_the_winner_is_below_the_start_where_there_is_room(text: str, tmp_path: 
         "--over",
         "lr=2^-14:2^-4",
     ]
-    words += ["--points", "6", "--batch", "3", "--seeds", "1", "--confirm", "2", "--out", str(tmp_path / "out")]
+    words += [
+        "--points",
+        "6",
+        "--batch",
+        "3",
+        "--seeds",
+        "1",
+        "--confirm",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(words) == 0
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert record["winner_less_start"]["value"] < -0.05

@@ -39,9 +39,15 @@ def the(word: str, config: Config = LM) -> over.Constant:
         ("warmup_steps=10:200", "optimizer.warmup_steps", 10, 200),
     ],
 )
-def test_a_word_means_one_flag_and_has_a_range(word: str, flag: str, low: float, high: float) -> None:
+def test_a_word_means_one_flag_and_has_a_range(
+    word: str, flag: str, low: float, high: float
+) -> None:
     constant = the(word)
-    assert (constant.flag, constant.low, constant.high) == (flag, pytest.approx(low), pytest.approx(high))
+    assert (constant.flag, constant.low, constant.high) == (
+        flag,
+        pytest.approx(low),
+        pytest.approx(high),
+    )
     ends = sorted(map(constant.value, constant.steps))
     assert low * (1 - 1e-5) <= ends[0] < low * 1.06
     assert high / 1.06 < ends[1] <= high * (1 + 1e-5)
@@ -83,14 +89,18 @@ def test_what_means_nothing_is_refused_with_the_nearest(words: str, message: str
 
 def test_a_constant_that_the_preset_lacks_names_those_that_have_it() -> None:
     sp = dataclasses.replace(LM, preset=PresetConfig(name="sp", base="lm-proxy"))
-    with pytest.raises(ConfigError, match="sp has no constant c_a; mup, mup-half, depth-mup, completep have it"):
+    with pytest.raises(
+        ConfigError, match="sp has no constant c_a; mup, mup-half, depth-mup, completep have it"
+    ):
         over.parse(["attention.multiplier"], sp)
     with pytest.raises(ConfigError, match="sp has no constant gamma0"):
         over.parse(["gamma0=1:2"], sp)
 
 
 def test_a_point_is_the_run_with_these_numbers_and_the_start_is_the_run_itself() -> None:
-    constants = over.parse(["lr", "readout.lr", "branch.multiplier", "b1=0.8:0.99", "warmup_steps=10:200"], LM)
+    constants = over.parse(
+        ["lr", "readout.lr", "branch.multiplier", "b1=0.8:0.99", "warmup_steps=10:200"], LM
+    )
     assert over.applied(LM, constants, (0, 0, 0, 0, 0)) is LM
     config = over.applied(LM, constants, (16, -32, 8, 16, 3))
     assert config.optimizer.peak_lr == 0.016
@@ -101,16 +111,23 @@ def test_a_point_is_the_run_with_these_numbers_and_the_start_is_the_run_itself()
 
 
 def test_a_constant_that_the_run_has_already_is_where_the_search_starts() -> None:
-    preset = PresetConfig(name="mup", base="lm-proxy", constants=("rates.readout=4", "stds.readout=2"), beta0=0.5)
+    preset = PresetConfig(
+        name="mup", base="lm-proxy", constants=("rates.readout=4", "stds.readout=2"), beta0=0.5
+    )
     config = dataclasses.replace(LM, preset=preset)
     constants = over.parse(["readout.lr", "branch.multiplier"], config)
     assert [constant.own for constant in constants] == [4, 0.5]
-    assert over.applied(config, constants, (16, 0)).preset.constants == ("rates.readout=8", "stds.readout=2")
+    assert over.applied(config, constants, (16, 0)).preset.constants == (
+        "rates.readout=8",
+        "stds.readout=2",
+    )
 
 
 def test_a_number_that_is_off_is_searched_in_its_range_and_stays_off_at_the_start() -> None:
     config = dataclasses.replace(LM, optimizer=dataclasses.replace(LM.optimizer, weight_decay=0.0))
-    with pytest.raises(ConfigError, match=r"it is 0 in this run; write one, as weight_decay=0\.01:1"):
+    with pytest.raises(
+        ConfigError, match=r"it is 0 in this run; write one, as weight_decay=0\.01:1"
+    ):
         over.parse(["weight_decay"], config)
     constant = the("weight_decay=0.01:1", config)
     low, high = constant.steps

@@ -35,10 +35,14 @@ def noises(spread: np.ndarray | float = 1.0) -> np.ndarray:
     """Noise [REPEATS, POINTS, SEEDS]: a large part that a seed does to all points, and a small one of each run."""
     rng = np.random.default_rng(0)
     shared = 5 * SIGMA * rng.standard_normal((REPEATS, 1, SEEDS))
-    return shared + SIGMA * np.reshape(spread, (-1, 1)) * rng.standard_normal((REPEATS, POINTS, SEEDS))
+    return shared + SIGMA * np.reshape(spread, (-1, 1)) * rng.standard_normal(
+        (REPEATS, POINTS, SEEDS)
+    )
 
 
-def test_the_best_point_is_dropped_at_most_as_often_as_promised_and_by_halving_far_more_often() -> None:
+def test_the_best_point_is_dropped_at_most_as_often_as_promised_and_by_halving_far_more_often() -> (
+    None
+):
     truth = 2.0 + 0.4 * SIGMA * np.sqrt(np.arange(POINTS))  # many that are hardly worse
     stayed = [raced(truth, noise)[0] for noise in noises()]
     lost, control = 1 - np.mean(stayed), 1 - np.mean([halved(truth, noise) for noise in noises()])
@@ -59,7 +63,9 @@ def test_points_far_from_the_best_get_no_third_seed_and_the_noise_is_known() -> 
 
 
 def test_what_a_seed_does_to_all_points_drops_none_and_moves_no_mean() -> None:
-    losses = np.array([[2.0, 2.5, 1.8], [2.1, 2.61, 1.9], [2.2, np.nan, np.nan], [2.3, np.inf, np.nan]])
+    losses = np.array(
+        [[2.0, 2.5, 1.8], [2.1, 2.61, 1.9], [2.2, np.nan, np.nan], [2.3, np.inf, np.nan]]
+    )
     outcome = race(losses, 12)
     assert outcome.sigma < 0.01
     assert outcome.means[2] - outcome.means[0] == pytest.approx(0.2, abs=0.01)
@@ -75,10 +81,14 @@ def test_without_a_second_seed_nothing_is_dropped_but_what_diverged() -> None:
     assert race(np.full((2, 3), np.nan), 9).stays.all()
 
 
-def test_a_best_point_much_noisier_than_the_rest_is_lost_more_often_and_hardly_where_it_is_clearly_best() -> None:
+def test_a_best_point_much_noisier_than_the_rest_is_lost_more_often_and_hardly_where_it_is_clearly_best() -> (
+    None
+):
     spread = np.where(np.arange(POINTS) == 0, 3.0, 1.0)
     worse = np.arange(POINTS)
     near, apart = 0.4 * SIGMA * np.sqrt(worse), SIGMA * (2 * (worse > 0) + 0.4 * worse)
-    lost = [1 - np.mean([raced(truth, noise)[0] for noise in noises(spread)]) for truth in (near, apart)]
+    lost = [
+        1 - np.mean([raced(truth, noise)[0] for noise in noises(spread)]) for truth in (near, apart)
+    ]
     assert ERROR < lost[0] < 0.15  # what the documentation says of the assumption of one noise
     assert lost[1] < ERROR / 2

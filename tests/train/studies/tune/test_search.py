@@ -45,7 +45,12 @@ class Losses:
             np.random.default_rng(config.seed).normal(0, 0.05),
             np.random.default_rng([config.seed, *(x + 200 for x in point)]).normal(0, 0.002),
         )
-        loss = 2 + sum(c * (x - b) ** 2 for c, x, b in zip(CURVATURE, octaves, BEST, strict=True)) + shared + own
+        loss = (
+            2
+            + sum(c * (x - b) ** 2 for c, x, b in zip(CURVATURE, octaves, BEST, strict=True))
+            + shared
+            + own
+        )
         diverged = 1 if octaves[0] + octaves[1] > 5 else None
         return Row("", "", math.inf if diverged else loss, None, diverged, (), 100, 10.0, "in turn")
 
@@ -66,7 +71,9 @@ def regret(point: over.Point) -> float:
     return sum(c * (x / 16 - b) ** 2 for c, x, b in zip(CURVATURE, point, BEST, strict=True))
 
 
-def test_the_valley_is_reached_and_by_spread_points_alone_is_not(done: tuple[Search, Losses]) -> None:
+def test_the_valley_is_reached_and_by_spread_points_alone_is_not(
+    done: tuple[Search, Losses],
+) -> None:
     search, _ = done
     assert len(search.points) == 40
     assert regret(search.winner) < 0.01 < regret(search.start) / 20
@@ -86,7 +93,9 @@ def test_the_start_is_met_on_seeds_that_the_search_did_not_use(done: tuple[Searc
     assert difference.half_width < 0.01  # paired: alone a seed moves a loss by 0.05
 
 
-def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(done: tuple[Search, Losses]) -> None:
+def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(
+    done: tuple[Search, Losses],
+) -> None:
     search, runner = done
     standing = search.race()
     assert standing.sigma == pytest.approx(0.002, rel=0.5)
@@ -102,22 +111,35 @@ def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(done: tuple[
     [
         (lambda config: math.inf, "nothing better than the start was found"),
         (lambda config: 2.0, "nothing better than the start was found"),
-        (lambda config: math.inf if config.optimizer.peak_lr == 0.008 else 2.0, "diverged 0 times, the start 5"),
-        (lambda config: 2 - config.optimizer.peak_lr, "note: the best point is at the end of a range: lr 0.06"),
+        (
+            lambda config: math.inf if config.optimizer.peak_lr == 0.008 else 2.0,
+            "diverged 0 times, the start 5",
+        ),
+        (
+            lambda config: 2 - config.optimizer.peak_lr,
+            "note: the best point is at the end of a range: lr 0.06",
+        ),
     ],
 )
 def test_a_search_without_a_valley_says_what_it_is(
-    loss: Callable[[Config], float], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loss: Callable[[Config], float],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     search = Search(LM, over.parse(["lr"], LM), Limits(points=6, batch=3))
 
     def run(configs: Sequence[Config]) -> list[Row]:
         each = [(value, 1 if math.isinf(value) else None) for value in map(loss, configs)]
-        return [Row("", "", value, None, diverged, (), 10, 1.0, "in turn") for value, diverged in each]
+        return [
+            Row("", "", value, None, diverged, (), 10, 1.0, "in turn") for value, diverged in each
+        ]
 
     measure(search, run)
     summary = report.summary(search, "a command")
-    report.draw(tmp_path / "tune.png", search, [constant["importance"] for constant in summary["constants"]])
+    report.draw(
+        tmp_path / "tune.png", search, [constant["importance"] for constant in summary["constants"]]
+    )
     report.report_of(summary, "training loss").show()
     assert message in capsys.readouterr().out
     assert (summary["constants"][0]["importance"] == 0) == ("nothing better" in message)
@@ -130,7 +152,9 @@ def test_importance_names_what_matters(done: tuple[Search, Losses]) -> None:
     assert shares[2] < 0.05
 
 
-def test_a_search_that_was_killed_asks_for_the_same_points_and_trains_none_twice(done: tuple[Search, Losses]) -> None:
+def test_a_search_that_was_killed_asks_for_the_same_points_and_trains_none_twice(
+    done: tuple[Search, Losses],
+) -> None:
     whole, runner = done
     rows: dict[str, Row] = {}
     trained: list[Run] = []

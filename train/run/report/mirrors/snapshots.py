@@ -35,7 +35,9 @@ class Snapshots:
     def __init__(self, program: Program, data: Data, inputs: StepInputs) -> None:
         log, whole = program.config.log, program.layout.replicated
         self._data, self._inputs, self._feed = data, inputs, program.eval_feed()
-        self._predicted = jax.jit(partial(_predicted, program, log.images or 0), out_shardings=whole)
+        self._predicted = jax.jit(
+            partial(_predicted, program, log.images or 0), out_shardings=whole
+        )
         self._spread = jax.jit(_spread, out_shardings=whole)
         self._images, self._histograms = log.images, log.histograms
         self._batch: Any = None
@@ -50,7 +52,9 @@ class Snapshots:
         if self._histograms:
             self._before = jax.tree.map(jnp.copy, params)
 
-    def take(self, state: TrainState, dispatching: Callable[[], AbstractContextManager[object]]) -> Media:
+    def take(
+        self, state: TrainState, dispatching: Callable[[], AbstractContextManager[object]]
+    ) -> Media:
         """The media of a state.
 
         Args:
@@ -64,26 +68,43 @@ class Snapshots:
                 self._batch = next(batches)
                 batches.close()
             with dispatching():
-                shown = self._predicted(state.evaluated, self._inputs, self._feed.shard_batch(self._batch))
-            images, texts["examples/labels"] = _shown(*jax.device_get(shown), names=self._data.class_names)
+                shown = self._predicted(
+                    state.evaluated, self._inputs, self._feed.shard_batch(self._batch)
+                )
+            images, texts["examples/labels"] = _shown(
+                *jax.device_get(shown), names=self._data.class_names
+            )
         if self._before is not None:
             with dispatching():
                 spread = self._spread(state.params, self._before)
-            histograms = {tag: h for tag, numbers in jax.device_get(spread).items() if (h := _histogram(numbers))}
+            histograms = {
+                tag: h
+                for tag, numbers in jax.device_get(spread).items()
+                if (h := _histogram(numbers))
+            }
             with dispatching():
                 self.begin(state.params)
         return Media(images, texts, histograms)
 
 
-def _predicted(program: Program, count: int, params: Arrays, run: StepInputs, batch: Batch) -> tuple[jax.Array, ...]:
+def _predicted(
+    program: Program, count: int, params: Arrays, run: StepInputs, batch: Batch
+) -> tuple[jax.Array, ...]:
     """Images, classes, weights and likeliest classes of the first examples of a batch."""
     logits = logits_of(program.definition, params, run, batch["inputs"], layout=program.layout)
     likeliest = logits.argmax(-1)
-    return tuple(x[:count] for x in (batch["inputs"], batch["targets"], batch["weights"], likeliest))
+    return tuple(
+        x[:count] for x in (batch["inputs"], batch["targets"], batch["weights"], likeliest)
+    )
 
 
 def _shown(
-    inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray, likeliest: np.ndarray, *, names: list[str] | None
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    weights: np.ndarray,
+    likeliest: np.ndarray,
+    *,
+    names: list[str] | None,
 ) -> tuple[dict[str, np.ndarray], str]:
     """Images by tag, black to full strength by channel over all of them, and a table of what they are and what they are taken for."""
     low, high = inputs.min((0, 1, 2)), inputs.max((0, 1, 2))
@@ -96,7 +117,9 @@ def _shown(
     for index in np.flatnonzero(weights > 0):
         label, guess = int(targets[index]), int(likeliest[index])
         images[f"examples/{index:03}"] = pixels[index]
-        rows.append(f"| {index:03} | {name(label)} | {name(guess)}{'' if guess == label else ' (wrong)'} |")
+        rows.append(
+            f"| {index:03} | {name(label)} | {name(guess)}{'' if guess == label else ' (wrong)'} |"
+        )
     return images, "\n".join(rows)
 
 
@@ -105,7 +128,9 @@ def _spread(params: Arrays, before: Arrays) -> dict[str, dict[str, jax.Array]]:
     spread = {}
     for name, now in params.items():
         spread[f"parameters/{name}"] = _numbers(now.astype(jnp.float32))
-        spread[f"changes/{name}"] = _numbers(now.astype(jnp.float32) - before[name].astype(jnp.float32))
+        spread[f"changes/{name}"] = _numbers(
+            now.astype(jnp.float32) - before[name].astype(jnp.float32)
+        )
     return spread
 
 
@@ -118,7 +143,11 @@ def _numbers(x: jax.Array) -> dict[str, jax.Array]:
     # One pass a limit: all at once would be an array of so many times the parameter.
     below = jax.lax.map(lambda limit: jnp.sum(finite & (x < limit), dtype=jnp.uint32), limits)
     values = jnp.where(finite, x, 0)
-    sums = {"total": jnp.sum(values), "squares": jnp.sum(values**2), "count": jnp.sum(finite, dtype=jnp.uint32)}
+    sums = {
+        "total": jnp.sum(values),
+        "squares": jnp.sum(values**2),
+        "count": jnp.sum(finite, dtype=jnp.uint32),
+    }
     return {"low": low, "high": high, "below": below, **sums}
 
 

@@ -62,14 +62,20 @@ class TensorBoard(Writer):
     name = "TensorBoard"
 
     def __init__(self, logdir: Path, resume_step: int | None, file: str = "events") -> None:
-        with _hidden("torch", "boto3", "google.cloud.storage"):  # seconds of imports, for tensors and buckets
+        with _hidden(
+            "torch", "boto3", "google.cloud.storage"
+        ):  # seconds of imports, for tensors and buckets
             from tensorboardX import summary
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto import event_pb2
 
         logdir.mkdir(parents=True, exist_ok=True)
         pb: Any = event_pb2  # its messages are made when it is imported
-        self._writer, self._event, self._summary = EventsWriter(str(logdir / file)), pb.Event, summary
+        self._writer, self._event, self._summary = (
+            EventsWriter(str(logdir / file)),
+            pb.Event,
+            summary,
+        )
         if resume_step is not None:
             self._writer.write_event(pb.Event(step=resume_step + 1, file_version="brain.Event:2"))
             start = pb.SessionLog(status=pb.SessionLog.START)
@@ -91,7 +97,14 @@ class TensorBoard(Writer):
             limits = [each.low + width * (part + 1) for part in range(len(each.counts))]
             count = int(each.counts.sum())
             event = self._summary.histogram_raw(
-                tag, each.low, each.high, count, each.total, each.squares, limits, each.counts.tolist()
+                tag,
+                each.low,
+                each.high,
+                count,
+                each.total,
+                each.squares,
+                limits,
+                each.counts.tolist(),
             )
             self._add(step, walltime, event)
         self._writer.flush()
@@ -155,7 +168,13 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     for key, value in row.items():
         if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
             group, _, name = key.partition("_")
-            tag = key if "/" in key else f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
+            tag = (
+                key
+                if "/" in key
+                else f"{group}/{name}"
+                if group in ("eval", "perf")
+                else f"train/{key}"
+            )
             scalars[tag] = value
     return scalars
 
@@ -183,7 +202,9 @@ class Tracker(Writer):
             # Standard output is the run's own.
             with contextlib.redirect_stdout(sys.stderr):
                 self._run, run_id = self._start(project, workdir, known_id)
-        except Exception as error:  # of a package, its server or its files, which have no class in common
+        except (
+            Exception
+        ) as error:  # of a package, its server or its files, which have no class in common
             raise MupaxError(f"{self.name} did not start ({error}); {self.advice}") from error
         file.write_text(run_id, encoding="utf-8")
 
@@ -206,7 +227,9 @@ class Wandb(Tracker):
     def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        run = wandb.init(project=project, dir=str(workdir), name=workdir.name, id=known_id, resume="allow")
+        run = wandb.init(
+            project=project, dir=str(workdir), name=workdir.name, id=known_id, resume="allow"
+        )
         # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.
         run.define_metric("*", step_metric="step")
         return run, run.id
@@ -229,7 +252,9 @@ class Trackio(Tracker):
         import trackio  # pyright: ignore[reportMissingImports]
 
         name = known_id or f"{workdir.name}-{secrets.token_hex(3)}"
-        return trackio.init(project, name=name, resume="allow" if known_id else "never", embed=False), name
+        return trackio.init(
+            project, name=name, resume="allow" if known_id else "never", embed=False
+        ), name
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
         if numbers := scalars(row):

@@ -57,9 +57,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             once = chex.assert_max_traces(getattr(owner, name), n=1)
             patch.setattr(owner, name, once)
         patch.setattr(
-            core_step, "make_train_step", lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1]
+            core_step,
+            "make_train_step",
+            lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1],
         )
-        assert main(["train", *DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"]) == 0
+        assert (
+            main(["train", *DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"])
+            == 0
+        )
     assert len(builds) == 1
     return folder
 
@@ -68,18 +73,37 @@ def test_images_have_their_labels_and_predictions(run: Path) -> None:
     values = shown(run / "tensorboard")
     config = cli.parse(DIGITS[0], cli.recipe(DIGITS[0]), [*DIGITS[1:], str(run)]).config
     batch = load(config.data, config.model, seed=config.data_seed).eval_batch(0)
-    accuracy = {row["step"]: row["eval_accuracy"] for row in metrics.read(run / "metrics.jsonl") if "eval_loss" in row}
+    accuracy = {
+        row["step"]: row["eval_accuracy"]
+        for row in metrics.read(run / "metrics.jsonl")
+        if "eval_loss" in row
+    }
     assert sorted(accuracy) == [2, 4]
     for step in accuracy:
-        table = values["examples/labels/text_summary", step].tensor.string_val[0].decode().splitlines()[2:]
-        assert [line.split(" | ")[1] for line in table] == [str(label) for label in batch["targets"]]
-        right = sum(line.split(" | ")[1] == line.split(" | ")[2].removesuffix(" |") for line in table)
-        assert right == SHOWN - sum("(wrong)" in line for line in table) == round(accuracy[step] * SHOWN)
+        table = (
+            values["examples/labels/text_summary", step]
+            .tensor.string_val[0]
+            .decode()
+            .splitlines()[2:]
+        )
+        assert [line.split(" | ")[1] for line in table] == [
+            str(label) for label in batch["targets"]
+        ]
+        right = sum(
+            line.split(" | ")[1] == line.split(" | ")[2].removesuffix(" |") for line in table
+        )
+        assert (
+            right
+            == SHOWN - sum("(wrong)" in line for line in table)
+            == round(accuracy[step] * SHOWN)
+        )
         low, high = batch["inputs"].min(), batch["inputs"].max()
         for index in range(SHOWN):
             png = values[f"examples/{index:03}", step].image.encoded_image_string
             pixels = np.asarray(Image.open(io.BytesIO(png)).convert("L"), np.float32) / 255
-            np.testing.assert_allclose(pixels, (batch["inputs"][index, ..., 0] - low) / (high - low), atol=1 / 255)
+            np.testing.assert_allclose(
+                pixels, (batch["inputs"][index, ..., 0] - low) / (high - low), atol=1 / 255
+            )
 
 
 def test_histograms_are_of_the_parameters_and_their_changes(run: Path) -> None:
@@ -89,10 +113,16 @@ def test_histograms_are_of_the_parameters_and_their_changes(run: Path) -> None:
     for name, array in params.items():
         array, histogram = np.asarray(array, np.float64), values[f"parameters/{name}", 4].histo
         assert (histogram.num, sum(histogram.bucket)) == (array.size, array.size)
-        np.testing.assert_allclose([histogram.min, histogram.max], [array.min(), array.max()], rtol=1e-6)
+        np.testing.assert_allclose(
+            [histogram.min, histogram.max], [array.min(), array.max()], rtol=1e-6
+        )
         np.testing.assert_allclose(histogram.sum_squares, (array**2).sum(), rtol=1e-4)
-        counts, _ = np.histogram(array, bins=len(histogram.bucket), range=(array.min(), array.max()))
-        assert np.abs(np.cumsum(counts) - np.cumsum(histogram.bucket)).max() <= max(2, array.size / 200)
+        counts, _ = np.histogram(
+            array, bins=len(histogram.bucket), range=(array.min(), array.max())
+        )
+        assert np.abs(np.cumsum(counts) - np.cumsum(histogram.bucket)).max() <= max(
+            2, array.size / 200
+        )
         before, change = values[f"parameters/{name}", 2].histo, values[f"changes/{name}", 4].histo
         np.testing.assert_allclose(change.sum, histogram.sum - before.sum, atol=1e-2, rtol=1e-2)
     assert any(values[f"changes/{name}", 2].histo.sum_squares > 0 for name in params)
@@ -108,12 +138,18 @@ def test_nothing_is_taken_unless_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert tags == {"train", "eval", "perf"}
 
 
-def test_the_sample_of_a_language_model_is_there_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_of_a_language_model_is_there_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("def value(self): return self._value  # as it was\n" * 400)
     with contextlib.chdir(tmp_path):
         assert main(["train", *TEXT.split(), "run", "--data.name", "text:text.txt"]) == 0
-    text = shown(tmp_path / "run" / "tensorboard")["sample/text_summary", 2].tensor.string_val[0].decode()
+    text = (
+        shown(tmp_path / "run" / "tensorboard")["sample/text_summary", 2]
+        .tensor.string_val[0]
+        .decode()
+    )
     sample = (tmp_path / "run" / "sample.txt").read_text()
     assert text.splitlines() == [f"    {line}" for line in sample.splitlines()]
 
@@ -125,7 +161,10 @@ def test_the_sample_of_a_language_model_is_there_as_text(tmp_path: Path, monkeyp
             [*TEXT.split(), "run", "--log.images", "4"],
             "log.images shows images, and the model, a decoder, reads tokens; leave it out",
         ),
-        ([*DIGITS, "run", "--log.images", "17"], "log.images is 17, of one evaluation batch; write at most 16"),
+        (
+            [*DIGITS, "run", "--log.images", "17"],
+            "log.images is 17, of one evaluation batch; write at most 16",
+        ),
         ([*DIGITS, "run", "--log.images", "0"], "log.images is 0; write a number of at least 1"),
         (
             [*DIGITS, "run", "--log.histograms", "--log.no-tensorboard"],
@@ -133,5 +172,7 @@ def test_the_sample_of_a_language_model_is_there_as_text(tmp_path: Path, monkeyp
         ),
     ],
 )
-def test_what_cannot_be_shown_is_refused(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_shown_is_refused(
+    words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (main(["train", *words]), what in " ".join(capsys.readouterr().err.split())) == (2, True)

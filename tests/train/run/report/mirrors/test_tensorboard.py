@@ -16,6 +16,9 @@ def test_tensorboard_is_imported_without_what_it_takes_for_tensors_and_buckets(t
     )
     root = Path(__file__).resolve().parents[5]
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), str(root)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, str(tmp_path), str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -91,13 +91,20 @@ def test_one_that_fails_is_left_out_and_the_rows_are_there(tmp_path, fake, capsy
     fake.broken = True
     path = write(tmp_path, [1, 2], log=logging_to(fake))
     assert [each["step"] for each in metrics.read(path)] == [1, 2]
-    assert "is left out from here on: the server is gone; metrics.jsonl has every row" in capsys.readouterr().err
+    assert (
+        "is left out from here on: the server is gone; metrics.jsonl has every row"
+        in capsys.readouterr().err
+    )
 
 
 def test_one_that_does_not_start_says_what_to_do(tmp_path, fake):
     path = write(tmp_path, [1])
     fake.online = False
-    what = r"wandb login.*WANDB_MODE=offline" if fake.__name__ == "wandb" else r"hf auth login.*leave --log.trackio out"
+    what = (
+        r"wandb login.*WANDB_MODE=offline"
+        if fake.__name__ == "wandb"
+        else r"hf auth login.*leave --log.trackio out"
+    )
     with pytest.raises(MupaxError, match=rf"no API key.*{what}"):
         metrics.MetricsWriter(tmp_path, log=logging_to(fake))
     assert len(metrics.read(path)) == 1, "the old rows are untouched"
