@@ -1,6 +1,6 @@
 """What each config field affects, declared beside the field as `Annotated[T, Affects(...)]`, and a walk over all fields.
 
-Resume, names of sweep points, help, docs/inputs.md and tests read the declaration, so a new field is declared once.
+Resume, names of sweep points, help, tests/train/inputs.md and tests read the declaration, so a new field is declared once.
 """
 
 from __future__ import annotations

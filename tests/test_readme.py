@@ -332,9 +332,8 @@ def places(document: str) -> tuple[Path, ...]:
     return ROOT, (ROOT / document).parent, ROOT / "tests"
 
 
-@pytest.mark.parametrize("document", sorted({*DOCUMENTS, "CHANGELOG.md"} - {"docs/inputs.md"}))
+@pytest.mark.parametrize("document", sorted({*DOCUMENTS, "CHANGELOG.md"}))
 def test_files_and_modules_named_in_the_documents_exist(document: str):
-    """But for the page of inputs, whose files tests/train/test_inputs.py makes."""
     assert missing(document, (ROOT / document).read_text()) == []
 
 

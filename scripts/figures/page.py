@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 HEAD = """# The papers' figures, measured again
 
-Made by `python -m scripts.figures --render` from the records in `docs/figures/`; `make figures` measures them all on a CPU,
-in {minutes} minutes of CPU time. Figures of whole runs share those they have in common: their CPU time stands with the first.
-Each row holds a number against what its source predicts: it reproduces where the estimate lies within the band (±) around
-the prediction and its 95 % interval over seeds is not twice as wide as the band; it does not where the whole interval lies
-outside; else it is undecided. Where the source says only that a number is above a bound, the whole interval must be. A control must
-fail.
+`make figures` measures every figure on a CPU in {minutes} minutes of CPU time, and `python -m scripts.figures --render` writes this page
+from the records. Each row compares a number with the prediction of its source:
+
+| verdict | means |
+|---|---|
+| reproduces | the estimate lies in the band (±) around the prediction, and its 95 % interval over seeds is at most twice as wide as the band |
+| does not reproduce | the whole interval lies outside of the band |
+| undecided | neither |
+
+Where a source only says that a number is above a bound, the whole interval must be above it. A control must fail.
 """
 
 
@@ -52,35 +56,65 @@ def sentence(row: Mapping[str, Any]) -> str:
 
 
 def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [
-        row for record in records.values() for row in record["rows"] if row["predicted"] is not None
-    ]
-    claims = [row for row in rows if not row["control"]]
-    against = [row for row in claims if not row["verdict"].startswith("reproduces")]
-    good = len(claims) - len(against)
-    lines = [
-        f"Of {len(claims)} predictions {good} reproduce; {len(rows) - len(claims)} controls stand beside them."
-    ]
-    if against:
-        lines += ["", "What does not, or not surely:", ""]
-        lines += [f"- {sentence(row)}" for row in against]
-    return "\n".join([*lines, ""])
+    predicted: list[Mapping[str, Any]] = []
+    for record in records.values():
+        predicted += [row for row in record["rows"] if row["predicted"] is not None]
+    claims = [row for row in predicted if not row["control"]]
+    controls = len(predicted) - len(claims)
+    good = sum(map(_reproduces, claims))
+    return (
+        f"Of {len(claims)} predictions {good} reproduce; {controls} controls stand beside them. "
+        "The tables show every row that does not reproduce, and the first one of each figure that "
+        "does.\n"
+    )
 
 
 def _section(folder: str, name: str, record: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
-    lines = [f"## {record['title']}", "", f"{record['about']} Source: {record['source']}.", ""]
-    lines += [f"`{record['command']}` ({record['seconds']} s of CPU time; {versions})", ""]
-    lines += [f"![{record['title']}]({folder}/{name}.png)", ""]
-    lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
-    for row in record["rows"]:
-        predicted = "" if row["predicted"] is None else _predicted(row)
-        source = f" ({row['source']})" if row["source"] else ""
-        note = f" {row['note']}" if row["note"] else ""
-        lines.append(
-            f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |"
-        )
-    return "\n".join([*lines, ""])
+    claims = [row for row in record["rows"] if row["predicted"] is not None and not row["control"]]
+    controls = [row for row in record["rows"] if row["control"]]
+    good = sum(map(_reproduces, claims))
+    failed = sum(row["verdict"].startswith("control: fails") for row in controls)
+
+    counts = [f"{good} of {len(claims)} predictions reproduce"] if claims else []
+    counts += [f"{failed} of {len(controls)} controls fail as they must"] if controls else []
+    counts.append(f"all rows are in [{name}.json]({folder}/{name}.json)")
+    return "\n".join(
+        [
+            f"## {record['title']}",
+            "",
+            f"{record['about']} Source: {record['source']}.",
+            "",
+            f"`{record['command']}` ({record['seconds']} s of CPU time): {'; '.join(counts)}.",
+            "",
+            f"![{record['title']}]({folder}/{name}.png)",
+            "",
+            "| what | predicted | measured [95 %] | verdict |",
+            "|---|---|---|---|",
+            *(_line(row) for row in _shown(record["rows"])),
+            "",
+        ]
+    )
+
+
+def _reproduces(row: Mapping[str, Any]) -> bool:
+    return row["verdict"].startswith("reproduces")
+
+
+def _shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the first row, and all others that go against a prediction."""
+    shown = [rows[0]]
+    for row in rows[1:]:
+        failed_control = row["verdict"].startswith("control: fails")
+        if row["predicted"] is not None and not _reproduces(row) and not failed_control:
+            shown.append(row)
+    return shown
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    predicted = "" if row["predicted"] is None else _predicted(row)
+    source = f" ({row['source']})" if row["source"] else ""
+    note = f" {row['note']}" if row["note"] else ""
+    return f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |"
 
 
 def _measured(row: Mapping[str, Any]) -> str:

@@ -114,6 +114,6 @@ def defaults(make: Any) -> dict[str, str]:
 
 
 def exit_codes() -> dict[str, int]:
-    """Return the exit code of every command line of docs/inputs.md. `make test` types each."""
-    rows = _INPUT_ROW.findall((ROOT / "docs" / "inputs.md").read_text())
+    """Return the exit code of every command line of tests/train/inputs.md. `make test` types each."""
+    rows = _INPUT_ROW.findall((ROOT / "tests" / "train" / "inputs.md").read_text())
     return {words: int(code) for words, code in rows}

@@ -1,4 +1,4 @@
-"""What becomes of right and wrong inputs: every row of docs/inputs.md, with its exit code and what it says.
+"""What becomes of right and wrong inputs: every row of inputs.md, with its exit code and what it says.
 
 `python -m tests.train.test_inputs` writes the parts of the page that follow from the table of commands and from what the fields of
 a config declare.
@@ -41,7 +41,7 @@ from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 from tests.fixtures.hub import model_hub
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "inputs.md"
+PAGE = Path(__file__).with_name("inputs.md")
 TEXTS = [f"document {i} says {'word ' * (i % 7 + 20)}" for i in range(60)]
 ROW = re.compile(r"^\| `(.+)` \| (\d) \| (.*) \|$", re.MULTILINE)
 
@@ -291,7 +291,7 @@ def typed_table() -> list[str]:
 
 
 def page(text: str) -> str:
-    """The text of docs/inputs.md with the parts that follow from the code as the code is."""
+    """The text of inputs.md with the parts that follow from the code as the code is."""
     begin = "<!-- of the code: begin -->\n"
     end = "<!-- of the code: end -->"
     parts_of_code = "\n".join(["", *typed_table(), "", *fields_table(), ""])
