@@ -1,10 +1,11 @@
-"""Cards say what the tuned presets' files say, and which are evidence of nothing beyond their size."""
+"""The page of tuned presets says what the tuned presets' files say, and which are evidence of nothing beyond their size."""
 
 from __future__ import annotations
 
 import re
 
-from mupax import spellings
+import pytest
+
 from mupax.presets.tuned import find
 from scripts.pages import cards, published
 
@@ -13,15 +14,15 @@ def test_the_page_is_made_of_the_files() -> None:
     assert cards.PAGE.read_text() == cards.page(), "write it again: python -m scripts.pages.cards"
 
 
-def test_every_tuned_preset_has_a_card_that_begins_with_its_evidence() -> None:
+def test_every_tuned_preset_has_a_row_with_its_verdict_and_rate() -> None:
     text = cards.page()
     for path in find.FOLDER.glob("*.json"):
         preset = find.load(path)
-        (verdict,) = re.findall(
-            rf"^## {re.escape(preset.use)}\n\n\*\*([^*]+)\.\*\*", text, re.MULTILINE
-        )
-        assert verdict.lower() == preset.evidence
-        assert spellings.current(preset.provenance["command"]) in text
+        row = rf"^\| `{re.escape(preset.use)}` \| ([^|]+) \| (\w+) ([\d.]+),"
+        ((verdict, optimizer, rate),) = re.findall(row, text, re.MULTILINE)
+        assert verdict == preset.evidence
+        assert optimizer == preset.optimizer["name"]
+        assert float(rate) == pytest.approx(preset.optimizer["peak_lr"], rel=1e-3)
 
 
 def test_every_published_preset_has_a_card_with_its_commit_and_what_is_not_known() -> None:
@@ -42,13 +43,3 @@ def test_every_published_preset_has_a_card_with_its_commit_and_what_is_not_known
     for left in published.LEFT_OUT:
         assert left.source in text
         assert left.reason
-
-
-def test_anchors_of_the_table_are_those_of_its_headings() -> None:
-    text = cards.page()
-    headings = {
-        re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-")
-        for h in re.findall(r"^## (.*)$", text, re.MULTILINE)
-    }
-    anchors = re.findall(r"\]\(#([^)]+)\)", text)
-    assert set(anchors) == headings
