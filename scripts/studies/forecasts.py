@@ -130,8 +130,7 @@ def document(content: dict[str, Any]) -> str:
         lines.append(
             f"| {name} | {of_folder['forecasts']} | {of_folder['came']} | {' | '.join([*shares, *errors])} |"
         )
-    for name in content["summary"]:
-        lines += _rows(name, [entry for entry in content["forecasts"] if entry["from"] == name])
+    lines += _misses(content["forecasts"])
     lines += [
         "",
         "### In hindsight",
@@ -164,33 +163,33 @@ def document(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rows(name: str, forecasts: Sequence[dict[str, Any]]) -> list[str]:
-    """Every forecast of a folder with what came, folded up under a line."""
-    days = sorted({entry["date"][:10] for entry in forecasts})
+def _misses(forecasts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of the forecasts whose 90 % interval did not hold the outcome."""
     lines = [
         "",
-        f"<details><summary>{name}, written {' to '.join(dict.fromkeys([days[0], days[-1]]))}: every forecast</summary>",
+        "The outcomes outside of their 90 % interval; `docs/forecasts.json` has every forecast.",
         "",
-        "| run | parameters | tokens | loss | 90 % | came | error | |",
+        "| forecast of | run | parameters | tokens | loss | 90 % | came | error |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for entry in forecasts:
-        loss, outcome = entry["prediction"]["loss"], entry["outcome"]
-        came = ["", "", ""]
-        if outcome:
-            diverged = outcome["loss"] is None
-            came = (
-                ["diverged", ""]
-                if diverged
-                else [f"{outcome['loss']:.4f}", f"{outcome['error']:+.2%}"]
-            )
-            came.append("inside" if outcome["inside90"] else "**outside**")
-        scale, what = entry["scale"], entry["what"].partition(", at")[0]
-        lines.append(
-            f"| {what} | {scale['parameters']:,} | {scale['tokens']:,} | {loss['value']:.4f} | "
-            f"{loss['low90']:.4f} to {loss['high90']:.4f} | {' | '.join(came)} |"
-        )
-    return [*lines, "", "</details>"]
+        outcome = entry["outcome"]
+        if not outcome or outcome["inside90"]:
+            continue
+        loss = entry["prediction"]["loss"]
+        diverged = outcome["loss"] is None
+        cells = [
+            entry["from"],
+            entry["what"].partition(", at")[0],
+            f"{entry['scale']['parameters']:,}",
+            f"{entry['scale']['tokens']:,}",
+            f"{loss['value']:.4f}",
+            f"{loss['low90']:.4f} to {loss['high90']:.4f}",
+            "diverged" if diverged else f"{outcome['loss']:.4f}",
+            "" if diverged else f"{outcome['error']:+.2%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def page(text: str, content: dict[str, Any]) -> str:

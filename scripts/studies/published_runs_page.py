@@ -27,7 +27,7 @@ mupax plan --from TABLE.csv --parameters 1.07e9 --tokens 56.9b --peak-lr 2e-3 --
 ```
 
 It prints the best rate and batch, the loss there and at the rate and batch that you ask for, each with a 90 % interval, and which run
-would narrow the interval most; `--flops 1e21` asks for the best size and length instead. [How it is asked](forecasts.md#anybodys-runs)
+would narrow the interval most; `--flops 1e21` asks for the best size and length instead. [How it is asked](forecasts.md#plan-from-a-table-of-runs)
 says what a table must have. The law's form, its priors and its intervals stand in `train/studies/tables/law.py` and `forecast.py`.
 """
 
