@@ -1,4 +1,4 @@
-"""The mutation suite as a person reads it: shares caught, the smallest error seen per role, what was missed and why."""
+"""Page of the mutation suite: shares caught, mutants that were missed, and errors that change no training."""
 
 from __future__ import annotations
 
@@ -14,30 +14,13 @@ Outcomes = Mapping[str, Sequence[Outcome]]
 """Study name to what became of its mutants."""
 
 
-def smallest(outcomes: Iterable[Outcome], *, by_activations: bool = False) -> float | None:
-    """The smallest size of error from which on every tried error of a role's column is caught, of either sign.
-
-    Args:
-        outcomes: of one group and column.
-        by_activations: count only what activations and their changes give away.
-    """
-    least = None
-    tried = list(outcomes)
-    for size in sorted({abs(one.exponent) for one in tried}, reverse=True):
-        same = [one for one in tried if abs(one.exponent) == size]
-        if not all((one.by_activations if by_activations else one.by) is not None for one in same):
-            break
-        least = size
-    return least
-
-
 def missed(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Those that change training and passed."""
+    """Return the mutants that change training and passed."""
     return [one for one in outcomes if one.by is None and not one.trains_alike]
 
 
 def markdown(outcomes: Outcomes, command: str) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     every = [one for study in outcomes.values() for one in study]
     training = [one for one in every if not one.trains_alike]
     caught = [one for one in training if one.by is not None]
@@ -45,28 +28,27 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     lines = [
         "# Wrong rules that the coordinate check catches",
         "",
-        "A mutant is a right rule, `mup` growing head_dim, with one column of one parameter group wrong by a power of m, the ratio of",
-        f"the width to its base. Theory is asked about the right rule, the mutant trains on {SIZES} sizes from {SEEDS} seeds, and from",
-        f"{MORE_SEEDS} if it passes; those of an encoder-decoder grow heads, on the first and the third size. Those of",
-        "experts are of four in each layer.",
-        f"Made by `{command}`; the rows, with what gave each away, are in `mutations.json`.",
-        "Rules for batch and tokens are in [joint-mutations.md](joint-mutations.md).",
+        "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter group wrong by a power of m, the ratio of",
+        "the width to its base. Theory is asked about the right rule, and the mutant is trained.",
+        "",
+        "| model | trained |",
+        "|---|---|",
+        f"| all | {SIZES} sizes, {SEEDS} seeds; {MORE_SEEDS} seeds if the mutant passes |",
+        "| encoder-decoder | grows heads, on the first and the third size |",
+        "| experts | four in each layer |",
+        "",
+        f"`{command}` makes this page. `mutations.json` has a row for each mutant, with what gave it away. Rules for batch and tokens",
+        "have [their own page](joint-mutations.md).",
         "",
         f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "
-        f"({_percent(len(caught), len(training))}); {len(alone)} ({_percent(len(alone), len(training))}) by activations and",
-        "their changes alone, without the lines that name a role's own weights (`weight`, `movement`, `gradient`).",
+        f"({_percent(len(caught), len(training))}). Activations and their changes alone catch {len(alone)} "
+        f"({_percent(len(alone), len(training))}); the other mutants are caught by a role's own weights (`weight`, `movement`,",
+        "`gradient`).",
         "",
         "## Share caught",
         "",
         *_shares(outcomes),
-        "",
-        "## Smallest error caught, by role",
-        "",
-        "The exponent from which on errors of either sign are caught; in parentheses by activations alone, – where the largest tried",
-        "passes. In brackets: such an error changes no training in this study, and is seen all the same.",
     ]
-    for study, own in outcomes.items():
-        lines += ["", f"### {study}", "", *_table(own)]
     lines += ["", f"## Caught only with {MORE_SEEDS} seeds", "", *(_harder(outcomes) or ["None."])]
     lines += ["", "## Missed", "", *(_misses(outcomes) or ["None."])]
     lines += ["", "## Errors that change no training", "", *(_alike(outcomes) or ["None."])]
@@ -100,27 +82,6 @@ def _shares(outcomes: Outcomes) -> list[str]:
             cells.append(f"{len(alike)}, {detections} seen" if alike else "")
             rows.append("| " + " | ".join([study, column, *cells]) + " |")
     return rows
-
-
-def _table(own: Sequence[Outcome]) -> list[str]:
-    columns = [c for c in COLUMNS if any(one.column == c for one in own)]
-    rows = ["| role | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for group in sorted({one.group for one in own}):
-        cells = [
-            _cell([one for one in own if (one.group, one.column) == (group, column)])
-            for column in columns
-        ]
-        rows.append("| " + " | ".join([group, *cells]) + " |")
-    return rows
-
-
-def _cell(mine: Sequence[Outcome]) -> str:
-    if all(one.same_numbers for one in mine):
-        return ""
-    size = _text(smallest(mine))
-    if all(one.trains_alike for one in mine):
-        return f"[{size}]"
-    return f"{size} ({_text(smallest(mine, by_activations=True))})"
 
 
 def _misses(outcomes: Outcomes) -> list[str]:
@@ -159,11 +120,8 @@ def _alike(outcomes: Outcomes) -> list[str]:
                     if o.column == column and o.trains_alike and o.same_numbers is same
                 ]
                 if mine:
-                    groups = ", ".join(
-                        f"`{group}`" for group in sorted({one.group for one in mine})
-                    )
                     lines.append(
-                        f"- {study}, {column}: {_reason(column, mine)} ({len(mine)} mutants: {groups})"
+                        f"- {study}, {column}: {_reason(column, mine)} ({len(mine)} mutants)"
                     )
     return lines
 
