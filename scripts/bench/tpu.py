@@ -56,10 +56,10 @@ def row_of(
 
 
 def part(record: Mapping[str, Any]) -> str:
-    """The commands of the shapes, and the table of all rows, those of a shape under what MaxText takes.
+    """Return the commands of the shapes and a table: MaxText's step, and ours as it is now.
 
     Args:
-        record: what the file has.
+        record: Content of docs/performance/tpu.json, which also has all earlier rows.
     """
     commands = [
         f"- {name}: `mupax compile {shape['flags']}`" for name, shape in record["shapes"].items()
@@ -71,8 +71,17 @@ def part(record: Mapping[str, Any]) -> str:
             f"{name}, MaxText", _cycles(theirs), "", f"{theirs['argument_bytes'] / 1e9:.3f} GB",
             f"{theirs['temporary_bytes'] / 1e9:.2f}", "", "", "",
         ))  # fmt: skip
-        rows += [_shown(row, theirs) for row in record["rows"] if row["shape"] == name]
+        of_shape = [row for row in record["rows"] if row["shape"] == name]
+        rows += [_shown(row, theirs) for row in _current(of_shape)]
     return "\n".join([*commands, "", table(rows)])
+
+
+def _current(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the newest row without flags of the compiler, and the rows with flags after it."""
+    newest = max(
+        index for index, row in enumerate(rows) if not row["says"].startswith("`--xla-flags")
+    )
+    return rows[newest:]
 
 
 def _shown(row: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
