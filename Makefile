@@ -70,7 +70,7 @@ core: $(VENV)/.locked-dev ## The cheap tests that other Python and JAX versions 
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m core $(USERS_XLA)
 
-figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
+figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/evidence/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)
 
 site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks are run, warnings and links that lead nowhere are errors

@@ -35,7 +35,7 @@ READ = (
     "examples",
     "scripts/launch",
     "docs/notebooks/commands.py",
-    "docs/pods.md",
+    "docs/howto/pods.md",
     "requirements-site.txt",
 )
 """What notebooks run and read."""
@@ -110,19 +110,10 @@ html_theme_options = {
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 
-OVERVIEWS = ("using", "models", "evidence", "reliability", "extend")
-"""Pages whose links to other pages are the navigation under them."""
-NAMED = re.compile(rf"docs/(?P<page>\w+)\.md|{papers.NUMBER.pattern}")
+NAMED = re.compile(rf"docs/(?P<page>\w+/\w+)\.md|{papers.NUMBER.pattern}")
 """What a sentence may name without a link."""
 SHORT, LONG = 14, 32
 """Characters up to which a table's cell is not broken over lines, and from which it is at least some words wide."""
-
-
-def _navigation(_: Sphinx, name: str, source: list[str]) -> None:
-    """Puts the pages that an overview links under it."""
-    if name in OVERVIEWS:
-        pages = dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md\)", source[0]))
-        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
 
 
 def _anchors(_: Sphinx, page: nodes.document) -> None:
@@ -189,7 +180,7 @@ def _titles(app: Sphinx, page: nodes.document, name: str) -> None:
 
 
 def _addresses(app: Sphinx, page: nodes.document) -> None:
-    """Links what a sentence names without a link: an arXiv number its paper, and docs/NAME.md the page of it."""
+    """Links what a sentence names without a link: an arXiv number its paper, and docs/FOLDER/NAME.md the page of it."""
     skipped = (
         nodes.reference,
         addnodes.pending_xref,
@@ -226,7 +217,6 @@ def _addresses(app: Sphinx, page: nodes.document) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connects what this page adds to Sphinx."""
-    app.connect("source-read", _navigation)
     app.connect("doctree-read", _addresses)
     app.connect("doctree-read", _anchors)
     app.connect("autodoc-process-docstring", _attribute, priority=600)  # after napoleon

@@ -1,6 +1,6 @@
 """Table of optimizers: one row each, with everything that the rest of the project asks about one by name. Pure data.
 
-To add one, write the function that makes its direction and a row here; docs/add_an_optimizer.md is an example.
+To add one, write the function that makes its direction and a row here; docs/howto/add_an_optimizer.md is an example.
 """
 
 from __future__ import annotations

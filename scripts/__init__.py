@@ -2,15 +2,15 @@
 
 | room | what its commands write |
 |---|---|
-| `bench` | docs/performance.md and others: time and memory, beside PyTorch where it has the same |
+| `bench` | docs/evidence/performance.md and others: time and memory, beside PyTorch where it has the same |
 | `campaigns` | what became of killed runs, damaged files, sick disks and wrong input |
 | `check` | what the coordinate check catches, and how far right rules stray |
 | `figures` | the papers' figures, measured again |
 | `launch` | nothing: files that start a run on many hosts |
 | `pages` | pages of docs/ from what is committed, and the Markdown that all pages are made of |
-| `quality` | docs/quality.md, with its trainings |
+| `quality` | docs/evidence/quality.md, with its trainings |
 | `vision` | small folders of images to train on |
-| `parity` | the table of docs/huggingface.md: logits beside `transformers` |
+| `parity` | the table of docs/howto/huggingface.md: logits beside `transformers` |
 | `report` | build/report.pdf |
 | `studies` | trained studies: transfer, how far its verdicts can be trusted, forecasts |
 

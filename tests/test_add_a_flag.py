@@ -1,6 +1,6 @@
-"""docs/add_a_flag.md: its edits are made in a copy of the source, where the flags then train and the tests that it names pass.
+"""docs/howto/add_a_flag.md: its edits are made in a copy of the source, where the flags then train and the tests that it names pass.
 
-`python -m tests.test_add_a_flag` writes the table of checkpoint flags in docs/running.md from the fields.
+`python -m tests.test_add_a_flag` writes the table of checkpoint flags in docs/howto/running.md from the fields.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mupax.config_fields import CONSEQUENCES
 from mupax.train.config.sections import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNNING = ROOT / "docs" / "running.md"
-PAGE = (ROOT / "docs" / "add_a_flag.md").read_text()
+RUNNING = ROOT / "docs" / "howto" / "running.md"
+PAGE = (ROOT / "docs" / "howto" / "add_a_flag.md").read_text()
 EDITS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TESTS = ["tests/train/run/test_config_fields.py", "-k", "clip_value or declares"]
 ON_RESUME = {"refused": "is refused", "announced": "prints old -> new", "silent": "says nothing"}
@@ -33,7 +33,7 @@ RUN = (
 
 
 def with_flags(page: str) -> str:
-    """Return docs/running.md with the table of checkpoint flags as the fields and their docstrings are."""
+    """Return docs/howto/running.md with the table of checkpoint flags as the fields and their docstrings are."""
     tree = ast.parse((ROOT / "train" / "config" / "sections.py").read_text())
     (body,) = [
         item.body

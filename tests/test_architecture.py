@@ -1,4 +1,4 @@
-"""docs/architecture.md: its drawing of rooms and floors has the arrows of the code, and its walks follow the imports.
+"""docs/concepts/architecture.md: its drawing of rooms and floors has the arrows of the code, and its walks follow the imports.
 
 `python -m tests.test_architecture` draws it anew.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_floors import FLOORS, ROOT, import_graph, room
 
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE = ROOT / "docs" / "concepts" / "architecture.md"
 
 pytestmark = pytest.mark.core
 
@@ -46,7 +46,7 @@ def drawing(floors: tuple[tuple[str, ...], ...], arrows: set[tuple[str, str]]) -
 
 
 def page(text: str) -> str:
-    """The text of docs/architecture.md with the drawing as the code has it."""
+    """The text of docs/concepts/architecture.md with the drawing as the code has it."""
     begin, end = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
     before, after = text.partition(begin)[0], text.partition(end)[2]
     return f"{before}{begin}```text\n{drawing(FLOORS, arrows())}\n```\n{end}{after}"

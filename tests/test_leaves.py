@@ -1,7 +1,7 @@
 """A core and its leaves: without its leaves the core trains, and a leaf imports the core and the leaves that it names.
 
 A person who has read the core knows the system. Everything else is a leaf, a folder of `LEAVES`. `python -m tests.test_leaves` writes
-the table of docs/architecture.md.
+the table of docs/concepts/architecture.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from tests.test_floors import ROOT, file_of, imports, sources
 
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE = ROOT / "docs" / "concepts" / "architecture.md"
 LEAVES: dict[str, tuple[str, ...]] = {
     "presets/analysis": (),
     "presets/tuned": (),
@@ -176,7 +176,7 @@ def first_line(folder: str) -> str:
 
 
 def table() -> str:
-    """Return the table of leaves for docs/architecture.md."""
+    """Return the table of leaves for docs/concepts/architecture.md."""
     rows = ["| leaf | what it is | imports the leaves |", "|---|---|---|"]
     for leaf, lower in LEAVES.items():
         folders = [leaf, *(folder for folder, of in SAME_LEAF.items() if of == leaf)]
@@ -188,7 +188,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """Return the text of docs/architecture.md with the table as `LEAVES` has it."""
+    """Return the text of docs/concepts/architecture.md with the table as `LEAVES` has it."""
     begin = "<!-- leaves: begin -->\n"
     end = "<!-- leaves: end -->"
     before = text.partition(begin)[0]

@@ -1,4 +1,4 @@
-"""The pages docs/add_a_*.md: each example is what a reader saves and runs, at most 30 lines, and trains."""
+"""The pages docs/howto/add_a_*.md: each example is what a reader saves and runs, at most 30 lines, and trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
 from mupax.train.reuse.transplant import powers_of
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "howto"
 
 
 @pytest.fixture(autouse=True)

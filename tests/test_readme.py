@@ -40,15 +40,17 @@ from tests.presets.verify import dumps
 __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_THE_SITE = {"index.md", "contributing.md", "changelog.md"}
+OF_THE_SITE = {"docs/index.md", "docs/contributing.md", "docs/changelog.md"}
 """Pages that include the documents of the root."""
 PAGES = sorted(
-    f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name not in OF_THE_SITE
+    path
+    for path in (page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
+    if path not in OF_THE_SITE and not path.startswith(("docs/notebooks/", "docs/reference/api/"))
 )
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
-MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a"))
+MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/howto/add_a"))
 """Pages whose Python is a module to save, which a test beside what is added does."""
-OWN_TEST = ("docs/add_a_metric.md",)
+OWN_TEST = ("docs/howto/add_a_metric.md",)
 """Pages whose commands need such a module, and are run by its test."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
@@ -134,7 +136,7 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
             Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(
                 path / "my_images" / name / f"{number}.png"
             )
-    (path / "my_model.py").write_text(blocks("docs/roles.md", "python")[0])
+    (path / "my_model.py").write_text(blocks("docs/concepts/roles.md", "python")[0])
     for name, text in files_of_other_programs().items():
         (path / name).write_text(text)
     with contextlib.chdir(path):
@@ -275,7 +277,7 @@ def test_presets_need_neither_our_models_nor_our_loop():
     longest_lines = 30
     examples = [
         block
-        for document in ("README.md", "docs/other_code.md")
+        for document in ("README.md", "docs/howto/other_code.md")
         for block in blocks(document, "python")
         if "mup.scales(" in block
     ]
@@ -301,7 +303,7 @@ ELSEWHERE = ("runs/", "splash_attention/")
 def missing(document: str, text: str) -> list[str]:
     """What the text of a document (by its path from the root) names and is not there."""
     gone = []
-    elsewhere = in_other_repositories() if document == "docs/tuned.md" else set()
+    elsewhere = in_other_repositories() if document == "docs/reference/tuned.md" else set()
     for name in NAMED.findall(re.sub(r"^(---|\+\+\+) [ab]/", "", text, flags=re.MULTILINE)):
         if name.startswith("mupax.") and not name.endswith((".py", ".md")):
             with contextlib.suppress(AttributeError, ImportError):
@@ -338,5 +340,5 @@ def test_files_and_modules_named_in_the_documents_exist(document: str):
 
 
 def test_control_a_moved_file_is_missed():
-    text = "`train/loop.py`, `train/run/loop.py:12`, [x](docs/running.md), mupax.train.loop and `mupax.train.run.loop`"
+    text = "`train/loop.py`, `train/run/loop.py:12`, [x](docs/howto/running.md), mupax.train.loop and `mupax.train.run.loop`"
     assert missing("README.md", text) == ["train/loop.py", "mupax.train.loop"]

@@ -1,4 +1,4 @@
-"""The table of commands. `mupax --help`, dispatch, shell completion and docs/commands.md are made from it.
+"""The table of commands. `mupax --help`, dispatch, shell completion and docs/reference/commands.md are made from it.
 
 The function of a row imports what runs the command, so that a process loads only the command that
 was typed.

@@ -145,7 +145,7 @@ def find(word: str) -> Tuned:
         return load(paths[word])
     if word in MOVED:
         raise PresetError(
-            f"{word} no longer comes with mupax: {MOVED[word]}. Its data are docs/evidence/{preset}.{name}.json in the "
+            f"{word} no longer comes with mupax: {MOVED[word]}. Its data are docs/evidence/tuned/{preset}.{name}.json in the "
             f"source; write {preset} and tune it, or copy that file to {OWN_FOLDER.absolute()}, where {word} is found. "
             "A run that it began goes on with `mupax train --resume --workdir FOLDER`"
         )

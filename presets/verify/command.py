@@ -237,7 +237,7 @@ def recognized(
 class Verify:
     """Is the parameterization right that other code has? Reads what it gives each parameter at two sizes, of any framework.
 
-    A dump is JSON, {name: {shape, std, lr, wd, eps, multiplier}}; docs/verify.md has a snippet for PyTorch and one for JAX that write it. Also
+    A dump is JSON, {name: {shape, std, lr, wd, eps, multiplier}}; docs/howto/verify.md has snippets for PyTorch and JAX that write it. Also
     read: a Megatron command line, a Cerebras YAML, arguments of nanoGPT-mup, an OLMo YAML, a .bsh of microsoft/mup, a config.json of Hugging
     Face. Exits with 1 where something is wrong.
     """
@@ -266,7 +266,7 @@ class Verify:
     def __post_init__(self) -> None:
         if not self.files:
             raise command_line.UsageError(
-                "verify needs files, such as verify small.json large.json; docs/verify.md says what they hold"
+                "verify needs files, such as verify small.json large.json; docs/howto/verify.md says what they hold"
             )
         if self.constant and self.preset is None:
             raise command_line.UsageError("--constant is a preset's; write --preset too")

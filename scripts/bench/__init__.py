@@ -1,1 +1,1 @@
-"""What things cost. `python -m scripts.bench NAME` measures in turns (`in_turns.py`) and writes docs/performance.md."""
+"""What things cost. `python -m scripts.bench NAME` measures in turns (`in_turns.py`) and writes docs/evidence/performance.md."""

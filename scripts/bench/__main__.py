@@ -1,8 +1,8 @@
-"""Runs the named benchmarks and writes their tables into docs/performance.md, from what these and earlier runs of them measured.
+"""Runs the named benchmarks and writes their tables into docs/evidence/performance.md, from what these and earlier runs of them measured.
 
     python -m scripts.bench [NAME ... | --all]
 
-The names are those that run anywhere; all of them take an hour. Every one leaves docs/performance/NAME.json; what the page says
+The names are those that run anywhere; all of them take an hour. Every one leaves docs/evidence/performance/NAME.json; what the page says
 around the tables is written by hand.
 """
 
@@ -23,7 +23,7 @@ from scripts import ROOT, harness
 from scripts.bench import tpu
 from scripts.pages.markdown import replaced, table
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "evidence" / "performance.md"
 FOLDER = PAGE.with_suffix("")
 MODULES = {
     "torch_step": "pytorch.step",
@@ -108,7 +108,7 @@ def flags(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def page(text: str, folder: Path) -> str:
-    """The text of docs/performance.md with the tables of what is in the folder."""
+    """The text of docs/evidence/performance.md with the tables of what is in the folder."""
     if (path := folder / "cpu_flags.json").exists():
         text = replaced(text, "cpu_flags", flags(json.loads(path.read_text())))
     for name in MODULES:

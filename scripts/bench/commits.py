@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+RECORDS = ("docs/evidence/pods.json", "docs/pods.json")
+"""Where the reports of pods are, and where they were before."""
+
 
 def head(root: Path) -> dict[str, str]:
     """The commit that stands in a checkout, and its day.
@@ -28,7 +31,7 @@ def head(root: Path) -> dict[str, str]:
 
 
 def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None:
-    """The first commit that has a report in `docs/pods.json`; None where none has, or the folder is no checkout.
+    """The first commit that has a report in `docs/evidence/pods.json`; None where none has, or the folder is no checkout.
 
     Args:
         report: told from others of its pod by its cycles and the time that the compiler took.
@@ -50,9 +53,11 @@ def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None
 
 def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     """Commit, its day and the reports in it, the last commit first."""
-    for line in _git(root, "log", "--format=%h %cs", "--", "docs/pods.json").splitlines():
+    for line in _git(root, "log", "--format=%h %cs", "--", *RECORDS).splitlines():
         commit, date = line.split()
-        yield commit, date, json.loads(_git(root, "show", f"{commit}:docs/pods.json"))["pods"]
+        contents = [_git(root, "show", f"{commit}:{path}") for path in RECORDS]
+        content = next(text for text in contents if text)
+        yield commit, date, json.loads(content)["pods"]
 
 
 def _git(root: Path, *words: str) -> str:

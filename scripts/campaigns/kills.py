@@ -35,7 +35,7 @@ from scripts.campaigns.tiny_runs import (
     undisturbed,
 )
 
-PAGE = ROOT / "docs" / "kills.md"
+PAGE = ROOT / "docs" / "evidence" / "kills.md"
 COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
 """By number of processes, whose steps take so much longer."""
@@ -168,7 +168,7 @@ class Options:
     processes: Literal[1, 2] | None = None
     """Only runs of so many."""
     page: Path = PAGE
-    """Write here, and the rows beside it, instead of docs/kills.md."""
+    """Write here, and the rows beside it, instead of docs/evidence/kills.md."""
     models: tuple[str, ...] = tuple(MODELS)
     """Only runs of these."""
     again: Switch = False

@@ -34,7 +34,7 @@ from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
 
-PAGE = ROOT / "docs" / "operations.md"
+PAGE = ROOT / "docs" / "evidence" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
 MOMENTS = ("killed", "killed after")
@@ -240,7 +240,7 @@ class Options:
     most: int = 8
     """Kills of one run."""
     page: Path = PAGE
-    """Write here, and the rows beside it, not docs/operations.md."""
+    """Write here, and the rows beside it, not docs/evidence/operations.md."""
     again: Switch = False
     """Forget what the file holds."""
     folder: Path | None = None

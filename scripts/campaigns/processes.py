@@ -28,7 +28,7 @@ from scripts.campaigns import tiny_runs
 from scripts.campaigns.injection.calls import Action, when, with_result
 from scripts.campaigns.tiny_runs import Session
 
-PAGE = ROOT / "docs" / "processes.md"
+PAGE = ROOT / "docs" / "evidence" / "processes.md"
 COMMAND = "python -m scripts.campaigns.processes"
 STEPS, EVERY = 16, 4
 """Of a run, and between its checkpoints."""

@@ -2,7 +2,7 @@
 
     python -m scripts.check.campaign [--tasks N] [--only structures mutants own]
 
-Writes docs/check-campaign.json, a series of models at a time; `python -m scripts.check.structures` then writes the page. Type the
+Writes docs/evidence/check-campaign.json, a series of models at a time; `python -m scripts.check.structures` then writes the page. Type the
 same command again to go on: what the file holds is not run again. Series are run in an order drawn once from a fixed seed, so that
 whatever is there when it is stopped is a random sample of all.
 """
@@ -28,7 +28,7 @@ from scripts.check.mutants import COLUMNS, Mutant
 from scripts.check.mutation_suite import STUDIES, Suite
 from scripts.check.wrong_tables import LM, MENDING, MODELS
 
-RECORD = ROOT / "docs" / "check-campaign.json"
+RECORD = ROOT / "docs" / "evidence" / "check-campaign.json"
 COMMAND = "python -m scripts.check.campaign"
 SIZES = 3
 SEEDS = 3

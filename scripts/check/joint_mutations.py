@@ -1,4 +1,4 @@
-"""How many wrong joint rules the check catches: writes docs/joint-mutations.json and .md.
+"""How many wrong joint rules the check catches: writes docs/evidence/joint-mutations.json and .md.
 
     python -m scripts.check.joint_mutations
 
@@ -28,7 +28,7 @@ from mupax.train.studies.check import joint_run
 from mupax.train.studies.check.judge import Finding, passes
 from scripts import ROOT
 
-PAGE = ROOT / "docs" / "joint-mutations.md"
+PAGE = ROOT / "docs" / "evidence" / "joint-mutations.md"
 COMMAND = "python -m scripts.check.joint_mutations"
 SIZES = 4
 EXPONENTS = (0.25, -0.25, 0.5, -0.5)

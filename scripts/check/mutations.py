@@ -1,4 +1,4 @@
-"""How many wrong rules the coordinate check catches: writes docs/mutations.json and .md, mutant by mutant, resumable.
+"""How many wrong rules the coordinate check catches: writes docs/evidence/mutations.json and .md, mutant by mutant, resumable.
 
     python -m scripts.check.mutations [--studies "decoder, Adam" ...] [--again]
 
@@ -19,7 +19,7 @@ from scripts import ROOT, harness
 from scripts.check import mutation_report
 from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Suite
 
-PAGE = ROOT / "docs" / "mutations.md"
+PAGE = ROOT / "docs" / "evidence" / "mutations.md"
 COMMAND = "python -m scripts.check.mutations"
 
 

@@ -23,7 +23,7 @@ from scripts import ROOT
 VOCAB = 1024
 CONTEXT = 32
 HEADS = 4
-_MIXER = runpy.run_path(str(ROOT / "docs" / "mixer.py"))
+_MIXER = runpy.run_path(str(ROOT / "docs" / "howto" / "mixer.py"))
 WIDTHS = (64, 128, 256)
 
 

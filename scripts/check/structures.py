@@ -1,4 +1,4 @@
-"""Every right preset on every structure, and every wrong table, by the coordinate check: writes docs/structures.json and .md.
+"""Every right preset on every structure, and every wrong table, by the coordinate check: writes docs/evidence/structures.json and .md.
 
     python -m scripts.check.structures [--models "lm" ...] [--grow heads ...] [--again]
 
@@ -23,7 +23,7 @@ from scripts.check import campaign, untold
 from scripts.check.campaign import RIGHT
 from scripts.check.wrong_tables import MODELS, WRONG
 
-PAGE = ROOT / "docs" / "structures.md"
+PAGE = ROOT / "docs" / "evidence" / "structures.md"
 COMMAND = "python -m scripts.check.structures"
 SIZES, SEEDS, STEPS = 3, 3, 3
 """As `mupax check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""

@@ -1,4 +1,4 @@
-"""Every preset, by theory and by measurement: writes docs/theory-and-measurement.json and .md.
+"""Every preset, by theory and by measurement: writes docs/evidence/theory-and-measurement.json and .md.
 
     python -m scripts.check.theory_and_measurement
 
@@ -23,7 +23,7 @@ from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT
 
-OUT = ROOT / "docs" / "theory-and-measurement"
+OUT = ROOT / "docs" / "evidence" / "theory-and-measurement"
 NAMES = (
     "sp", "mup", "mup-half", "depth-mup", "completep", "ntk", "hybrid", "maximal-update", "u-mup", "spectral", "sp-layerwise",
 )  # fmt: skip

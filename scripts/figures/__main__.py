@@ -1,6 +1,6 @@
-"""Measures and draws the papers' figures, and writes docs/reproduction.md from what they found.
+"""Measures and draws the papers' figures, and writes docs/evidence/reproduction.md from what they found.
 
-    python -m scripts.figures [NAME ...] [--full] [--out docs/figures] [--again] [--render] [--list]
+    python -m scripts.figures [NAME ...] [--full] [--out docs/evidence/figures] [--again] [--render] [--list]
 
 Every figure leaves NAME.json (settings, numbers, rows with their verdicts) and NAME.png; with `--full`, the paper's sizes,
 NAME-full. A figure whose record has the same settings is only drawn again.
@@ -21,7 +21,7 @@ from mupax.command_line import Switch
 from scripts import ROOT, harness
 from scripts.figures import page
 
-OUT = ROOT / "docs" / "figures"
+OUT = ROOT / "docs" / "evidence" / "figures"
 WORK = Path("runs") / "figures"
 
 

@@ -1,4 +1,4 @@
-"""docs/reproduction.md, made from the records of the figures, and the list of figures there are."""
+"""docs/evidence/reproduction.md, made from the records of the figures, and the list of figures there are."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def exports() -> dict[str, Any]:
-    """Return the names that docs/api documents, each with its signature or with its public members."""
+    """Return the names that docs/reference/api documents, each with its signature or with its public members."""
     names: dict[str, Any] = {}
-    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+    for page in sorted((ROOT / "docs" / "reference" / "api").glob("*.md")):
         for sort, name in _DOCUMENTED.findall(page.read_text()):
             if sort == "module":
                 names[name] = sorted(getattr(importlib.import_module(name), "__all__", ()))

@@ -1,4 +1,4 @@
-"""Badges of README.md, from what pyproject.toml says: writes docs/badges.
+"""Badges of README.md, from what pyproject.toml says: writes docs/images/badges.
 
     python -m scripts.pages.badges
 
@@ -19,7 +19,7 @@ from matplotlib.textpath import TextPath
 
 from scripts import ROOT
 
-FOLDER = ROOT / "docs" / "badges"
+FOLDER = ROOT / "docs" / "images" / "badges"
 FONT, PADDING, HEIGHT = 11, 7, 20
 """Pixels: size of the text, the space on either side of it, and a badge's height."""
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" aria-label="{label}: {value}">

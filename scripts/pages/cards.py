@@ -1,4 +1,4 @@
-"""Table of the tuned presets that come with the project: writes docs/tuned.md.
+"""Table of the tuned presets that come with the project: writes docs/reference/tuned.md.
 
 python -m scripts.pages.cards
 """
@@ -13,7 +13,7 @@ from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
 from scripts.pages import published
 
-PAGE = ROOT / "docs" / "tuned.md"
+PAGE = ROOT / "docs" / "reference" / "tuned.md"
 HEAD = f"""# Tuned presets
 
 A tuned preset holds the learning rate and the constants that were best at one size. `mupax train RECIPE --preset PRESET:NAME` uses it,
@@ -34,11 +34,11 @@ The rates are best on data of this project's own machine; they say nothing about
 
 | preset | verdict | learning rate, log2 [95 %] | base | measured on | drift, octaves a doubling [95 %] |
 |---|---|---|---|---|---|"""
-EVIDENCE_FOLDER = ROOT / "docs" / "evidence"
+EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
 MOVED_HEAD = """## No longer shipped
 
 These came with mupax once. Their names are refused for a new run; a run that one began goes on with its own command, or with
-`mupax train --resume --workdir FOLDER`. `mupax presets tuned mup:docs/evidence/mup.vit-endless-v1.json` says everything about that
+`mupax train --resume --workdir FOLDER`. `mupax presets tuned mup:docs/evidence/tuned/mup.vit-endless-v1.json` says everything about that
 one, and once its file is copied into a folder `tuned` here its name works as before.
 
 | preset | why | optimizer | rate | data |
@@ -100,7 +100,7 @@ def _moved(presets: Sequence[find.Tuned]) -> list[str]:
     """Return the lines about tuned presets whose files are kept as data alone."""
     rows = [
         f"| {tuned.use} | {find.MOVED[tuned.use]} | {tuned.optimizer['name']} | {tuned.optimizer['peak_lr']:.4g} | "
-        f"`docs/evidence/{tuned.preset}.{tuned.name}.json` |"
+        f"`docs/evidence/tuned/{tuned.preset}.{tuned.name}.json` |"
         for tuned in presets
     ]
     return [MOVED_HEAD, *rows, ""]

@@ -1,4 +1,4 @@
-"""The reference of commands: writes docs/commands.md from the table that dispatch reads.
+"""The reference of commands: writes docs/reference/commands.md from the table that dispatch reads.
 
 python -m scripts.pages.commands
 """
@@ -10,19 +10,19 @@ from mupax.commands import completion, table
 from mupax.commands.table import Command
 from scripts import ROOT
 
-PAGE = ROOT / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "reference" / "commands.md"
 HEAD = """# Commands
 
 `mupax COMMAND --help` prints the flags of a command and an example. `mupax train RECIPE --help` prints the flags of a recipe that
 are used most, and `--help all` every one. Where a command takes a recipe, `--config FILE` may stand in its place: YAML or JSON, such as
 the `config.json` of a run. `--plugin MODULE` first imports a module with presets, models, data or optimizers of your own
-([how](extend.md)). In a checkout `python -m train RECIPE` is `mupax train RECIPE`. Made by `python -m scripts.pages.commands`.
+([how](../howto/extend.md)). In a checkout `python -m train RECIPE` is `mupax train RECIPE`. Made by `python -m scripts.pages.commands`.
 
 """
 EXIT_CODES = """## Exit codes
 
 0: done. 1: it failed, or what was checked does not hold. 2: bad input, with one message on standard error. 128 and a signal's number:
-stopped by that signal. [A table of wrong command lines](../tests/train/inputs.md) shows the messages.
+stopped by that signal. [A table of wrong command lines](../../tests/train/inputs.md) shows the messages.
 
 """
 OLD = """## Old spellings

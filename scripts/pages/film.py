@@ -1,4 +1,4 @@
-"""The README's film: commands recorded in a terminal of 80 columns, as an animated SVG (docs/tour/film.svg).
+"""The README's film: commands recorded in a terminal of 80 columns, as an animated SVG (docs/images/tour/film.svg).
 
     python -m scripts.pages.film
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from scripts import ROOT
 
-OUT = ROOT / "docs" / "tour" / "film.svg"
+OUT = ROOT / "docs" / "images" / "tour" / "film.svg"
 COLUMNS, ROWS = 80, 24
 COMMANDS = {
     "mupax presets table mup --model gpt2-large --base gpt2": 1,
@@ -196,7 +196,7 @@ def main() -> int:
         frames = recorded(COMMANDS, Path(folder))
     OUT.write_text(svg(frames))
     print(
-        f"wrote docs/tour/{OUT.name}: {len(frames)} frames, {sum(f.seconds for f in frames):.0f} s, {OUT.stat().st_size // 1024} KiB"
+        f"wrote docs/images/tour/{OUT.name}: {len(frames)} frames, {sum(f.seconds for f in frames):.0f} s, {OUT.stat().st_size // 1024} KiB"
     )
     return 0
 

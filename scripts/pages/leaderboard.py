@@ -1,10 +1,10 @@
-"""Drift and price of every preset, optimizer and axis that was studied: writes docs/leaderboard.md.
+"""Drift and price of every preset, optimizer and axis that was studied: writes docs/evidence/leaderboard.md.
 
     python -m scripts.pages.leaderboard [--render]
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
 
-`--render` first judges the rows of docs/leaderboard again. The second makes the study that follows NAME, as
-`mupax transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
+`--render` first judges the rows of docs/evidence/leaderboard again. The second makes the study that follows NAME, as
+`mupax transfer` does, in docs/evidence/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
 typed again.
 """
 
@@ -24,8 +24,8 @@ from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
 from scripts.studies.transfer import judge_again
 
-FOLDERS = (ROOT / "docs" / "transfer", ROOT / "docs" / "leaderboard")
-PAGE = ROOT / "docs" / "leaderboard.md"
+FOLDERS = (ROOT / "docs" / "evidence" / "transfer", ROOT / "docs" / "evidence" / "leaderboard")
+PAGE = ROOT / "docs" / "evidence" / "leaderboard.md"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 HEAD = f"""# Leaderboard
 
@@ -159,10 +159,10 @@ def add(name: str, words: Sequence[str]) -> int:
         )
     if (FOLDERS[0] / name).exists():
         raise MupaxError(
-            f"docs/transfer/{name} is one of the project's own studies; choose another name"
+            f"docs/evidence/transfer/{name} is one of the project's own studies; choose another name"
         )
     with contextlib.chdir(ROOT):
-        return command.main([*words, "--out", f"docs/leaderboard/{name}"])
+        return command.main([*words, "--out", f"docs/evidence/leaderboard/{name}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

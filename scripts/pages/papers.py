@@ -1,4 +1,4 @@
-"""The papers that the code and its documents cite by their arXiv number: writes docs/papers.md, and finds numbers that cannot be right.
+"""Papers that the code and its documents cite by arXiv number: writes docs/reference/papers.md and finds wrong numbers.
 
     python -m scripts.pages.papers
 
@@ -7,6 +7,7 @@ A number is cited alone, with `arXiv` before it, or behind a name: Bordelon et a
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from scripts import ROOT
 from scripts.pages import markdown
 
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = ROOT / "docs" / "reference" / "papers.md"
 NUMBER = re.compile(r"(?<![\w./-])(\d\d)(0[1-9]|1[0-2])\.\d{5}(?![\d.]*\d)")
 """An arXiv number since 2015: year, month and five digits."""
 _YEAR = r"(?P<year>(?:19|20)\d\d)"
@@ -113,7 +114,11 @@ def citing(root: Path = ROOT) -> dict[str, str]:
         .stdout.decode()
         .split("\0")
     )
-    skipped = {"docs/papers.md", "scripts/pages/papers.py", "tests/scripts/pages/test_papers.py"}
+    skipped = {
+        "docs/reference/papers.md",
+        "scripts/pages/papers.py",
+        "tests/scripts/pages/test_papers.py",
+    }
     paths = (name for name in listed if name and name not in skipped and (root / name).is_file())
     return {name: (root / name).read_text() for name in paths}
 
@@ -178,12 +183,10 @@ def page(texts: Mapping[str, str]) -> str:
 
 
 def _where(path: str) -> str:
-    inside = path.removeprefix("docs/")
-    return (
-        f"[{inside}]({inside})"
-        if path.startswith("docs/") and path.endswith(".md")
-        else f"`{path}`"
-    )
+    if not (path.startswith("docs/") and path.endswith(".md")):
+        return f"`{path}`"
+    target = os.path.relpath(ROOT / path, PAGE.parent)
+    return f"[{Path(path).name}]({target})"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The section of docs/tuned.md about tuned presets whose numbers others have published, and about sources that were left out."""
+"""The section of docs/reference/tuned.md about tuned presets whose numbers others have published, and about sources that were left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings to train a model with, by the best evidence that comes with mupax: writes docs/which-settings.md.
+"""Which settings to train a model with, by the best evidence that comes with mupax: writes docs/start/which-settings.md.
 
 python -m scripts.pages.which_settings
 """
@@ -13,7 +13,7 @@ from mupax.zoo.families import ModelConfig
 from scripts import ROOT
 from scripts.pages.markdown import table
 
-PAGE = ROOT / "docs" / "which-settings.md"
+PAGE = ROOT / "docs" / "start" / "which-settings.md"
 TOKENS_PER_PARAMETER = 20
 """Tokens of the page's runs for each parameter outside of embeddings (Hoffmann et al. 2022, 2203.15556)."""
 IMAGES = 90 * 1_281_167
@@ -31,16 +31,16 @@ with {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings, or 
 TAIL = """
 Best first, evidence is
 
-- **measured here**: a [tuned preset](tuned.md) of this project. It applies within three doublings of the sizes and lengths that were
-  tried.
-- **published law**: fitted to [1,073 runs of others](published-runs.md), under standard parameterization. It applies within three
+- **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies within three doublings of the sizes and lengths
+that were   tried.
+- **published law**: fitted to [1,073 runs of others](../evidence/published-runs.md), under standard parameterization. It applies within three
   doublings of their 215 to 429 million parameters and 4 to 100 billion tokens, to decoders without experts.
-- **published constants**: what somebody trained a model of this size with ([tuned presets, published](tuned.md)). How far from the
+- **published constants**: what somebody trained a model of this size with ([tuned presets, published](../reference/tuned.md)). How far from the
   best they are is not known.
 
 If you can afford one study, make your own instead: tune a small model under `mup` and train the large one with it
 (`mupax tune`, then `mupax plan MODEL --from FOLDER`). If the run is longer than the one that was tuned, grow the batch as the square
-root of the tokens and take `--joint sde`; [the measurements](published-runs.md#which-rule-to-use-for-a-longer-run) say what other
+root of the tokens and take `--joint sde`; [the measurements](../evidence/published-runs.md#which-rule-to-use-for-a-longer-run) say what other
 rules cost.
 
 Made by `python -m scripts.pages.which_settings`.

@@ -1,1 +1,1 @@
-"""Logits of the same weights here and in `transformers`: docs/huggingface.md."""
+"""Logits of the same weights here and in `transformers`: docs/howto/huggingface.md."""

@@ -2,7 +2,7 @@
 
 Models have random weights: every matrix, gain and bias its own numbers. `in` reads a file that transformers wrote, `out`
 lets transformers read a file written from a model under a preset, at a size other than the preset's base. `--write` puts
-the table into docs/huggingface.md. Needs torch and transformers (`make parity` installs them).
+the table into docs/howto/huggingface.md. Needs torch and transformers (`make parity` installs them).
 """
 
 # Torch is optional and in no lock file.
@@ -36,7 +36,7 @@ from scripts import ROOT, harness
 from scripts.pages.markdown import replaced
 from scripts.parity.models import MODELS, VARIANTS, WRITTEN
 
-DOCUMENT = ROOT / "docs" / "huggingface.md"
+DOCUMENT = ROOT / "docs" / "howto" / "huggingface.md"
 
 PRESETS: dict[str, PresetConfig] = {
     "sp": PresetConfig(name="sp"),

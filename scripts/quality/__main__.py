@@ -1,4 +1,4 @@
-"""Measures what a tuned preset is worth: writes docs/quality/ and docs/quality.md.
+"""Measures what a tuned preset is worth: writes docs/evidence/quality/ and docs/evidence/quality.md.
 
     python -m scripts.quality [CELL ...] [--rates] [--render] [--list]
 

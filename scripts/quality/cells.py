@@ -13,7 +13,7 @@ from mupax.train.config.run import Config
 from mupax.train.studies.transfer import study
 from scripts import ROOT
 
-OUT = ROOT / "docs" / "quality"
+OUT = ROOT / "docs" / "evidence" / "quality"
 STEP = {"lr": 0.5}
 """Octaves between neighbours of the search; of every other constant `OCTAVE`."""
 OCTAVE = 1.0

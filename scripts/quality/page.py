@@ -29,8 +29,9 @@ Losses are means over the last tenth of a run's steps; every run sees the same e
 with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that the interval ends at or below {GOAL:+.3f} nats. Arms
 in which `mup` has one rule of `sp` say what that rule is worth; their rate is searched at every size.
 
-`python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in `docs/quality/*/points.jsonl`. With images
-`embedding_width` changes nothing, because it is about token embeddings; those two arms are one.
+`python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in
+`docs/evidence/quality/*/points.jsonl`. With images `embedding_width` changes nothing, because it is about token embeddings; those two
+arms are one.
 """
 READING = {
     "head_dim-100": "**Not reached**, because constants of width 64 do not serve larger models at this horizon: `mup`'s best readout rate "

@@ -14,7 +14,7 @@ from scripts import ROOT
 from scripts.check import mutations
 from scripts.pages import leaderboard
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "evidence"
 LIMITS = ("head_dim", "heads", "depth")
 OBSERVED = ("attention", "update query", "change residual", "change logits")
 """Observables that the table of theory and measurement shows, of those that are measured."""

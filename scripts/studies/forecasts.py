@@ -1,8 +1,8 @@
-"""The board of forecasts: every one in docs/forecasts/, and what came. Writes docs/forecasts.json and its part of docs/forecasts.md.
+"""Board of forecasts and their outcomes: writes docs/evidence/forecasts.json and its part of docs/evidence/forecasts.md.
 
     python -m scripts.studies.forecasts
 
-A folder of docs/forecasts/ has forecasts.json and, where their runs were trained, outcomes/points.jsonl. Beside them stands what the
+A folder of docs/evidence/forecasts/ has forecasts.json and, where their runs were trained, outcomes/points.jsonl. Beside them stands what the
 law makes of the committed transfer studies: fitted without their largest size, it is asked for that one. That is hindsight, as
 those outcomes were known, and counts for no more.
 """
@@ -26,7 +26,7 @@ from mupax.train.studies.transfer.fit import fit
 from scripts import ROOT, harness
 from scripts.pages.markdown import replaced
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "evidence"
 SHORT = ("date", "what", "preset", "scale", "beyond", "prediction", "digest", "metric")
 
 
@@ -34,7 +34,7 @@ def collected(folder: Path) -> list[dict[str, Any]]:
     """Every forecast in a folder of folders, each with its outcome where it has come.
 
     Args:
-        folder: docs/forecasts.
+        folder: docs/evidence/forecasts.
 
     Raises:
         ForecastError: a forecast is not as it was written.
@@ -63,7 +63,7 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
     """The largest size of each committed transfer study, as the law of the others has it.
 
     Args:
-        folder: docs/transfer.
+        folder: docs/evidence/transfer.
     """
     rows = []
     for place in sorted(path.parent for path in folder.glob("*/transfer.json")):
@@ -115,7 +115,7 @@ def document(content: dict[str, Any]) -> str:
     """The board as it stands in the page.
 
     Args:
-        content: of docs/forecasts.json.
+        content: of docs/evidence/forecasts.json.
     """
     lines = [
         "| forecasts of | made | came | inside 90 % | inside 50 % | median error | largest |",
@@ -167,7 +167,7 @@ def _misses(forecasts: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the forecasts whose 90 % interval did not hold the outcome."""
     lines = [
         "",
-        "The outcomes outside of their 90 % interval; `docs/forecasts.json` has every forecast.",
+        "The outcomes outside of their 90 % interval; `docs/evidence/forecasts.json` has every forecast.",
         "",
         "| forecast of | run | parameters | tokens | loss | 90 % | came | error |",
         "|---|---|---|---|---|---|---|---|",
@@ -193,11 +193,11 @@ def _misses(forecasts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def page(text: str, content: dict[str, Any]) -> str:
-    """The text of docs/forecasts.md with the board in its place.
+    """The text of docs/evidence/forecasts.md with the board in its place.
 
     Args:
         text: of the page.
-        content: of docs/forecasts.json.
+        content: of docs/evidence/forecasts.json.
     """
     return replaced(text, "board", f"\n{document(content)}\n")
 

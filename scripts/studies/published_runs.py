@@ -1,8 +1,8 @@
-"""What 1,073 published runs of dense decoders say of learning rates, batches and losses: docs/published-runs.md.
+"""What 1,073 published runs of dense decoders say of learning rates, batches and losses: docs/evidence/published-runs.md.
 
     python -m scripts.studies.published_runs forecast TABLE.csv   # docs/evidence/forecasts/published-dense.json
     python -m scripts.studies.published_runs law TABLE.csv        # the law that comes with mupax, without the runs
-    python -m scripts.studies.published_runs study TABLE.csv      # docs/published-runs/result.json: left-out settings, rules, exponents
+    python -m scripts.studies.published_runs study TABLE.csv      # published-runs/result.json: left-out settings, rules, exponents
     python -m scripts.studies.published_runs_page                 # the page and its picture from that
 
 The table has no licence and is not part of the project; its sha256 is in the results. Columns: parameters (without embeddings),
@@ -31,9 +31,9 @@ from mupax.train.studies.tables.table import RunTable
 from scripts import ROOT
 
 FORECAST = ROOT / "docs" / "evidence" / "forecasts" / "published-dense.json"
-RESULT = ROOT / "docs" / "published-runs" / "result.json"
-PICTURE = ROOT / "docs" / "published-runs" / "exponents.png"
-PAGE = ROOT / "docs" / "published-runs.md"
+RESULT = ROOT / "docs" / "evidence" / "published-runs" / "result.json"
+PICTURE = ROOT / "docs" / "evidence" / "published-runs" / "exponents.png"
+PAGE = ROOT / "docs" / "evidence" / "published-runs.md"
 SETTINGS = (
     (429_260_800, 22.7e9), (429_260_800, 40e9), (429_260_800, 50e9),
     (536_872_960, 10e9), (536_872_960, 28.4e9), (536_872_960, 50e9),

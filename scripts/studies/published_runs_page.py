@@ -27,8 +27,9 @@ mupax plan --from TABLE.csv --parameters 1.07e9 --tokens 56.9b --peak-lr 2e-3 --
 ```
 
 It prints the best rate and batch, the loss there and at the rate and batch that you ask for, each with a 90 % interval, and which run
-would narrow the interval most; `--flops 1e21` asks for the best size and length instead. [How it is asked](forecasts.md#plan-from-a-table-of-runs)
-says what a table must have. The law's form, its priors and its intervals stand in `train/studies/tables/law.py` and `forecast.py`.
+would narrow the interval most; `--flops 1e21` asks for the best size and length instead.
+[Plan from a table](forecasts.md#plan-from-a-table-of-runs) says
+what a table must have. The law's form, its priors and its intervals stand in `train/studies/tables/law.py` and `forecast.py`.
 """
 
 
@@ -76,7 +77,7 @@ def _forecasts(forecast: list[dict[str, Any]]) -> list[str]:
         "## Forecasts of settings that were not seen",
         "",
         "The grid has eight more settings, whose runs were kept back. Their lowest losses, and the loss at each of 182 rates and batches, are "
-        "forecast in [published-dense.json](evidence/forecasts/published-dense.json); what came will stand here.",
+        "forecast in [published-dense.json](forecasts/published-dense.json); what came will stand here.",
         "",
         table(rows),
         "",

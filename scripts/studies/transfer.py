@@ -1,8 +1,8 @@
-"""The transfer studies that come with the project: writes docs/transfer/ and docs/transfer.md.
+"""The transfer studies that come with the project: writes docs/evidence/transfer/ and docs/evidence/transfer.md.
 
     python -m scripts.studies.transfer [NAME ...] [--minutes 20] [--render] [--list]
 
-Each study is a `mupax transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
+Each study is a `mupax transfer` in docs/evidence/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
 on. `--render` judges and draws again what is there.
 """
 
@@ -31,7 +31,7 @@ from mupax.train.studies.transfer.study import Measured
 from scripts import ROOT, harness
 from scripts.studies import verdicts
 
-OUT = ROOT / "docs" / "transfer"
+OUT = ROOT / "docs" / "evidence" / "transfer"
 SEARCHES = "## Best rates alone, for less\n"
 LM = (
     "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
@@ -65,7 +65,7 @@ TUNED = (
     "--optimizer.peak-lr 0.011 --preset mup --preset.constants rates.readout=8 rates.token_embedding=16 stds.readout=0.5 readout_width=-0.5 "
     "embedding_width=-0.5"
 )
-"""What quality's cells of 100 steps end at, at width 64, and the two widths that win there (docs/quality.md)."""
+"""What quality's cells of 100 steps end at, at width 64, and the two widths that win there (docs/evidence/quality.md)."""
 STUDIES = {
     "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
     "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
@@ -135,14 +135,14 @@ preset's learning rates transfer and its other constants are what is left to tun
 What that comes to, and what tuned constants do about it: [quality.md](quality.md). How often a verdict is right:
 [below](#how-far-to-trust-a-verdict).
 
-Made by `python -m scripts.studies.transfer`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
+Made by `python -m scripts.studies.transfer`, which goes on where it was stopped; every row is in `docs/evidence/transfer/*/points.jsonl`
 with the command that trains it alone.
 """
 
 
 def words(name: str, minutes: float) -> list[str]:
     """What follows `mupax transfer` in a study, its path relative to the checkout."""
-    return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
+    return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/evidence/transfer/{name}")
 
 
 def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if code := transfer_command.main(command):
                     return code
     if not args.list:
-        page = ROOT / "docs" / "transfer.md"
+        page = ROOT / "docs" / "evidence" / "transfer.md"
         page.write_text(markdown(records()))
         print(f"wrote {page.relative_to(ROOT)}")
     return 0

@@ -1,11 +1,11 @@
-"""Simulated transfer studies at the noise of the committed ones: writes docs/transfer/verdicts.json, and shows it.
+"""Simulated transfer studies at the noise of the committed ones: writes docs/evidence/transfer/verdicts.json, and shows it.
 
     python -m scripts.studies.verdicts [--studies 400] [--cells N] [--processes 2] [--render]
 
 Each simulated study is measured and judged by `mupax.train.studies.transfer.study.measure`, as a command's is: five rates and
 more until every minimum lies inside, then seeds until the verdict is decided, 3 to 8. Only the losses are made up, from the
 curvatures and the noise of a committed study (a cell), with a drift that is known. Every cell is written as it finishes, and a
-stopped command goes on. `--render` prints the tables of docs/transfer.md from what is there.
+stopped command goes on. `--render` prints the tables of docs/evidence/transfer.md from what is there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mupax.train.studies.transfer.fit import STEP, Curve, projection
 from scripts import ROOT, harness
 from scripts.pages.markdown import table
 
-OUT = ROOT / "docs" / "transfer" / "verdicts.json"
+OUT = ROOT / "docs" / "evidence" / "transfer" / "verdicts.json"
 FOLDERS = ("transfer", "leaderboard")
 DRIFTS = (0.0, 0.22, 0.3, 0.5)
 """True drifts whose verdicts are counted, in octaves per doubling."""
@@ -90,7 +90,9 @@ def cells() -> list[Cell]:
     """Return the cells of all committed studies, the least noisy first; of studies with the same points one."""
     selected: dict[str, Cell] = {}
     paths = sorted(
-        path for folder in FOLDERS for path in (ROOT / "docs" / folder).glob("*/transfer.json")
+        path
+        for folder in FOLDERS
+        for path in (ROOT / "docs" / "evidence" / folder).glob("*/transfer.json")
     )
     for path in paths:
         for study in json.loads(path.read_text())["studies"]:
@@ -310,7 +312,7 @@ def correlation(selected: Sequence[Cell]) -> tuple[float, float]:
 
 
 def document() -> str:
-    """Return the section of docs/transfer.md on how far a verdict can be trusted."""
+    """Return the section of docs/evidence/transfer.md on how far a verdict can be trusted."""
     record = disk.read_json(OUT)
     selected = sorted(record["cells"], key=lambda cell: cell["noise"])
     median = selected[len(selected) // 2]

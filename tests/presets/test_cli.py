@@ -217,7 +217,7 @@ def test_branches_are_told_by_stack(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_table_of_the_document_is_the_printed_one(capsys: pytest.CaptureFixture[str]):
-    text = (Path(__file__).resolve().parents[2] / "docs" / "presets.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "presets.md").read_text()
     argv = re.search(r"`presets (compare .* --summary --markdown)` prints this table", text)
     assert argv is not None
     assert main(["presets", *argv[1].split()]) == 0

@@ -16,7 +16,7 @@ from mupax.train.config.run import CheckpointConfig
 from scripts import ROOT
 from scripts.figures.result import mean
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "evidence"
 COMMAND = re.compile(r"python -m (scripts(?:\.\w+)+)[^`\"]*[`\"](?:\s+of\s+commit\s+`(\w+)`)?")
 """A command of scripts/ in quotes, and the commit that has it where one is named."""
 
@@ -29,7 +29,8 @@ def record(name: str) -> dict[str, Any]:
 
 def table_row(page: str, first_cell: str) -> str:
     """Return the one row of a page's tables that begins with this cell."""
-    lines = (DOCS / page).read_text().splitlines()
+    (path,) = (ROOT / "docs").rglob(page)
+    lines = path.read_text().splitlines()
     (row,) = [line for line in lines if line.startswith(f"| {first_cell} |")]
     return row
 
@@ -48,7 +49,7 @@ def is_there(module: str) -> bool:
 
 def texts() -> Iterator[tuple[str, str]]:
     """Yield the name and text of every page and of every product docstring."""
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         yield path.name, path.read_text()
     for folder in ("presets", "zoo", "train", "mupax"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -227,7 +228,7 @@ def test_the_page_of_growth_has_the_losses_of_its_runs() -> None:
     for name in growing["flops_per_token"]:
         losses = [run[name][last_step] for run in growing["runs"]]
         cells = " | ".join(f"{loss:.4f}" for loss in [*losses, np.mean(losses)])
-        assert f" | {cells} | " in (DOCS / "growing.md").read_text()
+        assert f" | {cells} | " in (ROOT / "docs" / "howto" / "growing.md").read_text()
 
 
 def test_the_page_of_experts_has_the_best_rate_of_both_models() -> None:

@@ -1,4 +1,4 @@
-"""The snippets of docs/verify.md on real models: JAX's on an optax chain, PyTorch's on a network (`make parity`)."""
+"""The snippets of docs/howto/verify.md on real models: JAX's on an optax chain, PyTorch's on a network (`make parity`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mupax.__main__ import main
 from mupax.presets.verify.command import MISTAKES, STANDARD
 from mupax.presets.verify.formats import huggingface
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "verify.md").read_text()
 TORCH, JAX = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -24,7 +24,7 @@ def snippet(text: str, folder: Path) -> dict[str, Any]:
     """What a snippet of the page defines, after it ran in a folder."""
     defined: dict[str, Any] = {}
     with contextlib.chdir(folder):
-        exec(compile(text, "docs/verify.md", "exec"), defined)
+        exec(compile(text, "docs/howto/verify.md", "exec"), defined)
     return defined
 
 
@@ -175,10 +175,10 @@ def test_fields_of_configs_are_those_of_transformers(kind: str, tmp_path: Path):
 @pytest.mark.parity
 def test_the_pytorch_model_of_other_code_trains_by_its_preset():
     torch = pytest.importorskip("torch")
-    page = (Path(__file__).resolve().parents[2] / "docs" / "other_code.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "other_code.md").read_text()
     (text,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
     defined: dict[str, Any] = {}
-    exec(compile(text, "docs/other_code.md", "exec"), defined)
+    exec(compile(text, "docs/howto/other_code.md", "exec"), defined)
     torch.manual_seed(0)
     inputs = torch.randn(64, 64)
     targets = inputs[:, :10].argmax(-1)

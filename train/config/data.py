@@ -192,7 +192,7 @@ SOURCES: dict[str, DataKind] = {
         Lazy(lambda: _import_folders().sizes),
     ),
 }
-"""data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
+"""data.name to its source. To add one, write its loader and a line here; docs/howto/add_a_dataset.md is an example."""
 _PUBLISHED: dict[str, Task] = {
     **dict.fromkeys(("c4", "lm1b", "wiki40b"), "tokens"),
     **dict.fromkeys(("mnist", "cifar10", "cifar100", "imagenet2012"), "images"),

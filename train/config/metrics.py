@@ -1,7 +1,7 @@
 """Metrics: what each is computed from, how it is shown, and which direction is better. Imports no JAX.
 
 A metric is one function and one line of `METRICS`. Rows of metrics.jsonl, the screen, the summary, loss.png, TensorBoard and trackers,
-`mupax eval`, `--checkpoint.best-metric` and `--stop.metric` read that table. docs/add_a_metric.md adds one.
+`mupax eval`, `--checkpoint.best-metric` and `--stop.metric` read that table. docs/howto/add_a_metric.md adds one.
 """
 
 from __future__ import annotations

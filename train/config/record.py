@@ -77,7 +77,7 @@ def load(modules: Sequence[str]) -> None:
     for name in modules:
         if not _import(name) and not _provides(name):
             terminal.note(
-                f"caution: {FLAG} {name} adds no line to a table of mupax (docs/extend.md)"
+                f"caution: {FLAG} {name} adds no line to a table of mupax (docs/howto/extend.md)"
             )
 
 
@@ -122,7 +122,7 @@ def record(config: Config) -> dict[str, dict[str, Any]]:
         if extension.module is None:
             terminal.note(
                 f"caution: the {extension} is defined in this session alone, so no other command can read the run; "
-                "move it into a module (docs/extend.md)"
+                "move it into a module (docs/howto/extend.md)"
             )
             continue
         entry = content.setdefault(extension.module, {"file": None, "digest": None, "provides": []})

@@ -3,7 +3,7 @@
 The part for checkpoints says when a run saves one, how many stay, and why.
 
 A policy is a value that says which saved steps stay. A new policy takes a class and two lines in `CheckpointConfig`, its field and its
-entry in `policies`. docs/add_a_flag.md shows one.
+entry in `policies`. docs/howto/add_a_flag.md shows one.
 """
 
 from __future__ import annotations

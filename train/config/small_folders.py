@@ -1,7 +1,7 @@
 """A recipe for a small folder of images, chosen by how many images and classes it has and how large they are.
 
 The recipes for a laptop are made for data of their own, and read larger pictures at 128 pixels: 20 steps in 84 CPU seconds.
-Images of 32 pixels and a convolutional stem take 400 steps in 79 (docs/own_images.md has the figures, and what beats them).
+Images of 32 pixels and a convolutional stem take 400 steps in 79 (docs/howto/own_images.md has the figures, and what beats them).
 """
 
 from __future__ import annotations

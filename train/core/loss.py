@@ -8,7 +8,7 @@ devices for every chunk is two numbers per token, and gradients are summed once,
 Each way to compute a readout's cross-entropy takes some of a device; the loss, the search and the plan read here how much, and
 which way `auto` is.
 
-Estimates from sizes alone, of loss and gradients of one microbatch; the figures they were held against are in docs/performance.md.
+Estimates from sizes alone, of loss and gradients of one microbatch; the figures they were held against are in docs/evidence/performance.md.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def options(work: ReadoutShape) -> list[LossImplementation]:
     """Return what `auto` may be, the best first: on TPU what raises the step's peak the least, of those that raise it as little the fastest.
 
     All logits where they are no more than a chunk. On CPU and GPU chunks otherwise: on CPU they are faster
-    (docs/performance.md), on GPU nothing was measured.
+    (docs/evidence/performance.md), on GPU nothing was measured.
     """
     if work.chunk == work.rows:
         return [way(work, "plain")]

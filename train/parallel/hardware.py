@@ -133,7 +133,7 @@ VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """What `--vmem-kib` sets."""
 
 _MAXTEXT_VMEM = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (DENSE_VMEM_LIMIT_FLAG), of 98304"
-_ROOM = "more of a core's own memory for one operation: {} less (docs/performance.md)"
+_ROOM = "more of a core's own memory for one operation: {} less (docs/evidence/performance.md)"
 
 
 class Flag(NamedTuple):
@@ -183,7 +183,7 @@ COMBINED_SUMS = "xla_jf_crs_combiner_threshold_in_bytes"
 _APART = Flag(
     COMBINED_SUMS,
     2**20,
-    "sums of a layer's gradients apart: put into one message none runs beside products (docs/performance.md)",
+    "sums of a layer's gradients apart: put into one message none runs beside products (docs/evidence/performance.md)",
     "by the compiler's own names and what it makes of them (libtpu 0.0.42)",
 )
 

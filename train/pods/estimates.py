@@ -31,7 +31,7 @@ _COMPILERS_KIB = {"TPU v6 lite": 32768}
 
 _COMPILE_SECONDS = {16384: 120.0, 32768: 340.0, 98304: 580.0}
 """That setting to processor seconds of the compiler for each MiB of traced program: of steps of about 1 MiB, lm-1b's at 16384 and lm-8b's on
-v5e and v5p at 32768 (5.6 and 5.7 min) and on v6e at 98304 (9.7 min), as docs/performance.md has them."""
+v5e and v5p at 32768 (5.6 and 5.7 min) and on v6e at 98304 (9.7 min), as docs/evidence/performance.md has them."""
 
 
 def operation_kib(config: Config, chip: Chip, environment: Mapping[str, str] = os.environ) -> int:

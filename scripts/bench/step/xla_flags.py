@@ -107,7 +107,7 @@ TRIALS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 """Backend to flags that people set and runs do not. Of GPUs sources disagree (MaxText sets products by cuBLAS alone, JAX's page those by
-Triton, NVIDIA's images neither), XLA chooses among both by timing, and no GPU was at hand to tell; of CPUs docs/performance.md has what
+Triton, NVIDIA's images neither), XLA chooses among both by timing, and no GPU was at hand to tell; docs/evidence/performance.md has CPUs:
 each came to. They are known to the compiler."""
 
 

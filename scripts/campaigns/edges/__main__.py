@@ -1,4 +1,4 @@
-"""Tries faults at the edges of a run: `docs/edges.md`, with one file of results per campaign in `docs/edges/`.
+"""Tries faults at the edges of a run: `docs/evidence/edges.md`, with one file of results per campaign in `docs/evidence/edges/`.
 
     python -m scripts.campaigns.edges [CAMPAIGN ...] [--count N] [--seed N] [--only WORD] [--again] [--docs DIR]
 
@@ -55,7 +55,7 @@ class Options:
     """Trials whose name or group has this word."""
     again: Switch = False
     """Run trials again that have a result."""
-    docs: Path = ROOT / "docs"
+    docs: Path = ROOT / "docs" / "evidence"
     """Folder of the page and the results."""
 
 
@@ -136,7 +136,7 @@ def read_results(docs: Path) -> dict[str, dict[str, Any]]:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of docs/edges.md: one table for all campaigns, and one for each."""
+    """Return the text of docs/evidence/edges.md: one table for all campaigns, and one for each."""
     summary = [["campaign", "tried", "ok", *FAULTS]]
     sections = []
     for name, rows in results.items():

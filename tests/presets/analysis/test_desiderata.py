@@ -1,4 +1,4 @@
-"""Which dimensions can be scaled, from rules alone; the numbers measured are in docs/desiderata.json."""
+"""Which dimensions can be scaled, from rules alone; the numbers measured are in docs/evidence/desiderata.json."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mupax.presets.tuned import find as tuned
 pytestmark = pytest.mark.core
 
 FILE = "depth-mup.mine-v1.json"
-EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence"
+EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence" / "tuned"
 BASE = {"embed": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "mlp": 160, "layers": 4}
 
 
@@ -82,7 +82,7 @@ def test_what_drifts_or_rests_on_one_size_is_evidence_and_not_shipped(
     monkeypatch.chdir(tmp_path)
     for use in tuned.MOVED:
         file = f"{use.replace(':', '.')}.json"
-        with pytest.raises(PresetError, match=rf"docs/evidence/{re.escape(file)}"):
+        with pytest.raises(PresetError, match=rf"docs/evidence/tuned/{re.escape(file)}"):
             presets.get(use)
         (tmp_path / "tuned").mkdir(exist_ok=True)
         (tmp_path / "tuned" / file).write_bytes((EVIDENCE / file).read_bytes())

@@ -26,8 +26,10 @@ def committed(root: Path, cycles: int, text: str) -> dict[str, str]:
         "estimated_cycles": cycles,
         "compile_seconds": 3.0,
     }
-    (root / "docs").mkdir(exist_ok=True)
-    (root / "docs" / "pods.json").write_text(json.dumps({"pods": [report], "text": text}))
+    (root / "docs" / "evidence").mkdir(parents=True, exist_ok=True)
+    (root / "docs" / "evidence" / "pods.json").write_text(
+        json.dumps({"pods": [report], "text": text})
+    )
     git(root, "add", "-A")
     git(root, "commit", "-m", text, "--date", "2026-01-02T00:00:00")
     return dict(

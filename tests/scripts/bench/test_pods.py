@@ -13,7 +13,7 @@ from scripts.bench import commits, pods
 
 COMMITTED = {
     (r["recipe"], r["topology"]): r
-    for r in json.loads((ROOT / "docs" / "pods.json").read_text())["pods"]
+    for r in json.loads((ROOT / "docs" / "evidence" / "pods.json").read_text())["pods"]
 }
 POD = pods.PODS[0]
 
@@ -21,8 +21,9 @@ POD = pods.PODS[0]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A docs folder with the committed figures."""
-    (tmp_path / "pods.json").write_text((ROOT / "docs" / "pods.json").read_text())
-    monkeypatch.setattr(pods, "DOCS", tmp_path)
+    (tmp_path / "pods.json").write_text((ROOT / "docs" / "evidence" / "pods.json").read_text())
+    monkeypatch.setattr(pods, "RECORD", tmp_path / "pods.json")
+    monkeypatch.setattr(pods, "PAGE", tmp_path / "pods.md")
     return tmp_path
 
 
@@ -36,7 +37,7 @@ def figures(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def test_the_committed_page_is_what_its_figures_make(folder: Path) -> None:
     assert (
         pods.document(json.loads((folder / "pods.json").read_text()))
-        == (ROOT / "docs" / "pods.md").read_text()
+        == (ROOT / "docs" / "howto" / "pods.md").read_text()
     )
 
 

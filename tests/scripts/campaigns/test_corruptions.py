@@ -24,7 +24,7 @@ __all__ = ["bucket", "emulator"]  # fixtures
 
 TURNS, FIRST = 3, 2
 """Of every kind so many; from this seed on, so that of the last turn both checkpoints are damaged, as of one in five."""
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "corruptions.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "evidence" / "corruptions.md"
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,8 @@ def test_exit_code_and_output_are_judged(ended: Ended, verdict: str) -> None:
 
 @pytest.mark.core
 def test_the_committed_results_have_no_fault_and_are_what_the_page_says() -> None:
-    results = edges.read_results(ROOT / "docs")
-    assert (ROOT / "docs" / "edges.md").read_text() == edges.page(results)
+    results = edges.read_results(ROOT / "docs" / "evidence")
+    assert (ROOT / "docs" / "evidence" / "edges.md").read_text() == edges.page(results)
     faults = {(name, row["verdict"]) for name, rows in results.items() for row in rows.values()} & {
         (name, fault) for name in edges.CAMPAIGNS for fault in edges.FAULTS
     }

@@ -14,7 +14,7 @@ from scripts.figures import page, result
 from scripts.figures.initialization import fig_linear, linear_net
 from scripts.figures.result import Row
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "evidence"
 RECORDS = sorted((DOCS / "figures").glob("fig*.json"))
 
 
@@ -80,7 +80,7 @@ def test_a_figure_is_measured_once(
     tiny = dataclasses.replace(fig_linear.FIGURE, small=small, measure=measure)
     monkeypatch.setattr(page, "load", lambda name: tiny)
     monkeypatch.chdir(tmp_path)
-    arguments = ["fig_linear", "--out", str(tmp_path / "docs" / "figures")]
+    arguments = ["fig_linear", "--out", str(tmp_path / "docs" / "evidence" / "figures")]
     assert command.main([*arguments, "--render"]) == 0
     assert "nothing measured" in capsys.readouterr().out
     for _ in range(2):
@@ -89,12 +89,14 @@ def test_a_figure_is_measured_once(
     assert command.main([*arguments, "--again"]) == 0
     assert len(calls) == 2
     shown = capsys.readouterr().out
-    record = result.load(tmp_path / "docs" / "figures" / "fig_linear.json")
+    record = result.load(tmp_path / "docs" / "evidence" / "figures" / "fig_linear.json")
     assert [one["predicted"] for one in record["rows"]] == [1.14, 1.55] * 2
     assert [one["control"] for one in record["rows"]] == [False, False, True, True]
     assert all(one["what"] in shown for one in record["rows"])
-    assert (tmp_path / "docs" / "figures" / "fig_linear.png").stat().st_size > 10_000
-    assert "figures/fig_linear.png" in (tmp_path / "docs" / "reproduction.md").read_text()
+    assert (tmp_path / "docs" / "evidence" / "figures" / "fig_linear.png").stat().st_size > 10_000
+    assert (
+        "figures/fig_linear.png" in (tmp_path / "docs" / "evidence" / "reproduction.md").read_text()
+    )
     tiny = dataclasses.replace(tiny, small={**small, "seeds": 4})
     assert command.main(arguments) == 0
     assert len(calls) == 3, "other settings are another measurement"

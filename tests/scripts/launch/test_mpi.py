@@ -1,4 +1,4 @@
-"""The `mpirun` command of docs/launch.md, as it stands there, by Open MPI 4 (Debian's) and 5 (the wheel)."""
+"""The `mpirun` command of docs/howto/launch.md, as it stands there, by Open MPI 4 (Debian's) and 5 (the wheel)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_command_of_the_page(
     if f"(Open MPI) {version}." not in output:
         pytest.skip(f"{output.splitlines()[:1]} is not Open MPI {version}")
     (line,) = re.findall(
-        r"^mpirun .*mupax train .*$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE
+        r"^mpirun .*mupax train .*$", (ROOT / "docs/howto/launch.md").read_text(), re.MULTILINE
     )
     before, _, after = line.partition("mupax train ")
     assert after.split()[0] == "lm-tiny"
@@ -75,7 +75,7 @@ def test_the_page_starts_no_process_on_one_core(tool: Callable[..., Path], tmp_p
 
     Each writes a file of its own: a line of one that has ended may be missing from what mpirun passes on.
     """
-    (line,) = re.findall(r"^mpirun .*$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^mpirun .*$", (ROOT / "docs/howto/launch.md").read_text(), re.MULTILINE)
     write = "open(sys.argv[1] + os.environ['OMPI_COMM_WORLD_RANK'], 'w').write(str(len(os.sched_getaffinity(0))))"
     show = f'{sys.executable} -c "import os, sys; {write}" {tmp_path / "cores-"}'
     if (mpirun := shutil.which("mpirun")) is None:

@@ -22,7 +22,9 @@ def test_every_badge_is_what_pyproject_declares() -> None:
 
 def test_the_readme_shows_every_badge_in_its_words() -> None:
     shown = dict(
-        re.findall(r"!\[([^\]]*)\]\(docs/badges/(\w+)\.svg\)", (ROOT / "README.md").read_text())
+        re.findall(
+            r"!\[([^\]]*)\]\(docs/images/badges/(\w+)\.svg\)", (ROOT / "README.md").read_text()
+        )
     )
     texts = badges.texts(PROJECT["project"])
     assert sorted(shown.values()) == sorted(texts)

@@ -77,7 +77,7 @@ def test_a_site_that_is_not_built_is_refused(
 
 def test_addresses_in_documents_and_code_can_be_right() -> None:
     texts = {path: text for path, text in papers.citing().items() if not path.startswith("tests/")}
-    texts["docs/papers.md"] = papers.PAGE.read_text()
+    texts["docs/reference/papers.md"] = papers.PAGE.read_text()
     assert (
         sum(text.count("https://arxiv.org/abs/") for text in texts.values())
         > len(papers.PAPERS) - 1

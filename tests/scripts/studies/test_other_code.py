@@ -1,4 +1,4 @@
-"""Models of linen, Equinox, plain arrays and Flax NNX, as people write them, trained under a preset: `docs/other_code.md`."""
+"""Models of linen, Equinox, plain arrays and Flax NNX, as people write them, trained under a preset: `docs/howto/other_code.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts import ROOT
 ADAM = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
 WIDTHS = (32, 64)
 EXAMPLES = ("linen_transformer", "equinox_transformer", "plain_optax", "foreign_nnx")
-PAGE = ROOT / "docs" / "other_code.md"
+PAGE = ROOT / "docs" / "howto" / "other_code.md"
 EXPONENTS = tuple(range(-9, -2))
 """Learning rates of the record, as powers of two."""
 

@@ -22,7 +22,7 @@ SEEDS = 3
 
 
 def test_the_page_is_made_of_the_records() -> None:
-    page = transfer_studies.ROOT / "docs" / "transfer.md"
+    page = transfer_studies.ROOT / "docs" / "evidence" / "transfer.md"
     assert page.read_text() == transfer_studies.markdown(RECORDS), (
         "write it again: python -m scripts.studies.transfer --render"
     )

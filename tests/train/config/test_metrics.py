@@ -1,4 +1,4 @@
-"""A metric of a user's own, from docs/add_a_metric.md: it reaches every place that shows, ranks or records metrics."""
+"""A metric of a user's own, from docs/howto/add_a_metric.md: it reaches every place that shows, ranks or records metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mupax.train.config.sections import cost, metrics_of
 from mupax.train.run.report import metrics
 from mupax.train.run.report.metrics import Evaluations
 
-PAGE = (Path(__file__).parents[3] / "docs" / "add_a_metric.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "howto" / "add_a_metric.md").read_text()
 EXAMPLES = ("top5", "per_byte")
 SMALL = "--model.depth 1 --model.width 16 --model.num-heads 2 --data.batch-size 32 --data.eval-examples 64 --log.no-samples"
 BEFORE = dict(METRICS)

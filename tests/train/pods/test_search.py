@@ -87,7 +87,7 @@ def test_estimates_know_the_loss_and_the_blocks() -> None:
         program = search.assemble(dataclasses.replace(config, model=model))
         return search.estimate(program, CHIPS[chip], 1)
 
-    # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/performance.md).
+    # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/evidence/performance.md).
     large = config
     model, data = (
         dataclasses.replace(config.model, seq_len=4096),
@@ -174,7 +174,7 @@ def test_a_search_says_the_minutes_that_the_flags_of_now_take() -> None:
         / 60
         for name in CHIPS
     }
-    # Of a step of 1 MiB, lm-8b's (docs/performance.md).
+    # Of a step of 1 MiB, lm-8b's (docs/evidence/performance.md).
     assert [round(minutes[name], 1) for name in ("v5e", "v5p", "v6e")] == [5.7, 5.7, 9.7]
     assert minutes["v4"] == 2.0
 

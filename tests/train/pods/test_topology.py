@@ -238,7 +238,7 @@ def test_the_30b_model_has_qwens_parameters() -> None:
 
 # The committed tables
 
-TABLES = Path(__file__).parents[3] / "docs" / "pods.json"
+TABLES = Path(__file__).parents[3] / "docs" / "evidence" / "pods.json"
 
 
 @pytest.mark.parametrize(

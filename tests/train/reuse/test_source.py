@@ -378,7 +378,7 @@ def test_help_names_both() -> None:
 
 
 def test_the_table_in_the_document_has_every_case() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "huggingface.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "howto" / "huggingface.md").read_text()
     rows = [
         line.strip("| ").split(" | ")
         for line in parts(text, "parity")[1].splitlines()

@@ -53,7 +53,7 @@ def bordelon_lm() -> Config:
     """Bordelon et al. 2024, figures 7 and 12: a decoder on C4, Adam without decay, absolute form.
 
     Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Streams C4 from the hub (`pip install
-    'mupax[hf]'`); where there is no network, `--data.name records:FOLDER --data.stream` reads its json.gz files (docs/data.md).
+    'mupax[hf]'`); where there is no network, `--data.name records:FOLDER --data.stream` reads its json.gz files (docs/howto/data.md).
     Expect lower loss at equal steps as heads, head dimension or depth grow. The model is that of the authors' code: GELU
     before each branch, LayerNorm without a gain on queries and keys, a bias inside the readout's multiplier. The paper states
     neither rate nor batch (its code: rates of 0.005 to 0.05, batches of 128 to 256) and uses GPT-2's tokens: give that

@@ -25,7 +25,7 @@ def vit_s16_imagenet() -> Config:
     Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
     Expect about 76.5 %, which big_vision reaches (Beyer et al. 2022, arXiv 2205.01580); no run of it is on record here.
     Its numbers are those of big_vision/configs/vit_s16_i1k.py (`tests/train/config/recipes/test_imagenet.py` has each beside its
-    source); docs/imagenet.md lists what is not as there. The layer before its readout has no place in the files of transformers: train
+    source); docs/evidence/imagenet.md lists what is not as there. The layer before its readout has no place in the files of transformers: train
     with `--model.no-pre-logits`, as the paper has it, to export.
     """
     config = _vit_i1k("vit-s16-imagenet", "vit-s16")
@@ -45,7 +45,7 @@ def gpt2_c4() -> Config:
     """GPT-2 (124 M) on 10 B tokens of C4, at the base size of its preset.
 
     Cost: about 8e18 FLOPs. Streams C4 from the hub (`pip install 'mupax[hf]'`); where there is no network, `--data.name
-    records:FOLDER --data.stream` reads its json.gz files (docs/data.md). Give GPT-2's tokenizer.json as `--data.tokenizer` to
+    records:FOLDER --data.stream` reads its json.gz files (docs/howto/data.md). Give GPT-2's tokenizer.json as `--data.tokenizer` to
     compare losses. Peak rate, decay and batch as in nanoGPT's reproduction of GPT-2.
     Expect larger models to do better with the same flags: `--model gpt2-medium` keeps the rates through the preset.
     """

@@ -5,7 +5,7 @@ tilt and proportions, colours, which of shape and ground is lighter, the stripes
 noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So a pixel
 tells next to nothing by itself, and a shape or its stripes alone only half; a model finds the stripes first, then shapes.
 
-docs/shapes.json says how hard that is for a linear model and how fast images are drawn, docs/vision/larger.json what vision
+docs/evidence/shapes.json says how hard that is for a linear model and how fast images are drawn, docs/evidence/vision/larger.json what vision
 transformers make of them. Image `index` of a stream is a function of (seed, stream, index), up to the
 last bit of the sines of this machine's numpy, and no two indices start from the same random state.
 

@@ -27,7 +27,7 @@ class Command:
     """Roles, axes and fan-in of every parameter, found in the loss without running it, and held against declarations.
 
     A recipe, a config file, a model of `mupax models`, or MODULE:FUNCTION of one's own, which gets sizes and returns its parameters' shapes,
-    loss(params, batch) and the batch's shapes (docs/roles.md). What is not certain is refused by name, with what to write.
+    loss(params, batch) and the batch's shapes (docs/concepts/roles.md). What is not certain is refused by name, with what to write.
     Exit codes: 0 all is found and as declared, 1 something is refused or differs, 2 bad input.
     """
 

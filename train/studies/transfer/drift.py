@@ -7,7 +7,7 @@ scatter, and the degrees of freedom of all sizes count, so that three seeds at f
 
 Sizes are taken as independent. A seed gives models of different sizes different weights, and in the published studies what a
 seed does at one size says nothing of another (`python -m scripts.studies.verdicts` prints the correlation). Were it alike at all
-sizes, the intervals would be too wide and not too narrow. `docs/transfer.md` has the coverage of 3, 5 and 8 seeds, simulated.
+sizes, the intervals would be too wide and not too narrow. `docs/evidence/transfer.md` has the coverage of 3, 5 and 8 seeds, simulated.
 
 One seed has no interval. An interval leaves out what all seeds share: the order of the data, and the bias of a parabola on a
 grid of half octaves.

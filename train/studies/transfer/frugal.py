@@ -8,7 +8,7 @@ where the vertex lies further off the three are moved. Where it is then known le
 seed, which tells the size's own noise; where less well than to `TWO_SEEDS`, the size is searched in full as the smallest was. There is
 no verdict on transfer, whose interval needs more seeds.
 
-docs/frugal.json has a replay of it on the rows of the committed studies, which its numbers were chosen on.
+docs/evidence/frugal.json has a replay of it on the rows of the committed studies, which its numbers were chosen on.
 
 The best rate of every size and how sure it is are shown on the terminal and written to frugal.json.
 """

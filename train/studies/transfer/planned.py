@@ -54,7 +54,7 @@ class Transfer:
     control: Annotated[str | None, conf.arg(metavar="PRESET")] = None
     """A preset that should drift, to hold the others against; where batch or tokens grow, none."""
     search: Literal["grid", "frugal"] = "grid"
-    """frugal: every size's best rate alone, without a verdict, for about 0.4 of the training (docs/transfer.md)."""
+    """frugal: every size's best rate alone, without a verdict, for about 0.4 of the training (docs/evidence/transfer.md)."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 3
     """Initializations at every rate."""
     max_seeds: Annotated[int, conf.arg(metavar="N")] = 8

@@ -2,7 +2,7 @@
 
 The kernel writes a position's log-sum-exp into all 128 lanes. JAX's own function slices one out, for which the TPU compiler first
 writes all of them again, transposed, in every layer's backward pass. Here all but one are set to zero and the lanes are summed, which
-it does as it reads them, with the same bits (what that is worth: docs/performance.md).
+it does as it reads them, with the same bits (what that is worth: docs/evidence/performance.md).
 
 T query and S key positions, H heads, K key heads, N head dimension. Any scale is already in q.
 """

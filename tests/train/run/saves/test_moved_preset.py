@@ -18,7 +18,7 @@ from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # fixture
 
-EVIDENCE = Path(__file__).parents[4] / "docs" / "evidence"
+EVIDENCE = Path(__file__).parents[4] / "docs" / "evidence" / "tuned"
 USE = "mup:vit-endless-v1"
 SMALL = "--model.width 32 --model.depth 1 --model.num-heads 2 --data.batch-size 8 --data.eval-examples 8"
 RUN = f"vit-digits {SMALL} --steps 4 --optimizer.warmup-steps 1 --log.no-samples --log.no-tensorboard".split()
@@ -150,7 +150,7 @@ def test_a_new_run_is_refused_with_the_place_of_the_data(
     assert train("--preset", USE, *words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert f"docs/evidence/{USE.replace(':', '.')}.json" in lines[0]
+    assert f"docs/evidence/tuned/{USE.replace(':', '.')}.json" in lines[0]
     assert not Path("new").exists()
 
 

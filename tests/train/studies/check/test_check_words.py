@@ -78,13 +78,13 @@ def test_python_refuses_what_two_sizes_cannot_decide():
 
 
 def test_a_model_from_outside_the_zoo_passes():
-    example = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "mixer.py"))
+    example = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "howto" / "mixer.py"))
     assert example["main"]()
 
 
 @pytest.mark.core
 def test_the_committed_table_has_every_preset_and_nothing_against_theory():
-    record = ROOT / "docs" / "theory-and-measurement.json"
+    record = ROOT / "docs" / "evidence" / "theory-and-measurement.json"
     rows = json.loads(record.read_text())["studies"]
     page = record.with_suffix(".md").read_text()
     assert {row["preset"] for row in rows} == set(presets.PRESETS)

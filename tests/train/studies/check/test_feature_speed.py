@@ -403,7 +403,7 @@ def test_refuses_what_has_no_gradient_and_what_it_cannot_take_apart():
         PresetError, match=r"[\w.]+, layer 0: no gradient at the reference initialization"
     ):
         balance(definition, batch, config("adam"), reference=presets.get("sp", zero_readout=True))
-    mixer = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "mixer.py"))["Mixer"]
+    mixer = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "howto" / "mixer.py"))["Mixer"]
     outside = define(lambda: mixer(64))
     inputs = {
         "inputs": np.ones((2, 16, 12), np.float32),

@@ -193,7 +193,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "depth-mup alpha_l=0.5": {"alpha_l": 0.5},
     "sp": {},
 }
-"""Label of docs/desiderata.json to the constants of its preset."""
+"""Label of docs/evidence/desiderata.json to the constants of its preset."""
 EXPLAINED = {
     "decoder": {
         (label, "positions", "balance", name) for label in PRESETS for name in ("query", "key")
@@ -211,7 +211,7 @@ EXPLAINED = {
 
 
 def recorded_rows(by_preset: dict[str, Any], encoder: bool) -> dict[str, command.Row]:
-    """Return theory and the recorded measurement of every preset of docs/desiderata.json."""
+    """Return theory and the recorded measurement of every preset of docs/evidence/desiderata.json."""
     rows: dict[str, command.Row] = {}
     for label, by_dimension in by_preset.items():
         preset = presets.get(label.partition(" ")[0], **PRESETS[label])
@@ -226,7 +226,7 @@ def recorded_rows(by_preset: dict[str, Any], encoder: bool) -> dict[str, command
 
 
 def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_say_why_not() -> None:
-    page = ROOT / "docs" / "desiderata.md"
+    page = ROOT / "docs" / "evidence" / "desiderata.md"
     data = json.loads(page.with_suffix(".json").read_text())
     assert data.keys() == EXPLAINED.keys()
     for key in data:

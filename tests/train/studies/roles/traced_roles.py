@@ -1,4 +1,4 @@
-"""Roles found by tracing, on every family of the zoo and three models of others: the table of docs/roles.md.
+"""Roles found by tracing, on every family of the zoo and three models of others: the table of docs/concepts/roles.md.
 
 python -m tests.train.studies.roles.traced_roles
 """
@@ -19,7 +19,7 @@ from mupax.zoo.families import ModelConfig
 from mupax.zoo.transformer import RoutingConfig
 from scripts.pages.markdown import replaced
 
-PAGE = Path(__file__).parents[4] / "docs" / "roles.md"
+PAGE = Path(__file__).parents[4] / "docs" / "concepts" / "roles.md"
 
 
 def _of(name: str, compute: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:

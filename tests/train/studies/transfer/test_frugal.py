@@ -20,7 +20,7 @@ from tests.fixtures import frugal_replay
 from tests.train.studies.transfer.test_command import command
 
 SIZES = (16, 32, 64, 128)
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[4] / "docs" / "evidence"
 RECORD = json.loads((DOCS / "frugal.json").read_text())
 
 

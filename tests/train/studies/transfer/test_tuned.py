@@ -28,7 +28,7 @@ from tests.presets.tuned.test_find import BASE, mine
 pytestmark = pytest.mark.core
 __all__ = ["mine"]
 
-EVIDENCE = Path(__file__).parents[4] / "docs" / "evidence"
+EVIDENCE = Path(__file__).parents[4] / "docs" / "evidence" / "tuned"
 SWEPT = "mup:lm-laptop-v1"
 """What a sweep has tuned, at one size: the rate of the recipe of that name."""
 DECIDED = (
@@ -38,7 +38,7 @@ DECIDED = (
     "depth-mup:lm-short-one-v1",
     "depth-mup:vit-digits-sgd-one-v1",
 )
-"""Tuned presets that were saved from rows of docs/transfer."""
+"""Tuned presets that were saved from rows of docs/evidence/transfer."""
 
 
 def committed() -> dict[str, tuned.Tuned]:

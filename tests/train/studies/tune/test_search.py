@@ -190,7 +190,10 @@ def test_the_budget_has_room_for_the_comparison_at_the_end() -> None:
 
 def test_the_example_of_the_documentation_is_its_record() -> None:
     docs = Path(__file__).resolve().parents[4] / "docs"
-    text, record = (docs / "presets.md").read_text(), json.loads((docs / "tune.json").read_text())
+    text, record = (
+        (docs / "concepts" / "presets.md").read_text(),
+        json.loads((docs / "evidence" / "tune.json").read_text()),
+    )
     apart = record["winner_less_start"]
     assert f"by {-apart['value']:.4f} nats [{-apart['high']:.4f}, {-apart['low']:.4f}]" in text
     assert f"{len(record['points'])} points and {record['runs']} runs" in text
