@@ -49,12 +49,12 @@ def test_entries_of_args_say_more_than_name_and_type() -> None:
 
 def _findings(find: object) -> list[str]:
     assert callable(find)
-    found = []
+    lines = []
     for path in finished_files():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for finding in find(tree):
-            found.append(f"{path.relative_to(ROOT)}:{finding.line}: {finding.text}")
-    return found
+            lines.append(f"{path.relative_to(ROOT)}:{finding.line}: {finding.text}")
+    return lines
 
 
 HOLLOW = '''

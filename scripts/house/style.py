@@ -147,11 +147,11 @@ def counts(source: str) -> Counts:
 
 def long_lines(source: str) -> list[Finding]:
     """Return the lines of over `MAX_COLUMNS` columns. A line with an address that long is none."""
-    found = []
+    findings = []
     for number, line in enumerate(source.splitlines(), 1):
         if len(line) > MAX_COLUMNS and "http" not in line:
-            found.append(Finding(number, line.strip()))
-    return found
+            findings.append(Finding(number, line.strip()))
+    return findings
 
 
 def docstrings(tree: ast.Module) -> Iterator[Finding]:
@@ -166,12 +166,12 @@ def docstrings(tree: ast.Module) -> Iterator[Finding]:
 
 def wrong_beginnings(tree: ast.Module) -> list[Finding]:
     """Return first lines of docstrings that begin with one of `WRONG_BEGINNINGS`."""
-    found = []
+    findings = []
     for line, text in docstrings(tree):
         first = text.splitlines()[0] if text else ""
         if any(re.match(rf"{words}\b", first) for words in WRONG_BEGINNINGS):
-            found.append(Finding(line, first))
-    return found
+            findings.append(Finding(line, first))
+    return findings
 
 
 def argument_entries(tree: ast.Module) -> Iterator[Finding]:
@@ -291,12 +291,12 @@ def print_findings(path: Path) -> None:
         source = file.read_text(encoding="utf-8")
         tree = ast.parse(source)
         place = file.relative_to(ROOT)
-        for kind, found in (
+        for kind, findings in (
             ("first line", wrong_beginnings(tree)),
             ("hollow", hollow_entries(tree)),
             ("long", long_lines(source)),
         ):
-            for finding in found:
+            for finding in findings:
                 print(f"{place}:{finding.line}: {kind}: {finding.text}")
 
 

@@ -22,7 +22,7 @@ the `config.json` of a run. `--plugin MODULE` first imports a module with preset
 EXIT_CODES = """## Exit codes
 
 0: done. 1: it failed, or what was checked does not hold. 2: bad input, with one message on standard error. 128 and a signal's number:
-stopped by that signal. [A table of wrong command lines](../../tests/train/inputs.md) shows the messages.
+stopped by that signal. `tests/train/inputs.md` has 300 right and wrong command lines with their messages.
 
 """
 OLD = """## Old spellings

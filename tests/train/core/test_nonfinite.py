@@ -230,10 +230,10 @@ def test_a_signal_ends_a_wait_for_data(
     def ready(batches: Prefetch[Any, Any], seconds: float = 0.0) -> bool:
         # Batch 5 was queued before batch 6 was begun: once the queue is empty, the loop waits for batch 6.
         queued_to_5 = hangs.is_set()
-        found = look(batches, seconds)
-        if queued_to_5 and not found:
+        is_ready = look(batches, seconds)
+        if queued_to_5 and not is_ready:
             signal.raise_signal(signal.SIGINT)
-        return found
+        return is_ready
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenData, "train_batch", train_batch)
