@@ -39,12 +39,11 @@ from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from mupax.train.config.sections import CheckpointConfig
 from scripts import ROOT, harness
-from scripts.campaigns import tiny_runs
+from scripts.campaigns import report, tiny_runs
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.pages.markdown import table
 
-PAGE = ROOT / "docs" / "evidence" / "corruptions.md"
 RECIPES = {
     "decoder": "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16",
     "vit": "vit-digits --model.width 16 --model.depth 2 --model.num-heads 2",
@@ -97,7 +96,7 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
         str(processes),
     ]
     environ = {
-        **os.environ, "PYTHONPATH": str(PAGE.parent.parent), "MUPAX_DATA": str(folder / "cache"),
+        **os.environ, "PYTHONPATH": str(ROOT), "MUPAX_DATA": str(folder / "cache"),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
     }  # fmt: skip
     running = [
@@ -221,7 +220,7 @@ def campaign(
 
 
 def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """The text of docs/evidence/corruptions.md.
+    """Return the section of the page.
 
     Args:
         results: of all places.
@@ -252,26 +251,23 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
         return [name, *map(str, counts)]
 
     parts = [
-        "# Corrupted checkpoints\n\n"
-        "Made by `python -m scripts.campaigns.corruptions disk` and `... bucket`: the newest of two checkpoints is damaged in one "
-        "place and restored as a resumed run does. In one of five the older one has a flipped bit too, so that the run must refuse. "
-        "A restore is wrong where one bit differs from what was saved at its step. The last column is the control: how often orbax "
-        "loads the same damaged checkpoint with other numbers and no error, when nobody looks at digests."
+        "## Corrupted checkpoints\n\n"
+        "The newest of two checkpoints is damaged in one place and restored as a resumed run does. In one of five the older one has "
+        "a flipped bit too, so that the run must refuse. A restore is wrong if one bit differs from what was saved at its step. The "
+        "last column is the control: how often orbax alone loads the same damaged checkpoint with other numbers and no error. "
+        "`python -m scripts.campaigns.corruptions disk` and `... bucket`; every case is in `corruptions.json`."
     ]
     for place in dict.fromkeys(result["place"] for result in results):
         here = [result for result in results if result["place"] == place]
         by = [row(kind, [result for result in here if result["kind"] == kind]) for kind in KINDS]
-        runs = sorted({result["run"] for result in here})
-        per_run = [row(run, [result for result in here if result["run"] == run]) for run in runs]
         bad, lost = (
             sum(not result["good"] for result in here),
             sum(result["lost"] for result in here),
         )
         parts += [
-            f"## {PLACES[place]}",
+            f"### {PLACES[place]}",
             f"{len(here)} corruptions took {seconds[place]:.0f} s; {bad} did not end as they must; of {lost} files some byte was lost.",
             table([head, *by, row("all", here)]),
-            table([["run", *head[1:]], *per_run]),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -287,7 +283,7 @@ class Options:
     """Seed of what is damaged and where."""
     again: Switch = False
     """Forget what the file holds of this place."""
-    out: Path = PAGE
+    out: Path = report.PAGE
     """Page to write; its figures go beside it as .json."""
 
 
@@ -295,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Corrupt, restore, write the table; 0 where all were found and none was restored wrongly."""
     args = harness.parse(Options, argv)
     harness.check_names([args.place], PLACES)
-    path = args.out.with_suffix(".json")
+    path = args.out.with_name("corruptions.json")
     record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
     other = [result for result in record["results"] if result["place"] != args.place]
     results = [
@@ -322,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
-    args.out.write_text(page([*other, *results], seconds))
+    report.write_section(args.out, "corruptions", page([*other, *results], seconds))
     good = sum(result["good"] for result in results)
     print(f"{good} of {len(results)} corruptions were detected and passed over or refused")
     return int(good < len(results))

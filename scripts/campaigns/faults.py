@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from mupax.command_line import Switch
-from scripts import ROOT, harness
-from scripts.campaigns import tiny_runs, workers
+from scripts import harness
+from scripts.campaigns import report, tiny_runs, workers
 from scripts.campaigns.injection import shim
 from scripts.pages.markdown import table
 
-PAGE = ROOT / "docs" / "evidence" / "faults.md"
 COMMAND = "python -m scripts.campaigns.faults"
 STEPS, HALF = 12, 8
 WORDS = (
@@ -167,37 +166,35 @@ class Runs:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The text of docs/evidence/faults.md."""
+    """Return the section of the page."""
     struck = [row for row in rows if row["fired"]]
     wrong = [row for row in struck if row["wrong"]]
     operations = sum(row["fired"] for row in struck)
     cells = [
         [
             "operation",
-            "effect",
+            "effects",
             "runs",
             "operations failed",
             "survived",
-            "ended with a message, then went on",
+            "ended, then went on",
             "wrong",
         ]
     ]
     for kind in (*READING, *WRITING):
-        for effect in EFFECTS[kind]:
-            own = [row for row in struck if (row["kind"], row["effect"]) == (kind, effect)]
-            codes = Counter(bool(row["code"]) for row in own)
-            failed, bad = sum(row["fired"] for row in own), sum(bool(row["wrong"]) for row in own)
-            cells.append(
-                [kind, effect, *map(str, (len(own), failed, codes[False], codes[True], bad))]
-            )
+        own = [row for row in struck if row["kind"] == kind]
+        codes = Counter(bool(row["code"]) for row in own)
+        failed = sum(row["fired"] for row in own)
+        bad = sum(bool(row["wrong"]) for row in own)
+        counts = map(str, (len(own), failed, codes[False], codes[True], bad))
+        cells.append([kind, ", ".join(EFFECTS[kind]), *counts])
     slowest = max((row["seconds"] for row in struck), default=0.0)
     return (
-        f"# Runs on a disk that is unwell\n\nMade by `{COMMAND}`, which says what the runs are: in {len(struck)} runs, {operations} "
-        f"chosen file operations failed for a moment. **{len(struck) - len(wrong)} of {len(struck)} ended bitwise as the undisturbed "
-        "run did**, every row of metrics without times and every digest of the last checkpoint: "
-        f"{sum(not row['code'] for row in struck)} without noticing more than a line, the others with a message and, on a disk that "
-        f"was well again, by the same command from their newest checkpoint. No session took longer than {slowest:.0f} s; no "
-        f"checkpoint was lost or set aside.\n\n{table(cells)}\n"
+        f"## Unwell disks\n\nIn {len(struck)} runs, {operations} chosen file operations failed for a moment. "
+        f"**{len(struck) - len(wrong)} of {len(struck)} ended bitwise as the undisturbed run did**: "
+        f"{sum(not row['code'] for row in struck)} went on with at most a line; the others ended with a message, and on a well disk the "
+        f"same command went on from their newest checkpoint. No session took longer than {slowest:.0f} s, and no checkpoint was "
+        f"lost. `{COMMAND}`; every run is in `faults.json`.\n\n{table(cells)}\n"
     )
 
 
@@ -211,7 +208,7 @@ class Options:
     """Processes."""
     again: Switch = False
     """Forget what the file holds."""
-    page: Path = PAGE
+    page: Path = report.PAGE
     """Write here, and the rows beside it."""
     worker: Path | None = None
     """Folder of a worker of this command."""
@@ -231,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         workers.serve(answer)
         return 0
-    path = args.page.with_suffix(".json")
+    path = args.page.with_name("faults.json")
     rows: list[dict[str, Any]] = (
         json.loads(path.read_text()) if path.exists() and not args.again else []
     )
@@ -273,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if row["wrong"]:
                     print(json.dumps(row), file=sys.stderr, flush=True)
                 path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-                args.page.write_text(page(rows))
+                report.write_section(args.page, "faults", page(rows))
     return int(any(row["wrong"] for row in rows))
 
 

@@ -27,10 +27,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from mupax.command_line import Switch
-from scripts import ROOT, harness
-from scripts.pages.markdown import table
+from scripts import harness
+from scripts.campaigns import report
 
-PAGE = ROOT / "docs" / "evidence" / "fuzz.md"
 COMMAND = "python -m scripts.campaigns.fuzz"
 SECONDS = 5.0
 """Processor time of one file at most; a good one takes a hundredth."""
@@ -121,33 +120,19 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """The text of docs/evidence/fuzz.md."""
+    """Return the section of the page."""
     total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
     slowest, largest = (
         max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib")
     )
-    cells = [
-        [
-            "reader",
-            "inputs",
-            "read",
-            "refused",
-            "tracebacks",
-            "hangs",
-            "too much memory",
-            "slowest",
-            "most memory",
-        ]
-    ]
-    for name, row in rows.items():
-        counts = [str(row[key]) for key in COUNTS]
-        cells.append([name, *counts, f"{row['slowest_s']:.2f} s", f"{row['grown_mib']:.0f} MiB"])
     return (
-        f"# Broken files\n\nMade by `{COMMAND}`: {total['inputs']:,} files broken at random (bits, bytes, values of JSON, headers), "
-        "each given to what reads it, as a command does. A file is read, or refused with a message: "
-        f"{total['tracebacks']} tracebacks, {total['hangs']} files that took more than {SECONDS:g} s of processor time "
-        f"(the slowest {slowest:.2f} s), {total['large']} that took more than {MEMORY // 2**20} MiB (the most {largest:.0f} MiB).\n\n"
-        f"{table(cells)}\n"
+        f"## Broken files\n\n{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) and given to what "
+        "reads them, as a command does. A file must be read or refused with a message.\n\n"
+        f"- readers: {', '.join(rows)}\n"
+        f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}\n"
+        f"- more than {SECONDS:g} s of processor time: {total['hangs']} (the slowest {slowest:.2f} s)\n"
+        f"- more than {MEMORY // 2**20} MiB: {total['large']} (the most {largest:.0f} MiB)\n\n"
+        f"`{COMMAND}`; the counts of each reader are in `fuzz.json`.\n"
     )
 
 
@@ -166,7 +151,7 @@ class Options:
     """Readers."""
     again: Switch = False
     """Forget what the table holds."""
-    page: Path = PAGE
+    page: Path = report.PAGE
     """Write here, and the rows beside it."""
 
 
@@ -177,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = harness.parse(Options, argv)
     harness.check_names(args.only, TARGETS)
-    path = args.page.with_suffix(".json")
+    path = args.page.with_name("fuzz.json")
     rows: dict[str, dict[str, Any]] = (
         json.loads(path.read_text()) if path.exists() and not args.again else {}
     )
@@ -188,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rows.get(name, {}).get("inputs", 0) < inputs:
                 rows[name] = fed(name, inputs, Path(folder))
             path.write_text(json.dumps(rows, indent=1) + "\n")
-    args.page.write_text(page({name: rows[name] for name in TARGETS if name in rows}))
+    report.write_section(
+        args.page, "fuzz", page({name: rows[name] for name in TARGETS if name in rows})
+    )
     return int(any(map(is_bad, rows.values())))
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mupax.command_line import Switch
-from scripts import ROOT, harness
+from scripts import harness
+from scripts.campaigns import report
 from scripts.campaigns.tiny_runs import (
     CASES,
     MODELS,
@@ -35,7 +36,6 @@ from scripts.campaigns.tiny_runs import (
     undisturbed,
 )
 
-PAGE = ROOT / "docs" / "evidence" / "kills.md"
 COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
 """By number of processes, whose steps take so much longer."""
@@ -107,16 +107,16 @@ def disturbed(case: Case, folder: Path, seed: int, steps: int, most: int) -> dic
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """The table of what was done and what became of it."""
+    """Return the section of the page: what was done and what became of it."""
     kills = [one for run in runs for one in run["kills"]]
     differ = [run for run in runs if run["differences"]]
     lines = [
-        "# Killed runs that went on",
+        "## Killed runs",
         "",
-        f"{len(kills)} times a signal was sent at a random moment to one of {len(runs)} runs, which were resumed until they were",
-        f"done; **{len(runs) - len(differ)} of {len(runs)} runs ended bitwise as the undisturbed one did**: every row of metrics without",
-        "times, every digest of parameters, optimizer state, moving average and counters in the verified last checkpoint. Made by",
-        f"`{COMMAND}`, which says what the runs are; each signal with its moment, its phase and the exit codes is in `kills.json`.",
+        f"A signal was sent {len(kills)} times at a random moment to one of {len(runs)} runs, and the run was resumed until it was done.",
+        f"**{len(runs) - len(differ)} of {len(runs)} runs ended bitwise as the undisturbed run did**: every row of metrics without",
+        "times, and every digest of parameters, optimizer state, moving average and counters in the last checkpoint.",
+        f"`{COMMAND}`; every signal is in `kills.json`.",
         "",
         "| runs of | processes | runs | kills | SIGKILL | SIGTERM | SIGINT | two signals | identical |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -135,17 +135,6 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
             *(counts[name] for name in SIGNALS),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} | {same} of {len(mine)} |")
-    lines += [
-        "",
-        "| phase | kills | exit codes | slowest end after SIGTERM or SIGINT |",
-        "|---|---|---|---|",
-    ]
-    for name in sorted({one["phase"] for one in kills}):
-        mine = [one for one in kills if one["phase"] == name]
-        codes = Counter(code for one in mine for code in one["codes"])
-        ended = max((one["ended_s"] for one in mine if one["signal"] != "SIGKILL"), default=0.0)
-        shown = ", ".join(f"{code} ({count})" for code, count in sorted(codes.items()))
-        lines.append(f"| {name} | {len(mine)} | {shown} | {ended:.1f} s |")
     lines += [
         "",
         *(
@@ -167,8 +156,8 @@ class Options:
     steps: int | None = None
     processes: Literal[1, 2] | None = None
     """Only runs of so many."""
-    page: Path = PAGE
-    """Write here, and the rows beside it, instead of docs/evidence/kills.md."""
+    page: Path = report.PAGE
+    """Write the section here, and the rows beside it."""
     models: tuple[str, ...] = tuple(MODELS)
     """Only runs of these."""
     again: Switch = False
@@ -181,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
     args = harness.parse(Options, argv)
     harness.check_names(args.models, MODELS)
-    path = args.page.with_suffix(".json")
+    path = args.page.with_name("kills.json")
     cases = [
         case
         for case in CASES
@@ -202,9 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
                 path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
-                args.page.write_text(page(runs))
+                report.write_section(args.page, "kills", page(runs))
             seed += 1
-    args.page.write_text(page(runs))
+    report.write_section(args.page, "kills", page(runs))
     return int(any(run["differences"] for run in runs))
 
 

@@ -28,13 +28,12 @@ from typing import Any, Literal, Protocol
 from tyro.conf import Positional
 
 from mupax.command_line import Switch
-from scripts import ROOT, harness
-from scripts.campaigns import forks, tiny_runs
+from scripts import harness
+from scripts.campaigns import forks, report, tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
 
-PAGE = ROOT / "docs" / "evidence" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
 MOMENTS = ("killed", "killed after")
@@ -173,18 +172,17 @@ def where(run: dict[str, Any]) -> tuple[str, int]:
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """The table of what was done and what became of it."""
+    """Return the section of the page: what was done and what became of it."""
     total, same = (
         sum(len(run["kills"]) for run in runs),
         sum(not run["differences"] for run in runs),
     )
     lines = [
-        "# Runs killed at chosen operations",
+        "## Runs killed at chosen operations",
         "",
-        f"{total} times one of {len(runs)} runs was killed at a chosen operation on a file of its work folder or an object of its",
-        f"bucket, and resumed until it was done; **{same} of {len(runs)} runs ended bitwise as the undisturbed one did**. Made by",
-        f"`{COMMAND} disk` and `... bucket`, which say what the runs are and what is compared; each kill is in",
-        "`operations.json`.",
+        f"One of {len(runs)} runs was killed {total} times at a chosen operation on a file of its work folder or an object of its",
+        f"bucket, and resumed until it was done. **{same} of {len(runs)} runs ended bitwise as the undisturbed run did.**",
+        f"`{COMMAND} disk` and `... bucket`; every kill is in `operations.json`.",
         "",
         "| place | processes | operation | killed before it | killed after it (a write to a file: after half of it) |",
         "|---|---|---|---|---|",
@@ -202,7 +200,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
 
 def campaign(args: Options, place: Place, folder: Path) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
-    path = args.page.with_suffix(".json")
+    path = args.page.with_name("operations.json")
     runs = harness.read_rows(path, "runs", args.again)
     with tiny_runs.prepared(folder):
         here = Runs(place, folder)
@@ -223,8 +221,8 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
                 flush=True,
             )
             path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
-            args.page.write_text(page(runs))
-    args.page.write_text(page(runs))
+            report.write_section(args.page, "operations", page(runs))
+    report.write_section(args.page, "operations", page(runs))
     return int(any(run["differences"] for run in runs))
 
 
@@ -239,8 +237,8 @@ class Options:
     """Processes of a run; two have a bucket."""
     most: int = 8
     """Kills of one run."""
-    page: Path = PAGE
-    """Write here, and the rows beside it, not docs/evidence/operations.md."""
+    page: Path = report.PAGE
+    """Write the section here, and the rows beside it."""
     again: Switch = False
     """Forget what the file holds."""
     folder: Path | None = None

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from mupax.command_line import Switch
-from scripts import ROOT, harness
-from scripts.campaigns import tiny_runs
+from scripts import harness
+from scripts.campaigns import report, tiny_runs
 from scripts.campaigns.injection.calls import Action, when, with_result
 from scripts.campaigns.tiny_runs import Session
 
-PAGE = ROOT / "docs" / "evidence" / "processes.md"
 COMMAND = "python -m scripts.campaigns.processes"
 STEPS, EVERY = 16, 4
 """Of a run, and between its checkpoints."""
@@ -222,15 +221,14 @@ def wait(session: Session, stopped: int | None) -> float:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of what was done and what became of it."""
+    """Return the section of the page: what was done and what became of it."""
     good = [row for row in rows if not row["wrong"]]
     lines = [
-        "# Runs of several processes, one of which fails",
+        "## One process of several fails",
         "",
-        f"{len(rows)} times one process of two or three failed; **{len(good)} of {len(rows)} times** all of them ended within",
-        f"{BOUND_S:.0f} s with the reason on every screen and exit code 1, or 2 where it is bad input (or trained on, where the",
-        "failure passes), and what was resumed ended bitwise as the run that was left alone. Made by",
-        f"`{COMMAND}`, which says what the failures are.",
+        f"One process of two or three failed, {len(rows)} times. **{len(good)} of {len(rows)} times** all processes ended within",
+        f"{BOUND_S:.0f} s with the reason on every screen (exit code 1, or 2 for bad input), or trained on if the failure passes. What was",
+        f"resumed ended bitwise as the run that was left alone. `{COMMAND}`.",
         "",
         "| failure | phases | times | as wanted | median and most seconds until all had ended | exit codes |",
         "|---|---|---|---|---|---|",
@@ -266,7 +264,7 @@ class Options:
     """At least so many in the file."""
     only: tuple[str, ...] = ("",)
     """Only failures or phases whose name has one of these words."""
-    page: Path = PAGE
+    page: Path = report.PAGE
     """Write here, and the rows beside it."""
     again: Switch = False
     """Forget what the file holds."""
@@ -277,7 +275,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page; exit code 1 where something went otherwise than wanted."""
     args = harness.parse(Options, argv)
-    path = args.page.with_suffix(".json")
+    path = args.page.with_name("processes.json")
     rows = harness.read_rows(path, "rows", args.again)
     kinds = [
         (f, p)
@@ -298,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             print(json.dumps(row), flush=True)
             path.write_text(harness.with_rows(harness.made_by(COMMAND), "rows", rows))
-            args.page.write_text(page(rows))
-    args.page.write_text(page(rows))
+            report.write_section(args.page, "processes", page(rows))
+    report.write_section(args.page, "processes", page(rows))
     return int(any(row["wrong"] for row in rows))
 
 

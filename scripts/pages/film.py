@@ -93,7 +93,7 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
         "TERM": "xterm-256color",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "PYTHONPATH": str(OUT.parents[2])}
+    size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
         shlex.split(command, comments=True),
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Tries faults at the edges of a run: `docs/evidence/edges.md`, with one file of results per campaign in `docs/evidence/edges/`.
+"""Try faults at the edges of a run: a section of docs/evidence/reliability.md, results in docs/evidence/edges/.
 
     python -m scripts.campaigns.edges [CAMPAIGN ...] [--count N] [--seed N] [--only WORD] [--again] [--docs DIR]
 
@@ -26,6 +26,7 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from scripts import ROOT, harness
+from scripts.campaigns import report
 from scripts.campaigns.edges.trial import FAULTS, Outcome, Trial
 from scripts.pages.markdown import table
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         run_campaign(name, args)
     results = read_results(args.docs)
-    (args.docs / "edges.md").write_text(page(results))
+    report.write_section(args.docs / report.PAGE.name, "edges", page(results))
     return int(
         any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values())
     )
@@ -136,23 +137,14 @@ def read_results(docs: Path) -> dict[str, dict[str, Any]]:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of docs/evidence/edges.md: one table for all campaigns, and one for each."""
-    summary = [["campaign", "tried", "ok", *FAULTS]]
-    sections = []
+    """Return the section of the page: one row for each campaign."""
+    cells = [["campaign", "trials", "tried", "ok", *FAULTS]]
     for name, rows in results.items():
-        summary.append([f"[{name}](#{name})", *verdict_counts(list(rows.values()))])
-        groups = sorted({row["group"] for row in rows.values()})
-        cells = [["group", "tried", "ok", *FAULTS]]
-        for group in groups:
-            members = [row for row in rows.values() if row["group"] == group]
-            cells.append([group, *verdict_counts(members)])
-        sections.append(
-            f"## {name}\n\n{CAMPAIGNS[name]}: [every trial](edges/{name}.json).\n\n{table(cells)}\n"
-        )
+        counts = verdict_counts(list(rows.values()))
+        cells.append([f"[{name}](edges/{name}.json)", CAMPAIGNS[name], *counts])
     return (
-        f"# Faults at the edges\n\nMade by `{COMMAND}`. Each trial starts a command as a user would, while something around it is "
-        "unusual. **ok** is a right result, or one line that says what is wrong.\n\n"
-        f"{table(summary)}\n\n" + "\n".join(sections)
+        "## Faults at the edges\n\nEach trial starts a command as a user would, while something around the command is unusual. **ok** is "
+        f"a right result, or one line that says what is wrong. `{COMMAND}`.\n\n{table(cells)}\n"
     )
 
 

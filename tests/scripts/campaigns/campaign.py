@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def campaign(module: ModuleType, words: str, folder: Path) -> Any:
-    """What a campaign writes to `page.json` of a folder, which has its page too; it must end with 0."""
+    """Run a campaign, which must end with 0, and return the record that it writes beside its page."""
     page = folder / "page.md"
     command = [sys.executable, "-m", module.__name__, *shlex.split(words), "--page", str(page)]
     environ = os.environ | {"XLA_FLAGS": " ".join(QUICKLY)}
@@ -25,4 +25,5 @@ def campaign(module: ModuleType, words: str, folder: Path) -> Any:
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(page.with_suffix(".json").read_text())
+    name = module.__name__.rpartition(".")[2]
+    return json.loads(page.with_name(f"{name}.json").read_text())

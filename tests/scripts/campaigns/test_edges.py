@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
+from scripts.campaigns import report
 from scripts.campaigns.edges import __main__ as edges
 from scripts.campaigns.edges.trial import Ended, Outcome, Trial, judge
 
@@ -34,7 +35,9 @@ def test_a_trial_with_a_result_is_not_run_again_and_a_fault_is_the_exit_code(
     assert edges.main(["paths", "--docs", str(tmp_path)]) == 1
     assert edges.main(["paths", "--docs", str(tmp_path)]) == 1
     assert started == ["good", "bad"]
-    assert "| group | 2 | 1 | 1 |" in (tmp_path / "edges.md").read_text()
+    assert (
+        f"| {edges.CAMPAIGNS['paths']} | 2 | 1 | 1 |" in (tmp_path / "reliability.md").read_text()
+    )
 
 
 @pytest.mark.core
@@ -56,7 +59,7 @@ def test_exit_code_and_output_are_judged(ended: Ended, verdict: str) -> None:
 @pytest.mark.core
 def test_the_committed_results_have_no_fault_and_are_what_the_page_says() -> None:
     results = edges.read_results(ROOT / "docs" / "evidence")
-    assert (ROOT / "docs" / "evidence" / "edges.md").read_text() == edges.page(results)
+    assert edges.page(results) in report.PAGE.read_text()
     faults = {(name, row["verdict"]) for name, rows in results.items() for row in rows.values()} & {
         (name, fault) for name in edges.CAMPAIGNS for fault in edges.FAULTS
     }

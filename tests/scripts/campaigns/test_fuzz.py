@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.campaigns import fuzz, targets
+from scripts.campaigns import fuzz, report, targets
 from scripts.campaigns.targets import TARGETS, Target
 
 INPUTS = 4
@@ -58,16 +58,17 @@ def test_control_what_is_wrong_is_counted(
         err = capsys.readouterr().err
         assert f"{how}, broken: b'broken'" in err, err
     assert (rows["traceback"]["tracebacks"], rows["slow"]["hangs"]) == (1, 1), err
-    assert "1 tracebacks, 1 files that took more than" in fuzz.page(rows)
+    assert "tracebacks 1\n" in fuzz.page(rows)
+    assert "of processor time: 1 (" in fuzz.page(rows)
 
 
 @pytest.mark.core
 def test_the_committed_table_is_whole() -> None:
-    rows = json.loads(fuzz.PAGE.with_suffix(".json").read_text())
+    rows = json.loads(report.PAGE.with_name("fuzz.json").read_text())
     assert set(rows) == set(TARGETS)
     assert sum(row["inputs"] for row in rows.values()) >= 10_000
     assert not [name for name, row in rows.items() if fuzz.is_bad(row)]
-    assert fuzz.PAGE.read_text() == fuzz.page(rows)
+    assert fuzz.page(rows) in report.PAGE.read_text()
     for (
         name,
         row,
