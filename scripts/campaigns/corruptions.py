@@ -39,10 +39,10 @@ from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from mupax.train.config.sections import CheckpointConfig
 from scripts import ROOT, harness
-from scripts.campaigns import report, tiny_runs
+from scripts.campaigns import PAGE, tiny_runs
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
-from scripts.pages.markdown import table
+from scripts.pages.markdown import table, write_section
 
 RECIPES = {
     "decoder": "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16",
@@ -283,7 +283,7 @@ class Options:
     """Seed of what is damaged and where."""
     again: Switch = False
     """Forget what the file holds of this place."""
-    out: Path = report.PAGE
+    out: Path = PAGE
     """Page to write; its figures go beside it as .json."""
 
 
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
-    report.write_section(args.out, "corruptions", page([*other, *results], seconds))
+    write_section(args.out, "corruptions", page([*other, *results], seconds))
     good = sum(result["good"] for result in results)
     print(f"{good} of {len(results)} corruptions were detected and passed over or refused")
     return int(good < len(results))

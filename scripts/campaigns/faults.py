@@ -31,9 +31,9 @@ from typing import Any
 
 from mupax.command_line import Switch
 from scripts import harness
-from scripts.campaigns import report, tiny_runs, workers
+from scripts.campaigns import PAGE, tiny_runs, workers
 from scripts.campaigns.injection import shim
-from scripts.pages.markdown import table
+from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.faults"
 STEPS, HALF = 12, 8
@@ -208,7 +208,7 @@ class Options:
     """Processes."""
     again: Switch = False
     """Forget what the file holds."""
-    page: Path = report.PAGE
+    page: Path = PAGE
     """Write here, and the rows beside it."""
     worker: Path | None = None
     """Folder of a worker of this command."""
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if row["wrong"]:
                     print(json.dumps(row), file=sys.stderr, flush=True)
                 path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-                report.write_section(args.page, "faults", page(rows))
+                write_section(args.page, "faults", page(rows))
     return int(any(row["wrong"] for row in rows))
 
 

@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 from mupax.command_line import Switch
 from scripts import harness
-from scripts.campaigns import report
+from scripts.campaigns import PAGE
+from scripts.pages.markdown import write_section
 
 COMMAND = "python -m scripts.campaigns.fuzz"
 SECONDS = 5.0
@@ -151,7 +152,7 @@ class Options:
     """Readers."""
     again: Switch = False
     """Forget what the table holds."""
-    page: Path = report.PAGE
+    page: Path = PAGE
     """Write here, and the rows beside it."""
 
 
@@ -173,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rows.get(name, {}).get("inputs", 0) < inputs:
                 rows[name] = fed(name, inputs, Path(folder))
             path.write_text(json.dumps(rows, indent=1) + "\n")
-    report.write_section(
-        args.page, "fuzz", page({name: rows[name] for name in TARGETS if name in rows})
-    )
+    write_section(args.page, "fuzz", page({name: rows[name] for name in TARGETS if name in rows}))
     return int(any(map(is_bad, rows.values())))
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from mupax.command_line import Switch
 from scripts import harness
-from scripts.campaigns import report
+from scripts.campaigns import PAGE
 from scripts.campaigns.tiny_runs import (
     CASES,
     MODELS,
@@ -35,6 +35,7 @@ from scripts.campaigns.tiny_runs import (
     scratch,
     undisturbed,
 )
+from scripts.pages.markdown import write_section
 
 COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
@@ -156,7 +157,7 @@ class Options:
     steps: int | None = None
     processes: Literal[1, 2] | None = None
     """Only runs of so many."""
-    page: Path = report.PAGE
+    page: Path = PAGE
     """Write the section here, and the rows beside it."""
     models: tuple[str, ...] = tuple(MODELS)
     """Only runs of these."""
@@ -191,9 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
                 path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
-                report.write_section(args.page, "kills", page(runs))
+                write_section(args.page, "kills", page(runs))
             seed += 1
-    report.write_section(args.page, "kills", page(runs))
+    write_section(args.page, "kills", page(runs))
     return int(any(run["differences"] for run in runs))
 
 

@@ -29,10 +29,11 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from scripts import harness
-from scripts.campaigns import forks, report, tiny_runs
+from scripts.campaigns import PAGE, forks, tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
+from scripts.pages.markdown import write_section
 
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
@@ -221,8 +222,8 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
                 flush=True,
             )
             path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
-            report.write_section(args.page, "operations", page(runs))
-    report.write_section(args.page, "operations", page(runs))
+            write_section(args.page, "operations", page(runs))
+    write_section(args.page, "operations", page(runs))
     return int(any(run["differences"] for run in runs))
 
 
@@ -237,7 +238,7 @@ class Options:
     """Processes of a run; two have a bucket."""
     most: int = 8
     """Kills of one run."""
-    page: Path = report.PAGE
+    page: Path = PAGE
     """Write the section here, and the rows beside it."""
     again: Switch = False
     """Forget what the file holds."""

@@ -24,9 +24,10 @@ from typing import Any
 
 from mupax.command_line import Switch
 from scripts import harness
-from scripts.campaigns import report, tiny_runs
+from scripts.campaigns import PAGE, tiny_runs
 from scripts.campaigns.injection.calls import Action, when, with_result
 from scripts.campaigns.tiny_runs import Session
+from scripts.pages.markdown import write_section
 
 COMMAND = "python -m scripts.campaigns.processes"
 STEPS, EVERY = 16, 4
@@ -264,7 +265,7 @@ class Options:
     """At least so many in the file."""
     only: tuple[str, ...] = ("",)
     """Only failures or phases whose name has one of these words."""
-    page: Path = report.PAGE
+    page: Path = PAGE
     """Write here, and the rows beside it."""
     again: Switch = False
     """Forget what the file holds."""
@@ -296,8 +297,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             print(json.dumps(row), flush=True)
             path.write_text(harness.with_rows(harness.made_by(COMMAND), "rows", rows))
-            report.write_section(args.page, "processes", page(rows))
-    report.write_section(args.page, "processes", page(rows))
+            write_section(args.page, "processes", page(rows))
+    write_section(args.page, "processes", page(rows))
     return int(any(row["wrong"] for row in rows))
 
 

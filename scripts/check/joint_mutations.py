@@ -26,9 +26,10 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.check import joint_run
 from mupax.train.studies.check.judge import Finding, passes
-from scripts import ROOT
+from scripts.check import PAGE
+from scripts.pages.markdown import write_section
 
-PAGE = ROOT / "docs" / "evidence" / "joint-mutations.md"
+RECORD = PAGE.with_name("joint-mutations.json")
 COMMAND = "python -m scripts.check.joint_mutations"
 SIZES = 4
 EXPONENTS = (0.25, -0.25, 0.5, -0.5)
@@ -124,13 +125,13 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
     }
     lines = ",\n".join(json.dumps(each) for each in rows)
-    PAGE.with_suffix(".json").write_text(f'{json.dumps(about)[:-1]}, "mutants": [\n{lines}\n]}}\n')
-    PAGE.write_text(markdown(rows))
+    RECORD.write_text(f'{json.dumps(about)[:-1]}, "mutants": [\n{lines}\n]}}\n')
+    write_section(PAGE, "joint-mutations", markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:
     """What the committed file holds."""
-    return json.loads(PAGE.with_suffix(".json").read_text())["mutants"]
+    return json.loads(RECORD.read_text())["mutants"]
 
 
 def named(each: dict[str, Any]) -> bool:
@@ -142,14 +143,14 @@ def named(each: dict[str, Any]) -> bool:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The whole page."""
+    """Return the section of the page."""
     caught, blamed = (
         [each for each in rows if each["wrong"]],
         [each for each in rows if named(each)],
     )
     formulas = [each for each in rows if each["table"]]
     lines = [
-        "# Wrong joint rules that the check catches",
+        "## Wrong joint rules",
         "",
         "A mutant is a joint rule with one number wrong by a power of k, the ratio of the batch or of the tokens to the base's. Theory is",
         f"asked about the right rule; `lm-tiny`'s optimizer, at b1 0.97 and b2 0.99, takes the steps of the wrong one's runs at {SIZES} sizes,",
@@ -161,27 +162,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "A study of best rates hardly tells scaled betas from fixed ones: on a noisy quadratic the optimum moves alike under both, to 0.05",
         "octaves per doubling of the batch. Here they are read off what the moments do.",
         "",
-        "| rule | grows | number | k^±1/4 | k^±1/2 | seen in | by the formulas |",
-        "|---|---|---|---|---|---|---|",
+        "| rule | grows | numbers | caught | by the formulas |",
+        "|---|---|---|---|---|",
     ]
     for rule, grows in STUDIES:
-        for column in COLUMNS:
-            mine = [
-                each
-                for each in rows
-                if (each["rule"], each["grows"], each["column"]) == (rule, grows, column)
-            ]
-            cells = []
-            for size in (0.25, 0.5):
-                here = [each for each in mine if abs(each["exponent"]) == size]
-                cells.append(f"{sum(bool(each['wrong']) for each in here)} of {len(here)}")
-            observables = ", ".join(
-                sorted({name.partition("/")[0] for each in mine for name in each["wrong"]})
-            )
-            by_formulas = f"{sum(bool(each['table']) for each in mine)} of {len(mine)}"
-            lines.append(
-                f"| {rule} | {grows} | {column} | {' | '.join(cells)} | {observables} | {by_formulas} |"
-            )
+        mine = [each for each in rows if (each["rule"], each["grows"]) == (rule, grows)]
+        numbers = sorted({each["column"] for each in mine}, key=COLUMNS.index)
+        seen = sum(bool(each["wrong"]) for each in mine)
+        by_formulas = sum(bool(each["table"]) for each in mine)
+        cells = [rule, grows, ", ".join(numbers), f"{seen} of {len(mine)}"]
+        lines.append(f"| {' | '.join(cells)} | {by_formulas} of {len(mine)} |")
     numbers = sorted(
         {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index
     )

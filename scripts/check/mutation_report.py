@@ -26,7 +26,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     caught = [one for one in training if one.by is not None]
     alone = [one for one in training if one.by_activations is not None]
     lines = [
-        "# Wrong rules that the coordinate check catches",
+        "## Wrong rules",
         "",
         "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter group wrong by a power of m, the ratio of",
         "the width to its base. Theory is asked about the right rule, and the mutant is trained.",
@@ -38,20 +38,18 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "| experts | four in each layer |",
         "",
         f"`{command}` makes this page. `mutations.json` has a row for each mutant, with what gave it away. Rules for batch and tokens",
-        "have [their own page](joint-mutations.md).",
+        "have [their own section](#wrong-joint-rules).",
         "",
         f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "
         f"({_percent(len(caught), len(training))}). Activations and their changes alone catch {len(alone)} "
         f"({_percent(len(alone), len(training))}); the other mutants are caught by a role's own weights (`weight`, `movement`,",
         "`gradient`).",
         "",
-        "## Share caught",
-        "",
         *_shares(outcomes),
     ]
-    lines += ["", f"## Caught only with {MORE_SEEDS} seeds", "", *(_harder(outcomes) or ["None."])]
-    lines += ["", "## Missed", "", *(_misses(outcomes) or ["None."])]
-    lines += ["", "## Errors that change no training", "", *(_alike(outcomes) or ["None."])]
+    lines += ["", f"### Caught only with {MORE_SEEDS} seeds", "", *(_harder(outcomes) or ["None."])]
+    lines += ["", "### Missed", "", *(_misses(outcomes) or ["None."])]
+    lines += ["", "### Errors that change no training", "", *(_alike(outcomes) or ["None."])]
     return "\n".join(lines) + "\n"
 
 

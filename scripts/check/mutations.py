@@ -15,11 +15,12 @@ from typing import Any
 
 from mupax.command_line import Switch
 from mupax.train.studies.check import check
-from scripts import ROOT, harness
-from scripts.check import mutation_report
+from scripts import harness
+from scripts.check import PAGE, mutation_report
 from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Suite
+from scripts.pages.markdown import write_section
 
-PAGE = ROOT / "docs" / "evidence" / "mutations.md"
+RECORD = PAGE.with_name("mutations.json")
 COMMAND = "python -m scripts.check.mutations"
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     """Run the mutants that are not in the file yet, then write the page."""
     args = harness.parse(Options)
     harness.check_names(args.studies, [study.name for study in STUDIES])
-    path = PAGE.with_suffix(".json")
+    path = RECORD
     rows: dict[str, dict[str, Any]] = dict(harness.read_rows(path, "mutants"))
     for study in (study for study in STUDIES if not args.studies or study.name in args.studies):
         suite = Suite(study)
@@ -66,7 +67,7 @@ def main() -> None:
                         {"command": COMMAND, "versions": harness.versions()}, "mutants", rows
                     )
                 )
-    PAGE.write_text(mutation_report.markdown(outcomes(), COMMAND))
+    write_section(PAGE, "mutations", mutation_report.markdown(outcomes(), COMMAND))
 
 
 def _passed(row: dict[str, Any], seeds: int) -> bool:
@@ -80,7 +81,7 @@ def _outcome(row: dict[str, Any]) -> Outcome:
 
 def outcomes() -> dict[str, list[Outcome]]:
     """What the file holds, by study."""
-    rows = json.loads(PAGE.with_suffix(".json").read_text())["mutants"].values()
+    rows = json.loads(RECORD.read_text())["mutants"].values()
     by_study: dict[str, list[Outcome]] = {study.name: [] for study in STUDIES}
     for row in rows:
         by_study[row["study"]].append(_outcome(row))

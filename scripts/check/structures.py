@@ -18,12 +18,13 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, groups, report, theory
 from mupax.zoo.definition import Definition, definition
-from scripts import ROOT, harness
-from scripts.check import campaign, untold
+from scripts import harness
+from scripts.check import PAGE, campaign, untold
 from scripts.check.campaign import RIGHT
 from scripts.check.wrong_tables import MODELS, WRONG
+from scripts.pages.markdown import write_section
 
-PAGE = ROOT / "docs" / "evidence" / "structures.md"
+RECORD = PAGE.with_name("structures.json")
 COMMAND = "python -m scripts.check.structures"
 SIZES, SEEDS, STEPS = 3, 3, 3
 """As `mupax check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
@@ -109,55 +110,49 @@ def main() -> None:
                 rows = [
                     row for row in rows if (row["model"], row["grow"]) != (model, grow)
                 ] + measure(model, grow)
-                PAGE.with_suffix(".json").write_text(
+                RECORD.write_text(
                     harness.with_rows(
                         {"command": COMMAND, "versions": harness.versions()}, "rows", rows
                     )
                 )
-    PAGE.write_text(markdown(rows))
+    write_section(PAGE, "structures", markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:
     """What was measured."""
-    return harness.read_rows(PAGE.with_suffix(".json"), "rows")
+    return harness.read_rows(RECORD, "rows")
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The page."""
+    """Return the section of the page."""
     passed = sum(row["verdict"] == "pass" for row in rows)
     lines = [
-        "# Right presets on every structure, and wrong tables",
+        "## Right presets",
         "",
-        f"The coordinate check of right presets under Adam on `lm-proxy`, `vit-proxy` and each with one thing changed: {SIZES} sizes from",
-        f"the smallest, each twice the one before, {SEEDS} seeds, {STEPS} steps. Made by `{COMMAND}`, which goes on where it was stopped.",
-        "lm-proxy has SwiGLU, rotary positions and no biases, vit-proxy GELU, learned positions and biases. `ntk` and `hybrid` are",
-        "judged against the lazy limit that their source wants (`--accept lazy`).",
+        "The check of right presets under Adam on `lm-proxy`, `vit-proxy` and each with one thing changed:",
+        f"{SIZES} sizes from the smallest, each twice the one before, {SEEDS} seeds, {STEPS} steps. lm-proxy has SwiGLU, rotary positions",
+        "and no biases; vit-proxy has GELU, learned positions and biases. `ntk` and `hybrid` are judged against the lazy limit that their",
+        f"source wants (`--accept lazy`). `{COMMAND}`; `structures.json` has every observable.",
         "",
-        f"Of {len(rows)} checks **{passed}** pass. A cell has the observables that both verdicts agree on; in brackets how many theory has no",
-        "word for.",
+        f"Of {len(rows)} checks **{passed}** pass. A cell counts the presets that pass.",
+        "",
+        f"| model | {' | '.join(f'growing {grow}' for grow in RIGHT)} |",
+        f"|---|{'---|' * len(RIGHT)}",
     ]
-    for grow, names in RIGHT.items():
-        lines += [
-            "",
-            f"## Growing {grow}",
-            "",
-            "| model | " + " | ".join(f"`{name}`" for name in names) + " |",
-        ]
-        lines += ["|---|" + "---|" * len(names)]
-        for model in MODELS:
-            here = {
-                row["preset"]: row for row in rows if (row["model"], row["grow"]) == (model, grow)
-            }
-            if here:
-                lines.append(
-                    f"| {model} | " + " | ".join(_cell(here.get(name)) for name in names) + " |"
-                )
+    for model in MODELS:
+        cells = []
+        for grow in RIGHT:
+            own = [row for row in rows if (row["model"], row["grow"]) == (model, grow)]
+            good = sum(row["verdict"] == "pass" for row in own)
+            cells.append(f"{good} of {len(own)}")
+        lines.append(f"| {model} | {' | '.join(cells)} |")
     failed = [
         f"- {row['model']}, {row['grow']}, `{row['preset']}`: {'; '.join(row['failed'])}"
         for row in rows
         if row["failed"]
     ]
-    lines += ["", "## Failed", "", *(failed or ["None."])]
+    if failed:
+        lines += ["", "Failed:", "", *failed]
     lines += ["", *campaign.lines()]
     lines += [
         "",
@@ -175,13 +170,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     lines += ["", *untold.lines()]
     return "\n".join(lines) + "\n"
-
-
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "no rule"
-    unsaid = f" [{len(row['not_judged'])}]" if row["not_judged"] else ""
-    return f"{row['observables'] - len(row['failed'])} of {row['observables']}{unsaid}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -41,3 +42,11 @@ def replaced(text: str, name: str, content: str) -> str:
     """
     before, _, after = parts(text, name)
     return f"{before}<!-- {name}: begin -->\n{content}\n<!-- {name}: end -->{after}"
+
+
+def write_section(page: Path, name: str, section: str) -> None:
+    """Write `section` between the markers of `name`; a page without these markers is written anew."""
+    text = page.read_text() if page.exists() else ""
+    if f"<!-- {name}: begin -->" in text:
+        section = replaced(text, name, f"\n{section}")
+    page.write_text(section)

@@ -26,9 +26,9 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from scripts import ROOT, harness
-from scripts.campaigns import report
+from scripts.campaigns import PAGE
 from scripts.campaigns.edges.trial import FAULTS, Outcome, Trial
-from scripts.pages.markdown import table
+from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.edges"
 CAMPAIGNS = {
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         run_campaign(name, args)
     results = read_results(args.docs)
-    report.write_section(args.docs / report.PAGE.name, "edges", page(results))
+    write_section(args.docs / PAGE.name, "edges", page(results))
     return int(
         any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values())
     )

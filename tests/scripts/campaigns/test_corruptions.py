@@ -15,7 +15,7 @@ from mupax.train.checkpoints import folder, layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
-from scripts.campaigns import corruptions, report
+from scripts.campaigns import PAGE, corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
 from scripts.campaigns.injection.damage import KINDS
 from tests.fixtures.emulator import bucket, emulator
@@ -107,11 +107,11 @@ def _flip_a_weight(folder: Path, choose: Any) -> str:
 
 
 def test_the_committed_campaign_is_whole() -> None:
-    record = json.loads(report.PAGE.with_name("corruptions.json").read_text())
+    record = json.loads(PAGE.with_name("corruptions.json").read_text())
     results = record["results"]
     assert len(results) >= 500
     assert all(result["good"] for result in results)
     assert {result["kind"] for result in results} == set(KINDS)
     assert len({result["run"] for result in results}) == 4
     assert sum(result["alone"] == "wrong" for result in results) > 0
-    assert page(results, record["seconds"]) in report.PAGE.read_text()
+    assert page(results, record["seconds"]) in PAGE.read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
-from scripts.campaigns import report
+from scripts.campaigns import PAGE
 from scripts.campaigns.edges import __main__ as edges
 from scripts.campaigns.edges.trial import Ended, Outcome, Trial, judge
 
@@ -59,7 +59,7 @@ def test_exit_code_and_output_are_judged(ended: Ended, verdict: str) -> None:
 @pytest.mark.core
 def test_the_committed_results_have_no_fault_and_are_what_the_page_says() -> None:
     results = edges.read_results(ROOT / "docs" / "evidence")
-    assert edges.page(results) in report.PAGE.read_text()
+    assert edges.page(results) in PAGE.read_text()
     faults = {(name, row["verdict"]) for name, rows in results.items() for row in rows.values()} & {
         (name, fault) for name in edges.CAMPAIGNS for fault in edges.FAULTS
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import faults, report
+from scripts.campaigns import PAGE, faults
 from scripts.campaigns.injection import shim
 from tests.scripts.campaigns.campaign import campaign
 
@@ -57,7 +57,7 @@ def test_the_shim_fails_the_operation_that_is_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.core
 def test_the_committed_table_is_whole() -> None:
-    rows = json.loads(report.PAGE.with_name("faults.json").read_text())
+    rows = json.loads(PAGE.with_name("faults.json").read_text())
     struck = [row for row in rows if row["fired"]]
     assert len(struck) >= 300
     assert not [row for row in struck if row["wrong"]]
@@ -66,4 +66,4 @@ def test_the_committed_table_is_whole() -> None:
         effect for each in faults.EFFECTS.values() for effect in each
     }
     assert max(row["seconds"] for row in struck) < faults.BOUND_S
-    assert faults.page(rows) in report.PAGE.read_text()
+    assert faults.page(rows) in PAGE.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import kills, report, tiny_runs
+from scripts.campaigns import PAGE, kills, tiny_runs
 from tests.scripts.campaigns.campaign import campaign
 
 
@@ -35,8 +35,8 @@ def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
 
 @pytest.mark.core
 def test_the_committed_campaign_is_what_its_page_says() -> None:
-    runs = json.loads(report.PAGE.with_name("kills.json").read_text())["runs"]
-    assert kills.page(runs) in report.PAGE.read_text()
+    runs = json.loads(PAGE.with_name("kills.json").read_text())["runs"]
+    assert kills.page(runs) in PAGE.read_text()
     assert sum(len(run["kills"]) for run in runs) >= 200
     assert {(run["model"], run["processes"]) for run in runs} == {
         (c.model, c.processes) for c in tiny_runs.CASES

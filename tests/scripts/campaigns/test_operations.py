@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import operations, report
+from scripts.campaigns import PAGE, operations
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from tests.scripts.campaigns.campaign import campaign
@@ -79,8 +79,8 @@ def test_the_proxy_kills_before_an_object_is_made_or_after_it(moment: str, there
 
 @pytest.mark.core
 def test_the_committed_campaign_is_what_its_page_says() -> None:
-    runs = json.loads(report.PAGE.with_name("operations.json").read_text())["runs"]
-    assert operations.page(runs) in report.PAGE.read_text()
+    runs = json.loads(PAGE.with_name("operations.json").read_text())["runs"]
+    assert operations.page(runs) in PAGE.read_text()
     for place, least in ((("disk", 1), 100), (("bucket", 1), 60), (("bucket", 2), 20)):
         assert sum(len(run["kills"]) for run in runs if operations.where(run) == place) >= least
     assert not [run for run in runs if run["differences"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import processes, report
+from scripts.campaigns import PAGE, processes
 from tests.scripts.campaigns.campaign import campaign
 
 
@@ -25,7 +25,7 @@ def test_processes_end_with_the_reason_of_the_one_that_failed_and_go_on_bitwise(
 
 @pytest.mark.core
 def test_the_committed_campaign_is_what_its_page_says() -> None:
-    rows = json.loads(report.PAGE.with_name("processes.json").read_text())["rows"]
-    assert processes.page(rows) in report.PAGE.read_text()
+    rows = json.loads(PAGE.with_name("processes.json").read_text())["rows"]
+    assert processes.page(rows) in PAGE.read_text()
     assert {row["failure"] for row in rows} == {failure.name for failure in processes.FAILURES}
     assert not [row for row in rows if row["wrong"]]

