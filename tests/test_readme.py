@@ -331,7 +331,7 @@ def in_other_repositories() -> set[str]:
 
 def places(document: str) -> tuple[Path, ...]:
     """Folders that the paths of a document start from; a field of a config names its test from `tests/`."""
-    return ROOT, (ROOT / document).parent, ROOT / "tests"
+    return ROOT, ROOT / "docs", (ROOT / document).parent, ROOT / "tests"
 
 
 @pytest.mark.parametrize("document", sorted({*DOCUMENTS, "CHANGELOG.md"}))

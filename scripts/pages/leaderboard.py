@@ -20,24 +20,25 @@ from typing import Any, NamedTuple
 
 from mupax import presets
 from mupax.errors import MupaxError
-from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
 from scripts.studies.transfer import judge_again
 
 FOLDERS = (ROOT / "docs" / "evidence" / "transfer", ROOT / "docs" / "evidence" / "leaderboard")
 PAGE = ROOT / "docs" / "evidence" / "leaderboard.md"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-HEAD = f"""# Leaderboard
+HEAD = """# Leaderboard
 
-Who keeps the learning rate as a model grows, and what it costs not to tune again. Each table is one model under one optimizer, grown in
-one dimension; all its rows saw the same batches. **Verdict** is `transfers` where the drift is within ± {TOLERANCE:.2f} and its interval
-inside ± {BOUND:.2f}, `drifts` where the interval lies wholly outside ± {TOLERANCE:.2f}, else `undecided`. **Price** is the loss at the
-largest size and the smallest one's best learning rate, less the least that any rate reaches there; **drift** is by how many octaves the
-best learning rate moves as the size doubles, with its 95 % interval; **loss** is that least. Rows are ordered by price. How all of it
-is measured: [transfer.md](transfer.md).
+Which presets keep the learning rate as a model grows, and what it costs not to tune again. Each table has one model under one optimizer,
+grown in one dimension; all rows saw the same batches. Rows are ordered by price. [Transfer](transfer.md) explains the columns:
 
-Made by `python -m scripts.pages.leaderboard` from `transfer.json` of every study. To add a row, name a study and write what follows
-`mupax transfer`; it trains, adds its rows and writes this page:
+| column | meaning |
+|---|---|
+| verdict | `transfers`, `drifts` or `undecided`, as on the page of [transfer](transfer.md) |
+| price | loss at the smallest size's best rate less the least loss, at the largest size |
+| drift | octaves by which the best rate moves per doubling, with a 95 % interval |
+| loss | least loss at the largest size |
+
+To add a row, name a study and write what follows `mupax transfer`:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
@@ -58,8 +59,6 @@ class Row(NamedTuple):
     seeds: int
     study: str
     """Its folder, relative to docs/."""
-    conclusion: str
-    """Its answer in words."""
 
 
 def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
@@ -93,7 +92,7 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     last = sizes[-1]
     return Row(
         task, study["preset"], study["drift_octaves_per_doubling"], study["verdict"], last["price_of_not_tuning"],
-        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}", study["conclusion"],
+        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}",
     )  # fmt: skip
 
 
@@ -117,14 +116,6 @@ def page(entries: Sequence[Row]) -> str:
                 f"{row.seeds} | `{row.study}` |"
             )
         lines.append("")
-        # Presets that give the same numbers have the same answer.
-        open_rows = [row for row in entries if row.task == task and row.verdict == "undecided"]
-        for conclusion in dict.fromkeys(row.conclusion for row in open_rows):
-            names = ", ".join(
-                f"`{row.preset}`" for row in open_rows if row.conclusion == conclusion
-            )
-            lines += [f"- {names}: {conclusion}"]
-        lines += [""] * bool(open_rows)
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
     return "\n".join([*lines, *([f"Presets without a row: {missing}.", ""] if missing else [])])

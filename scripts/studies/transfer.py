@@ -83,60 +83,49 @@ STUDIES = {
 }
 """Name to the run, presets and sizes: mostly eightfold, from width 64, four heads and two layers, or of the run's batch and length."""
 ABOUT = {
-    "head_dim": "A decoder under Adam, the head dimension growing with four heads.",
-    "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
-    "heads-tuned": "The same with constants of the readout and of the embedding tuned at the smallest size, and both their widths -1/2: "
-    "what is ahead of a retuned `sp` at every size in [quality.md](quality.md), and comes as `--preset mup:lm-heads-v1`.",
-    "tied-start": "The decoder whose keys start as its queries' matrix, with 1/N on its logits, which are then of order one at the "
-    "start, beside `mup` and `mup-half`; head dimension fourfold. Its rate transfers; at the best rates of the largest size it ends "
-    "0.041 to 0.044 nats above `mup` on the same three seeds, 0.007 at the smallest. Why is not tested.",
-    "ed-heads": "An encoder-decoder (2 + 2 layers, 32 positions each) that mends bytes under Adam, heads growing at head dimension 16 from "
-    "two at width 32, fourfold. The encoder's width, which keys and values of cross-attention read, grows along.",
-    "depth": "A vision transformer under SGD with momentum, layers growing at width 64.",
-    "depth-adam": "The decoder under Adam, layers growing at width 64. Eight seeds do not decide whether the control drifts: "
-    "what plain `mup` loses with depth is quality, deeper is worse at most learning rates near the best. "
-    "A likely cause, not tested by itself: in 100 steps of "
-    "Adam most is learnt by embedding and readout, whose learning rates no rule of depth changes.",
-    "batch": "The decoder at width 32, one layer, 153,600 tokens in batches of 64 to 512 tokens; warm-up and decay are the same part of "
-    "every run. The square-root rule (`sde`) is held against a constant learning rate.",
-    "tokens": "The same model at the smallest batch, trained on 1 to 8 times 38,400 tokens. With a constant rate as the control, its "
-    "drift is the exponent of the horizon, here 0 within about a tenth: apart from the -0.32 of Bjorck et al., the -0.5 of `complete-d`, "
-    "under which the best rate therefore drifts up, and the +0.31 of Step Law, whose batch grows along. The sources contradict each "
-    "other, and this small model supports none: no rule of the horizon is a default.",
-    "moe-width": "A decoder of four experts, two of them a token's, two layers of width 32 with heads of 16: the head dimension and with it "
-    "the width and the experts' hidden size grow fourfold. On a machine with other work: the minutes are more than it takes.",
-    "moe-experts": "The same of width 32, four to sixteen experts, half of them a token's. Under Adam no rule has a power of their number in "
-    "a rate, only in eps, which is far below every gradient here: no control drifts here, but under SGD (next).",
-    "moe-experts-sgd": "Under SGD the dense rule lacks the E of experts' and routers' rates, and drifts by one octave per doubling, says "
-    "`presets limits`. Where all of the model above is trained its attention, embedding and readout set the best rate (of four and "
-    "sixteen experts, one seed: -0.06 octaves per doubling under `mup`, -0.22 under the dense rule), so here experts and routers alone are "
-    "trained, in sixteen to sixty-four experts of hidden size 16. Under the dense rule a rate E/16 times as high trains the same model "
-    "to the same losses, so the two drifts are one octave apart exactly. Losses are flat in the rate, 0.03 nats within an octave: "
-    "eight seeds know each drift to 0.2, enough to see the control drift and not enough to say that `mup` transfers. From "
-    "four experts to sixteen, one seed, `mup` drifts by -0.57; why is "
-    "not tested.",
+    "head_dim": "A decoder under Adam. The head dimension grows with four heads.",
+    "heads": "The same decoder. Heads grow at head dimension 16, where `mup` and `mup-half` are one rule, trained once.",
+    "heads-tuned": "The same, with constants of readout and embedding tuned at the smallest size and both widths -1/2. It is "
+    "ahead of a retuned `sp` at every size ([quality](quality.md)) and comes as `--preset mup:lm-heads-v1`.",
+    "tied-start": "The decoder whose keys start as its queries' matrix, with 1/N on its logits. Its rate transfers. At the best rates of "
+    "the largest size it ends 0.041 to 0.044 nats above `mup`, at the smallest 0.007; the reason is not tested.",
+    "ed-heads": "An encoder-decoder (2 + 2 layers, 32 positions each) that mends bytes under Adam. Heads grow fourfold at head dimension 16, "
+    "and with them the encoder's width, which cross-attention reads.",
+    "depth": "A vision transformer under SGD with momentum. Layers grow at width 64.",
+    "depth-adam": "The decoder under Adam. Layers grow at width 64. Eight seeds do not decide whether the control drifts: deeper is worse "
+    "under plain `mup` at most rates. A likely cause, not tested: in 100 steps most is learnt by embedding and readout, whose "
+    "rates no depth rule changes.",
+    "batch": "The decoder at width 32 with one layer sees 153,600 tokens in batches of 64 to 512 tokens. Warm-up and decay are the same part "
+    "of every run. The square-root rule (`sde`) is held against a constant rate.",
+    "tokens": "The same model at the smallest batch sees 1 to 8 times 38,400 tokens. Under a constant rate, the control, the drift is the "
+    "exponent of the horizon: here 0 within about a tenth. It is -0.32 in Bjorck et al., -0.5 in `complete-d` (so the best rate drifts up) "
+    "and +0.31 in Step Law, whose batch grows along. [Published runs](published-runs.md) reconcile them; no rule of the horizon is a default.",
+    "moe-width": "A decoder of four experts, two of them a token's, with two layers of width 32. Head dimension, width and the experts' "
+    "hidden size grow fourfold.",
+    "moe-experts": "The same model has four to sixteen experts, half of them a token's. Under Adam no rule has a power of their number in a "
+    "rate, only in eps, so no control can drift.",
+    "moe-experts-sgd": "Under SGD the dense rule lacks the E of experts' and routers' rates and drifts by one octave per doubling. Experts "
+    "and routers alone are trained, because attention, embedding and readout would set the best rate. Losses are flat in the rate "
+    "(0.03 nats within an octave): eight seeds show the control's drift, and do not show that `mup` transfers.",
 }
 HEAD = f"""# Does the learning rate transfer?
 
-Small models grown in one dimension at a time, eightfold unless said otherwise: learning rates half an octave apart, the same batches for
-every point, the same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an
-octave of the grid's best; drift is its slope against the size, in octaves per doubling, with a 95 % interval over seeds
-(`train/studies/transfer/drift.py`).
+Each study grows a small model in one dimension, eightfold unless it says otherwise. Learning rates are half an octave apart, and every
+point sees the same batches and seeds. The best rate of a size is the vertex of a parabola through the mean losses near the best
+one. The **drift** is the slope of the best rate, in octaves per doubling of the size, with a 95 % interval over seeds.
 
-| verdict | what it means (`presets/tuned/judgement.py`) |
+| verdict | meaning |
 |---|---|
 | **transfers** | the drift is within ± {TOLERANCE:.2f} and its interval inside ± {BOUND:.2f}: keep the learning rate |
 | **drifts** | the interval lies wholly outside ± {TOLERANCE:.2f}: tune again as the model grows |
 | **undecided** | anything else; a study adds seeds until it is decided, or its seeds or minutes end |
 
-The price of not retuning stands beside every verdict: the loss at the smallest size's best learning rate less that at the largest
-size's own, in nats. The control must drift. Where the control, tuned anew at the largest size, ends below a preset's least loss, the
-preset's learning rates transfer and its other constants are what is left to tune.
-What that comes to, and what tuned constants do about it: [quality.md](quality.md). How often a verdict is right:
-[below](#how-far-to-trust-a-verdict).
+The **price** of not retuning is the loss at the smallest size's best rate less that at the largest size's own best rate, in nats. A control
+must drift. [Quality](quality.md) compares the losses themselves, the [leaderboard](leaderboard.md) has more presets, and
+[the last section but one](#how-far-to-trust-a-verdict) says how often a verdict is right.
 
-Made by `python -m scripts.studies.transfer`, which goes on where it was stopped; every row is in `docs/evidence/transfer/*/points.jsonl`
-with the command that trains it alone.
+`python -m scripts.studies.transfer` trains all studies and goes on where it was stopped. Every row is in
+`docs/evidence/transfer/*/points.jsonl`.
 """
 
 
@@ -160,22 +149,7 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
             *(_row(study) for study in record["studies"]),
             "",
         ]
-        parts += [
-            *(f"- `{study['preset']}`: {study['conclusion']}" for study in record["studies"]),
-            "",
-        ]
-        parts += [
-            *(_compared(entry) for entry in record["comparison"]),
-            *[""] * bool(record["comparison"]),
-        ]
         parts += ["```sh", spellings.current(record["command"]), "```", ""]
-        parts += [
-            *(
-                f"- `{study['preset']}` ended because {study['stopped']}."
-                for study in record["studies"]
-            ),
-            "",
-        ]
     # The page's last section is about finished measurements, and is kept as it stands.
     page = OUT.with_suffix(".md").read_text()
     return "\n".join([*parts, verdicts.document(), page[page.index(SEARCHES) :]])
@@ -205,14 +179,6 @@ def _interval(interval: Mapping[str, float | None], form: str) -> str:
     if interval["low"] is None or interval["high"] is None:
         return f"{interval['value']:{form}}"
     return f"{interval['value']:{form}} [{interval['low']:{form}}, {interval['high']:{form}}]"
-
-
-def _compared(entry: Mapping[str, Any]) -> str:
-    apart = "apart from" if entry["apart"] else "not apart from"
-    price = f"its price is {entry['price']}, the control's {entry['control_price']}"
-    has_prices = not {entry["price"], entry["control_price"]} & {"unknown"}
-    verdict = f": {'below' if entry['below_half'] else 'not below'} half" if has_prices else ""
-    return f"- `{entry['preset']}`: its drift is {apart} that of the control `{entry['control']}`; {price}{verdict}."
 
 
 def judge_again(folder: Path) -> None:
