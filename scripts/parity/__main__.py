@@ -10,7 +10,9 @@ the table into docs/howto/huggingface.md. Needs torch and transformers (`make pa
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,7 @@ from scripts.pages.markdown import replaced
 from scripts.parity.models import MODELS, VARIANTS, WRITTEN
 
 DOCUMENT = ROOT / "docs" / "howto" / "huggingface.md"
+RECORD = ROOT / "docs" / "evidence" / "parity.json"
 
 PRESETS: dict[str, PresetConfig] = {
     "sp": PresetConfig(name="sp"),
@@ -203,25 +206,24 @@ def _auto(settings: Any) -> Any:
     }[kind]
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown: one line per model and preset, both ways side by side."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name).split('+')[0]}"
-        for name in ("transformers", "torch", "jax")
-    )
+def table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table with one line per model: the largest differences over its presets."""
     lines = [
-        "| model | preset | in: largest difference | out: largest difference | largest logit (in, out) |",
-        "|---|---|---|---|---|",
+        "| model | presets | read from `transformers` | written for `transformers` |",
+        "|---|---|---|---|",
     ]
-    by_case = {(row.model, row.preset, row.way): row for row in rows}
-    for model, preset in dict.fromkeys((row.model, row.preset) for row in rows):
-        into, out = by_case[model, preset, "in"], by_case[model, preset, "out"]
-        lines.append(
-            f"| {model} | {preset} | {into.difference:.1e} | {out.difference:.1e} | {into.largest:.1f}, {out.largest:.1f} |"
-        )
-    return "\n".join(
-        [f"By `python -m scripts.parity --write`, {versions}, CPU, float32.", "", *lines]
-    )
+    for model in dict.fromkeys(row.model for row in rows):
+        own = [row for row in rows if row.model == model]
+        presets = "; ".join(dict.fromkeys(row.preset for row in own))
+        read = max(row.difference for row in own if row.way == "in")
+        written = max(row.difference for row in own if row.way == "out")
+        lines.append(f"| {model} | {presets} | {read:.1e} | {written:.1e} |")
+    return "\n".join(lines)
+
+
+def recorded() -> list[Row]:
+    """Return the committed rows."""
+    return [Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ class Options:
     """Flags of the command."""
 
     write: Switch = False
+    """Write the rows and the table of the page."""
 
 
 def main() -> None:
@@ -241,6 +244,13 @@ def main() -> None:
     text = table(rows)
     print(text)
     if args.write:
+        versions = {
+            name: importlib.metadata.version(name).split("+")[0]
+            for name in ("transformers", "torch", "jax")
+        }
+        about = {"command": "python -m scripts.parity --write", "versions": versions}
+        content = harness.with_rows(about, "rows", [row._asdict() for row in rows])
+        RECORD.write_text(content)
         DOCUMENT.write_text(replaced(DOCUMENT.read_text(), "parity", text))
 
 

@@ -378,13 +378,7 @@ def test_help_names_both() -> None:
 
 
 def test_the_table_in_the_document_has_every_case() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "howto" / "huggingface.md").read_text()
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in parts(text, "parity")[1].splitlines()
-        if line[:2] == "| "
-    ]
-    assert {(model, way, preset) for model, preset, *_ in rows[1:] for way in ("in", "out")} == set(
-        parity.cases()
-    )
-    assert max(float(cell) for row in rows[1:] for cell in row[2:4]) < 1e-4
+    rows = parity.recorded()
+    assert {(row.model, row.way, row.preset) for row in rows} == set(parity.cases())
+    assert max(row.difference for row in rows) < 1e-4
+    assert parts(parity.DOCUMENT.read_text(), "parity")[1].strip() == parity.table(rows)
