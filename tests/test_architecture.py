@@ -84,7 +84,8 @@ def through_packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 def walks(text: str) -> dict[str, list[tuple[str, str]]]:
     """Heading to (file, what is said of it): the numbered lists of a text whose items begin with a file."""
-    item = re.compile(r"^\d+\. `([\w/]+\.py)`(.*?)(?=^\d+\. |^## |\Z)", re.MULTILINE | re.DOTALL)
+    link = r"\[`([\w/]+\.py)`\]\(\.\./\.\./\1\)"
+    item = re.compile(rf"^\d+\. {link}(.*?)(?=^\d+\. |^## |\Z)", re.MULTILINE | re.DOTALL)
     parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
     return {
         title: items
