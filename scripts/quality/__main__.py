@@ -22,7 +22,7 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from mupax.train.parallel.processes import StopRequest
-from mupax.train.studies.sweep.rows import Rows
+from mupax.train.studies.sweep.rows import COMPRESSED_NAME, Rows
 from mupax.train.studies.sweep.sweep import Stopped
 from scripts import harness
 from scripts.quality import page, rates
@@ -158,6 +158,7 @@ def without_curves(folder: Path) -> None:
             for row in rows.values():
                 bare.add(replace(row, curve=()))
             bare.path.replace(rows.path)
+            (folder / COMPRESSED_NAME).unlink(missing_ok=True)
 
 
 def _ahead(own: Sequence[Setting]) -> Setting:

@@ -30,7 +30,7 @@ with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that
 in which `mup` has one rule of `sp` say what that rule is worth; their rate is searched at every size.
 
 `python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in
-`docs/evidence/quality/*/points.jsonl`. With images `embedding_width` changes nothing, because it is about token embeddings; those two
+`points.jsonl` beside it, or `points.jsonl.gz`. With images `embedding_width` changes nothing, because it is about token embeddings; those two
 arms are one.
 """
 READING = {

@@ -22,6 +22,7 @@ from mupax.train.studies.forecast import points, record
 from mupax.train.studies.forecast.fitted import NoLaw, fitted
 from mupax.train.studies.forecast.predict import predict
 from mupax.train.studies.plan import score
+from mupax.train.studies.sweep.rows import has_rows
 from mupax.train.studies.transfer.fit import fit
 from scripts import ROOT, harness
 from scripts.pages.markdown import replaced
@@ -41,11 +42,7 @@ def collected(folder: Path) -> list[dict[str, Any]]:
     """
     board = []
     for place in sorted(path.parent for path in folder.glob("*/forecasts.json")):
-        came = (
-            points.load([place / "outcomes"])
-            if (place / "outcomes" / "points.jsonl").is_file()
-            else []
-        )
+        came = points.load([place / "outcomes"]) if has_rows(place / "outcomes") else []
         for content in json.loads((place / "forecasts.json").read_text()):
             if record.digest(content) != content["digest"]:
                 raise record.ForecastError(

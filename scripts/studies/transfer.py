@@ -125,7 +125,7 @@ must drift. [Quality](quality.md) compares the losses themselves, the [leaderboa
 [the last section but one](#how-far-to-trust-a-verdict) says how often a verdict is right.
 
 `python -m scripts.studies.transfer` trains all studies and goes on where it was stopped. Every row is in
-`docs/evidence/transfer/*/points.jsonl`.
+`docs/evidence/transfer/*/points.jsonl.gz`.
 """
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import CheckpointConfig
+from mupax.train.studies.sweep.rows import Rows
 from scripts import ROOT
 from scripts.figures.result import mean
 
@@ -232,13 +233,12 @@ def test_the_page_of_growth_has_the_losses_of_its_runs() -> None:
 
 
 def test_the_page_of_experts_has_the_best_rate_of_both_models() -> None:
-    lines = (DOCS / "moe" / "points.jsonl").read_text().splitlines()
     losses: dict[tuple[str, float], list[float]] = {}
-    for row in map(json.loads, lines):
-        words = row["command"].split()
+    for row in Rows(DOCS / "moe").values():
+        words = row.command.split()
         arm = "8 experts" if "--model.experts" in words else "dense"
         rate = float(words[words.index("--optimizer.peak-lr") + 1])
-        losses.setdefault((arm, rate), []).append(row["eval_loss"])
+        losses.setdefault((arm, rate), []).append(row.eval_loss)
     for arm in ("dense", "8 experts"):
         best = min((key for key in losses if key[0] == arm), key=lambda key: np.mean(losses[key]))
         cells = f"2^{np.log2(best[1]):.0f} | {', '.join(f'{loss:.4f}' for loss in losses[best])} |"

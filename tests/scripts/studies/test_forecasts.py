@@ -17,7 +17,7 @@ def test_a_forecast_that_was_changed_afterwards_is_refused(tmp_path: Path):
     board = forecasts.collected(tmp_path)
     assert len(board) == 40
     assert all(entry["outcome"] for entry in board)
-    (tmp_path / "backtest-mup" / "outcomes" / "points.jsonl").unlink()
+    (tmp_path / "backtest-mup" / "outcomes" / "points.jsonl.gz").unlink()
     assert not any(entry["outcome"] for entry in forecasts.collected(tmp_path))
     path = tmp_path / "backtest-mup" / "forecasts.json"
     path.write_text(path.read_text().replace('"value": 2.', '"value": 3.', 1))

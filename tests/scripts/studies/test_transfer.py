@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from mupax.train.config.record import words_of
+from mupax.train.studies.sweep.rows import Rows
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.train.studies.transfer.drift import TOLERANCE, analyse
 from mupax.train.studies.transfer.fit import STEP, Curve
@@ -44,16 +44,15 @@ def test_the_commands_are_ones_that_can_run(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("name", transfer_studies.STUDIES)
 def test_the_losses_are_those_of_the_rows(name: str) -> None:
-    lines = (transfer_studies.OUT / name / "points.jsonl").read_text().splitlines()
-    rows = {row["key"]: row for row in map(json.loads, lines)}
+    rows = Rows(transfer_studies.OUT / name)
     for study in RECORDS[name]["studies"]:
         for size in study["sizes"]:
             for point in size["points"]:
                 row = rows[point["key"]]
                 assert point["loss"] == (
-                    None if row["loss"] is None else pytest.approx(row["loss"], abs=1e-6)
+                    None if row.diverged else pytest.approx(row.loss, abs=1e-6)
                 )
-                words = row["command"].split()
+                words = row.command.split()
                 rate = float(words[words.index("--optimizer.peak-lr") + 1])
                 assert rate == pytest.approx(2.0 ** point["log2_lr"])
 

@@ -21,7 +21,7 @@ from mupax.train.config.record import differences, to_json, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.grids import at_rate, without_flags
 from mupax.train.studies.sweep.grids import point as grid_point
-from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
+from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows, has_rows
 from mupax.train.studies.transfer.fit import Curve
 from mupax.zoo import families
 
@@ -126,7 +126,7 @@ def load(folders: Sequence[Path]) -> list[Points]:
     first_labels: dict[tuple[Any, ...], str] = {}
     labels: dict[str, str] = {}
     for folder in folders:
-        if not (folder / FILE_NAME).is_file():
+        if not has_rows(folder):
             raise PointsError(
                 f"{folder} has no {FILE_NAME}; write the folder of `mupax transfer` or `sweep` (--out)"
             )

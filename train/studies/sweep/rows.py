@@ -1,14 +1,16 @@
-"""What a sweep measured, a row per point, written as points finish: points.jsonl."""
+"""Rows of a sweep, one for each finished point: points.jsonl, and points.jsonl.gz for a study that is kept compressed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import gzip
 import json
 import math
 import os
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from mupax import disk
 from mupax.errors import MupaxError
 
 FILE_NAME = "points.jsonl"
+COMPRESSED_NAME = f"{FILE_NAME}.gz"
 
 
 _NUMBER, _NONE = (int, float), type(None)
@@ -88,17 +91,19 @@ class Row:
 
 
 class Rows(dict[str, Row]):
-    """A sweep's rows by key, and their file. A row is on disk when `add` returns; half a line, where a machine died, is left out.
+    """Rows of a sweep by key, and their file.
 
-    Every line has a digest of its row; those of older versions have none.
+    A row is on disk when `add` returns. If a machine died in the middle of a line, that half line
+    is removed. Every line has a digest of its row; lines of older versions have none. The rows of
+    `COMPRESSED_NAME` are read first, and new rows go to `FILE_NAME`.
 
     Args:
-        folder: of the sweep, which exists.
-        note: told of rows without a digest.
+        folder: Folder of the sweep, which exists.
+        note: Called with a line about rows without a digest.
 
     Raises:
-        RowsError: a line is not as it was written.
-        DiskError: the disk cannot read the file.
+        RowsError: A line is not as it was written.
+        DiskError: The disk cannot read the file.
     """
 
     def __init__(self, folder: Path, note: Callable[[str], None] = lambda text: None) -> None:
@@ -108,8 +113,17 @@ class Rows(dict[str, Row]):
         if rest:
             os.truncate(self.path, len(text) - len(rest))
         super().__init__()
+        older = self._read(_compressed_lines(folder), folder / COMPRESSED_NAME)
+        older += self._read(complete, self.path)
+        if older:
+            note(
+                f"{older} rows of {self.path.name} were written without a digest by an older version: taken as they are"
+            )
+
+    def _read(self, lines: Sequence[bytes], path: Path) -> int:
+        """Add the rows of a file's lines, and return how many have no digest."""
         older = 0
-        for number, line in enumerate(complete, start=1):
+        for number, line in enumerate(lines, start=1):
             try:
                 fields = disk.json_object(line, "the line")
                 digest = fields.pop("digest", None)
@@ -118,15 +132,12 @@ class Rows(dict[str, Row]):
                 row = Row.from_json(fields)
             except ValueError as error:
                 raise RowsError(
-                    f"{self.path} line {number} is not as it was written ({error}); remove the line, and its point is trained "
+                    f"{path} line {number} is not as it was written ({error}); remove the line, and its point is trained "
                     "again"
                 ) from error
             older += digest is None
             self[row.key] = row
-        if older:
-            note(
-                f"{older} rows of {self.path.name} were written without a digest by an older version: taken as they are"
-            )
+        return older
 
     def has(self, key: str, *, evaluated: bool) -> bool:
         """Whether a point is done, and evaluated where that is wanted and can be.
@@ -162,3 +173,20 @@ class Rows(dict[str, Row]):
 
 def _digest(fields: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
+
+
+def has_rows(folder: Path) -> bool:
+    """Return whether a folder has rows of a sweep, compressed or not."""
+    return (folder / FILE_NAME).is_file() or (folder / COMPRESSED_NAME).is_file()
+
+
+def _compressed_lines(folder: Path) -> list[bytes]:
+    """Return the complete lines of `COMPRESSED_NAME`, none without that file."""
+    path = folder / COMPRESSED_NAME
+    if not disk.status(path):
+        return []
+    content = disk.read_bytes(path)
+    try:
+        return gzip.decompress(content).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise RowsError(f"{path} is damaged ({error}); write it again by `gzip`") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 import shlex
@@ -377,6 +378,25 @@ def test_half_a_line_is_no_row(tmp_path: Path, in_turn: list[Row]) -> None:
     assert not rows.has(in_turn[1].key, evaluated=False)
     rows.add(in_turn[1])
     assert Rows(tmp_path)[in_turn[1].key] == in_turn[1]
+
+
+@pytest.mark.core
+def test_rows_of_a_compressed_study_are_read_and_new_rows_follow_them(
+    tmp_path: Path, in_turn: list[Row]
+) -> None:
+    Rows(tmp_path).add(in_turn[0])
+    path = tmp_path / sweep_rows.FILE_NAME
+    compressed = tmp_path / sweep_rows.COMPRESSED_NAME
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    assert sweep_rows.has_rows(tmp_path)
+    rows = Rows(tmp_path)
+    assert rows == {in_turn[0].key: in_turn[0]}
+    rows.add(in_turn[1])
+    assert list(Rows(tmp_path).values()) == in_turn[:2]
+    compressed.write_bytes(compressed.read_bytes()[:-9])
+    with pytest.raises(sweep_rows.RowsError, match=r"points\.jsonl\.gz is damaged"):
+        Rows(tmp_path)
 
 
 COMMAND = (
