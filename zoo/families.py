@@ -80,7 +80,8 @@ class ComputeConfig:
 
     layers: Annotated[Literal["auto", "scan", "unrolled"], Affects("rounding", "unrolled")] = "auto"
     """scan: compile one block and loop over depth, so that compile time does not grow with depth.
-    unrolled: compile every block, which runs faster on CPU."""
+    unrolled: compile every block, which runs faster on CPU. auto: unrolled on CPU for up to 16
+    blocks, otherwise scan."""
     remat: Annotated[Remat, Listed("rounding", "block")] = "none"
     """Activations that the backward pass recomputes. none: nothing. dots: everything except matrix
     products. attention: everything except the outputs of the attention kernel. block: whole blocks.
@@ -99,7 +100,8 @@ class ComputeConfig:
         "auto"
     )
     """Compute queries, keys and values, and an MLP's gate and up, with one product each (separate)
-    or with one product for all (fused). They are separate parameters in both cases."""
+    or with one product for all (fused). They are separate parameters in both cases. auto is
+    separate."""
     cross_entropy: Annotated[CrossEntropy, Affects("rounding", "chunked")] = "auto"
     """Logits that the loss forms at a time. plain: all. chunked: those of a few tokens. vocab:
     those of a part of the vocabulary. auto takes parts if the logits would be large."""
@@ -170,7 +172,7 @@ class ModelConfig(abc.ABC):
     def module(self, rngs: Any) -> Any:
         """Build the NNX module, with every parameter made from its declaration.
 
-        JAX is imported inside this method or next to the config's class, not by the config.
+        Configs of the zoo import JAX and their module's file only inside this method.
 
         Args:
             rngs: `nnx.Rngs` for initial values. `None` makes parameters that are shapes only.
