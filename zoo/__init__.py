@@ -1,12 +1,15 @@
-"""Flax NNX transformers that say of every parameter what it is, and nothing of meshes, optimizers or presets.
+"""Flax NNX transformers that declare the role of every parameter.
 
-In Python::
+They know nothing of meshes, optimizers or presets. In Python::
 
     from mupax import zoo
     config = zoo.get("vit-s16")          # sizes, parameters() and factors() without JAX
     model = config.module(nnx.Rngs(0))   # the NNX module
-    zoo.define(lambda: MyModel(...))     # specs, shapes and graph of any module whose parameters carry a spec
-    zoo.define_function(apply, params, specs)   # the same of a model of any framework: a function of a pytree
+
+    # Specs, shapes and graph of any module whose parameters carry a spec.
+    zoo.define(lambda: MyModel(...))
+    # A definition of a model in any framework, from a function of a pytree of parameters.
+    zoo.define_function(apply, params, specs)
 """
 
 from __future__ import annotations
@@ -36,15 +39,16 @@ __all__ = [
     "ViTConfig",
     "get",
 ]
-__all__ += ["Definition", "FunctionDefinition", "define", "define_function"]  # they import JAX
+# These import JAX.
+__all__ += ["Definition", "FunctionDefinition", "define", "define_function"]
 
-_PLACES = {
+_MODULES = {
     "Definition": "definition",
     "FunctionDefinition": "functional.definition",
     "define": "definition",
     "define_function": "functional.definition",
 }
-"""Name to its module where that is not `configs`."""
+"""Module of each exported name that is not in `configs`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -52,4 +56,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    return getattr(importlib.import_module(f"mupax.zoo.{_PLACES.get(name, 'configs')}"), name)
+    # Imported on first use, so that `import mupax.zoo` does not import JAX.
+    module = importlib.import_module(f"mupax.zoo.{_MODULES.get(name, 'configs')}")
+    return getattr(module, name)

@@ -1,4 +1,4 @@
-"""`python -m zoo` in a checkout: the old spelling of `mupax models`, `mupax import` and `mupax export`."""
+"""`python -m zoo`, the old spelling of `mupax models`, `mupax import` and `mupax export`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from mupax.commands import dispatch
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """Return the exit code of a command line, which is the words after `zoo`."""
+    """Run a command of the zoo and return its exit code.
+
+    Args:
+        argv: Words after `python -m zoo`, such as ["models"].
+    """
     return dispatch.run(["zoo", *argv])
 
 

@@ -1,4 +1,7 @@
-"""What devices send each other where a model is split by hand: a part made whole, and a sum made parts, in the way that suits the network."""
+"""Collectives of manual FSDP: gather a sharded array, and sum and shard a gradient.
+
+They send data over one mesh axis, or one dimension of a torus, at a time where that is faster.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 
 
 def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
-    """x whole along a dimension that mesh axes split; inside of `shard_map`.
-
-    One axis after another: of several at once the TPU compiler makes a sum of whole arrays, twice the bytes, beside nothing.
+    """Gather an array along a dimension that mesh axes split. Call inside `shard_map`.
 
     Args:
-        x: this device's part.
-        names: of the mesh axes, the first one outermost; none: x as it is.
-        dimension: that they split.
+        x: Part of the array on this device, whose dimensions are otherwise those of the array.
+        names: Mesh axes that split the dimension, the outermost first. The result is x without any.
+        dimension: Index of the dimension that these mesh axes split.
     """
+    # For several axes at once, the TPU compiler sums arrays of full size instead. That sends twice
+    # the bytes, and does not overlap with other work.
     for name in reversed(names):
         x = jax.lax.all_gather(x, name, axis=dimension, tiled=True)
     return x
@@ -29,62 +32,80 @@ def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Arra
 def reduce_scatter(
     x: jax.Array, names: tuple[str, ...], dimension: int, *, layout: Layout = ONE_DEVICE
 ) -> jax.Array:
-    """Return this device's part, along a dimension, of the sum of x over mesh axes: the inverse of `all_gather`.
+    """Sum an array over mesh axes, and return this device's part of the sum.
 
-    With `Layout.per_axis_reduce_scatter` the sum goes over one dimension of a torus at a time. Over several at once the TPU
-    compiler sums everything everywhere, which is twice the bytes, and then takes a part. On TPU the sum also goes over one mesh
-    axis at a time, since the compiler does not overlap a sum over several axes with other work.
+    This is the inverse of `all_gather`. With `Layout.gradient_dtype`, summands are rounded to that
+    type (`Layout.exchange`). Call inside `shard_map`.
 
     Args:
-        x: whole along the dimension, on every device.
-        names: of the mesh axes, the first one outermost; none: x as it is.
-        dimension: that is split.
-        layout: of the mesh that has these axes.
+        x: Summand of this device, of full size along the dimension.
+        names: Mesh axes to sum over, the outermost first. Without any, the result is x.
+        dimension: Index of the dimension that is split.
+        layout: Layout whose mesh has these axes. It also chooses the type that is sent.
     """
     if names and layout.gradient_dtype:
         return layout.exchange(x, names, dimension)
+
+    # Each step is a sum over mesh axes, within groups of their indices if there are any.
     if layout.per_axis_reduce_scatter:
-        rings = _rings(layout.mesh, names)
+        # One dimension of the torus at a time. Over several at once, the TPU compiler sends the sum
+        # of full size everywhere, twice the bytes, and then takes a part.
+        steps = _rings(layout.mesh, names)
     elif layout.platform == "tpu":
-        rings = [(name, None) for name in names]
+        # The TPU compiler does not overlap a sum over several mesh axes with other work.
+        steps = [(name, None) for name in names]
+    elif names:
+        steps = [(names, None)]
     else:
-        rings = [(names, None)] if names else []
-    for name, groups in rings:
+        steps = []
+    for axis_names, groups in steps:
         x = jax.lax.psum_scatter(
-            x, name, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
+            x, axis_names, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
         )
     return x
 
 
 def _rings(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[str, list[list[int]] | None]]:
-    """Mesh axes, outermost first, each cut into the dimensions of the torus that it spans: groups of indices along it."""
+    """Split mesh axes into the dimensions of the torus that they span, the outermost first.
+
+    Each entry is a mesh axis with the groups of its indices that form rings along one dimension, or
+    with `None` if the axis is a single ring.
+    """
     rings = []
     for name in names:
-        sizes = torus(
-            np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(
-                -1, mesh.shape[name]
-            )[0]
-        )
-        places = np.arange(mesh.shape[name]).reshape(sizes)
-        for dimension, size in enumerate(sizes):
-            groups = np.moveaxis(places, dimension, -1).reshape(-1, size).tolist()
-            rings.append((name, groups if len(sizes) > 1 else None))
+        size = mesh.shape[name]
+        rows = np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(-1, size)
+        torus_sizes = torus(rows[0])
+        indices = np.arange(size).reshape(torus_sizes)
+        for dimension, ring_size in enumerate(torus_sizes):
+            groups = np.moveaxis(indices, dimension, -1).reshape(-1, ring_size).tolist()
+            rings.append((name, groups if len(torus_sizes) > 1 else None))
     return rings
 
 
 def torus(devices: np.ndarray) -> tuple[int, ...]:
-    """Sizes of the torus' dimensions that devices in a row fill, the slowest first; their number where they do not.
+    """Return the sizes of the torus that a row of devices fills, the slowest dimension first.
+
+    The result is (len(devices),) if the devices have no coordinates, or do not fill a torus in
+    order.
 
     Args:
-        devices: along one mesh axis.
+        devices: Devices along one mesh axis, [n].
     """
-    places = np.array(
+    coordinates = np.array(
         [getattr(device, "coords", (index,)) for index, device in enumerate(devices)]
-    ).T
-    ranks = [np.unique(place, return_inverse=True)[1] for place in places if np.ptp(place)]
-    ranks.sort(key=lambda rank: -int(np.argmax(rank != rank[0])))
-    sizes = tuple(int(rank.max()) + 1 for rank in ranks)
-    filled = math.prod(sizes) == len(devices) and np.array_equal(
-        ranks, np.indices(sizes).reshape(len(sizes), -1)
     )
-    return sizes if filled else (len(devices),)
+    # Index of every device along each dimension in which the devices differ.
+    ranks = []
+    for coordinate in coordinates.T:
+        if np.ptp(coordinate):
+            _, rank = np.unique(coordinate, return_inverse=True)
+            ranks.append(rank)
+    # The later a rank changes for the first time, the slower its dimension.
+    ranks.sort(key=lambda rank: -int(np.argmax(rank != rank[0])))
+
+    sizes = tuple(int(rank.max()) + 1 for rank in ranks)
+    if math.prod(sizes) != len(devices):
+        return (len(devices),)
+    in_order = np.array_equal(ranks, np.indices(sizes).reshape(len(sizes), -1))
+    return sizes if in_order else (len(devices),)

@@ -1,4 +1,4 @@
-"""The zoo's families and its named models, as data. Imports no JAX, so `--help` answers at once."""
+"""Families of the zoo and named model configs. Imports no JAX, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ FAMILIES: dict[str, type[ModelConfig] | str] = {
     "decoder": DecoderConfig,
     "encoder-decoder": EncoderDecoderConfig,
 }
-"""Family to its config. A family that is not listed is called by its place, MODULE:CLASS, which may stand for a class here too."""
+"""Config class of each family, or its place as MODULE:CLASS.
+
+A family that is not listed is named by its place.
+"""
 
 
 def _vit(
@@ -47,13 +50,31 @@ def _gpt2(width: int, depth: int, num_heads: int) -> DecoderConfig:
 
 
 _BYTE_LM = DecoderConfig(
-    width=128, depth=4, num_heads=4, vocab_size=256, seq_len=128,
-    positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, mlp_ratio=2.5,
-)  # fmt: skip
+    width=128,
+    depth=4,
+    num_heads=4,
+    vocab_size=256,
+    seq_len=128,
+    positions="rotary",
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    mlp_ratio=2.5,
+)
 _LLAMA = DecoderConfig(
-    width=4096, depth=32, num_heads=32, num_kv_heads=8, vocab_size=128256, seq_len=8192, mlp_ratio=3.5,
-    positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
-)  # fmt: skip
+    width=4096,
+    depth=32,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128256,
+    seq_len=8192,
+    mlp_ratio=3.5,
+    positions="rotary",
+    rope_theta=500_000.0,
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+)
 _DIGITS = ViTConfig(
     width=64, depth=4, num_heads=4, image_size=8, patch_size=2, channels=1, num_classes=10
 )
@@ -76,7 +97,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "lm-tiny": _BYTE_LM,
     "vit-proxy": dataclasses.replace(_DIGITS, width=32, depth=2, num_heads=2),
     "vit-tiny": _DIGITS,
-    # Of small folders of images, with convolutions that make patches.
+    # For small folders of images, with a convolutional stem.
     "vit-folder-proxy": dataclasses.replace(_FOLDER, width=64, num_heads=2),
     "vit-folder": _FOLDER,
     # Vision transformers (Dosovitskiy et al. 2021; Ti and S from Touvron et al. 2021).
@@ -92,42 +113,81 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
-    # For pods: the shape of Llama 3 8B (Dubey et al. 2024, table 3), and a smaller model with the same head dimension.
+    # For pods: the shape of Llama 3 8B (Dubey et al. 2024, table 3), and a smaller model with the
+    # same head dimension.
     "lm-1b": dataclasses.replace(
-        _LLAMA, width=2048, depth=16, num_heads=16, num_kv_heads=8, seq_len=2048, mlp_ratio=4.0, tied=True
+        _LLAMA,
+        width=2048,
+        depth=16,
+        num_heads=16,
+        num_kv_heads=8,
+        seq_len=2048,
+        mlp_ratio=4.0,
+        tied=True,
     ),
     "lm-8b": _LLAMA,
-    # Of experts: the shape of Qwen3-30B-A3B (Yang et al. 2025), which has no capacity; a token goes through 3.3 B of its parameters.
+    # With experts: the shape of Qwen3-30B-A3B (Yang et al. 2025), which has no capacity. A token
+    # goes through 3.3 B of its parameters.
     "lm-30b-a3b": dataclasses.replace(
-        _LLAMA, width=2048, depth=48, num_heads=32, head_dim=128, num_kv_heads=4, vocab_size=151936, seq_len=4096, mlp_ratio=3.0,
-        rope_theta=1e6, norm_eps=1e-6, qk_norm=True,
-        experts=128, active_experts=8, expert_dim=768, routing=RoutingConfig(gate="softmax", capacity_factor=1.25),
+        _LLAMA,
+        width=2048,
+        depth=48,
+        num_heads=32,
+        head_dim=128,
+        num_kv_heads=4,
+        vocab_size=151936,
+        seq_len=4096,
+        mlp_ratio=3.0,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm=True,
+        experts=128,
+        active_experts=8,
+        expert_dim=768,
+        routing=RoutingConfig(gate="softmax", capacity_factor=1.25),
     ),
     **NAMED,
-    # The smallest models of Bordelon et al. 2024, as in its code: figures 6, 8-10 (CIFAR-5M) and 7, 12 (C4);
-    # (N, H, L) = (16, 16, 4), (8, 8, 4).
+    # The smallest models of Bordelon et al. 2024, as in its code: figures 6 and 8-10 (CIFAR-5M)
+    # with (N, H, L) = (16, 16, 4), figures 7 and 12 (C4) with (8, 8, 4).
     "bordelon-vit": ViTConfig(
-        width=256, depth=4, num_heads=16, image_size=32, patch_size=4, num_classes=10, norm_eps=1e-6, **_BARE
+        width=256,
+        depth=4,
+        num_heads=16,
+        image_size=32,
+        patch_size=4,
+        num_classes=10,
+        norm_eps=1e-6,
+        **_BARE,
     ),
     "bordelon-lm": DecoderConfig(
-        width=64, depth=4, num_heads=8, vocab_size=50257, seq_len=256, norm_eps=1e-6,
-        branch_activation="gelu", qk_norm=True, qk_norm_kind="layernorm", readout_bias=True, **_BARE,
+        width=64,
+        depth=4,
+        num_heads=8,
+        vocab_size=50257,
+        seq_len=256,
+        norm_eps=1e-6,
+        branch_activation="gelu",
+        qk_norm=True,
+        qk_norm_kind="layernorm",
+        readout_bias=True,
+        **_BARE,
     ),
-}  # fmt: skip
+}
 
 
 def get(name: str) -> ModelConfig:
-    """The named config.
+    """Return the config of a named model (`CONFIGS`).
 
     Raises:
-        ConfigError: no model has this name; the text has the nearest names.
+        ConfigError: If no model has this name. The text suggests the nearest names.
     """
     if name in CONFIGS:
         return CONFIGS[name]
     near = difflib.get_close_matches(name, CONFIGS, n=3)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     raise ConfigError(
-        f"no model is named {name!r}; {hint}`mupax models` lists them all, and --plugin MODULE adds yours"
+        f"no model is named {name!r}; {hint}`mupax models` lists them all, and --plugin MODULE "
+        "adds yours"
     )
 
 
@@ -135,26 +195,27 @@ def family_class(name: str) -> type[ModelConfig]:
     """Return the config class of a family.
 
     Args:
-        name: one of `FAMILIES`, or module:Class of a module that this process has imported. It may come from a stranger's
-            file, so nothing is imported for it.
+        name: Key of `FAMILIES`, or module:Class in a module that this process has imported.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: If there is no such class, or its module is not imported.
     """
     if name in FAMILIES:
         return function_of(FAMILIES[name])
-    place, _, attribute = name.partition(":")
-    is_place = all(part.isidentifier() for part in [*place.split("."), attribute])
+    module_name, _, attribute = name.partition(":")
+    is_place = all(part.isidentifier() for part in [*module_name.split("."), attribute])
     if is_place:
-        module = loaded_module(place)
+        # The name may come from a stranger's file, so no module is imported because of it.
+        module = loaded_module(module_name)
         config = getattr(module, attribute, None)
         if isinstance(config, type) and issubclass(config, ModelConfig):
             return config
         if module is None:
             raise ConfigError(
-                f"model.family {name!r:.80} is of a module that is not imported; add --plugin {place:.80} if you trust "
-                "it, or import it before"
+                f"model.family {name!r:.80} is of a module that is not imported; add --plugin "
+                f"{module_name:.80} if you trust it, or import it before"
             )
     raise ConfigError(
-        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that is imported here"
+        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a "
+        "config that is imported here"
     )

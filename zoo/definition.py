@@ -1,14 +1,8 @@
-"""Between declarations and NNX modules: `Init` makes a module's parameters, `define` takes a module apart into a `Definition`.
+"""NNX modules and their declarations: `Init` makes a module's parameters, `define` splits a module.
 
-    self.query = init.param("query")
-
-makes the `nnx.Param` that the config declares under this name, in the scope of the module. Any NNX module comes apart whose
-every `nnx.Param` carries a `spec`; names are paths joined by dots.
-
-The numbers that parameters start with are drawn here too, each parameter's from its own key, by themselves or all in one loop.
-
-A CPU's compiler takes 0.4 s for every draw of its own, so there the loop makes the random bits of all of them: integers, the same
-however they are computed. Normal numbers are then made of them parameter by parameter, as `jax.random.normal` does.
+In a module, `self.query = init.param("query")` makes the `nnx.Param` that the config declares under
+that name. `define` splits any NNX module whose every `nnx.Param` carries a `spec` into a
+`Definition`, whose parameter names are paths joined by dots.
 """
 
 from __future__ import annotations
@@ -31,12 +25,16 @@ from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 _BLOCK_BITS = 14
 _BLOCK = 1 << _BLOCK_BITS
-"""Numbers of a turn of the loop."""
+"""Number of draws in one iteration of the loop of `normals`."""
 
 Arrays = dict[str, Any]
-"""Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""
+"""Arrays, or their shapes, by name of the parameter or factor."""
 SHARED_INIT = "like "
-"""Stands before a parameter's name where `Definition.initialize` is to draw it with another's `zlib.crc32` of its name."""
+"""Prefix of a key in the `stds` of `Definition.initialize`.
+
+`stds["like NAME"]` is the `zlib.crc32` of the name of another parameter. Parameter NAME is then
+drawn from the key of that parameter.
+"""
 
 
 def initial_value(
@@ -47,57 +45,72 @@ def initial_value(
     dtype: jnp.dtype,
     normal: jax.Array | None = None,
 ) -> jax.Array:
-    """A parameter as it starts: std times numbers of deviation 1 from the declared distribution, of gains and biases exactly std.
+    """Draw a parameter's initial value: std times unit-variance noise of the declared distribution.
 
-    With a leading "layers" axis every layer draws from its own key, folded from `key` by its index, and std may be
-    per layer: a stacked parameter starts as the separate layers would, on any mesh. (With jax 0.12 on CPU to the last
-    bit only if made whole: how a row is split decides which numbers its vector instructions leave over.)
+    Gains and biases are not random: every entry is std. With a leading "layers" axis, every layer
+    draws from its own key, folded from `key` by its index. A stacked parameter therefore has the
+    values of separate layers, on any mesh.
 
     Args:
-        key: of this parameter alone.
-        spec: its declaration.
-        shape: a size for every axis of the spec.
-        std: [], or [layers] for a stacked parameter; 0 for a bias.
-        dtype: that it is stored in; numbers are drawn in float32.
-        normal: the numbers, where they are drawn already (`normals`).
+        key: Random key that no other parameter has, [].
+        shape: One size for every axis of `spec`.
+        std: Standard deviation (gain: value) [], or [layers] for a stacked parameter; 0 for a bias.
+        dtype: Storage type. Draws are float32.
+        normal: Standard normal draws of this shape, if `normals` has made them already.
     """
+    # On CPU with jax 0.12, layers drawn apart agree with stacked ones to the last bit only if the
+    # array is drawn whole: splitting a row changes which of its numbers are left over by the vector
+    # instructions.
     if spec.stacked:
-        std = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1]).reshape(
-            -1, *[1] * (len(shape) - 1)
-        )
+        std_L = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1])
+        std = std_L.reshape(-1, *[1] * (len(shape) - 1))
     if spec.role in VECTORS:
         return jnp.broadcast_to(jnp.asarray(std, dtype), shape)
     if normal is None and spec.stacked:
-        normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(
-            _layer_keys(key, shape[0])
-        )
+        layer_keys = _layer_keys(key, shape[0])
+        normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(layer_keys)
     elif normal is None:
         normal = jax.random.normal(key, shape)
-    return (std * _spread(normal, spec.distribution)).astype(dtype)
+    return (std * _with_distribution(normal, spec.distribution)).astype(dtype)
 
 
 _CUT = 2.0
-"""Deviations of a normal distribution beyond which a truncated one has nothing, and by what that leaves it narrower: 0.8796."""
+"""Largest absolute value of the truncated normal distribution, in standard deviations."""
 _CUT_DEVIATION = math.sqrt(
     1 - 2 * _CUT * math.exp(-(_CUT**2) / 2) / math.sqrt(2 * math.pi) / math.erf(_CUT / math.sqrt(2))
 )
+"""Standard deviation of a normal distribution truncated at `_CUT`: 0.8796."""
 
 
-def _spread(normal: jax.Array, distribution: Distribution) -> jax.Array:
-    """Numbers of another distribution with deviation 1, by the shares of a normal one that lie below them.
+def _with_distribution(normal: jax.Array, distribution: Distribution) -> jax.Array:
+    """Map standard normal draws to another distribution of variance 1, quantile by quantile.
 
-    uniform: in +-3^1/2, as Glorot and Bengio 2010. truncated: what Flax's truncated initializers draw.
+    "uniform" is uniform in ±3^1/2, as in Glorot and Bengio 2010. "truncated" is what Flax's
+    truncated normal initializers draw.
     """
     if distribution == "normal":
         return normal
-    share = jax.lax.erf(normal / math.sqrt(2))  # even in (-1, 1)
+    # The normal distribution function, scaled from (0, 1) to (-1, 1), makes uniform draws.
+    uniform = jax.lax.erf(normal / math.sqrt(2))
     if distribution == "uniform":
-        return math.sqrt(3) * share
-    return math.sqrt(2) / _CUT_DEVIATION * jax.lax.erf_inv(share * math.erf(_CUT / math.sqrt(2)))
+        return math.sqrt(3) * uniform
+    return math.sqrt(2) / _CUT_DEVIATION * jax.lax.erf_inv(uniform * math.erf(_CUT / math.sqrt(2)))
 
 
 def _layer_keys(key: jax.Array, layers: int) -> jax.Array:
+    """Return one key per layer, folded from `key` by the layer's index."""
     return jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(layers))
+
+
+class _Rows(NamedTuple):
+    """Rows of one parameter. A row is what one key draws: a layer, or an unstacked parameter."""
+
+    count: int
+    """Number of rows."""
+    size: int
+    """Numbers in a row."""
+    blocks: int
+    """Blocks that a row is drawn in. The last one may have more numbers than the row needs."""
 
 
 def normals(
@@ -105,156 +118,193 @@ def normals(
     specs: Mapping[str, ParamSpec],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
-    """What `initial_value` would draw for each parameter, bit for bit, by name, float32.
+    """Draw the standard normal numbers of all parameters in one loop, float32 by name.
 
-    None of them where JAX's random bits are not Threefry's of every position, its default.
+    The numbers equal those that `initial_value` draws from the same keys, bit for bit. Gains and
+    biases need none. The result is empty if JAX does not use its default generator, Threefry with
+    independent bits for every position.
 
     Args:
-        keys: of the parameters.
-        specs: their declarations.
-        shapes: a size for every axis of the spec.
+        keys: Random keys by parameter name, each [].
+        specs: Declarations by parameter name. Only `keys` and `shapes` of these names are read.
+        shapes: Shapes by parameter name, with one size for every axis of the spec.
     """
+    # A CPU's compiler takes 0.4 s for every draw, so one loop makes the random bits of all of them.
+    # Bits are integers, the same however they are computed. They become normal numbers parameter by
+    # parameter, by the operations of `jax.random.normal`.
     names = [name for name, spec in specs.items() if spec.role not in VECTORS]
-    if not (
-        names
-        and jax.config.jax_default_prng_impl == "threefry2x32"
-        and jax.config.jax_threefry_partitionable
-    ):  # pyright: ignore
-        return {}
-    stacked = [name for name in names if specs[name].stacked]
-    rows = {name: keys[name][None] for name in names}
-    if stacked:
-        most = max(shapes[name][0] for name in stacked)
-        each = jax.vmap(_layer_keys, (0, None))(jnp.stack([keys[name] for name in stacked]), most)
-        rows |= {name: of[: shapes[name][0]] for name, of in zip(stacked, each, strict=True)}
-    sizes = {name: math.prod(shapes[name]) // len(rows[name]) for name in names}
-    blocks = {name: -(-sizes[name] // _BLOCK) for name in names}
-    data = jax.random.key_data(jnp.concatenate([rows[name] for name in names]))
-    data = data[
-        np.repeat(np.arange(len(data)), [blocks[name] for name in names for _ in rows[name]])
-    ]
-    numbers = np.concatenate(
-        [np.tile(np.arange(blocks[name], dtype=np.uint32), len(rows[name])) for name in names]
+    default_generator = (
+        jax.config.jax_default_prng_impl == "threefry2x32"  # pyright: ignore
+        and jax.config.jax_threefry_partitionable  # pyright: ignore
     )
+    if not names or not default_generator:
+        return {}
 
-    def block(of: tuple[jax.Array, jax.Array]) -> jax.Array:
-        key, number = of  # the position of a number has 64 bits
-        high = jnp.full(_BLOCK, number >> (32 - _BLOCK_BITS))
-        low = (number << _BLOCK_BITS) | jnp.arange(_BLOCK, dtype=jnp.uint32)
-        first, second = threefry_2x32((key[0], key[1]), jnp.concatenate([high, low])).reshape(
-            2, _BLOCK
-        )
-        return first ^ second
+    row_keys = {name: keys[name][None] for name in names}
+    stacked = [name for name in names if specs[name].stacked]
+    if stacked:
+        most_layers = max(shapes[name][0] for name in stacked)
+        stacked_keys = jnp.stack([keys[name] for name in stacked])
+        layer_keys = jax.vmap(_layer_keys, (0, None))(stacked_keys, most_layers)
+        for name, keys_L in zip(stacked, layer_keys, strict=True):
+            row_keys[name] = keys_L[: shapes[name][0]]
 
-    bits, start, drawn = jax.lax.map(block, (data, numbers)), 0, {}
+    # A row is drawn in blocks, and a block from the row's key and the block's index in the row.
+    rows: dict[str, _Rows] = {}
+    blocks_per_row = []
+    block_indices = []
     for name in names:
-        stop = start + len(rows[name]) * blocks[name]
-        drawn[name] = _normal(
-            bits[start:stop].reshape(len(rows[name]), -1)[:, : sizes[name]].reshape(shapes[name])
-        )
+        count = len(row_keys[name])
+        size = math.prod(shapes[name]) // count
+        blocks = -(-size // _BLOCK)
+        rows[name] = _Rows(count, size, blocks)
+        blocks_per_row += [blocks] * count
+        block_indices += [np.arange(blocks, dtype=np.uint32)] * count
+    key_data = jax.random.key_data(jnp.concatenate([row_keys[name] for name in names]))
+    block_keys = key_data[np.repeat(np.arange(len(key_data)), blocks_per_row)]
+    bits = jax.lax.map(_block_bits, (block_keys, np.concatenate(block_indices)))
+
+    # Cut the blocks into parameters again.
+    drawn = {}
+    start = 0
+    for name, (count, size, blocks) in rows.items():
+        stop = start + count * blocks
+        row_bits = bits[start:stop].reshape(count, -1)[:, :size]
+        drawn[name] = _normal_from_bits(row_bits.reshape(shapes[name]))
         start = stop
     return drawn
 
 
-def _normal(bits: jax.Array) -> jax.Array:
-    """uint32 to Normal(0, 1) as in `jax.random.normal`: 23 bits to (-1, 1), and sqrt(2) times the inverse of erf."""
-    low, one = np.nextafter(np.float32(-1), np.float32(0)), np.float32(1)
+def _block_bits(key_and_index: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Return the random bits of one block of a row, uint32 [_BLOCK].
+
+    Args:
+        key_and_index: Data of the row's key, uint32 [2], and index of the block in its row, [].
+    """
+    key, index = key_and_index
+    # Threefry encrypts a number's position in its row, as two words of 32 bits.
+    high = jnp.full(_BLOCK, index >> (32 - _BLOCK_BITS))
+    low = (index << _BLOCK_BITS) | jnp.arange(_BLOCK, dtype=jnp.uint32)
+    key_words = (key[0], key[1])
+    words = threefry_2x32(key_words, jnp.concatenate([high, low]))
+    first, second = words.reshape(2, _BLOCK)
+    return first ^ second
+
+
+def _normal_from_bits(bits: jax.Array) -> jax.Array:
+    """Turn random bits, uint32, into standard normal numbers as `jax.random.normal` does.
+
+    23 bits make a uniform number in (-1, 1), and sqrt(2) times its inverse erf is normal.
+    """
+    low = np.nextafter(np.float32(-1), np.float32(0))
+    one = np.float32(1)
+    # The bits are the mantissa of a float32 in [1, 2).
     uniform = jax.lax.bitcast_convert_type((bits >> 9) | one.view(np.uint32), jnp.float32) - one
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.maximum(low, uniform * (one - low) + low))
 
 
 class Factor(nnx.Variable):
-    """A float32 number the forward pass multiplies by (attention logits, branches), with its `FactorSpec`'s kind and spec.
+    """Float32 number that the forward pass multiplies by, such as the scale of attention logits.
 
-    A parameterization sets it; nothing trains or saves it.
+    Its metadata are the fields "kind", "spec" and "stack" of its `FactorSpec`. A parameterization
+    sets it. It is neither trained nor saved.
     """
 
 
 class Init:
-    """Makes what a config declares, in one scope of its module tree.
+    """Factory of the parameters and factors that a config declares in one scope of its modules.
 
     Args:
-        config: declares parameters, factors and sizes.
-        rngs: source of the `params` stream; None: parameters and factors are shapes alone.
-        prefix: the scope's path, with a dot at its end.
+        config: Config that declares parameters, factors and sizes.
+        rngs: Source of the `params` stream. `None` makes shapes instead of arrays.
+        prefix: Path of the scope with a dot at its end, such as "block.attention.".
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None, prefix: str = "") -> None:
-        self._config, self._rngs, self._prefix = config, rngs, prefix
-        self._specs, self._sizes = config.parameters(), config.sizes()
+        self._config = config
+        self._rngs = rngs
+        self._prefix = prefix
+        self._specs = config.parameters()
+        self._sizes = config.sizes()
 
     def scope(self, name: str) -> Init:
-        """The same config's `Init` for the module kept as `name`."""
+        """Return the `Init` for the submodule kept in the attribute `name`."""
         return Init(self._config, self._rngs, f"{self._prefix}{name}.")
 
     def param(self, name: str) -> nnx.Param:
-        """The parameter of this name as it starts without a preset: at fan_in^-1/2 (1 where there is none), biases at 0."""
+        """Make a declared parameter with its initial value without a preset.
+
+        A matrix has standard deviation fan_in^-1/2, an embedding 1. Gains start at `spec.start`
+        and biases at 0.
+        """
         spec = self._specs[self._prefix + name]
-        shape, dtype = (
-            tuple(self._sizes[axis] for axis in spec.axes),
-            jnp.dtype(self._config.compute.param_dtype),
-        )
+        shape = tuple(self._sizes[axis] for axis in spec.axes)
+        dtype = jnp.dtype(self._config.compute.param_dtype)
         if self._rngs is None:
             return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
-        std = (
-            0.0
-            if spec.role in ZERO
-            else spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
-        )
-        return nnx.Param(initial_value(self._rngs.params(), spec, shape, std, dtype), spec=spec)
+        if spec.role in ZERO:
+            std = 0.0
+        else:
+            std = spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
+        value = initial_value(self._rngs.params(), spec, shape, std, dtype)
+        return nnx.Param(value, spec=spec)
 
     def has(self, name: str) -> bool:
-        """Whether the config declares a parameter of this name."""
+        """Return True if the config declares a parameter of this name in this scope."""
         return self._prefix + name in self._specs
 
     def maybe(self, name: str) -> nnx.Param | None:
-        """The parameter of this name, None where the config declares none."""
+        """Make a parameter if the config declares it, otherwise return `None`."""
         return self.param(name) if self.has(name) else None
 
     def factor(self, name: str) -> Factor:
-        """The multiplier of this name, at its value without a preset."""
+        """Make a declared factor with its value without a preset."""
         spec = self._config.factors()[self._prefix + name]
-        shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
-        value = shape if self._rngs is None else jnp.full(spec.shape, spec.value, jnp.float32)
+        if self._rngs is None:
+            value = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+        else:
+            value = jnp.full(spec.shape, spec.value, jnp.float32)
         return Factor(value, kind=spec.kind, spec=spec.spec, stack=spec.stack)
 
 
 class ScaledParam(NamedTuple):
-    """A parameter times its multiplier, not multiplied yet: of a stack or, inside of the loop over its layers, of one of them."""
+    """Parameter and its multiplier, not multiplied yet.
+
+    It holds all layers of a stack or, inside the loop over layers, one of them.
+    """
 
     weight: jax.Array
-    """As it is stored, w."""
+    """Stored array w."""
     multiplier: jax.Array
-    """a, float32; its dimensions are the first of w's."""
+    """Multiplier a, float32. Its dimensions are the first ones of `weight`."""
 
     def array(self) -> jax.Array:
-        """a * w, in w's dtype."""
-        a = self.multiplier.reshape(
-            self.multiplier.shape + (1,) * (self.weight.ndim - self.multiplier.ndim)
-        )
+        """Return a * w in the dtype of w."""
+        trailing = self.weight.ndim - self.multiplier.ndim
+        a = self.multiplier.reshape(self.multiplier.shape + (1,) * trailing)
         return (self.weight * a).astype(self.weight.dtype)
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """a * w for every parameter w, in its dtype.
+    """Multiply every parameter by its multiplier, in the parameter's dtype.
 
     Args:
-        params: w by name.
-        multipliers: a by the same names, [] or [layers].
+        params: Arrays by name as they are stored, without multipliers.
+        multipliers: Multipliers by the same names, [] or [layers].
     """
     return {name: ScaledParam(w, multipliers[name]).array() for name, w in params.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A model without its numbers.
+    """Model without arrays: its graph, and the declarations and shapes of its parameters.
 
     Attributes:
         graph: NNX graph definition.
-        specs: name to declaration, one per parameter.
-        abstract: name to shape and dtype.
-        factors: name to `Factor` metadata ("kind", "shape", "spec", "stack") of every forward multiplier.
-        sizes: size of every logical axis.
+        specs: Declaration of every parameter, by name.
+        abstract: Shape and dtype of every parameter, by name.
+        factors: Metadata of every `Factor` by name, with keys "kind", "shape", "spec" and "stack".
+        sizes: Size of every logical axis.
     """
 
     graph: nnx.GraphDef
@@ -266,29 +316,30 @@ class Definition:
     def bind(
         self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE
     ) -> nnx.Module:
-        """The model with these numbers; multipliers must already be in `params` (see `apply`).
-
-        A skip factor that is not given is the constant 1, which the compiler removes. As data it would cost a twentieth of
-        the step's memory traffic: a sum with a scaled stream is no longer written by the product that ends the branch.
+        """Return the module with these parameters and factors. `model` also applies multipliers.
 
         Args:
-            params: arrays by name.
-            factors: numbers of the forward pass by name (`mupax.train.core.factors.Factors.forward`).
-            layout: how arrays lie on devices. Modules with a field `layout` get it; a module without one computes as on one device.
+            params: Arrays by name, already times their multipliers or as `ScaledParam`.
+            factors: Values of the factors by name (`mupax.train.core.factors.Factors.forward`). A
+                skip factor that is missing is 1.
+            layout: Placement of arrays on devices. Modules with a field `layout` get it. A module
+                without the field computes as on one device.
         """
-        ones = {
-            n: np.ones(f["shape"], np.float32)
-            for n, f in self.factors.items()
-            if f["kind"] == "skip"
-        }
-        variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
+        # A missing skip factor is a constant, which the compiler removes. As data it would cost a
+        # twentieth of the step's memory traffic: the product that ends a branch would no longer
+        # write its sum with the scaled stream.
+        variables: dict[str, nnx.Variable] = {}
+        for name, metadata in self.factors.items():
+            if metadata["kind"] == "skip":
+                variables[name] = Factor(np.ones(metadata["shape"], np.float32))
+        for name, value in factors.items():
+            variables[name] = Factor(value)
         params = layout.gather_outside_layers(params, self.specs)
-        variables |= {
-            name: nnx.Param(value, spec=self.specs[name]) for name, value in params.items()
-        }
-        module = nnx.merge(
-            self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()})
-        )
+        for name, value in params.items():
+            variables[name] = nnx.Param(value, spec=self.specs[name])
+
+        state = nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()})
+        module = nnx.merge(self.graph, state)
         if layout is not ONE_DEVICE:
             place(module, layout)
         return module
@@ -301,23 +352,23 @@ class Definition:
         *,
         layout: Layout = ONE_DEVICE,
     ) -> Any:
-        """The model with every parameter taken as multiplier * w.
-
-        Of a matrix that a layout reads by layer the product is taken there. Before the loop over layers the compiler would keep
-        it of all of them, in the type of products, through the whole step.
+        """Return the module in which every parameter w acts as multiplier * w.
 
         Args:
-            params: as they are stored, w.
-            multipliers: float32 [] or [layers], by the same names.
-            factors, layout: as `bind`.
+            params: Arrays by name as they are stored, without multipliers.
+            multipliers: Multipliers by the same names, float32 [] or [layers].
+            factors: Values of the factors by name, as in `bind`.
+            layout: Placement of arrays on devices, as in `bind`.
         """
         by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
         rest = {name: w for name, w in params.items() if name not in by_layer}
-        later = {
-            n: ScaledParam(w, jnp.broadcast_to(multipliers[n], w.shape[:1]))
-            for n, w in by_layer.items()
-        }
-        return self.bind({**multiplied(rest, multipliers), **later}, factors, layout=layout)
+
+        # A layout that reads a matrix by layer multiplies it there. Multiplied before the loop, the
+        # matrices of all layers would stay in memory in the products' type for the whole step.
+        scaled = {}
+        for name, w in by_layer.items():
+            scaled[name] = ScaledParam(w, jnp.broadcast_to(multipliers[name], w.shape[:1]))
+        return self.bind({**multiplied(rest, multipliers), **scaled}, factors, layout=layout)
 
     def apply(
         self,
@@ -330,10 +381,12 @@ class Definition:
         """Return `model(params, multipliers, factors, layout=layout)(*inputs)`: float32 logits.
 
         Args:
-            params: as they are stored.
-            multipliers: as `model`.
-            factors, layout: as `bind`.
-            *inputs: what the module's call takes: tokens [batch, position], or images [batch, height, width, channel].
+            params: Arrays by name as they are stored, without multipliers.
+            multipliers: Multipliers by the same names, as in `model`.
+            factors: Values of the factors by name, as in `bind`.
+            *inputs: Arguments of the module's call: tokens [batch, position], or images
+                [batch, height, width, channel].
+            layout: Placement of arrays on devices, as in `bind`.
         """
         return self.model(params, multipliers, factors, layout=layout)(*inputs)
 
@@ -343,116 +396,142 @@ class Definition:
         stds: Mapping[str, jax.Array | float],
         draw: Callable | None = None,
     ) -> Arrays:
-        """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`.
+        """Draw all parameters, each from a key made of the seed and the parameter's name.
+
+        The bits are the same on every mesh. Call this function under `jax.jit`.
 
         Args:
             seed: uint32 [].
-            stds: standard deviation, of gains the value, float32 [] or [layers] by name; whom names after `SHARED_INIT` start as.
-            draw: `normals`, to draw all numbers at once; each parameter's by themselves unless given.
+            stds: Standard deviations (gains: values) by name, float32 [] or [layers]. A key that
+                begins with `SHARED_INIT` names another parameter whose draws are shared.
+            draw: `normals`, to draw all numbers in one loop. By default every parameter is drawn by
+                itself.
         """
-        each = [
-            stds.get(SHARED_INIT + name, np.uint32(zlib.crc32(name.encode())))
-            for name in self.specs
-        ]
-        sums = jnp.array(each, jnp.uint32)
-        keys = dict(
-            zip(
-                self.specs,
-                jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sums),
-                strict=True,
+        name_hashes = []
+        for name in self.specs:
+            own_hash = np.uint32(zlib.crc32(name.encode()))
+            name_hashes.append(stds.get(SHARED_INIT + name, own_hash))
+        hashes = jnp.array(name_hashes, jnp.uint32)
+        param_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), hashes)
+        keys = dict(zip(self.specs, param_keys, strict=True))
+
+        normal_draws = {}
+        if draw is not None:
+            shapes = {name: leaf.shape for name, leaf in self.abstract.items()}
+            normal_draws = draw(keys, self.specs, shapes)
+        params = {}
+        for name, leaf in self.abstract.items():
+            params[name] = initial_value(
+                keys[name],
+                self.specs[name],
+                leaf.shape,
+                stds[name],
+                leaf.dtype,
+                normal_draws.get(name),
             )
-        )
-        normals = (
-            draw(keys, self.specs, {name: leaf.shape for name, leaf in self.abstract.items()})
-            if draw
-            else {}
-        )
-        return {
-            name: initial_value(
-                keys[name], self.specs[name], leaf.shape, stds[name], leaf.dtype, normals.get(name)
-            )
-            for name, leaf in self.abstract.items()
-        }
+        return params
 
     @property
     def tied_readout(self) -> ParamSpec | None:
-        """Declaration of a readout that shares the token embedding's table; None for any other model."""
-        return next(
-            (factor["spec"] for factor in self.factors.values() if factor["kind"] == "readout"),
-            None,
-        )
+        """Declaration of a readout that shares the token embedding's table. `None` without one."""
+        for factor in self.factors.values():
+            if factor["kind"] == "readout":
+                return factor["spec"]
+        return None
 
     def count(self) -> int:
-        """Trainable numbers."""
+        """Return the number of parameter entries."""
         return sum(leaf.size for leaf in self.abstract.values())
 
 
 def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = None) -> Definition:
-    """A model taken apart, without allocating it.
+    """Build a model's shapes without allocating arrays, and split them into a `Definition`.
 
     Args:
-        make: builds the model, e.g. `lambda: MyModel(rngs=nnx.Rngs(0))`.
-        sizes: logical sizes that no parameter shows, such as "layers" of a stack kept as separate modules.
+        make: Function that builds the model, such as `lambda: MyModel(rngs=nnx.Rngs(0))`.
+        sizes: Sizes of logical axes that no parameter shows, such as "layers" for a stack that is
+            kept as separate modules.
 
     Raises:
-        PresetError: a parameter without a spec, a spec that does not fit its array, an axis with two sizes, or
-            state that is neither `nnx.Param` nor `Factor`.
+        PresetError: If a parameter has no spec or one that does not fit its array, if an axis has
+            two sizes, or if there is state other than `nnx.Param` and `Factor`.
     """
-    return _definition(nnx.eval_shape(make), sizes or {})
+    return _definition_of(nnx.eval_shape(make), sizes or {})
 
 
-def _definition(shapes: nnx.Module, sizes: Mapping[str, int]) -> Definition:
-    graph, state = nnx.split(shapes)
-    specs, abstract, factors = {}, {}, {}
-    axes: dict[str, tuple[int, str]] = {
-        axis: (size, "the sizes given") for axis, size in sizes.items()
-    }
+def _definition_of(module: nnx.Module, sizes: Mapping[str, int]) -> Definition:
+    """Split a module, whose leaves are shapes, into a `Definition`.
+
+    `sizes` are sizes of logical axes that are known already.
+    """
+    graph, state = nnx.split(module)
+    specs: dict[str, ParamSpec] = {}
+    abstract: dict[str, jax.ShapeDtypeStruct] = {}
+    factors: dict[str, dict[str, Any]] = {}
+    axis_sizes = dict(sizes)
+    size_sources = dict.fromkeys(sizes, "the sizes given")
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
-        leaf, metadata = variable.get_value(), variable.get_metadata()
+        leaf = variable.get_value()
+        metadata = variable.get_metadata()
         if isinstance(variable, Factor):
-            of = {key: metadata.get(key) for key in ("spec", "stack")}
-            factors[name] = {"kind": metadata["kind"], "shape": leaf.shape, **of}
+            factors[name] = {
+                "kind": metadata["kind"],
+                "shape": leaf.shape,
+                "spec": metadata.get("spec"),
+                "stack": metadata.get("stack"),
+            }
             continue
+
         if not isinstance(variable, nnx.Param):
             raise PresetError(
-                f"{name} is {type(variable).__name__}; only nnx.Param and Factor state can be trained here"
+                f"{name} is {type(variable).__name__}; only nnx.Param and Factor state can be "
+                "trained here"
             )
         spec = metadata.get("spec")
         if not isinstance(spec, ParamSpec):
             raise PresetError(
-                f"parameter {name} {leaf.shape} has no spec; write nnx.Param(value, spec=ParamSpec(role=..., axes=...))"
+                f"parameter {name} {leaf.shape} has no spec; write nnx.Param(value, "
+                "spec=ParamSpec(role=..., axes=...))"
             )
         if len(spec.axes) != len(leaf.shape):
             raise PresetError(
-                f"parameter {name} has shape {leaf.shape} but axes {spec.axes}; name one axis per dimension"
+                f"parameter {name} has shape {leaf.shape} but axes {spec.axes}; name one axis per "
+                "dimension"
             )
         for axis, size in zip(spec.axes, leaf.shape, strict=True):
-            if axes.setdefault(axis, (size, name))[0] != size:
+            if axis not in axis_sizes:
+                axis_sizes[axis] = size
+                size_sources[axis] = name
+            if axis_sizes[axis] != size:
                 raise PresetError(
-                    f"axis {axis!r} is {size} in {name} but {axes[axis][0]} in {axes[axis][1]}"
+                    f"axis {axis!r} is {size} in {name} but {axis_sizes[axis]} in "
+                    f"{size_sources[axis]}"
                 )
-        specs[name], abstract[name] = spec, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-    return Definition(
-        graph, specs, abstract, factors, {axis: size for axis, (size, _) in axes.items()}
-    )
+        specs[name] = spec
+        abstract[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+    return Definition(graph, specs, abstract, factors, axis_sizes)
 
 
 def definition(config: ModelConfig) -> Definition:
-    """The model of a config without its numbers; nothing is allocated.
+    """Return the definition of a config's model. No arrays are allocated.
 
     Raises:
-        PresetError: the module's parameters are not those that the config declares.
+        PresetError: If the module's parameters are not exactly those that the config declares.
     """
-    model, declared = _definition(config.module(None), config.sizes()), config.parameters()
+    model = _definition_of(config.module(None), config.sizes())
+    declared = config.parameters()
     for name in sorted(declared.keys() | model.specs.keys()):
         if declared.get(name) != model.specs.get(name):
+            attribute = name.rpartition(".")[2]
             raise PresetError(
-                f"{name}: the config of {config.family} declares {declared.get(name, 'no such parameter')}, and its module "
-                f"makes {model.specs.get(name, 'none')}; make it with init.param({name.rpartition('.')[2]!r})"
+                f"{name}: the config of {config.family} declares "
+                f"{declared.get(name, 'no such parameter')}, and its module makes "
+                f"{model.specs.get(name, 'none')}; make it with init.param({attribute!r})"
             )
     return model
 
 
 def _path(name: str) -> tuple[str | int, ...]:
+    """Split a parameter's name into its path in the module. Numbers are indices of a list."""
     return tuple(int(part) if part.isdigit() else part for part in name.split("."))

@@ -1,14 +1,14 @@
-"""What a model family is: a frozen config that says all the rest of the project asks of a model. Imports no JAX.
+"""Base classes of model configs, and counts of parameters and FLOPs from a config. Imports no JAX.
 
-A parameter is declared once, in `ModelConfig.parameters()`: modules, counts, FLOPs, shardings, presets' tables and the names in
-files of others are made from it. A family is one file with its config and module, named in `mupax.zoo.configs.FAMILIES` or by its class alone.
+A family is one file with a config and a module. The config declares each parameter once, in
+`ModelConfig.parameters()`. Modules, counts, shardings, presets' tables and the names in other
+projects' files all follow from that declaration.
 
-Its parameters and FLOPs are counted from its declaration alone, nothing built.
-
-Counted are the matrix products, 2 FLOPs per multiply-add: norms, softmax, activations and embedding look-ups are left out, as is
-whatever remat computes again. A causal position attends to half of the context on average and is counted so, whatever the
-implementation computes. PaLM's MFU (Chowdhery et al. 2022, 2204.02311, appendix B) counts attention in full, 12 L H Q T a
-token, causal or not: by it the same step has a higher MFU.
+FLOPs count matrix products only, 2 per multiply-add. Norms, softmax, activations, embedding
+look-ups and whatever remat recomputes are left out. A causal position is counted with half of the
+context, its average, whatever the implementation computes. PaLM's MFU (Chowdhery et al. 2022,
+2204.02311, appendix B) counts attention in full, 12 L H Q T per token, causal or not, so that the
+same step has a higher MFU there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mupax.errors import MupaxError
 from mupax.plugins import importable_name
 from mupax.presets.roles import ENCODER, EXPERTS, OWN, FactorSpec, ParamSpec, Role, Stack
 
+# Kind of matrix product by role of its parameter, for reports of FLOPs.
 KINDS = {
     Role.PATCH_EMBEDDING: "read-in",
     Role.QUERY: "attention projections",
@@ -45,31 +46,29 @@ CrossEntropy = Literal["auto", "plain", "chunked", "vocab"]
 Remat = Literal["none", "dots", "attention", "block", "offload"]
 Task = Literal["tokens", "images"]
 
-
-_LARGEST_DIVIDED = 2**40
+_MAX_FACTORED = 2**40
+"""Smallest number that `nearest_divisor` does not try to factor."""
 
 
 class ConfigError(MupaxError):
     """A model config that cannot be built. The text says what to write instead."""
 
 
-def nearest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most another number.
+def nearest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` that is at most `limit`.
 
-    Args:
-        number: from 1.
-        most: from 1.
+    Both are at least 1. The result is 1 for a number of 2^40 or more.
     """
-    if number >= _LARGEST_DIVIDED:  # as only a mistake is
+    if number >= _MAX_FACTORED:
+        # Only a mistyped size is that large, and trial division would take too long.
         return 1
-    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return max(
-        divisor for divisor in (*low, *(number // divisor for divisor in low)) if divisor <= most
-    )
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in small]
+    return max(divisor for divisor in small + large if divisor <= limit)
 
 
 class ArraySpec(NamedTuple):
-    """Shape and type of one example's array in a batch, without the batch dimension."""
+    """Shape and dtype of one example's array in a batch, without the batch dimension."""
 
     shape: tuple[int, ...]
     dtype: Literal["int32", "float32"]
@@ -77,79 +76,89 @@ class ArraySpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """How a model runs: same function, different speed, memory and rounding."""
+    """Settings of speed, memory and rounding, which leave the model's function as it is."""
 
     layers: Annotated[Literal["auto", "scan", "unrolled"], Affects("rounding", "unrolled")] = "auto"
-    """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
+    """scan: compile one block and loop over depth, so that compile time does not grow with depth.
+    unrolled: compile every block, which runs faster on CPU. auto: unrolled on CPU for up to 16
+    blocks, otherwise scan."""
     remat: Annotated[Remat, Listed("rounding", "block")] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, all but the outputs of attention's kernel, or whole blocks, whose
-    inputs offload keeps in the host's memory."""
+    """Activations that the backward pass recomputes. none: nothing. dots: everything except matrix
+    products. attention: everything except the outputs of the attention kernel. block: whole blocks.
+    offload: whole blocks, with their inputs kept in the host's memory."""
     attention: Annotated[AttentionName, Listed("rounding", test="zoo/layers/test_kernels.py")] = (
         "auto"
     )
-    """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU; where devices split positions, a ring on TPU."""
+    """Attention implementation. auto takes a flash kernel if one fits: splash on TPU, cudnn on GPU,
+    and on TPU a ring if devices split positions."""
     attention_block: Annotated[
         int | None, Affects("rounding", test="zoo/layers/test_kernels.py")
     ] = None
-    """Positions on a side of a splash kernel's block, a multiple of 128; what suits the chip unless given."""
+    """Side of a splash kernel's block in positions, a multiple of 128. By default it suits the
+    chip."""
     projections: Annotated[Literal["auto", "separate", "fused"], Affects("rounding", "fused")] = (
         "auto"
     )
-    """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
+    """Compute queries, keys and values, and an MLP's gate and up, with one product each (separate)
+    or with one product for all (fused). They are separate parameters in both cases. auto is
+    separate."""
     cross_entropy: Annotated[CrossEntropy, Affects("rounding", "chunked")] = "auto"
-    """All logits at once, those of a few tokens at a time, or of a part of the vocabulary; auto takes parts where logits would be large."""
+    """Logits that the loss forms at a time. plain: all. chunked: those of a few tokens. vocab:
+    those of a part of the vocabulary. auto takes parts if the logits would be large."""
     param_dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = (
         "float32"
     )
-    """Storage of parameters and optimizer state. Updates are computed in float32; bfloat16 is rounded stochastically."""
+    """Storage type of parameters and optimizer state. Updates are computed in float32, and rounded
+    stochastically to bfloat16."""
     dtype: Annotated[Literal["float32", "bfloat16"], Listed("rounding", "bfloat16")] = "float32"
-    """Matrix products and activations; norms, softmax and the loss stay in float32."""
+    """Type of matrix products and activations. Norms, softmax and the loss stay in float32."""
     product_dtype: Annotated[
         Literal["int8", "float8"] | None, Affects("rounding", test="test_extras.py")
     ] = None
-    """Products of blocks with their weights, forward and back, in this type (extra `quantized`); in dtype unless given."""
+    """Type of the products of blocks with their weights, forward and backward. It needs the extra
+    `quantized`. `dtype` by default."""
 
     def __post_init__(self) -> None:
-        if self.attention_block is not None and (
-            self.attention_block < 128 or self.attention_block % 128
-        ):
-            near = max(1, round(self.attention_block / 128)) * 128
+        block = self.attention_block
+        if block is not None and (block < 128 or block % 128):
+            near = max(1, round(block / 128)) * 128
             raise ConfigError(
-                f"model.compute.attention_block is {self.attention_block}, no multiple of 128; write {near}"
+                f"model.compute.attention_block is {block}, no multiple of 128; write {near}"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(abc.ABC):
-    """A model as data, whatever its family. A subclass takes its task from `TokenModel` or `ImageModel`."""
+    """Config of a model of any family. A family's config extends `TokenModel` or `ImageModel`."""
 
     family: ClassVar[str]
-    """Name in `mupax.zoo.configs.FAMILIES`; module:Class where it has none."""
+    """Name in `mupax.zoo.configs.FAMILIES`, or module:Class for a family that is not listed."""
     task: ClassVar[Task]
-    """What it reads: the data that it fits has this kind."""
+    """Kind of the model's inputs. It fits data of this kind."""
     output_axis: ClassVar[str]
-    """The logical axis of the logits."""
+    """Logical axis of the logits."""
     causal: ClassVar[bool] = False
-    """Whether a position sees only those before it."""
+    """True if a position sees only itself and those before it."""
     generates: ClassVar[bool] = False
-    """Whether its module continues a text (`mupax.zoo.decoder.model.Decoder.cached`)."""
+    """True if the module continues a text (`mupax.zoo.decoder.model.Decoder.cached`)."""
     denoises: ClassVar[bool] = False
-    """Whether it reads one text and writes another: text with noise (`data.noise`), and what was there."""
+    """True if the model reads a corrupted text (`data.noise`) and writes what was removed."""
 
     centered: Annotated[bool, Affects("model", True)] = False
-    """Train f - f at initialization (Bordelon et al. 2024), not f."""
+    """Train f minus f at initialization (Bordelon et al. 2024) instead of f."""
     compute: ComputeConfig = ComputeConfig()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "family" not in cls.__dict__:
-            # A script's own class is found again by the script's name, not as `__main__`.
+            # A class of a script is found again by the script's name, not by `__main__`.
             module = importable_name(cls.__module__) or cls.__module__
             cls.family = f"{module}:{cls.__qualname__}"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # bool is a subclass of int, so isinstance would not do.
             if type(value) is int and value < 1:
                 raise ConfigError(
                     f"model.{field.name} is {value}; write a whole number of at least 1"
@@ -157,84 +166,94 @@ class ModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def parameters(self) -> dict[str, ParamSpec]:
-        """Every parameter by its name, which is its path in the module: this is its one declaration."""
+        """Return the declaration of every parameter, by its path in the module."""
 
     @abc.abstractmethod
     def module(self, rngs: Any) -> Any:
-        """The NNX module, each parameter made from its declaration; import JAX in here, or beside the class.
+        """Build the NNX module, with every parameter made from its declaration.
+
+        Configs of the zoo import JAX and their module's file only inside this method.
 
         Args:
-            rngs: `nnx.Rngs` that numbers are drawn from; None: parameters are shapes alone.
+            rngs: `nnx.Rngs` for initial values. `None` makes parameters that are shapes only.
         """
 
     @abc.abstractmethod
     def base_sizes(self) -> dict[str, int]:
-        """Sizes that a parameterization takes to infinity, by logical axis name."""
+        """Return the sizes that a parameterization takes to infinity, by logical axis."""
 
     def finite_sizes(self) -> dict[str, int]:
-        """Sizes that a parameterization leaves as they are, beside those of what is read and written."""
+        """Return sizes that a parameterization keeps fixed, without those of inputs and outputs."""
         return {}
 
     @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
-        """Every logical axis of this model and its size."""
+        """Return the size of every logical axis of this model."""
 
     @abc.abstractmethod
     def example(self) -> dict[str, ArraySpec]:
-        """What one example of a batch holds: `inputs`, `targets` and the targets' `weights`."""
+        """Return the arrays of one example: `inputs`, `targets` and the targets' `weights`."""
 
     @property
     @abc.abstractmethod
     def input_text(self) -> str:
-        """What the model reads, in a few words."""
+        """Description of the model's input in a few words."""
 
     def factors(self) -> dict[str, FactorSpec]:
-        """Every number that the forward pass multiplies by, by its path in the module."""
+        """Return every number that the forward pass multiplies by, by its path in the module."""
         return {}
 
     def applications(self, spec: ParamSpec) -> float:
-        """How often one unit (a token, an image) goes through a matrix: once per position of the residual stream."""
+        """Return how often one unit (token or image) goes through a matrix.
+
+        By default it goes through once per position of the residual stream.
+        """
         return self.sizes()["position"] // self.units
 
     def attention_flops(self) -> float:
-        """FLOPs per unit of the products that no matrix takes part in."""
+        """Return the FLOPs per unit of matrix products without a parameter."""
         return 0.0
 
-    def splitting_hint(self, ways: int) -> tuple[str, str]:
-        """What the positions are made of, and what to write where they do not split so many ways."""
-        return "", f"--model.seq-len with a multiple of {ways}"
+    def splitting_hint(self, num_shards: int) -> tuple[str, str]:
+        """Return words for a message that positions do not split evenly over devices.
+
+        The first text says what the positions are made of, in parentheses. The second one says
+        which flags to write instead.
+        """
+        return "", f"--model.seq-len with a multiple of {num_shards}"
 
     @property
     def unit(self) -> str:
-        """What rates and FLOPs count: token or image."""
+        """Unit of throughput and FLOPs: token or image."""
         return self.task.removesuffix("s")
 
     @property
     def units(self) -> int:
-        """Units of one example, which are its targets."""
+        """Number of units in one example. Each has one target."""
         return math.prod(self.example()["targets"].shape)
 
     @property
     def position_grid(self) -> int:
-        """Side of the square that learned positions lie on, after those of class tokens; 0 where they are a line."""
+        """Side of the square of learned patch positions. 0 if positions are on a line."""
         return 0
 
     @property
     def absorbs_logit_scale(self) -> bool:
-        """Whether some parameter can hold what attention logits are taken times."""
+        """True if some parameter can absorb a factor on the attention logits."""
         return True
 
     @property
     def tied_readout(self) -> ParamSpec | None:
-        """Declaration of a readout that shares the embedding's table; None where it has its own."""
-        return next(
-            (factor.spec for factor in self.factors().values() if factor.kind == "readout"), None
-        )
+        """Declaration of a readout that shares the embedding's table. `None` without one."""
+        for factor in self.factors().values():
+            if factor.kind == "readout":
+                return factor.spec
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenModel(ModelConfig):
-    """Reads tokens [B, T] and predicts the next one at every position: logits [B, T, vocab]."""
+    """Config of a model that predicts the next token: tokens [B, T] to logits [B, T, vocab]."""
 
     task: ClassVar[Task] = "tokens"
     output_axis: ClassVar[str] = "vocab"
@@ -253,7 +272,8 @@ class TokenModel(ModelConfig):
 
     def example(self) -> dict[str, ArraySpec]:
         tokens = ArraySpec((self.seq_len,), "int32")
-        return {"inputs": tokens, "targets": tokens, "weights": tokens._replace(dtype="float32")}
+        weights = ArraySpec((self.seq_len,), "float32")
+        return {"inputs": tokens, "targets": tokens, "weights": weights}
 
     @property
     def input_text(self) -> str:
@@ -262,7 +282,10 @@ class TokenModel(ModelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageModel(ModelConfig):
-    """Reads images [B, height, width, channels] in patches and classifies them: logits [B, classes]."""
+    """Config of a classifier: images [B, height, width, channels] to logits [B, classes].
+
+    The model reads an image in square patches.
+    """
 
     task: ClassVar[Task] = "images"
     output_axis: ClassVar[str] = "classes"
@@ -278,7 +301,8 @@ class ImageModel(ModelConfig):
         if self.image_size % self.patch_size:
             near = nearest_divisor(self.image_size, self.patch_size)
             raise ConfigError(
-                f"model.image_size {self.image_size} is not divisible by model.patch_size {self.patch_size}; write patch_size {near}"
+                f"model.image_size {self.image_size} is not divisible by model.patch_size "
+                f"{self.patch_size}; write patch_size {near}"
             )
 
     @property
@@ -287,6 +311,7 @@ class ImageModel(ModelConfig):
 
     @property
     def seq_len(self) -> int:
+        """Number of positions in the residual stream."""
         return self.num_patches
 
     @property
@@ -294,9 +319,13 @@ class ImageModel(ModelConfig):
         return self.image_size // self.patch_size
 
     def sizes(self) -> dict[str, int]:
-        patch = self.patch_size**2 * self.channels
-        ends = {"patch": patch, "position": self.seq_len, "classes": self.num_classes}
-        return {**self.base_sizes(), **self.finite_sizes(), **ends}
+        return {
+            **self.base_sizes(),
+            **self.finite_sizes(),
+            "patch": self.patch_size**2 * self.channels,
+            "position": self.seq_len,
+            "classes": self.num_classes,
+        }
 
     def example(self) -> dict[str, ArraySpec]:
         pixels = ArraySpec((self.image_size, self.image_size, self.channels), "float32")
@@ -307,12 +336,18 @@ class ImageModel(ModelConfig):
         }
 
     def applications(self, spec: ParamSpec) -> float:
-        """The read-in once per patch, the readout once, the stack once per position."""
-        return {Role.PATCH_EMBEDDING: self.num_patches, Role.READOUT: 1}.get(
-            spec.role, self.seq_len
-        )
+        """Return how often one image goes through a matrix.
 
-    def splitting_hint(self, ways: int) -> tuple[str, str]:
+        The patch embedding is applied once per patch, the readout once, and all others once per
+        position.
+        """
+        if spec.role is Role.PATCH_EMBEDDING:
+            return self.num_patches
+        if spec.role is Role.READOUT:
+            return 1
+        return self.seq_len
+
+    def splitting_hint(self, num_shards: int) -> tuple[str, str]:
         return f" ({self.num_patches} patches)", "another --model.patch-size"
 
     @property
@@ -321,77 +356,84 @@ class ImageModel(ModelConfig):
 
 
 class Blocks(NamedTuple):
-    """A residual stack at its sizes."""
+    """Size and parameters of one residual stack."""
 
     stack: Stack
     depth: int
     length: int
-    """Positions of its stream."""
+    """Number of positions in its residual stream."""
     memory: int
-    """Positions of an encoder's output that every block reads; 0 without one."""
+    """Number of positions in the encoder output that every block reads. 0 without an encoder."""
     specs: tuple[ParamSpec, ...]
     """Parameters of one block."""
 
 
 def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
-    """The residual stacks of a model, its own last; of one without factors a stack of the usual branches."""
-    sizes, blocks = model.sizes(), []
-    for stack in dict.fromkeys(
-        [of.stack for of in model.factors().values() if of.kind == "branch"] or [OWN]
-    ):
-        encodes = stack == ENCODER
-        specs = [
-            of
-            for of in model.parameters().values()
-            if of.in_block and (of.part == "encoder") == encodes
-        ]
-        length, memory = (
-            sizes.get("source" if encodes else "position", 0),
-            "cross" in stack.branches,
-        )
+    """Return the residual stacks of a model, the one that ends in the readout last.
+
+    A model without factors has one stack, of attention and MLP.
+    """
+    sizes = model.sizes()
+    # Every stack has its own factors on residual branches.
+    branch_stacks = [factor.stack for factor in model.factors().values() if factor.kind == "branch"]
+    blocks = []
+    # dict.fromkeys removes duplicates and keeps the order.
+    for stack in dict.fromkeys(branch_stacks or [OWN]):
+        is_encoder = stack == ENCODER
+        specs = []
+        for spec in model.parameters().values():
+            if spec.in_block and (spec.part == "encoder") == is_encoder:
+                specs.append(spec)
+        reads_encoder = "cross" in stack.branches
         blocks.append(
             Blocks(
-                stack,
-                sizes.get(stack.axis, 0),
-                length,
-                sizes.get("source", 0) if memory else 0,
-                tuple(specs),
+                stack=stack,
+                depth=sizes.get(stack.axis, 0),
+                length=sizes.get("source" if is_encoder else "position", 0),
+                memory=sizes.get("source", 0) if reads_encoder else 0,
+                specs=tuple(specs),
             )
         )
     return tuple(blocks)
 
 
 def params(model: ModelConfig) -> int:
-    """Trainable numbers of the built model."""
+    """Return the number of parameter entries of the built model."""
     sizes = model.sizes()
-    return sum(math.prod(sizes[axis] for axis in spec.axes) for spec in model.parameters().values())
+    total = 0
+    for spec in model.parameters().values():
+        total += math.prod(sizes[axis] for axis in spec.axes)
+    return total
 
 
 def forward_terms(model: ModelConfig) -> dict[str, float]:
-    """FLOPs of one forward pass by kind of matrix product, per token (decoder, at full context) or per image."""
-    sizes, terms = model.sizes(), dict.fromkeys(KINDS.values(), 0.0)
+    """Return the FLOPs of one forward pass by kind of matrix product (`KINDS`).
+
+    FLOPs are per token at full context, or per image. Kinds with 0 FLOPs are left out.
+    """
+    sizes = model.sizes()
+    terms = dict.fromkeys(KINDS.values(), 0.0)
     for spec in [*model.parameters().values(), model.tied_readout]:
-        if spec and spec.fan_in:
-            share = (
-                sizes["active"] / sizes["experts"] if spec.role in EXPERTS else 1
-            )  # that a token goes through
-            weights = math.prod(sizes[axis] for axis in spec.axes) * share
-            terms[KINDS[spec.role]] += 2 * weights * model.applications(spec)
-    return {
-        kind: flops
-        for kind, flops in {**terms, "attention": model.attention_flops()}.items()
-        if flops
-    }
+        if spec is None or not spec.fan_in:
+            continue
+        # A token goes through its active experts only.
+        share = sizes["active"] / sizes["experts"] if spec.role in EXPERTS else 1
+        weights = math.prod(sizes[axis] for axis in spec.axes) * share
+        terms[KINDS[spec.role]] += 2 * weights * model.applications(spec)
+    terms["attention"] = model.attention_flops()
+    return {kind: flops for kind, flops in terms.items() if flops}
 
 
 def forward_flops(model: ModelConfig) -> float:
-    """FLOPs of one forward pass of the network, per token (decoder, at full context) or per image."""
+    """Return the FLOPs of one forward pass, per token at full context, or per image."""
     return float(sum(forward_terms(model).values()))
 
 
 def train_flops(model: ModelConfig) -> float:
-    """FLOPs of one training step per token or image.
+    """Return the FLOPs of one training step, per token at full context, or per image.
 
-    The forward pass, a backward pass of twice that, and for a centred model the frozen initial network's forward pass.
+    A backward pass has twice the FLOPs of a forward pass. A centered model also runs the forward
+    pass of the frozen initial network.
     """
-    return (4 if model.centered else 3) * forward_flops(model)
+    forward_passes = 4 if model.centered else 3
+    return forward_passes * forward_flops(model)

@@ -1,4 +1,4 @@
-"""Fields of a config that may come from anyone, each of the kind that it must be."""
+"""Reader of untrusted config fields, such as those of a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -13,82 +13,87 @@ _LARGEST = 2**31 - 1
 
 T = TypeVar("T", int, float, bool, str)
 
-_KINDS: dict[type, Any] = {
-    bool: (lambda value: type(value) is bool, "true or false"),
-    int: (
-        lambda value: type(value) is int and 1 <= value <= _LARGEST,
-        f"a whole number from 1 to {_LARGEST}",
-    ),
-    float: (
-        lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e30,
-        "a number above 0",
-    ),
-    str: (lambda value: isinstance(value, str), "a text"),
+_DESCRIPTIONS: dict[type, str] = {
+    bool: "true or false",
+    int: f"a whole number from 1 to {_LARGEST}",
+    float: "a number above 0",
+    str: "a text",
 }
-"""Type of a field to whether a value is of it, and what it is called."""
+"""Description of the values that a field of a type may have, for messages."""
+
+
+def _is_valid(value: Any, kind: type) -> bool:
+    """Return True if a JSON value is allowed in a field of type `kind` (`_DESCRIPTIONS`)."""
+    # bool is a subclass of int, so the type is compared exactly.
+    if kind is bool:
+        return type(value) is bool
+    if kind is int:
+        return type(value) is int and 1 <= value <= _LARGEST
+    if kind is float:
+        # JSON writes whole floats without a point. An int above 1e30 may have no float.
+        return type(value) in (int, float) and 0 < value < math.inf and value <= 1e30
+    return isinstance(value, str)
 
 
 class Fields:
-    """Fields of a config; one that is left out, or null, has its default, whose type every value must have.
+    """Fields of a config, read by name and checked.
 
-    Every method raises ConfigError where a value is of another kind.
+    Fields are named by their keys in config.json. A field that is missing or null has its default,
+    and every value must have the default's type. Every method raises ConfigError for a value that
+    is not allowed.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = fields
 
     def read(self, name: str, default: T) -> T:
-        """The value of a field, in its default's type.
+        """Return the value of a field, converted to the type of its default.
 
         Args:
-            name: in config.json.
-            default: where the field is left out or null; values are of its type, whole numbers from 1, others above 0.
+                default: Value of a missing or null field. Its type limits the field's values: an int
+                is from 1 to 2^31 - 1, a float above 0 and at most 1e30.
         """
-        value, kind = self.fields.get(name), type(default)
-        value = default if value is None else value
-        fits, what = _KINDS[kind]
-        if not fits(value):
-            raise ConfigError(f"config.json: {name} is {shown(value)}, not {what}")
+        value = self.fields.get(name)
+        if value is None:
+            value = default
+        kind = type(default)
+        if not _is_valid(value, kind):
+            raise ConfigError(f"config.json: {name} is {shown(value)}, not {_DESCRIPTIONS[kind]}")
         return kind(value)
 
     def optional(self, name: str, default: T | None) -> T | None:
-        """The same where null is a value: none.
+        """Return the value of a field that may be null, which means `None`.
 
         Args:
-            name: in config.json.
-            default: where the field is left out; None: so is the field's value then, a whole number else.
+                default: Value of a missing field. With `None`, the field's value is a whole number.
         """
-        if name in self.fields and self.fields[name] is None:
+        if name not in self.fields:
+            return default
+        if self.fields[name] is None:
             return None
-        return (
-            default
-            if name not in self.fields
-            else self.read(name, 1 if default is None else default)
-        )  # pyright: ignore
+        return self.read(name, 1 if default is None else default)  # pyright: ignore
 
     def side(self, name: str, default: int) -> int:
-        """The side of a square, given as one number or as two equal ones.
+        """Return the side of a square, which may be one number or a list of two equal numbers.
 
         Args:
-            name: in config.json.
-            default: where the field is left out.
+                default: Value of a missing or null field.
         """
         value = self.fields.get(name)
-        if isinstance(value, list):
-            if len(value) != 2 or value[0] != value[1]:
-                raise ConfigError(
-                    f"config.json: {name} is {shown(value)}; our images and patches are square"
-                )
-            return Fields({name: value[0]}).read(name, default)
-        return self.read(name, default)
+        if not isinstance(value, list):
+            return self.read(name, default)
+        if len(value) != 2 or value[0] != value[1]:
+            raise ConfigError(
+                f"config.json: {name} is {shown(value)}; our images and patches are square"
+            )
+        return Fields({name: value[0]}).read(name, default)
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """What a text that is one of several stands for.
+        """Look up the text of a field in a mapping.
 
         Args:
-            name: in config.json.
-            default: where the field is left out; one of the choices.
-            choices: every text that is read, to what it stands for.
+                default: Text of a missing or null field.
+            choices: Result by allowed text. `default` is one of the texts.
         """
         value = self.read(name, default)
         if value not in choices:
@@ -97,15 +102,14 @@ class Fields:
             )
         return choices[value]
 
-    def refuse(self, name: str, plain: bool, what: str) -> None:
-        """Refuse a switch that is not as in a plain model.
+    def refuse(self, name: str, plain: bool, feature: str) -> None:
+        """Raise ConfigError if a switch turns on a feature that our models do not have.
 
         Args:
-            name: in config.json.
-            plain: value in a plain model, and where the field is left out.
-            what: comes with the other value, for the message.
+                plain: Value without the feature, and default of a missing or null field.
+            feature: Name of the feature, for the message.
         """
         if self.read(name, plain) is not plain:
             raise ConfigError(
-                f"config.json: {name} is {not plain}: {what}, which our models do not have"
+                f"config.json: {name} is {not plain}: {feature}, which our models do not have"
             )

@@ -1,8 +1,10 @@
-"""Parameters that the batch's own devices split (fsdp), gathered by hand, and their gradients scattered by hand.
+"""Manual FSDP: a `Layout` that gathers parameters and scatters their gradients by collectives.
 
-A step's gradients are taken inside of `jax.shard_map` over the mesh axes of the batch, where a parameter is this device's
-part: what reads it gathers it first, and its gradient is summed and split again where it was gathered, in a loop over
-layers beside the rest of the backward pass, in the way that suits the network (`zoo.collectives.reduce_scatter`).
+It is for parameters that the devices of the batch split. A step takes its gradients inside
+`jax.shard_map` over the mesh axes of the batch. There a parameter is this device's part, and each
+use gathers the part first. The gradient is summed and split again in the backward pass of that
+gather, inside the loop over layers, where it can overlap with the rest of the backward pass.
+`zoo.collectives.reduce_scatter` chooses the collectives for the network.
 """
 
 from __future__ import annotations
@@ -23,34 +25,39 @@ from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import Axes, Layout, has_layout
 
 Splits = tuple[tuple[str, ...], ...]
-"""Mesh axes of every dimension."""
+"""Mesh axes that split each dimension of an array, the outermost first."""
 
 
 def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
-    """Return the layout inside of which a model's gradients are taken, or None if no parameter is split by the batch's devices.
+    """Return the layout for manual FSDP, or `None` if the compiler is to shard the gradients.
 
-    The layout is also None in two other cases, which are left to the compiler: devices split anything but examples (positions,
-    heads), or the module lacks the field `layout`, through which the zoo's models read their parameters, or a method
-    `readout_inputs`, whose weight the loss gathers.
+    The result is `None` if the devices of the batch split no parameter, if devices split anything
+    besides examples (such as positions or heads), or if the module lacks the field `layout` or the
+    method `readout_inputs`.
 
     Args:
-        layout: the one outside.
-        definition: the model.
+        layout: Layout outside of `shard_map`.
+        definition: Model whose gradients are taken, with its module's class in `graph`.
     """
     manual = ManualFsdpLayout(layout, definition.sizes)
-    other_axes = {name for axis in layout.rules for name in layout.mesh_axes(axis)} - set(
-        manual.batch
-    )
-    split = any(part for spec in definition.specs.values() for part in manual.partition(spec.axes))
-    if not split or other_axes:
+    mesh_axes = set()
+    for axis in layout.rules:
+        mesh_axes.update(layout.mesh_axes(axis))
+    splits_more = not mesh_axes <= set(manual.batch)
+    splits_params = any(any(manual.partition(spec.axes)) for spec in definition.specs.values())
+    if splits_more or not splits_params:
         return None
+
     module: Any = getattr(definition.graph.nodes[0], "type", None)
+    # The zoo's modules read their parameters through `layout`, and the loss gathers the weight in
+    # `readout_inputs`.
     if has_layout(module) and readout_method(module) is not None:
         return manual
     if getattr(module, "gathers", False):
         warnings.warn(
-            f"{module.__name__}.gathers is deprecated and the compiler gathers the model's parameters; write "
-            "`layout: Layout = ONE_DEVICE` in the class instead, and a method `readout_inputs` that returns ReadoutInputs",
+            f"{module.__name__}.gathers is deprecated and the compiler gathers the model's "
+            "parameters; write `layout: Layout = ONE_DEVICE` in the class instead, and a method "
+            "`readout_inputs` that returns ReadoutInputs",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -58,35 +65,40 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
 
 
 class ManualFsdpLayout(Layout):
-    """A layout as it is inside of `shard_map`: every array is one device's part, and nothing is left for the compiler to split.
+    """Layout inside of `shard_map`, where every array is one device's part.
+
+    Its methods call collectives, and leave nothing for the compiler to split.
 
     Args:
-        whole: The layout outside of `shard_map`.
+        outer: Layout outside of `shard_map`.
         sizes: Size of every logical axis over all devices.
     """
 
-    def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
-        super().__init__(whole.mesh, whole.rules)
-        self.outer = whole
+    def __init__(self, outer: Layout, sizes: Mapping[str, int]) -> None:
+        super().__init__(outer.mesh, outer.rules)
+        self.outer = outer
         self.sizes = sizes
-        self.per_axis_reduce_scatter = whole.per_axis_reduce_scatter
-        self.gradient_dtype = whole.gradient_dtype
-        self.room = whole.room
-        self.batch = whole.mesh_axes("batch")
+        self.per_axis_reduce_scatter = outer.per_axis_reduce_scatter
+        self.gradient_dtype = outer.gradient_dtype
+        self.room = outer.room
+        self.batch = outer.mesh_axes("batch")
         """Mesh axes that split examples."""
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        # Only the layer of experts sends tokens between devices by itself.
         return self.outer.mesh_axes(axis) if axis == "experts" else ()
 
     def partition(self, axes: Axes) -> Splits:
         """Return the mesh axes of the batch that split each dimension of a parameter."""
-        spec = self.outer.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
-        parts = [(part,) if isinstance(part, str) else part or () for part in spec]
-        return tuple(parts)
+        shape = tuple(self.sizes[axis or ""] for axis in axes)
+        splits = []
+        for names in self.outer.sharding(axes, shape).spec:
+            splits.append((names,) if isinstance(names, str) else names or ())
+        return tuple(splits)
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """The same, as `shard_map` takes it."""
-        return PartitionSpec(*(part or None for part in self.partition(axes)))
+        """Return the result of `partition` as a spec for `shard_map`."""
+        return PartitionSpec(*(names or None for names in self.partition(axes)))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return x
@@ -100,43 +112,49 @@ class ManualFsdpLayout(Layout):
         return jax.lax.pmean(x, self.batch)
 
     def gather(self, w: jax.Array, axes: Axes, copies: tuple[str, ...] = ()) -> jax.Array:
-        """A parameter whole; its gradient is summed over the batch's devices, and this device's part of it returned.
+        """Gather a parameter.
+
+        Its gradient is summed over the batch's devices, and split like the parameter.
 
         Args:
-            w: this device's part.
-            axes: logical axes of its dimensions.
-            copies: those of them that count matrices of their own (`ParamSpec.copies`): of experts a device keeps its own, to which
-                the others send their tokens.
+            w: Part of the parameter on this device.
+            axes: Logical axis of every dimension, as in `sharding`.
+            copies: Axes that count separate matrices (`ParamSpec.copies`), such as "experts". They
+                are not gathered: a device keeps its own experts, and others send their tokens.
         """
-        splits = self.partition(axes)
-        own = {
-            name
-            for axis, names in zip(axes, splits, strict=True)
-            if axis in copies
-            for name in names
-        }
-        splits = tuple(
-            () if axis in copies else names for axis, names in zip(axes, splits, strict=True)
-        )
-        return _gather(self, splits, tuple(name for name in self.batch if name not in own), w)
+        kept_names: set[str] = set()
+        splits = []
+        for axis, names in zip(axes, self.partition(axes), strict=True):
+            if axis in copies:
+                kept_names.update(names)
+                splits.append(())
+            else:
+                splits.append(names)
+        summed = tuple(name for name in self.batch if name not in kept_names)
+        return _gather(self, tuple(splits), summed, w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
-        """Its matrices times their multipliers, gathered, in the type of their products; vectors are whole already.
+        """Multiply the matrices of one layer by their multipliers and gather them.
+
+        Vectors were gathered before (`gather_outside_layers`).
 
         Args:
-            state: of one layer, parts.
-            dtype: of its products.
+            state: `nnx.State` of the layer, whose arrays are this device's parts.
+            dtype: Type that matrices are gathered in, `ComputeConfig.dtype`.
         """
 
-        def whole(variable: nnx.Variable) -> nnx.Variable:
+        def gathered(variable: nnx.Variable) -> nnx.Variable:
             spec = variable.get_metadata("spec", None)
             if not isinstance(variable, nnx.Param) or not self.by_layer(spec):
                 return variable
             part = variable.get_value()
-            part = part.array() if isinstance(part, ScaledParam) else part
-            return nnx.Param(self.gather(part.astype(dtype), spec.axes[1:], spec.copies), spec=spec)
+            if isinstance(part, ScaledParam):
+                part = part.array()
+            # The first axis, "layers", is gone: this is one layer.
+            weight = self.gather(part.astype(dtype), spec.axes[1:], spec.copies)
+            return nnx.Param(weight, spec=spec)
 
-        return jax.tree.map(whole, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        return jax.tree.map(gathered, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
     def by_layer(self, spec: ParamSpec) -> bool:
         return spec.stacked and spec.role not in VECTORS
@@ -144,46 +162,54 @@ class ManualFsdpLayout(Layout):
     def gather_outside_layers(
         self, params: Mapping[str, Any], specs: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        def later(spec: ParamSpec) -> bool:
-            return self.by_layer(spec) or spec.role is Role.READOUT or "vocab" in spec.axes
-
-        return {
-            n: w if later(specs[n]) else self.gather(w, specs[n].axes, specs[n].copies)
-            for n, w in params.items()
-        }
+        gathered = {}
+        for name, w in params.items():
+            spec = specs[name]
+            # `layer` gathers stacked matrices, the loss a readout and `lookup` a token table.
+            if self.by_layer(spec) or spec.role is Role.READOUT or "vocab" in spec.axes:
+                gathered[name] = w
+            else:
+                gathered[name] = self.gather(w, spec.axes, spec.copies)
+        return gathered
 
     @staticmethod
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
-        """Never the gathered matrices of every layer."""
+        """Return False for gathered matrices, so that no layer's are kept for the backward pass."""
         return primitive.name not in ("all_gather", "reshape", "transpose")
 
     def lookup(self, table: jax.Array, index: jax.Array, axes: Axes) -> jax.Array:
-        """Rows of an embedding's table: every device looks up its columns for all, and sends each its rows.
+        """Look up rows of an embedding table. Return [*index.shape, D].
+
+        If devices split columns only, each device looks up its columns for all examples, and sends
+        every other device the entries of that device's examples.
 
         Args:
-            table: this device's part of it.
-            index: of the rows, of this device's examples.
-            axes: logical axes of the table.
+            table: Part of the table on this device.
+            index: Rows to return for this device's examples, int32.
+            axes: Logical axes of the table, such as ("vocab", "embed").
         """
         rows, columns = self.partition(axes)
         if rows or not columns:
             return self.gather(table, axes)[index]
-        table = _gather(
-            self, ((), ()), tuple(name for name in self.batch if name not in columns), table
-        )
+        # Nothing is gathered. The gradient is summed over the axes that do not split columns.
+        summed = tuple(name for name in self.batch if name not in columns)
+        table = _gather(self, ((), ()), summed, table)
         entries = table[jax.lax.all_gather(index, columns, tiled=True)]
         return jax.lax.all_to_all(
             entries, columns, split_axis=0, concat_axis=entries.ndim - 1, tiled=True
         )
 
     def exchange(self, x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
-        """`zoo.collectives.reduce_scatter` of numbers rounded to `gradient_dtype` and summed in float32.
+        """Sum an array over mesh axes in float32, with summands sent in `gradient_dtype`.
 
-        Every device is sent all summands of its part, as many bytes as their sum on its way would be.
+        Return this device's part of the sum, as `zoo.collectives.reduce_scatter` does.
 
         Args:
-            x, names, dimension: as there.
+            x: Summand of this device, of full size along the dimension.
+            names: Mesh axes to sum over, the outermost first.
+            dimension: Index of the dimension that is split.
         """
+        # Every device receives all summands of its part. These are as many bytes as a ring sends.
         parts = jax.lax.all_to_all(
             x.astype(self.gradient_dtype), names, dimension, dimension, tiled=True
         )
@@ -197,46 +223,59 @@ class ManualFsdpLayout(Layout):
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         rows, columns = self.partition(axes)
         if columns or not rows:
-            return (), tokens  # gathered before
-        return rows, (*tokens, *(name for name in self.batch if name not in rows))
+            # The loss then gathers the matrix before its products. `gather` sums the gradient.
+            return (), tokens
+        not_rows = [name for name in self.batch if name not in rows]
+        return rows, (*tokens, *not_rows)
 
     def shard_mapped(
         self, function: Callable[..., Any], inputs: Any, outputs: Any
     ) -> Callable[..., Any]:
-        """Return `function` inside of `shard_map`; it passes this layout to what it calls.
+        """Return `function` mapped over devices by `jax.shard_map`.
+
+        The function must pass this layout to what it calls.
 
         Args:
-            function: of parts.
-            inputs, outputs: specs of its arguments and results.
+            function: Function of arrays that are one device's parts.
+            inputs: Pytree of `PartitionSpec` for the arguments.
+            outputs: Pytree of `PartitionSpec` for the results.
         """
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
         )
 
 
-def _whole(layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array) -> jax.Array:
-    del layout, batch  # of the gradient alone
+def _gather_primal(
+    layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array
+) -> jax.Array:
+    """Gather every dimension of w over the mesh axes in `splits`."""
+    del layout, batch  # Only the gradient needs them.
     for dimension, names in enumerate(splits):
         w = all_gather(w, names, dimension)
     return w
 
 
-_gather = jax.custom_vjp(_whole, nondiff_argnums=(0, 1, 2))
+# The gradient is summed over `batch` and split again, by the collectives of `reduce_scatter`.
+_gather = jax.custom_vjp(_gather_primal, nondiff_argnums=(0, 1, 2))
 
 
-def _forward(
+def _gather_forward(
     layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array
 ) -> tuple[jax.Array, None]:
-    return _whole(layout, splits, batch, w), None
+    return _gather_primal(layout, splits, batch, w), None
 
 
-def _backward(
+def _gather_backward(
     layout: Layout, splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array
 ) -> tuple[jax.Array]:
     for dimension, names in enumerate(splits):
         g = reduce_scatter(g, names, dimension, layout=layout)
-    rest = tuple(name for name in batch if not any(name in names for names in splits))
-    return (jax.lax.psum(g, rest) if rest else g,)
+    # The other mesh axes of the batch have copies of the parameter.
+    scattered = set().union(*splits)
+    rest = tuple(name for name in batch if name not in scattered)
+    if rest:
+        g = jax.lax.psum(g, rest)
+    return (g,)
 
 
-_gather.defvjp(_forward, _backward)
+_gather.defvjp(_gather_forward, _gather_backward)

@@ -1,11 +1,11 @@
-"""How activations lie on devices. Models name logical axes; whoever runs them says, by a `Layout`, what the names mean.
+"""Placement of activations on devices: models name logical axes, a `Layout` maps them to a mesh.
 
-Logical axes of activations: batch, sequence, and those that parameters have too (heads, kv_heads, mlp, vocab, classes);
-None is an axis that no device splits.
+Logical axes of activations are "batch", "sequence" and those that parameters also have ("heads",
+"kv_heads", "mlp", "vocab", "classes"). `None` is an axis that no device splits.
 
-A layout is passed on as an argument: `definition.model(params, multipliers, factors, layout=layout)` sets it on every module
-that has a static field `layout`, and functions take it as a keyword. The default is `ONE_DEVICE`, for which a module of your
-own without the field is written.
+A layout is an argument: `definition.model(params, multipliers, factors, layout=layout)` sets it on
+every module that has a static field `layout`, and functions take it as a keyword. The default is
+`ONE_DEVICE`. A module of your own without the field computes as on one device.
 """
 
 from __future__ import annotations
@@ -23,36 +23,43 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str | None, ...]
+"""Logical axis of every dimension of an array."""
 
 LANES = 128
-"""Numbers in a row of a TPU's vectors, and positions that its kernels work on at least at once."""
+"""Entries in a row of a TPU's vector registers. Its kernels take at least so many positions."""
 
 
 class Layout:
-    """A mesh, and which of its axes split each logical axis.
+    """Mesh of devices, and the mesh axes that split each logical axis.
 
-    A layout is equal to itself alone and has the hash of its identity, so that modules can keep it as a static field.
+    A layout equals only itself and is hashed by identity, so that modules can keep it as a static
+    field.
 
     Args:
-        mesh: the devices, which need not be this machine's. None is the first device of the default backend, looked up when it is
-            first asked for.
-        rules: logical axis to mesh axes, the first one outermost; an axis without any is whole on every device. Where two
-            dimensions of one array want the same mesh axis, the first one takes it.
+        mesh: Mesh of devices, which need not be on this machine. `None` is the first device of the
+            default backend, looked up when it is first needed.
+        rules: Mesh axes that split each logical axis, the outermost first. An axis without a rule
+            is not split. If two dimensions of an array want the same mesh axis, the first one has
+            it.
     """
 
     per_axis_reduce_scatter = False
-    """Whether sums that are scattered go along one dimension of a torus at a time (`--xla-flags scatter`)."""
+    """True to scatter sums along one dimension of a torus at a time (`--xla-flags scatter`)."""
 
     zigzag = False
-    """Whether positions lie as a ring has them (`zoo.layers.ring`): of twice as many parts as devices d and 2D-1-d on device d."""
+    """True if positions are in the order of ring attention (`zoo.layers.ring`).
+
+    The sequence then has twice as many parts as there are devices D, and device d holds parts d and
+    2D-1-d.
+    """
 
     gradient_dtype: str | None = None
-    """`mesh.gradient_dtype`; where there is one, sums are scattered by `exchange`."""
+    """Type in which `exchange` sends gradients (`mesh.gradient_dtype`). `None` does not use it."""
     exchange: Callable[..., jax.Array]
     room: int | None = None
-    """Bytes of a device that a loss may take while the step's peak stays as it is."""
+    """Bytes of a device that a loss may use without raising the step's peak memory."""
     policy: Callable[..., bool] | None = None
-    """What the backward pass of a layer that recomputes nothing may keep, where that is not everything."""
+    """Remat policy of layers that recompute nothing. `None` keeps everything."""
 
     def __init__(self, mesh: Mesh | None, rules: Mapping[str, tuple[str, ...]]) -> None:
         self.rules = rules
@@ -61,7 +68,7 @@ class Layout:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """Mesh of devices."""
         return Mesh(np.array(jax.devices()[:1]), "data")
 
     @functools.cached_property
@@ -71,11 +78,11 @@ class Layout:
 
     @functools.cached_property
     def device_kind(self) -> str:
-        """The name that JAX gives to this kind of device."""
+        """Name of the kind of device in JAX, such as "NVIDIA H100 80GB HBM3"."""
         return self.mesh.devices.flat[0].device_kind
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """Return the mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
+        """Return the mesh axes that split a logical axis, without those of size 1."""
         return tuple(name for name in self.rules.get(axis or "", ()) if self.mesh.shape[name] > 1)
 
     def num_shards(self, axis: str | None) -> int:
@@ -83,45 +90,54 @@ class Layout:
         return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of an array; a dimension that its mesh axes do not divide stays whole.
+        """Return the sharding of an array.
+
+        A dimension whose size its mesh axes do not divide is not split.
 
         Args:
-            axes: logical axis of every dimension; None where no device splits it.
-            shape: of the whole array.
+            axes: Logical axis of every dimension, or `None` for one that is not split.
+            shape: Shape of the array over all devices.
         """
         return NamedSharding(self.mesh, self._spec(axes, shape))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """x, laid out by `sharding`.
+        """Constrain the sharding of an array in a function that is being compiled.
 
         Args:
-            x: inside a function that is being compiled.
-            axes: as `sharding`.
+            x: Array in global view, with the shape over all devices.
+            axes: Logical axis of every dimension, as in `sharding`.
         """
-        return (
-            x
-            if self.mesh.size == 1
-            else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
-        )
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def positions(self, length: int) -> jax.Array:
-        """The position that lies at every place, int32 [length]."""
-        places = jnp.arange(length)
+        """Return the position of every entry along the sequence, int32 [length].
+
+        Entries are in the order of positions, except in the zig-zag order of a ring.
+        """
+        entries_T = jnp.arange(length)
         if not self.zigzag:
-            return places
-        parts = 2 * self.num_shards("sequence")
-        part, within = jnp.divmod(places, length // parts)
-        return jnp.where(part % 2, parts - 1 - part // 2, part // 2) * (length // parts) + within
+            return entries_T
+        num_parts = 2 * self.num_shards("sequence")
+        part_size = length // num_parts
+        part_T, offset_T = jnp.divmod(entries_T, part_size)
+        # Device d holds entries of parts 2d and 2d+1, at the positions of parts d and 2D-1-d.
+        zigzag_T = jnp.where(part_T % 2, num_parts - 1 - part_T // 2, part_T // 2)
+        return zigzag_T * part_size + offset_T
 
     def local(
         self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any
     ) -> Callable[..., Any]:
-        """`function` on every device's own part, by `jax.shard_map`: for kernels that the compiler cannot split.
+        """Return `function` mapped over devices by `jax.shard_map`.
+
+        This is for kernels that the compiler cannot split. On one device the result is `function`.
 
         Args:
-            function: of arrays or pytrees of them, which it gets as one device's parts.
-            inputs: logical axes of every argument, or a pytree of them; each must divide its dimension.
-            outputs: those of the result, or a pytree of them.
+            function: Function of arrays or pytrees of arrays, which are one device's parts.
+            inputs: Logical axes of every argument, or a pytree of them. The mesh axes must divide
+                every dimension that they split.
+            outputs: Logical axes of the result, or a pytree of them.
         """
         if self.mesh.size == 1:
             return function
@@ -130,38 +146,41 @@ class Layout:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
+    # The methods below do nothing here. `manual.ManualFsdpLayout`, in which arrays are one device's
+    # parts, overrides them with collectives.
+
     def mean(self, x: jax.Array) -> jax.Array:
         """Return the mean of x over the devices that split examples.
 
-        That is x itself, except inside of `manual.ManualFsdpLayout`, where x is of this device's examples alone.
+        That is x itself, except inside of `manual.ManualFsdpLayout`, where x is of this device's
+        examples alone.
         """
         return x
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter as a product takes it: w. Inside of `manual.ManualFsdpLayout`, which has all that follows by hand, w is a part.
+        """Return a parameter as a product takes it, gathered under manual FSDP.
 
         Args:
-            w: as it is stored.
-            axes: logical axis of every dimension.
+            w: Parameter as it is stored. Under manual FSDP it is this device's part.
+            axes: Logical axis of every dimension, as in `sharding`.
         """
         del axes
         return w
 
     def layer(self, state: Any, dtype: Any) -> Any:
-        """One layer of a stack, as its module takes it.
+        """Return the state of one layer with its matrices gathered under manual FSDP.
 
         Args:
-            state: an `nnx.State` of the layer.
-            dtype: of its products.
+            state: `nnx.State` of the layer.
+            dtype: Type that matrices are gathered in, `ComputeConfig.dtype`.
         """
         del dtype
         return state
 
     def by_layer(self, spec: Any) -> bool:
-        """Whether a stack's parameter is read by `layer` alone, so that what is done to it can wait for its layer.
+        """Return True if a stacked parameter is read through `layer` only.
 
-        Args:
-            spec: its declaration.
+        Its multiplier can then be applied there, one layer at a time.
         """
         del spec
         return False
@@ -169,22 +188,24 @@ class Layout:
     def gather_outside_layers(
         self, params: Mapping[str, Any], specs: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Parameters by name, those gathered that are not where they are read: all but tables, readouts and a stack's matrices.
+        """Gather the parameters that are not gathered where they are used, under manual FSDP.
+
+        Stacked matrices, tables with a vocabulary axis and readouts stay as they are.
 
         Args:
-            params: as they are stored.
-            specs: their declarations.
+            params: Parameters by name as they are stored. Under manual FSDP they are parts.
+            specs: `ParamSpec` of every parameter, by the same names.
         """
         del specs
         return params
 
     def lookup(self, table: jax.Array, index: jax.Array, axes: Axes) -> jax.Array:
-        """Rows of an embedding's table, [*index, D].
+        """Look up rows of an embedding table. Return [*index.shape, D].
 
         Args:
-            table: as w of `gather`, [V, D].
-            index: int32, its first dimension split as the batch is.
-            axes: of the table.
+            table: Table [V, D] as it is stored. Under manual FSDP it is this device's part.
+            index: Rows to return, int32. Its first dimension is split like the batch.
+            axes: Logical axes of the table, such as ("vocab", "embed").
         """
         del axes
         return table[index]
@@ -192,33 +213,46 @@ class Layout:
     def readout(
         self, axes: Axes, width: int, tokens: tuple[str, ...]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Mesh axes over which the gradient of a readout is summed: those that split its rows, of which a device keeps its own, and the others.
+        """Return the mesh axes over which the gradient of a readout matrix is summed.
+
+        The first tuple has the axes that also split the matrix's rows, so that a device keeps only
+        its part of the sum. The second one has all others.
 
         Args:
-            axes: logical axes of the readout.
-            width: rows of it.
-            tokens: mesh axes that split what it reads.
+            axes: Logical axes of the readout matrix, such as ("embed", "vocab").
+            width: Number of rows of the matrix, `D`.
+            tokens: Mesh axes that split the readout's inputs, of the axes "batch" and "sequence".
         """
         rows = self.mesh_axes(axes[0])
-        rows = rows if set(rows) <= set(tokens) and width % self.num_shards(axes[0]) == 0 else ()
+        if not set(rows) <= set(tokens) or width % self.num_shards(axes[0]):
+            rows = ()
         return rows, tuple(name for name in tokens if name not in rows)
 
     def _spec(self, axes: Axes, shape: tuple[int, ...] | None = None) -> PartitionSpec:
+        """Return the partition spec of an array.
+
+        With a shape, dimensions that their mesh axes do not divide are not split.
+        """
         parts: list[str | tuple[str, ...] | None] = []
         used: set[str] = set()
         for index, axis in enumerate(axes):
             names = tuple(name for name in self.mesh_axes(axis) if name not in used)
-            if shape is not None and shape[index] % math.prod(
-                self.mesh.shape[name] for name in names
-            ):
+            num_parts = math.prod(self.mesh.shape[name] for name in names)
+            if shape is not None and shape[index] % num_parts:
                 names = ()
             used.update(names)
-            parts.append(names if len(names) > 1 else next(iter(names), None))
+            if len(names) > 1:
+                parts.append(names)
+            else:
+                parts.append(names[0] if names else None)
         return PartitionSpec(*parts)
 
 
 def _is_axes(node: Any) -> bool:
-    """Return whether a node of a pytree is the logical axes of one array. A named tuple is a node with children."""
+    """Return True if a node of a pytree is the logical axes of one array.
+
+    A named tuple is a node with children.
+    """
     return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
 
 
@@ -227,30 +261,34 @@ ONE_DEVICE = Layout(None, {})
 
 
 def place(module: nnx.Module, layout: Layout) -> None:
-    """Set the field `layout` of a module, and of every module in it that has the field.
+    """Set the field `layout` of a module and of all its submodules that have the field.
 
     Args:
-        module: may be one that was merged while a function is traced.
-        layout: how its activations lie on devices.
+        module: Module, which may have been merged while a function is traced.
+        layout: Layout of the activations of all these modules.
     """
-    for _, part in nnx.iter_modules(module):
-        if has_layout(part):
-            setattr(part, "layout", layout)  # noqa: B010  # not every module declares the field
+    for _, submodule in nnx.iter_modules(module):
+        if has_layout(submodule):
+            # setattr, because not every module declares the field.
+            setattr(submodule, "layout", layout)  # noqa: B010
 
 
 def has_layout(module: Any) -> bool:
-    """Return whether a module, or a class of modules, reads its parameters through a field `layout`."""
+    """Return True if a module, or a class of modules, has a field `layout`.
+
+    Such a module reads its parameters through the layout.
+    """
     return isinstance(getattr(module, "layout", None), Layout)
 
 
 def current() -> Layout:
-    """Return `ONE_DEVICE`, as a module without a layout of its own sees the devices.
+    """Return `ONE_DEVICE`, the layout of a module without a field `layout`.
 
     Deprecated: give the module a field, `layout: Layout = ONE_DEVICE`, and read that.
     """
     warnings.warn(
-        "mupax.zoo.partition.current() is deprecated and always gives ONE_DEVICE; write `layout: Layout = ONE_DEVICE` in the "
-        "module's class and read self.layout",
+        "mupax.zoo.partition.current() is deprecated and always gives ONE_DEVICE; write "
+        "`layout: Layout = ONE_DEVICE` in the module's class and read self.layout",
         DeprecationWarning,
         stacklevel=2,
     )

@@ -1,6 +1,6 @@
-"""The pre-norm residual stack that every transformer here shares, as data: sizes, parameters, factors, FLOPs. Imports no JAX.
+"""Config of the pre-norm residual stack that every transformer of the zoo shares. Imports no JAX.
 
-Its parts come first: low-rank adapters of its matrices, and how tokens go to experts.
+The configs of expert routing and of low-rank adapters (LoRA) come first.
 """
 
 from __future__ import annotations
@@ -26,42 +26,48 @@ _QKV = ("block.attention.query", "block.attention.key", "block.attention.value")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-    """How a token's experts are chosen and weighed, what an expert takes at most, and what keeps them evenly used."""
+    """Router of a mixture of experts: gate, capacity and the losses that balance the load."""
 
     gate: Annotated[Gate, Affects("model", "softmax", given={"model.experts": 4})] = "sigmoid"
-    """Weights of a token's experts: sigmoid of the score over their number (2601.20205), softmax over their scores (Mixtral), or over
-    all (Switch)."""
+    """Weights of a token's experts. sigmoid: sigmoid of the score, divided by the number of active
+    experts (2601.20205). softmax: softmax over the scores of the active experts (Mixtral).
+    softmax-all: softmax over the scores of all experts (Switch)."""
     capacity_factor: Annotated[float | None, Affects("model", 1.0, given={"model.experts": 4})] = (
         None
     )
-    """An expert takes at most so many times its even share of an example's tokens, the first ones; it takes all unless given (dropless)."""
+    """Capacity of an expert, as a multiple of its even share of an example's tokens. An expert
+    takes the first tokens and drops the rest. By default no token is dropped."""
     balance: Annotated[
         Literal["loss", "bias", "none"], Affects("model", "bias", given={"model.experts": 4})
     ] = "loss"
-    """loss: of Switch, times balance_weight. bias: added to scores where experts are chosen, moved by their loads
-    (`rates.block.router.bias` scales it)."""
+    """loss: add Switch's balance loss times balance_weight. bias: add a bias to the scores that
+    choose experts and move it by their load (`rates.block.router.bias` scales its steps)."""
     balance_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.01
-    """Weight of the balance loss, which is 1 where all experts are used alike."""
+    """Weight of the balance loss, which is 1 if all experts are used equally."""
     z_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.001
     """Weight of the mean square of the scores' log-sum-exp (ST-MoE)."""
 
     def __post_init__(self) -> None:
         if self.capacity_factor is not None and not (0 < self.capacity_factor < math.inf):
             raise ConfigError(
-                f"model.routing.capacity_factor is {self.capacity_factor}, and no token would find room; "
-                "write a number above 0, such as 1.25, or leave it out, and no token is dropped"
+                f"model.routing.capacity_factor is {self.capacity_factor}, and no token would find "
+                "room; write a number above 0, such as 1.25, or leave it out, and no token is "
+                "dropped"
             )
         for name in ("balance_weight", "z_weight"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ConfigError(f"model.routing.{name} is {value}; write a number of at least 0")
+            weight = getattr(self, name)
+            if not 0 <= weight < math.inf:
+                raise ConfigError(f"model.routing.{name} is {weight}; write a number of at least 0")
 
     def capacity(self, tokens: int, experts: int, active: int) -> int | None:
-        """Tokens of an example that an expert takes at most; None where it takes all.
+        """Return the largest number of an example's tokens that one expert takes.
+
+        `None` means that an expert takes every token sent to it.
 
         Args:
-            tokens: of an example.
-            experts: of a layer.
-            active: that a token goes to.
+            tokens: Number of tokens in an example, `T`.
+            experts: Number of experts in a layer, `E`.
+            active: Number of experts that a token goes to, `a`.
         """
         if self.capacity_factor is None:
             return None
@@ -69,7 +75,7 @@ class RoutingConfig:
 
 
 class WithExperts(Protocol):
-    """What is read of a model's config."""
+    """Fields of a model config that `check_experts` reads."""
 
     @property
     def experts(self) -> int | None: ...
@@ -86,14 +92,17 @@ class WithExperts(Protocol):
 
 
 def check_experts(model: WithExperts) -> None:
-    """Raises ConfigError where a model's experts do not fit together, or fields of theirs are written without experts."""
+    """Raise ConfigError if the fields about experts contradict each other.
+
+    A model without experts must leave all of these fields at their defaults.
+    """
     if model.experts is None:
-        fields = {
+        values = {
             name: getattr(model, name)
             for name in ("active_experts", "expert_dim", "shared_experts")
         }
-        fields |= {"routing": None if model.routing == RoutingConfig() else "not the default"}
-        for name, value in fields.items():
+        values["routing"] = None if model.routing == RoutingConfig() else "not the default"
+        for name, value in values.items():
             if value is not None:
                 raise ConfigError(
                     f"model.{name} is {value} and there are no experts; write model.experts too"
@@ -101,30 +110,36 @@ def check_experts(model: WithExperts) -> None:
         return
     if model.active > model.experts:
         raise ConfigError(
-            f"model.active_experts {model.active} is more than the {model.experts} experts there are; "
-            f"write active_experts {model.experts} or fewer"
+            f"model.active_experts {model.active} is more than the {model.experts} experts there "
+            f"are; write active_experts {model.experts} or fewer"
         )
     if model.expert_dim is None and model.mlp_dim % model.active:
+        near = max(1, round(model.mlp_dim / model.active))
         raise ConfigError(
-            f"the MLP's {model.mlp_dim} hidden units do not split over {model.active} active experts; "
-            f"write expert_dim {max(1, round(model.mlp_dim / model.active))}"
+            f"the MLP's {model.mlp_dim} hidden units do not split over {model.active} active "
+            f"experts; write expert_dim {near}"
         )
     if model.compute.product_dtype is not None:
         raise ConfigError(
-            f"model.compute.product_dtype {model.compute.product_dtype} is for models without experts; leave it out"
+            f"model.compute.product_dtype {model.compute.product_dtype} is for models without "
+            "experts; leave it out"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, Hu et al. 2021): a matrix W of a block computes x W + (alpha / rank) x A B."""
+    """Low-rank adapters (LoRA, Hu et al. 2021) of a block's matrices.
+
+    An adapted matrix W computes x W + (alpha / rank) x A B.
+    """
 
     rank: Annotated[int | None, Affects("model", 2, given={"freeze": ("bias",)})] = None
-    """Numbers between A and B; no adapters unless given."""
+    """Inner dimension of the adapters, between A and B. No adapters by default."""
     alpha: Annotated[
         float, Affects("model", 16.0, given={"freeze": ("bias",), "model.lora.rank": 2})
     ] = 32.0
-    """Scale of what adapters add, over their rank: of another rank the same learning rate serves."""
+    """Scale of the adapters' output, divided by their rank. The same learning rate then suits every
+    rank."""
     on: Annotated[
         tuple[Branch, ...],
         Affects("model", ("mlp",), given={"freeze": ("bias",), "model.lora.rank": 2}),
@@ -132,7 +147,7 @@ class LoraConfig:
         "attention",
         "mlp",
     )
-    """Branches whose matrices have them."""
+    """Branches whose matrices have adapters."""
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
@@ -146,52 +161,56 @@ class LoraConfig:
             raise ConfigError(
                 f"lora.on is {' '.join(wrong) or 'nothing'}; write attention, mlp or both"
             )
-        if self.rank is None and any(
-            getattr(self, of.name) != of.default for of in dataclasses.fields(self)
-        ):
-            raise ConfigError(
-                "lora.alpha and lora.on are of adapters, and there are none; write lora.rank too, such as 8"
-            )
+        if self.rank is not None:
+            return
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    "lora.alpha and lora.on are of adapters, and there are none; write lora.rank "
+                    "too, such as 8"
+                )
 
     @property
     def scale(self) -> float:
-        """What the product of both is taken times."""
+        """Factor on the product x A B: alpha / rank."""
         return self.alpha / (self.rank or 1)
 
     def sizes(self) -> dict[str, int]:
-        """The axis that adapters add to a model's."""
+        """Return the size of the axis "rank", or nothing if there are no adapters."""
         return {"rank": self.rank} if self.rank else {}
 
     def declared(self, matrices: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-        """The adapters of a stack, by name.
+        """Return the declarations of A and B for each adapted matrix, by parameter name.
 
         Args:
-            matrices: of the stack, by name.
+            matrices: Declarations of a stack's matrices by name, such as "block.mlp.up".
         """
         if self.rank is None:
             return {}
+        # Only models with adapters pay for this import.
         from mupax.presets.adapters import pair
 
-        adapted = [
-            name
-            for name in matrices
-            if name.startswith(tuple(f"block.{branch}." for branch in self.on))
-        ]
-        return {
-            f"{name}_lora.{which}": of
-            for name in adapted
-            for which, of in zip("ab", pair(matrices[name]), strict=True)
-        }
+        prefixes = tuple(f"block.{branch}." for branch in self.on)
+        adapters = {}
+        for name, matrix in matrices.items():
+            if name.startswith(prefixes):
+                a, b = pair(matrix)
+                adapters[f"{name}_lora.a"] = a
+                adapters[f"{name}_lora.b"] = b
+        return adapters
 
     def modules(self, init: Any, *names: str) -> tuple[Any, ...]:
-        """The adapters (`mupax.zoo.lora.layer.Lora`) of matrices, None for each that has none.
+        """Build the adapters (`mupax.zoo.lora.layer.Lora`) of some matrices.
+
+        A matrix without an adapter has `None` in its place.
 
         Args:
-            init: of the matrices' module.
-            *names: of the matrices.
+            init: `mupax.zoo.definition.Init` in the scope of the matrices' module.
+            *names: Names of the matrices in that scope, such as "query".
         """
         if self.rank is None:
             return (None,) * len(names)
+        # Imports JAX, which configs do without.
         from mupax.zoo.lora.layer import Lora
 
         scopes = [init.scope(f"{name}_lora") for name in names]
@@ -199,119 +218,137 @@ class LoraConfig:
 
 
 class RopeScaling(NamedTuple):
-    """How the frequencies of rotary positions are stretched for a context that is longer than the one first trained on."""
+    """Scaling of the rotary frequencies for a context longer than in the first training."""
 
     kind: Literal["linear", "llama3"]
-    """linear divides all by the factor (Chen et al. 2023); llama3 those alone that turn too rarely within the first context."""
+    """linear: divide every frequency by the factor (Chen et al. 2023). llama3: divide only the
+    frequencies that complete few turns within the original context."""
     factor: float
     low: float = 1.0
-    """llama3: turns within the first context below which a frequency is divided."""
+    """llama3: a frequency with fewer turns in the original context is divided by the factor."""
     high: float = 4.0
-    """llama3: turns above which it is left alone; between the two it is interpolated."""
+    """llama3: a frequency with more turns is kept. Between `low` and `high` it is interpolated."""
     original: int = 8192
-    """llama3: positions of the first context."""
+    """llama3: length of the original context, in positions."""
 
 
 class AttentionSpec(NamedTuple):
-    """Positions that attention may see: all or earlier ones, a window, and the cap of its logits."""
+    """Positions that a query may attend to, and the soft cap of the attention logits."""
 
     causal: bool
-    """Query t sees keys 0..t, else all."""
+    """Query t attends to keys 0..t. Otherwise every query attends to every key."""
     window: int | None = None
-    """Causal alone: of those the last so many, its own among them."""
+    """Number of last positions that a causal query attends to, its own included."""
     cap: float | None = None
-    """Logits are cap * tanh(logits / cap) before softmax (soft cap); as they are unless given."""
+    """Soft cap: logits become cap * tanh(logits / cap) before softmax. `None` leaves them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
-    """Blocks of attention and MLP. Sizes are counts; `head_dim` defaults to width / num_heads."""
+    """Sizes and options of residual blocks of attention and MLP."""
 
     width: Annotated[int, Listed("model", 32)]
-    """Residual stream size D."""
+    """Size of the residual stream, D."""
     depth: Annotated[int, Listed("model", 3)]
-    """Residual blocks L (one block = attention + MLP)."""
+    """Number of residual blocks, L. One block is attention and MLP."""
     num_heads: Annotated[int, Listed("model", 4)]
-    """Query heads H."""
+    """Number of query heads, H."""
     head_dim: Annotated[int | None, Affects("model", 6)] = None
-    """Dimension per head N; width / num_heads unless given."""
+    """Size of a head, N. width / num_heads by default."""
     value_dim: Annotated[int | None, Affects("model", 3)] = None
-    """Dimension of a head's values, where it is not that of its queries and keys."""
+    """Size of a head's values. That of its queries and keys by default."""
     num_kv_heads: Annotated[int | None, Affects("model", 1)] = None
-    """Key and value heads (grouped-query attention); num_heads unless given."""
+    """Number of key and value heads (grouped-query attention). num_heads by default."""
     mlp_ratio: Annotated[float, Affects("model", 3.0)] = 4.0
-    """MLP hidden size F = mlp_ratio * width, which must be a whole number."""
+    """Hidden size of the MLP, F, divided by the width. F must be a whole number."""
     activation: Annotated[Activation, Affects("model", "relu")] = "gelu"
-    """gelu is the tanh form, as in GPT-2; gelu_exact the one with erf, 1e-3 away."""
+    """gelu: the tanh approximation, as in GPT-2. gelu_exact: the form with erf, which differs by
+    1e-3."""
     norm: Annotated[Norm, Affects("model", "rmsnorm")] = "layernorm"
     norm_eps: Annotated[float, Affects("model", 0.001)] = 1e-5
-    """Added to the variance (rmsnorm: the mean square) that a norm divides by."""
+    """Constant added to the variance (rmsnorm: the mean square) that a norm divides by."""
     norm_gain: Annotated[bool, Affects("model", False)] = True
     """Trainable norm gains."""
     bias: Annotated[bool, Affects("model", False)] = True
-    """Trainable biases of matrices and of LayerNorm. A key bias exists only where it has a gradient (rotary, QK-norm)."""
+    """Trainable biases of matrices and of LayerNorm. A key bias exists only if its gradient is not
+    always zero, which takes rotary positions or QK-norm."""
     qkv_bias: Annotated[bool, Affects("model", True, given={"model.bias": False})] = False
-    """Trainable biases of queries, keys and values alone, where `bias` is off."""
+    """Trainable biases of queries, keys and values only, with `bias` off."""
     qk_norm: Annotated[bool, Affects("model", True)] = False
     """RMS-normalize queries and keys per head, with a gain shared by heads."""
     qk_norm_kind: Annotated[Norm, Affects("model", "layernorm", given={"model.qk_norm": True})] = (
         "rmsnorm"
     )
-    """layernorm subtracts the mean of queries and keys too (no bias)."""
+    """layernorm: also subtract the mean of queries and keys. It has no bias."""
     branch_activation: Annotated[Literal["none", "gelu"], Affects("model", "gelu")] = "none"
-    """gelu: a branch reads GELU of its norm's output, as in Bordelon et al. 2024's language model."""
+    """gelu: a branch reads GELU of its norm's output, as in the language model of Bordelon et al.
+    2024."""
 
     experts: Annotated[int | None, Listed("model", 2, given={"model.experts": 4})] = None
-    """Experts E in place of every block's MLP, of which a token goes to a few; none unless given."""
+    """Number of experts, E, that replace the MLP of every block. No experts by default."""
     active_experts: Annotated[int | None, Listed("model", 1, given={"model.experts": 4})] = None
-    """Experts that a token goes to; 2 of them unless given, or the only one."""
+    """Number of experts that a token goes to. 2 by default, or 1 if there is only one expert."""
     expert_dim: Annotated[int | None, Affects("model", 8, given={"model.experts": 4})] = None
-    """Hidden size of an expert; the MLP's over active_experts unless given, so that a token costs as much as in the MLP."""
+    """Hidden size of an expert. By default that of the MLP divided by active_experts, so that a
+    token costs as much as in the MLP."""
     shared_experts: Annotated[int | None, Affects("model", 1, given={"model.experts": 4})] = None
-    """Experts that every token goes to, as one MLP of so many times expert_dim beside the others; none unless given."""
+    """Number of experts that every token goes to, in addition to active_experts. They are one MLP
+    of hidden size shared_experts * expert_dim. None by default."""
     routing: RoutingConfig = dataclasses.field(default=RoutingConfig())
     lora: LoraConfig = dataclasses.field(default=LoraConfig())
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_attention()
+        self._check_mlp()
+        check_experts(self)
+
+    def _check_attention(self) -> None:
+        """Raise ConfigError if the fields of attention contradict each other."""
         if self.head_dim is None and self.width % self.num_heads:
             near = nearest_divisor(self.width, self.num_heads)
             raise ConfigError(
                 f"model.width {self.width} is not divisible by model.num_heads {self.num_heads}; "
-                f"write num_heads {near}, or give head_dim to have heads of another size than width / num_heads"
+                f"write num_heads {near}, or give head_dim to have heads of another size than "
+                "width / num_heads"
             )
         if self.num_heads % self.kv_heads:
             near = nearest_divisor(self.num_heads, self.kv_heads)
             raise ConfigError(
-                f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.kv_heads}; "
-                f"write num_kv_heads {near}"
+                f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads "
+                f"{self.kv_heads}; write num_kv_heads {near}"
             )
         if self.value_dim is not None and self.compute.projections == "fused":
             raise ConfigError(
-                "model.value_dim makes values of another size than queries; write projections auto or separate"
+                "model.value_dim makes values of another size than queries; write projections auto "
+                "or separate"
             )
         if self.qkv_bias and self.bias:
             raise ConfigError(
-                "model.qkv_bias is there with model.bias already; write bias False to have these three alone"
+                "model.qkv_bias is there with model.bias already; write bias False to have these "
+                "three alone"
             )
         if self.qk_norm_kind != "rmsnorm" and not self.qk_norm:
             raise ConfigError(
-                f"model.qk_norm_kind is {self.qk_norm_kind} without model.qk_norm; write qk_norm True too"
+                f"model.qk_norm_kind is {self.qk_norm_kind} without model.qk_norm; write qk_norm "
+                "True too"
             )
+
+    def _check_mlp(self) -> None:
+        """Raise ConfigError if the MLP's hidden size or norm_eps cannot be used."""
         if not (0 < self.mlp_ratio < math.inf):
             raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")
         if not (0 < self.norm_eps < math.inf):
             raise ConfigError(
                 f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5"
             )
-        if self.mlp_dim < 1 or not math.isclose(
-            self.mlp_dim, self.mlp_ratio * self.width, rel_tol=1e-6
-        ):
+        exact = self.mlp_ratio * self.width
+        if self.mlp_dim < 1 or not math.isclose(self.mlp_dim, exact, rel_tol=1e-6):
             near = max(1, self.mlp_dim) / self.width
             raise ConfigError(
-                f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole number; write mlp_ratio {near:.10g}"
+                f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole "
+                f"number; write mlp_ratio {near:.10g}"
             )
-        check_experts(self)
 
     @property
     def mlp_dim(self) -> int:
@@ -319,7 +356,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def active(self) -> int:
-        """Experts that a token goes to, a."""
+        """Number of experts that a token goes to, a."""
         return self.active_experts or min(2, self.experts or 1)
 
     @property
@@ -329,95 +366,129 @@ class TransformerConfig(ModelConfig):
 
     @property
     def dense_dim(self) -> int:
-        """Hidden size of what every token goes through in a block: the MLP's, or all shared experts'; 0 without any."""
-        return (
-            self.mlp_dim if self.experts is None else self.expert_size * (self.shared_experts or 0)
-        )
+        """Hidden size of the dense part of a block, which every token goes through.
+
+        That part is the MLP, or all shared experts in a model with experts. The size is 0 if there
+        are experts but no shared ones.
+        """
+        if self.experts is None:
+            return self.mlp_dim
+        # Shared experts read the same input and are summed, so together they are one wider MLP.
+        return self.expert_size * (self.shared_experts or 0)
 
     @property
     def heads_dim(self) -> int:
-        return self.head_dim if self.head_dim is not None else self.width // self.num_heads
+        """Size of a head's queries and keys, N."""
+        return self.width // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def gated(self) -> bool:
+        """True for an MLP with a gate: swiglu or geglu."""
         return self.activation in ("swiglu", "geglu")
 
     @property
     def absorbs_logit_scale(self) -> bool:
-        """Whether some parameter can hold what attention logits are taken times: not where queries are normalized without gains."""
+        """True if some parameter can absorb a factor on the attention logits.
+
+        None can if queries and keys are normalized and the norms have no gains.
+        """
         return self.norm_gain or not self.qk_norm
 
     @property
     def rotary_theta(self) -> float | None:
-        """Base wavelength of rotary positions; None without them."""
+        """Base wavelength of rotary positions. `None` if the model has none."""
         return None
 
     @property
     def rotary_scaling(self) -> RopeScaling | None:
-        """How rotary frequencies are stretched; None where they are not."""
+        """Scaling of the rotary frequencies. `None` leaves them as they are."""
         return None
 
-    def rotary_of(self, sight: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
-        """Base wavelength of a layer that sees so, and how its frequencies are stretched."""
+    def rotary_of(self, attention: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
+        """Return the base wavelength and the frequency scaling of layers with this attention."""
         return self.rotary_theta, self.rotary_scaling
 
     @property
     def rotary_size(self) -> int:
-        """Entries of a head that rotary positions turn, its first ones."""
+        """Number of leading entries of a head that rotary positions turn."""
         return self.heads_dim
 
     @property
     def parallel_branches(self) -> bool:
-        """Whether a block's MLP reads the stream as its attention does, not after it."""
+        """True if a block's MLP reads the same residual stream as its attention."""
         return False
 
     @property
     def branch_gains(self) -> float | None:
-        """What trainable gains of all that a branch writes start at (layer scale); None without them."""
+        """Initial value of trainable gains on each branch's output (layer scale).
+
+        `None` for a model without these gains.
+        """
         return None
 
     @property
     def sight(self) -> AttentionSpec:
-        """What attention sees."""
+        """Attention of the model's first layer."""
         return AttentionSpec(self.causal)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """The specs of layer 0, 1 and so on, until they begin anew: most models have one."""
+        """Attention of the first layers, up to the length after which the layers repeat.
+
+        Layer i has `attention_specs[i % len(attention_specs)]`. Most models have a single entry.
+        """
         return (self.sight,)
 
     @property
     def post_norms(self) -> bool:
-        """Whether what a branch writes is normalized before its gain (`branch_gains`)."""
+        """True if each branch's output is normalized before its gain (`branch_gains`)."""
         return False
 
     def base_sizes(self) -> dict[str, int]:
-        return {
+        sizes = {
             "embed": self.width,
             "heads": self.num_heads,
             "kv_heads": self.kv_heads,
             "head_dim": self.heads_dim,
-            **({"value_dim": self.value_dim} if self.value_dim else {}),
-            **({"mlp": self.dense_dim} if self.dense_dim else {}),
-            **(
-                {"experts": self.experts, "active": self.active, "expert_dim": self.expert_size}
-                if self.experts
-                else {}
-            ),
-            "layers": self.depth,
         }
+        if self.value_dim:
+            sizes["value_dim"] = self.value_dim
+        if self.dense_dim:
+            sizes["mlp"] = self.dense_dim
+        if self.experts:
+            sizes["experts"] = self.experts
+            sizes["active"] = self.active
+            sizes["expert_dim"] = self.expert_size
+        sizes["layers"] = self.depth
+        return sizes
 
     def finite_sizes(self) -> dict[str, int]:
         return self.lora.sizes()
 
     def stack(self) -> dict[str, ParamSpec]:
-        """Parameters of the residual stack and of the norm that ends it."""
+        """Return the parameters of the residual stack, including the norm at its end."""
+        matrices = self._block_matrices()
+        specs = {**matrices, **self.lora.declared(matrices), **self._biases(matrices)}
+
+        initial_gain = self.branch_gains
+        if initial_gain is not None:
+            for branch, out in (("attention", "attention.out"), ("mlp", "mlp.down")):
+                gain = MATRICES[f"block.{out}"].gain
+                specs[f"block.{branch}_gain"] = dataclasses.replace(gain, start=initial_gain)
+
+        specs.update(self._norms())
+        return specs
+
+    def _block_matrices(self) -> dict[str, ParamSpec]:
+        """Return the matrices of the residual blocks, without adapters."""
         matrices = {name: spec for name, spec in MATRICES.items() if spec.in_block}
-        matrices = with_value_dim(matrices) if self.value_dim else matrices
+        if self.value_dim:
+            matrices = with_value_dim(matrices)
         if self.experts:
             matrices |= EXPERT_MATRICES
         if not self.dense_dim:
@@ -425,45 +496,60 @@ class TransformerConfig(ModelConfig):
                 name: spec for name, spec in matrices.items() if not name.startswith("block.mlp.")
             }
         if self.gated:
-            matrices |= {
-                name.replace(".up", ".gate"): of
-                for name, of in matrices.items()
+            # A gate is declared like the matrix whose output it multiplies.
+            gates = {
+                name.replace(".up", ".gate"): spec
+                for name, spec in matrices.items()
                 if name.endswith(".up")
             }
-        with_bias = matrices if self.bias else _QKV if self.qkv_bias else ()
+            matrices |= gates
+        return matrices
+
+    def _biases(self, matrices: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+        """Return the biases of the given matrices, by parameter name."""
+        if self.bias:
+            with_bias = tuple(matrices)
+        elif self.qkv_bias:
+            with_bias = _QKV
+        else:
+            with_bias = ()
         biases = {f"{name}_bias": matrices[name].bias for name in with_bias}
         if self.rotary_theta is None and not self.qk_norm:
-            # Softmax ignores a shift common to all keys: a key bias would have exactly zero gradient.
+            # Softmax ignores a shift that all keys share, so the gradient of a key bias would be 0.
             biases.pop("block.attention.key_bias", None)
+        # A router has no trained bias. `balance` below is a bias that the experts' load moves.
         biases.pop("block.experts.router_bias", None)
         if self.experts and self.routing.balance == "bias":
             biases["block.experts.balance"] = EXPERT_MATRICES["block.experts.router"].bias
-        specs = {**matrices, **self.lora.declared(matrices), **biases}
-        if (start := self.branch_gains) is not None:
-            for branch, out in (("attention", "attention.out"), ("mlp", "mlp.down")):
-                specs[f"block.{branch}_gain"] = dataclasses.replace(
-                    MATRICES[f"block.{out}"].gain, start=start
-                )
+        return biases
+
+    def _norms(self) -> dict[str, ParamSpec]:
+        """Return the gains and biases of all norms: of queries and keys, of blocks, of the end."""
+        norms = {}
         if self.qk_norm and self.norm_gain:
             for name in ("query", "key"):
-                of = MATRICES[f"block.attention.{name}"].role
-                gain = ParamSpec(
-                    role=Role.NORM_GAIN, axes=("layers", "head_dim"), in_block=True, of=of
+                norms[f"block.attention.{name}_norm.gain"] = ParamSpec(
+                    role=Role.NORM_GAIN,
+                    axes=("layers", "head_dim"),
+                    in_block=True,
+                    of=MATRICES[f"block.attention.{name}"].role,
                 )
-                specs[f"block.attention.{name}_norm.gain"] = gain
         for name in ("block.attention_norm", "block.mlp_norm", "norm"):
-            block = name.startswith("block.")
-            axes = ("layers", "embed") if block else ("embed",)
+            in_block = name.startswith("block.")
+            axes = ("layers", "embed") if in_block else ("embed",)
             if self.norm_gain:
-                specs[f"{name}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=axes, in_block=block)
+                norms[f"{name}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=axes, in_block=in_block)
             if self.bias and self.norm == "layernorm":
-                specs[f"{name}.bias"] = ParamSpec(
-                    role=Role.BIAS, axes=axes, in_block=block, of=Role.NORM_GAIN
+                norms[f"{name}.bias"] = ParamSpec(
+                    role=Role.BIAS, axes=axes, in_block=in_block, of=Role.NORM_GAIN
                 )
-        return specs
+        return norms
 
     def factors(self) -> dict[str, FactorSpec]:
-        """Scales of attention logits, N^-1/2 until a preset sets them, and of both additions of every block."""
+        """Return the scale of the attention logits and the two scales of every residual addition.
+
+        The logit scale is N^-1/2 until a preset sets it. The scales of the additions are 1.
+        """
         return {
             "block.attention.logit_scale": FactorSpec(
                 kind="logits", shape=(self.depth,), value=self.heads_dim**-0.5
@@ -473,38 +559,37 @@ class TransformerConfig(ModelConfig):
         }
 
     def attention_flops(self) -> float:
-        """q.k and the sum of values. A causal position attends to half of the context on average and is counted so."""
+        """Return the FLOPs per unit of q.k and of the weighted sum of values, in all layers.
+
+        A causal query is counted with half of the context, its average.
+        """
         length = self.sizes()["position"]
+        period = len(self.attention_specs)
+        attended = []
+        for index, attention in enumerate(self.attention_specs):
+            # Layers index, index + period, ... have this attention.
+            layers = self.depth // period + (index < self.depth % period)
+            attended.append(self._attended_positions(attention, length) * layers)
+        entries = self.heads_dim + (self.value_dim or self.heads_dim)
+        return 2 * sum(attended) * self.num_heads * entries * (length // self.units)
 
-        def attended(sight: AttentionSpec) -> float:
-            if sight.window is not None and sight.window < length:
-                return sight.window - sight.window**2 / (2 * length)
-            return length / 2 if self.causal else length
-
-        layers = [
-            self.depth // len(self.attention_specs) + (i < self.depth % len(self.attention_specs))
-            for i in range(len(self.attention_specs))
-        ]
-        each = self.heads_dim + (self.value_dim or self.heads_dim)
-        positions = sum(
-            attended(sight) * count
-            for sight, count in zip(self.attention_specs, layers, strict=True)
-        )
-        return 2 * positions * self.num_heads * each * (length // self.units)
+    def _attended_positions(self, attention: AttentionSpec, length: int) -> float:
+        """Return the number of keys that a query attends to, averaged over `length` queries."""
+        window = attention.window
+        if window is not None and window < length:
+            # The first `window` queries have fewer keys before them: window / 2 on average.
+            return window - window**2 / (2 * length)
+        return length / 2 if self.causal else length
 
 
-def transformer(model: ModelConfig, what: str) -> TransformerConfig:
-    """The model, where it is a transformer of the zoo, whose heads and MLP a function must know.
+def transformer(model: ModelConfig, purpose: str) -> TransformerConfig:
+    """Return the model if it is one of the zoo's transformers, and raise ConfigError otherwise.
 
     Args:
-        model: of any family.
-        what: is for transformers only; begins the message.
-
-    Raises:
-        ConfigError: it is another family's.
+        purpose: What needs a transformer, such as "writing text". The message begins with it.
     """
     if not isinstance(model, TransformerConfig):
         raise ConfigError(
-            f"{what} knows the zoo's transformers only, and the model is a {model.family}"
+            f"{purpose} knows the zoo's transformers only, and the model is a {model.family}"
         )
     return model

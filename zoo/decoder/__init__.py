@@ -1,1 +1,1 @@
-"""Decoder language models. `config` has the family as data, `model` its module."""
+"""Decoder language models: `config` has the family's config, `model` its NNX module."""

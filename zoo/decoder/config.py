@@ -1,4 +1,4 @@
-"""Decoder language models as data: sizes, parameters, factors, what their layers see. Imports no JAX."""
+"""Config of decoder language models: sizes, parameters, factors and attention. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, TokenModel
 from mupax.zoo.transformer import AttentionSpec, RopeScaling, TransformerConfig
 
+# Values of other fields, without which a field of the same group has no effect.
 _ROTARY = {"model.positions": "rotary"}
 _WINDOWED = {**_ROTARY, "model.window": 5}
 _LLAMA3 = {**_ROTARY, "model.rope_scaling": "llama3", "model.rope_original_len": 16}
-"""Fields that those of rotary positions need."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,84 +32,114 @@ class DecoderConfig(TokenModel, TransformerConfig):
     rope_scaling: Annotated[
         Literal["none", "linear", "llama3"], Affects("model", "linear", given=_ROTARY)
     ] = "none"
-    """Frequencies for a context longer than the one first trained on: all divided, or (Llama 3.1) those of few turns within it."""
+    """Scaling of the rotary frequencies for a context longer than in the first training. linear:
+    divide all of them. llama3: divide those with few turns in the original context (Llama 3.1)."""
     rope_factor: Annotated[float, Affects("model", 4.0, given=_LLAMA3)] = 8.0
-    """What scaled frequencies are divided by."""
+    """Divisor of the scaled frequencies."""
     rope_low_freq_factor: Annotated[float, Affects("model", 2.0, given=_LLAMA3)] = 1.0
-    """llama3: turns within the first context below which a frequency is divided."""
+    """llama3: a frequency with fewer turns in the original context is divided by rope_factor."""
     rope_high_freq_factor: Annotated[float, Affects("model", 8.0, given=_LLAMA3)] = 4.0
-    """llama3: turns within the first context above which it is left alone."""
+    """llama3: a frequency with more turns in the original context is kept. Frequencies in between
+    are interpolated."""
     rope_original_len: Annotated[int, Affects("model", 12, given=_LLAMA3)] = 8192
-    """llama3: the first context, in positions."""
+    """llama3: length of the original context, in positions."""
     rotary_fraction: Annotated[float, Affects("model", 0.5, given=_ROTARY)] = 1.0
-    """Share of each head that rotary positions turn, its first entries."""
+    """Share of each head's entries that rotary positions turn, beginning with the first entry."""
     parallel: Annotated[bool, Affects("model", True)] = False
-    """A block's MLP reads the stream as its attention does, not after it (GPT-J, GPT-NeoX)."""
+    """Apply a block's MLP to the same residual stream as its attention, instead of after attention
+    (GPT-J, GPT-NeoX)."""
     window: Annotated[int | None, Affects("model", 5)] = None
-    """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
+    """Number of positions that a query attends to, its own and the ones before (sliding window).
+    No limit by default."""
     full_every: Annotated[int | None, Affects("model", 2, given={"model.window": 5})] = None
-    """Every so-many-th block has no window; each has it unless given."""
+    """Interval of blocks without a window: block full_every, 2 * full_every and so on. By default
+    every block has the window."""
     window_theta: Annotated[float | None, Affects("model", 7.0, given=_WINDOWED)] = None
-    """Base wavelength of rotary positions in blocks with a window, whose frequencies are not scaled; as in the others unless given."""
+    """Base wavelength of rotary positions in blocks with a window, whose frequencies are then not
+    scaled. rope_theta by default."""
     post_norm: Annotated[bool, Affects("model", True)] = False
-    """Normalize what each branch writes, too, with a gain (Gemma 2)."""
+    """Also normalize the output of each branch, with a gain (Gemma 2)."""
     attention_softcap: Annotated[float | None, Affects("model", 2.0)] = None
-    """Attention logits x are cap * tanh(x / cap); as they are unless given."""
+    """Soft cap of attention logits x: cap * tanh(x / cap). Off by default."""
     logit_softcap: Annotated[float | None, Affects("model", 2.0)] = None
-    """The same of the model's logits."""
+    """Soft cap of the model's logits x: cap * tanh(x / cap). Off by default."""
     tied: Annotated[bool, Affects("model", True)] = False
-    """Read out with the token embedding."""
+    """Use the token embedding as the readout."""
     readout_bias: Annotated[bool, Affects("model", True)] = False
     """Trainable bias of the logits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.positions == "rotary" and self.heads_dim % 2:
-            raise ConfigError(
-                f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
-            )
-        if self.rotary_fraction != 1 and not (
-            0 < self.rotary_fraction < 1 and self.rotary_size and self.rotary_size % 2 == 0
-        ):
-            raise ConfigError(
-                f"model.rotary_fraction {self.rotary_fraction} of {self.heads_dim} is {self.rotary_size} entries of a head; write a share "
-                "of at most 1 that makes an even number"
-            )
-        if self.full_every is not None and (self.window is None or self.full_every < 2):
-            raise ConfigError(
-                f"model.full_every is {self.full_every} with window {self.window}; it says which blocks have no window: write window "
-                "too, and at least 2"
-            )
-        if self.window_theta is not None and (
-            self.window is None or self.positions != "rotary" or self.window_theta <= 0
-        ):
-            raise ConfigError(
-                f"model.window_theta is {self.window_theta}; it is a wavelength above 0 of rotary positions, in blocks with a window: "
-                "write window and positions rotary too"
-            )
+        self._check_rotary_size()
+        self._check_window()
         for name in ("attention_softcap", "logit_softcap"):
-            if (cap := getattr(self, name)) is not None and not 0 < cap < math.inf:
+            cap = getattr(self, name)
+            if cap is not None and not 0 < cap < math.inf:
                 raise ConfigError(f"model.{name} is {cap}; write a number above 0, such as 50")
         if self.rotary_fraction != 1 and self.positions != "rotary":
             raise ConfigError(
                 "model.rotary_fraction is of rotary positions; write positions rotary"
             )
         if self.rope_scaling == "none":
-            plain = {of.name: of.default for of in dataclasses.fields(self)}
-            for name in (
-                "rope_factor",
-                "rope_low_freq_factor",
-                "rope_high_freq_factor",
-                "rope_original_len",
-            ):
-                if (value := getattr(self, name)) != plain[name]:
-                    raise ConfigError(
-                        f"model.{name} {value} is of scaled frequencies; write rope_scaling llama3 or linear"
-                    )
+            self._refuse_scaling_fields()
+        else:
+            self._check_rope_scaling()
+
+    def _check_rotary_size(self) -> None:
+        """Raise ConfigError if rotary positions would turn an odd number of a head's entries."""
+        if self.positions == "rotary" and self.heads_dim % 2:
+            raise ConfigError(
+                f"rotary positions need an even head dimension, not {self.heads_dim}; write "
+                f"head_dim {self.heads_dim + 1}"
+            )
+        if self.rotary_fraction == 1:
             return
+        is_share = 0 < self.rotary_fraction < 1
+        if not is_share or self.rotary_size == 0 or self.rotary_size % 2:
+            raise ConfigError(
+                f"model.rotary_fraction {self.rotary_fraction} of {self.heads_dim} is "
+                f"{self.rotary_size} entries of a head; write a share of at most 1 that makes an "
+                "even number"
+            )
+
+    def _check_window(self) -> None:
+        """Raise ConfigError if `full_every` or `window_theta` do not fit the other fields."""
+        if self.full_every is not None and (self.window is None or self.full_every < 2):
+            raise ConfigError(
+                f"model.full_every is {self.full_every} with window {self.window}; it says which "
+                "blocks have no window: write window too, and at least 2"
+            )
+        if self.window_theta is None:
+            return
+        if self.window is None or self.positions != "rotary" or self.window_theta <= 0:
+            raise ConfigError(
+                f"model.window_theta is {self.window_theta}; it is a wavelength above 0 of rotary "
+                "positions, in blocks with a window: write window and positions rotary too"
+            )
+
+    def _refuse_scaling_fields(self) -> None:
+        """Raise ConfigError if a field of scaled frequencies is not at its default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        names = (
+            "rope_factor",
+            "rope_low_freq_factor",
+            "rope_high_freq_factor",
+            "rope_original_len",
+        )
+        for name in names:
+            value = getattr(self, name)
+            if value != defaults[name]:
+                raise ConfigError(
+                    f"model.{name} {value} is of scaled frequencies; write rope_scaling llama3 or "
+                    "linear"
+                )
+
+    def _check_rope_scaling(self) -> None:
+        """Raise ConfigError if rotary frequencies cannot be scaled with these fields."""
         if self.positions != "rotary":
             raise ConfigError(
-                f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions rotary"
+                f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions "
+                "rotary"
             )
         if not 1 <= self.rope_factor < math.inf:
             raise ConfigError(
@@ -117,26 +147,25 @@ class DecoderConfig(TokenModel, TransformerConfig):
             )
         if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
             raise ConfigError(
-                f"model.rope_low_freq_factor {self.rope_low_freq_factor} is not between 0 and model.rope_high_freq_factor "
-                f"{self.rope_high_freq_factor}; write 1 and 4, as Llama 3.1 has"
+                f"model.rope_low_freq_factor {self.rope_low_freq_factor} is not between 0 and "
+                f"model.rope_high_freq_factor {self.rope_high_freq_factor}; write 1 and 4, as "
+                "Llama 3.1 has"
             )
 
     @property
     def rotary_theta(self) -> float | None:
         return self.rope_theta if self.positions == "rotary" else None
 
-    def rotary_of(self, sight: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
-        if self.window_theta is None or sight.window is None:
-            return super().rotary_of(sight)
+    def rotary_of(self, attention: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
+        if self.window_theta is None or attention.window is None:
+            return super().rotary_of(attention)
         return self.window_theta, None
 
     @property
     def rotary_size(self) -> int:
-        return (
-            int(self.rotary_fraction * self.heads_dim)
-            if self.rotary_fraction != 1
-            else self.heads_dim
-        )
+        if self.rotary_fraction == 1:
+            return self.heads_dim
+        return int(self.rotary_fraction * self.heads_dim)
 
     @property
     def parallel_branches(self) -> bool:
@@ -146,8 +175,13 @@ class DecoderConfig(TokenModel, TransformerConfig):
     def rotary_scaling(self) -> RopeScaling | None:
         if self.rope_scaling == "none":
             return None
-        turns = self.rope_low_freq_factor, self.rope_high_freq_factor
-        return RopeScaling(self.rope_scaling, self.rope_factor, *turns, self.rope_original_len)
+        return RopeScaling(
+            kind=self.rope_scaling,
+            factor=self.rope_factor,
+            low=self.rope_low_freq_factor,
+            high=self.rope_high_freq_factor,
+            original=self.rope_original_len,
+        )
 
     @property
     def sight(self) -> AttentionSpec:
@@ -157,7 +191,9 @@ class DecoderConfig(TokenModel, TransformerConfig):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         if self.full_every is None:
             return (self.sight,)
-        return (*[self.sight] * (self.full_every - 1), self.sight._replace(window=None))
+        # The last block of every period has no window.
+        windowed = [self.sight] * (self.full_every - 1)
+        return (*windowed, self.sight._replace(window=None))
 
     @property
     def branch_gains(self) -> float | None:
@@ -168,21 +204,30 @@ class DecoderConfig(TokenModel, TransformerConfig):
         return self.post_norm
 
     def parameters(self) -> dict[str, ParamSpec]:
-        learned = {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}
-        return {
-            "token": MATRICES["token"],
-            **(learned if self.positions == "learned" else {}),
-            **self.stack(),
-            **({} if self.tied else {"readout": MATRICES["readout"]}),
-            **({"readout_bias": MATRICES["readout"].bias} if self.readout_bias else {}),
-        }
+        specs = {"token": MATRICES["token"]}
+        if self.positions == "learned":
+            specs["position"] = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
+        specs.update(self.stack())
+        # A tied readout is no parameter: it is a factor on the token embedding (`factors`).
+        if not self.tied:
+            specs["readout"] = MATRICES["readout"]
+        if self.readout_bias:
+            specs["readout_bias"] = MATRICES["readout"].bias
+        return specs
 
     def factors(self) -> dict[str, FactorSpec]:
-        tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
-        factor = FactorSpec(kind="readout", shape=(), value=self.width**-0.5, spec=tied)
-        return {**super().factors(), **({"tied_readout": factor} if self.tied else {})}
+        factors = super().factors()
+        if self.tied:
+            readout = ParamSpec(
+                role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True
+            )
+            factors["tied_readout"] = FactorSpec(
+                kind="readout", shape=(), value=self.width**-0.5, spec=readout
+            )
+        return factors
 
     def module(self, rngs: Any) -> Any:
+        # Imports JAX, which the config does without.
         from mupax.zoo.decoder.model import Decoder
 
         return Decoder(self, rngs)

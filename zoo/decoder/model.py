@@ -1,4 +1,8 @@
-"""Causal decoder language model, pre-norm. B batch, T positions, D width, V vocabulary."""
+"""Causal decoder language model, pre-norm.
+
+Shapes: B batch, T positions, D width, V vocabulary, H query heads, K key heads, N head size,
+S positions that a key or learned position can have.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,22 @@ if TYPE_CHECKING:
 
 
 class Decoder(nnx.Module):
-    """Tokens int32 [B, T] to float32 logits [B, T, V]; position t sees tokens 0..t. T is at most config.seq_len."""
+    """Causal language model: tokens int32 [B, T] to float32 logits [B, T, V].
+
+    Position t sees tokens 0..t. T is at most config.seq_len.
+    """
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)
-        self.token, self.position = init.param("token"), init.maybe("position")
+        self.token = init.param("token")
+        self.position = init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
-        self.readout, self.readout_bias = init.maybe("readout"), init.maybe("readout_bias")
+        self.readout = init.maybe("readout")
+        self.readout_bias = init.maybe("readout_bias")
         self.tied_readout = init.factor("tied_readout") if config.tied else None
 
     def embed(
@@ -40,28 +49,28 @@ class Decoder(nnx.Module):
         start: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """The residual stream's first layer, [B, T, D].
+        """Embed tokens, with learned positions if the model has them. Return [B, T, D].
 
         Args:
             tokens_BT: int32 [batch, position].
-            start: position of the first of them, int32 [] or, of each sequence, [B]; 0 unless given.
-            positions_BT: of each token, int32; from `start` on unless given.
+            start: Position of the first token, int32 [], or [B] for one per sequence. 0 by default.
+            positions_BT: Position of each token, int32. By default they count up from `start`.
         """
         table_VD = self.token[...].astype(self.config.compute.dtype)
         h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
-            all_SD, length = self.position[...], tokens_BT.shape[1]
+            table_SD = self.position[...]
+            length = tokens_BT.shape[1]
             if start is not None and jnp.ndim(start):
                 positions_BT = start[:, None] + jnp.arange(length)
             if positions_BT is not None:
-                positions = all_SD.astype(h_BTD.dtype)[positions_BT]
+                position_D = table_SD.astype(h_BTD.dtype)[positions_BT]
+            elif start is None:
+                position_D = table_SD[:length]
             else:
-                positions = (
-                    all_SD[:length]
-                    if start is None
-                    else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
-                )
-            h_BTD = h_BTD + positions.astype(h_BTD.dtype)
+                position_D = jax.lax.dynamic_slice_in_dim(table_SD, start, length)
+            # [T, D], or [B, T, D] if sequences differ in their positions.
+            h_BTD = h_BTD + position_D.astype(h_BTD.dtype)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
     def __call__(
@@ -75,26 +84,36 @@ class Decoder(nnx.Module):
     def cached(
         self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False
     ) -> tuple[jax.Array, Cache]:
-        """The residual stream's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
+        """Run all blocks on the tokens that follow those in the cache, and add these to the cache.
+
+        Return the final residual stream [B, T, D] of the new tokens, and the longer cache.
 
         Args:
-            tokens_BT: no more of them than the cache has room for.
-            cache: keys and values of what came before (`mupax.zoo.layers.cache.empty`).
-            fresh: the cache is empty: attention is then that of a text read whole.
+            tokens_BT: New tokens, int32, at most as many as fit into the cache.
+            cache: Keys and values of earlier tokens (`mupax.zoo.layers.cache.empty` to begin).
+            fresh: True if the cache is empty. Attention then runs as in a call without a cache.
         """
+        depth = self.config.depth
         h_BTD = self.embed(tokens_BT, None if fresh else cache.length)
-        (graph, stacked), depth = nnx.split(self.block), self.config.depth
+        # `stacked` has a leading axis of layers; `graph` is the same for every layer.
+        graph, stacked = nnx.split(self.block)
 
         def layer(
-            stream: tuple[jax.Array, Cache], of: tuple[jax.Array | int, nnx.State], place: int
+            stream: tuple[jax.Array, Cache],
+            layer_inputs: tuple[jax.Array | int, nnx.State],
+            place: int,
         ) -> tuple[Any, None]:
-            (h_BTD, cache), (index, state) = stream, of
-            return nnx.merge(graph, state).at(place).cached(h_BTD, cache, index, fresh=fresh), None
+            h_BTD, cache = stream
+            index, state = layer_inputs
+            block = nnx.merge(graph, state).at(place)
+            return block.cached(h_BTD, cache, index, fresh=fresh), None
 
-        # The cache is carried, not scanned over: it is then written in place, and never copied whole.
+        # The cache is carried, not scanned over. It is then written in place and never copied.
         if runs_as_scan(self.config.compute, depth, layout=self.layout):
-            each = (jnp.arange(depth), stacked)
-            (h_BTD, cache), _ = over_layers(layer, (h_BTD, cache), each, depth, self.block.period)
+            layer_inputs = (jnp.arange(depth), stacked)
+            (h_BTD, cache), _ = over_layers(
+                layer, (h_BTD, cache), layer_inputs, depth, self.block.period
+            )
         else:
             for index in range(depth):
                 state = jax.tree.map(lambda array, i=index: array[i], stacked)
@@ -107,29 +126,36 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> ReadoutInputs:
-        """Return the features and the readout that logits are made of.
+        """Run the decoder up to its readout.
+
+        Return the final hidden states and the readout matrix, so that a loss can form logits in
+        chunks.
 
         Args:
             tokens_BT: int32 [batch, position].
-            segments: int32 [B, T], the document of each token, which sees those before it in the same; all unless given.
-            positions: int32 [B, T], learned ones; 0 to T - 1 unless given.
+            segments: Document of each token, int32 [B, T]. A token sees earlier tokens of its own
+                document only. By default all tokens are one document.
+            positions: Index of each token into the learned positions, int32 [B, T]. 0 to T - 1 by
+                default.
         """
-        h_BTD, config, layout = (
-            self.embed(tokens_BT, positions_BT=positions),
-            self.config,
-            self.layout,
-        )
+        config = self.config
+        layout = self.layout
+        h_BTD = self.embed(tokens_BT, positions_BT=positions)
         context = () if segments is None else (segments,)
-        q_BTHN, k_BSKN = (
-            jax.ShapeDtypeStruct((*tokens_BT.shape, heads, config.heads_dim), h_BTD.dtype)
-            for heads in (config.num_heads, config.kv_heads)
+
+        # The choice of an attention implementation needs only shapes.
+        q_BTHN = jax.ShapeDtypeStruct(
+            (*tokens_BT.shape, config.num_heads, config.heads_dim), h_BTD.dtype
+        )
+        k_BSKN = jax.ShapeDtypeStruct(
+            (*tokens_BT.shape, config.kv_heads, config.heads_dim), h_BTD.dtype
         )
         implementation = chosen(
             config.compute.attention,
             q_BTHN,
             k_BSKN,
             *config.sight,
-            apart=bool(context),
+            apart=segments is not None,
             layout=layout,
         )
         if implementation != "ring":
@@ -137,36 +163,46 @@ class Decoder(nnx.Module):
                 self.block, h_BTD, config.depth, config.compute, *context, layout=layout
             )
             return self._readout_inputs(h_BTD, routing)
+
         from mupax.zoo.layers.ring import ring
 
-        # Positions are in zig-zag within the stack alone, so that they move once and not in every layer.
-        moved = ring.zigzag_layout(layout)
+        # Positions are in zig-zag order inside the stack only: they move once, not in each layer.
+        zigzag_layout = ring.zigzag_layout(layout)
         block = nnx.merge(*nnx.split(self.block))
-        place(block, moved)
+        place(block, zigzag_layout)
         h_BTD, *context = ring.zigzag(h_BTD, *context, layout=layout)
         h_BTD, routing = run_stack(
-            block, h_BTD, config.depth, config.compute, *context, layout=moved
+            block, h_BTD, config.depth, config.compute, *context, layout=zigzag_layout
         )
         (h_BTD,) = ring.zigzag(h_BTD, layout=layout, back=True)
         return self._readout_inputs(h_BTD, routing)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
-        """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
+        """Apply the final norm and the readout. Return float32 logits [B, T, V].
+
+        Args:
+            h_BTD: Residual stream after all blocks, as `cached` returns it.
+        """
         return self._readout_inputs(h_BTD).logits(self.layout)
 
     def _readout_inputs(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
-        bias = None if self.readout_bias is None else self.readout_bias[...]
-        cap = None if self.config.logit_softcap is None else jnp.float32(self.config.logit_softcap)
+        """Apply the final norm, and return its output with the readout matrix."""
+        bias_V = None if self.readout_bias is None else self.readout_bias[...]
+        cap = self.config.logit_softcap
+        if cap is not None:
+            cap = jnp.float32(cap)
+        features_BTD = self.norm(h_BTD)
         if self.readout is not None:
             return ReadoutInputs(
-                self.norm(h_BTD), self.readout[...], bias=bias, cap=cap, routing=routing
+                features_BTD, self.readout[...], bias=bias_V, cap=cap, routing=routing
             )
+        # The token embedding is the readout, times a scale of its own.
         assert self.tied_readout is not None
         return ReadoutInputs(
-            self.norm(h_BTD),
+            features_BTD,
             self.token[...].T,
             scale=self.tied_readout[...],
-            bias=bias,
+            bias=bias_V,
             cap=cap,
             routing=routing,
         )

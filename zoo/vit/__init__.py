@@ -1,1 +1,1 @@
-"""Vision transformers. `config` has the family as data, `model` its module."""
+"""Vision transformers: `config` has the family's config, `model` its NNX module."""

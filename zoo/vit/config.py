@@ -1,4 +1,4 @@
-"""Vision transformers as data: sizes, parameters, FLOPs. Imports no JAX."""
+"""Config of vision transformers: sizes, parameters and FLOPs. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,62 +17,76 @@ _TAPS = 9
 
 
 class Convolution(NamedTuple):
-    """One convolution of a stem, with zeros around the image so that a stride of s makes a side s times shorter."""
+    """One convolution of a stem. Zero padding makes its output's side 1/stride of its input's."""
 
     name: str
     stride: int
     output: str
-    """Axis of the channels that it writes."""
+    """Logical axis of the output channels."""
     side: int
-    """Pixels on a side of what it writes."""
+    """Height and width of the output, in pixels."""
 
     @property
     def kernel(self) -> int:
-        """Pixels on a side of the kernel: three, or so many that neighbours overlap."""
+        """Height and width of the kernel, in pixels.
+
+        3 for strides up to 2. Beyond, 2 * stride - 1, so that neighboring kernels overlap.
+        """
         return 3 if self.stride <= 2 else 2 * self.stride - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(ImageModel, TransformerConfig):
-    """Vision transformer: images [B, height, width, channels] to logits [B, classes]. Pre-norm."""
+    """Pre-norm vision transformer: images [B, height, width, channels] to logits [B, classes]."""
 
     family: ClassVar[str] = "vit"
 
     stem: Annotated[int | None, Affects("model", 2)] = None
-    """Convolutions, 2 or 3, that make patches, each with a norm and a GELU after it, in place of one matrix per patch; none unless
-    given. Their strides multiply to patch_size. Three write a quarter, a half and all of the width, two a half and all."""
+    """Number of convolutions, 2 or 3, that make patches, each followed by a norm and a GELU. Their
+    strides multiply to patch_size. Three have 1/4, 1/2 and 1 times the width as output channels,
+    two have 1/2 and 1. By default one matrix per patch makes them."""
     pool: Annotated[Literal["mean", "cls", "cls-mean"], Affects("model", "cls")] = "mean"
-    """What the classifier reads: the mean of all patches, the CLS token, or both side by side (DINOv2)."""
+    """Input of the classifier: the mean over patches, the CLS token, or both concatenated
+    (DINOv2)."""
     registers: Annotated[int | None, Affects("model", 2)] = None
-    """Tokens without an image's content beside the patches (Darcet et al. 2024): rows of the positions alone."""
+    """Number of register tokens (Darcet et al. 2024), which carry no image content: each is just a
+    row of the position embeddings. None by default."""
     pre_logits: Annotated[bool, Affects("model", True)] = False
-    """A layer of the width and tanh before the readout, as in pre-training (Dosovitskiy et al. 2021, section 3.1)."""
+    """Put a layer of the model's width and a tanh before the readout, as in pre-training
+    (Dosovitskiy et al. 2021, section 3.1)."""
     layer_scale: Annotated[float | None, Affects("model", 0.5)] = None
-    """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
+    """Initial value of trainable gains on each branch's output (LayerScale, Touvron et al. 2021).
+    No gains by default."""
     sincos: Annotated[bool, Affects("model", True)] = False
-    """Positions of patches are sines and cosines of their row and column, fixed (Chen et al. 2021), in place of learned ones."""
+    """Use fixed sines and cosines of a patch's row and column as position embeddings (Chen et al.
+    2021) instead of learned ones."""
     distribution: Annotated[Literal["normal", "flax"], Affects("start", "flax")] = "normal"
-    """What matrices' numbers are drawn from, at the preset's deviations: normal ones, or as Flax's Glorot and LeCun initializers
-    have them, uniform in blocks and normal cut at two deviations elsewhere."""
+    """Distribution that matrices are drawn from. Their standard deviations are the preset's in both
+    cases. flax: as in Flax's Glorot and LeCun initializers, uniform in blocks and elsewhere normal
+    truncated at two standard deviations."""
     drop_path: Annotated[float, Affects("model", 0.1)] = 0.0
-    """Chance that training leaves out a branch of the last block, rising evenly from 0 at the first (Huang et al. 2016)."""
+    """Probability that training drops a branch of the last block (Huang et al. 2016). It rises
+    linearly with depth, from 0 in the first block."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stem not in (None, 2, 3):
             raise ConfigError(f"model.stem is {self.stem}; write 2 or 3 convolutions, or none")
         if self.stem is not None and self.width % 2 ** (self.stem - 1):
+            divisor = 2 ** (self.stem - 1)
             raise ConfigError(
-                f"model.stem {self.stem} begins with a {2 ** (self.stem - 1)}th of the width, and model.width is "
-                f"{self.width}; write a multiple of {2 ** (self.stem - 1)}"
+                f"model.stem {self.stem} begins with a {divisor}th of the width, and model.width "
+                f"is {self.width}; write a multiple of {divisor}"
             )
         if self.sincos and self.width % 4:
             raise ConfigError(
-                f"model.sincos has a quarter of the width for each sine and cosine, and model.width is {self.width}; write a multiple of 4"
+                "model.sincos has a quarter of the width for each sine and cosine, and model.width "
+                f"is {self.width}; write a multiple of 4"
             )
         if self.sincos and self.registers is not None:
             raise ConfigError(
-                "model.registers are rows of learned positions, and model.sincos has none; write one of them"
+                "model.registers are rows of learned positions, and model.sincos has none; write "
+                "one of them"
             )
         if not 0 <= self.drop_path < 1:
             raise ConfigError(
@@ -85,29 +99,32 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     @property
     def leading(self) -> int:
-        """Positions before those of the patches: the CLS token, then registers."""
-        return (self.pool != "mean") + (self.registers or 0)
+        """Number of positions before the patches: the CLS token, then registers."""
+        cls_tokens = 0 if self.pool == "mean" else 1
+        return cls_tokens + (self.registers or 0)
 
     @property
     def seq_len(self) -> int:
-        """Positions in the residual stream: patches, and what leads them."""
+        """Number of positions in the residual stream: leading tokens and patches."""
         return self.num_patches + self.leading
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
-        """The convolutions of the stem, in order; none without one.
+        """Convolutions of the stem in order. Empty for a model without a stem.
 
-        The later ones take a stride of 2 while it divides what is left of patch_size, and the first takes the rest.
+        Beginning with the last one, each takes stride 2 while that divides what is left of
+        patch_size. The first takes the rest.
         """
         if self.stem is None:
             return ()
-        left = self.patch_size
+        remaining = self.patch_size
         strides = []
         for _ in range(self.stem - 1):
-            stride = 2 if left % 2 == 0 else 1
+            stride = 2 if remaining % 2 == 0 else 1
             strides.insert(0, stride)
-            left //= stride
-        strides.insert(0, left)
+            remaining //= stride
+        strides.insert(0, remaining)
+
         outputs = ("stem", "stem_next", "embed") if self.stem == 3 else ("stem", "embed")
         side = self.image_size
         convolutions = []
@@ -122,7 +139,7 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     @property
     def drop_rates(self) -> tuple[float, ...]:
-        """Chance that training leaves out a branch, of every block."""
+        """Probability that training drops a branch, for every block."""
         return tuple(self.drop_path * i / max(1, self.depth - 1) for i in range(self.depth))
 
     def sizes(self) -> dict[str, int]:
@@ -138,35 +155,39 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     def base_sizes(self) -> dict[str, int]:
         sizes = super().base_sizes()
+        # Channels double from one convolution to the next, up to the width.
         for index, convolution in enumerate(self.convolutions[:-1]):
             sizes[convolution.output] = self.width // 2 ** (len(self.convolutions) - 1 - index)
         return sizes
 
     def applications(self, spec: ParamSpec) -> float:
-        """A convolution is applied once per pixel that it writes, what is between the stream and the readout once per image."""
+        """Return how often one image goes through a matrix.
+
+        A convolution is applied once per output pixel. A layer between the residual stream and the
+        readout is applied once.
+        """
         for convolution in self.convolutions:
-            if (
-                spec.fan_in
-                and spec.axes[-1] == convolution.output
-                and spec.axes[0] in ("patch", "taps")
-            ):
+            writes_output = bool(spec.fan_in) and spec.axes[-1] == convolution.output
+            if writes_output and spec.axes[0] in ("patch", "taps"):
                 return convolution.side**2
         return 1 if spec.role is Role.HIDDEN else super().applications(spec)
 
     def _stem(self) -> dict[str, ParamSpec]:
-        """Parameters of the stem: the first convolution reads pixels, every other reads what grows with the width."""
+        """Return the parameters of the stem: convolutions first, then norms."""
         specs: dict[str, ParamSpec] = {}
+        # The first convolution reads pixels, whose number stays finite. Later ones read channels,
+        # whose number grows with the width.
         first, *later = self.convolutions
         specs[f"stem.{first.name}"] = ParamSpec(
             role=Role.PATCH_EMBEDDING, axes=("patch", first.output), fan_in=("patch",)
         )
-        before = first.output
+        input_axis = first.output
         for convolution in later:
-            axes = ("taps", before, convolution.output)
+            axes = ("taps", input_axis, convolution.output)
             specs[f"stem.{convolution.name}"] = ParamSpec(
                 role=Role.HIDDEN, axes=axes, fan_in=axes[:2]
             )
-            before = convolution.output
+            input_axis = convolution.output
         for convolution in self.convolutions:
             norm = f"stem.{convolution.name}_norm"
             if self.norm_gain:
@@ -178,60 +199,71 @@ class ViTConfig(ImageModel, TransformerConfig):
         return specs
 
     def parameters(self) -> dict[str, ParamSpec]:
-        patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
-        read = ("embed", "pooled") if self.pool == "cls-mean" else ("embed",)
-        before = ParamSpec(role=Role.HIDDEN, axes=(*read, "representation"), fan_in=read)
-        read = ("representation",) if self.pre_logits else read
-        readout = ParamSpec(role=Role.READOUT, axes=(*read, "classes"), fan_in=read)
-        cls = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
-        read_in = self._stem() if self.convolutions else {"patch": patch}
-        if self.bias and not self.convolutions:
-            read_in["patch_bias"] = patch.bias
-        specs = {
-            **read_in,
-            **({"cls": cls} if self.pool != "mean" else {}),
-            **(
-                {}
-                if self.sincos
-                else {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}
-            ),
-            **self.stack(),
-            **({"pre_logits": before} if self.pre_logits else {}),
-            **({"pre_logits_bias": before.bias} if self.pre_logits and self.bias else {}),
-            "readout": readout,
-            **({"readout_bias": readout.bias} if self.bias else {}),
-        }
-        return (
-            specs
-            if self.distribution == "normal"
-            else {name: _as_flax(spec) for name, spec in specs.items()}
-        )
+        specs = self._read_in()
+        if self.pool != "mean":
+            specs["cls"] = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
+        if not self.sincos:
+            specs["position"] = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
+        specs.update(self.stack())
+        specs.update(self._head())
+        if self.distribution == "flax":
+            return {name: _as_flax(spec) for name, spec in specs.items()}
+        return specs
 
-    def splitting_hint(self, ways: int) -> tuple[str, str]:
-        patches, instead = super().splitting_hint(ways)
-        tokens = [
-            *["the CLS token"] * (self.pool != "mean"),
-            *([f"{self.registers} registers"] if self.registers else []),
-        ]
+    def _read_in(self) -> dict[str, ParamSpec]:
+        """Return the parameters that turn pixels into patch embeddings."""
+        if self.convolutions:
+            return self._stem()
+        patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
+        return {"patch": patch, "patch_bias": patch.bias} if self.bias else {"patch": patch}
+
+    def _head(self) -> dict[str, ParamSpec]:
+        """Return the parameters between the pooled features and the logits."""
+        specs: dict[str, ParamSpec] = {}
+        features = ("embed", "pooled") if self.pool == "cls-mean" else ("embed",)
+        if self.pre_logits:
+            pre_logits = ParamSpec(
+                role=Role.HIDDEN, axes=(*features, "representation"), fan_in=features
+            )
+            specs["pre_logits"] = pre_logits
+            if self.bias:
+                specs["pre_logits_bias"] = pre_logits.bias
+            features = ("representation",)
+        readout = ParamSpec(role=Role.READOUT, axes=(*features, "classes"), fan_in=features)
+        specs["readout"] = readout
+        if self.bias:
+            specs["readout_bias"] = readout.bias
+        return specs
+
+    def splitting_hint(self, num_shards: int) -> tuple[str, str]:
+        patches, flags = super().splitting_hint(num_shards)
+        tokens = []
+        if self.pool != "mean":
+            tokens.append("the CLS token")
+        if self.registers:
+            tokens.append(f"{self.registers} registers")
         if not tokens:
-            return patches, instead
-        plain = (
-            "--model.pool mean"
-            if self.registers is None
-            else "--model.pool mean --model.registers none"
-        )
-        return patches.replace(
-            ")", f" and {' and '.join(tokens)})"
-        ), instead if self.num_patches % ways else plain
+            return patches, flags
+        positions = patches.replace(")", f" and {' and '.join(tokens)})")
+        if self.num_patches % num_shards == 0:
+            # The patches alone would split.
+            flags = "--model.pool mean"
+            if self.registers is not None:
+                flags += " --model.registers none"
+        return positions, flags
 
     def module(self, rngs: Any) -> Any:
+        # Imports JAX, which the config does without.
         from mupax.zoo.vit.model import ViT
 
         return ViT(self, rngs)
 
 
 def _as_flax(spec: ParamSpec) -> ParamSpec:
-    """The declaration with the distribution that Flax's initializers give its matrix; of a vector as it is."""
+    """Return the declaration with the distribution that Flax's initializers give its matrix.
+
+    Declarations of vectors and adapters stay as they are.
+    """
     if not spec.fan_in or spec.role in ADAPTERS:
         return spec
     return dataclasses.replace(spec, distribution="uniform" if spec.in_block else "truncated")

@@ -1,6 +1,8 @@
-"""Vision transformer (Dosovitskiy et al. 2021), pre-norm. B batch, P patches in rows of G, T positions, D width, C classes or channels.
+"""Vision transformer (Dosovitskiy et al. 2021), pre-norm.
 
-I numbers of a patch, S its side.
+Shapes: B batch, H height, W width and C channels of an image, G patches on a side, S pixels on a
+side of a patch, P patches, I numbers of a patch, T positions, D width of the model, K pixels of a
+kernel, O output channels.
 """
 
 from __future__ import annotations
@@ -22,58 +24,62 @@ if TYPE_CHECKING:
 
 
 class ViT(nnx.Module):
-    """Images [B, image_size, image_size, channels] to float32 logits [B, num_classes]."""
+    """Image classifier: images [B, H, W, C] to float32 logits [B, classes]."""
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)
+        # Patches are made by one matrix, or by the convolutions of a stem.
         self.patch = init.maybe("patch")
         self.patch_bias = init.maybe("patch_bias")
-        # Convolutions make the patches of some models, one matrix those of the others.
         self.stem = None if config.stem is None else Stem(config, init.scope("stem"))
-        self.cls, self.position = init.maybe("cls"), init.maybe("position")
+        self.cls = init.maybe("cls")
+        self.position = init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
-        self.pre_logits, self.pre_logits_bias = (
-            init.maybe("pre_logits"),
-            init.maybe("pre_logits_bias"),
-        )
-        self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
+        self.pre_logits = init.maybe("pre_logits")
+        self.pre_logits_bias = init.maybe("pre_logits_bias")
+        self.readout = init.param("readout")
+        self.readout_bias = init.maybe("readout_bias")
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
+        """Embed images with positions. Return the first residual stream, [B, T, D].
+
+        Positions are the CLS token, registers and patches, in this order.
+        """
         batch = len(images_BHWC)
         h_BTD = self._patches(images_BHWC)
         if self.config.registers is not None:
+            # Registers are zeros here. Their position embeddings are all they have.
             h_BTD = jnp.pad(h_BTD, ((0, 0), (self.config.registers, 0), (0, 0)))
         if self.cls is not None:
-            cls_B1D = jnp.broadcast_to(
-                self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1])
-            )
+            cls_D = self.cls[...].astype(h_BTD.dtype)
+            cls_B1D = jnp.broadcast_to(cls_D, (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
         if self.position is None:
-            from mupax.zoo.vit.sines import sines  # a table that few models have
+            # Few models have fixed positions.
+            from mupax.zoo.vit.sines import sines
 
             position_TD = jnp.asarray(sines(self.config))
         else:
             position_TD = self.position[...]
-        return self.layout.constrain(
-            h_BTD + position_TD.astype(h_BTD.dtype), ("batch", "sequence", None)
-        )
+        h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
+        return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
     def _patches(self, images_BHWC: jax.Array) -> jax.Array:
-        """Return what the stream has of every patch, [B, P, D]."""
+        """Return the embeddings of all patches without positions, [B, P, D]."""
         batch, size, _, channels = images_BHWC.shape
         if self.stem is not None:
             return self.stem(images_BHWC).reshape(batch, -1, self.config.width)
         assert self.patch is not None
-        grid = size // self.config.patch_size
         patch = self.config.patch_size
-        x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
-        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(
-            self.config.compute.dtype
-        )
+        grid = size // patch
+        x_BGSGSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels)
+        x_BGGSSC = x_BGSGSC.swapaxes(2, 3)
+        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels)
+        x_BPI = x_BPI.astype(self.config.compute.dtype)
         h_BPD = project(x_BPI, self.patch[...], layout=self.layout)
         return biased(h_BPD, self.patch_bias)
 
@@ -83,11 +89,12 @@ class ViT(nnx.Module):
     def readout_inputs(
         self, images_BHWC: jax.Array, scales: jax.Array | None = None
     ) -> ReadoutInputs:
-        """Return the features and the readout that logits are made of.
+        """Run the model up to its readout. Return the features and the readout matrix.
 
         Args:
-            images_BHWC: images.
-            scales: what every branch is taken times, float32 [B, layers, 2]; all of them once unless given.
+            images_BHWC: Images of the size and channels in the config.
+            scales: Factor on each branch's output for drop path, float32 [B, layers, 2]. 1 by
+                default.
         """
         h_BTD, routing = run_stack(
             self.block,
@@ -100,38 +107,42 @@ class ViT(nnx.Module):
         return self._readout_inputs(h_BTD, routing)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
+        """Apply the final norm, pooling and the readout. Return float32 logits [B, classes]."""
         return self._readout_inputs(h_BTD).logits(self.layout)
 
     def _readout_inputs(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
-        features_BD, weight = self._pooled(self.norm(h_BTD)), self.readout[...]
+        """Normalize and pool the residual stream, and return the features with the readout."""
+        features_BD = self._pooled(self.norm(h_BTD))
         if self.pre_logits is not None:
-            w = self.pre_logits[...]
-            y_BD = project(features_BD, w.reshape(-1, w.shape[-1]), layout=self.layout)
-            y_BD = biased(y_BD, self.pre_logits_bias)
-            features_BD = jnp.tanh(y_BD)
+            weight = self.pre_logits[...]
+            # Both vectors of "cls-mean" are one axis of the product.
+            weight_DD = weight.reshape(-1, weight.shape[-1])
+            y_BD = project(features_BD, weight_DD, layout=self.layout)
+            features_BD = jnp.tanh(biased(y_BD, self.pre_logits_bias))
         bias = None if self.readout_bias is None else self.readout_bias[...]
-        return ReadoutInputs(
-            features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing
-        )
+        readout = self.readout[...]
+        readout_DC = readout.reshape(-1, readout.shape[-1])
+        return ReadoutInputs(features_BD, readout_DC, bias=bias, routing=routing)
 
     def _pooled(self, h_BTD: jax.Array) -> jax.Array:
-        """What the classifier reads, [B, D], or [B, 2 D] of both vectors."""
-        first = self.config.leading
+        """Return the input of the classifier, [B, D], or [B, 2 D] for "cls-mean"."""
+        first_patch = self.config.leading
         if self.config.pool == "cls":
             return h_BTD[:, 0]
-        mean_BD = jnp.mean(h_BTD[:, first:] if first else h_BTD, axis=1)
+        patches_BPD = h_BTD[:, first_patch:] if first_patch else h_BTD
+        mean_BD = jnp.mean(patches_BPD, axis=1)
         if self.config.pool == "mean":
             return mean_BD
-        # Both vectors of a feature are neighbours: where devices split features, each has both.
+        # The two numbers of a feature are neighbors: devices that split features have both.
         vectors_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
         return vectors_BD2.reshape(len(vectors_BD2), -1)
 
 
-# Convolutions that make patches of an image (Xiao et al. 2021). H height, W width, C channels, K a kernel's pixels, O channels out.
-
-
 class Stem(nnx.Module):
-    """Convolutions with a norm over channels and a GELU after each; a padded border keeps sides multiples of the strides."""
+    """Convolutions that make patches (Xiao et al. 2021), each followed by a norm and a GELU.
+
+    Zero padding keeps the sides multiples of the strides. Norms are over channels.
+    """
 
     def __init__(self, config: ViTConfig, init: Init) -> None:
         self.config = config
@@ -140,11 +151,12 @@ class Stem(nnx.Module):
         self.third = init.maybe("third")
         self.first_norm = Norm(config.norm, init.scope("first_norm"), config.norm_eps, "gelu")
         self.second_norm = Norm(config.norm, init.scope("second_norm"), config.norm_eps, "gelu")
+        # Assigned once: NNX fixes at the first assignment that an attribute holds no arrays.
         third_norm = Norm(config.norm, init.scope("third_norm"), config.norm_eps, "gelu")
         self.third_norm = None if self.third is None else third_norm
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        """Return the patches, [B, H / patch_size, W / patch_size, width]."""
+        """Return the patches, [B, H / patch_size, W / patch_size, D]."""
         x_BHWC = images_BHWC.astype(self.config.compute.dtype)
         layers = (
             (self.first, self.first_norm),
@@ -159,18 +171,19 @@ class Stem(nnx.Module):
 
 
 def convolve(x_BHWC: jax.Array, weight: jax.Array, convolution: Convolution) -> jax.Array:
-    """Return the convolution, [B, H / stride, W / stride, channels that it writes].
+    """Convolve images with zero padding. Return [B, H / stride, W / stride, O].
 
     Args:
-        x_BHWC: sides are multiples of the stride.
-        weight: [K * C, channels], or [K, C, channels], with the kernel's rows first.
-        convolution: says kernel and stride.
+        x_BHWC: Images whose sides are multiples of the stride.
+        weight: Kernel [K * C, O] or [K, C, O]. Its K pixels are in row-major order.
+        convolution: Size and stride of the kernel, in pixels.
     """
-    kernel = convolution.kernel
-    weight_KKCO = weight.reshape(kernel, kernel, x_BHWC.shape[-1], weight.shape[-1]).astype(
-        x_BHWC.dtype
-    )
-    strides = (convolution.stride, convolution.stride)
+    side = convolution.kernel
+    weight_KKCO = weight.reshape(side, side, x_BHWC.shape[-1], weight.shape[-1])
     return jax.lax.conv_general_dilated(
-        x_BHWC, weight_KKCO, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x_BHWC,
+        weight_KKCO.astype(x_BHWC.dtype),
+        window_strides=(convolution.stride, convolution.stride),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
