@@ -33,6 +33,7 @@ from typing import (
 )
 
 import tyro
+import tyro._strings
 from tyro import conf
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -184,6 +185,7 @@ def parse_known(
         with (
             contextlib.redirect_stderr(message),
             contextlib.redirect_stdout(helptext),
+            _joined_docstrings(),
             _narrow(flag_help),
         ):
             result, rest = parsed(list(argv))
@@ -231,6 +233,34 @@ def _help_text(text: str, description: str) -> str:
     paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n")]
     paragraphs.append(PLUGIN_HELP)
     return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
+
+
+@contextlib.contextmanager
+def _joined_docstrings() -> Iterator[None]:
+    """Let tyro join the lines of a field's docstring.
+
+    tyro takes a line that is indented, or that begins with no letter, for a new paragraph. It has
+    no option for this.
+    """
+    before = tyro._strings.remove_single_line_breaks
+    tyro._strings.remove_single_line_breaks = _joined_lines
+    try:
+        yield
+    finally:
+        tyro._strings.remove_single_line_breaks = before
+
+
+def _joined_lines(text: str) -> str:
+    """Join the lines of each paragraph of a field's docstring, but for the items of a list."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        line = line.strip()
+        begins_anew = not line or line.startswith(("- ", "* "))
+        if begins_anew or not lines or not lines[-1]:
+            lines.append(line)
+        else:
+            lines[-1] = f"{lines[-1]} {line}"
+    return "\n".join(lines).rstrip()
 
 
 @contextlib.contextmanager

@@ -281,6 +281,18 @@ def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) ->
     )
 
 
+def test_help_joins_the_lines_of_a_docstring(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapped docstring has an indented second line, here one that begins with a digit."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["train", "lm-tiny", "--help", "model"]) == 0
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    (line,) = [line for line in lines if "which differs by" in line]
+    assert line.startswith("gelu: the tanh approximation")
+    assert "which differs by 1e-3." in line
+
+
 def test_help_without_boxes_has_the_flags_in_use_too(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
