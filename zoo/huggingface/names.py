@@ -16,7 +16,7 @@ from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import decoders
 from mupax.zoo.huggingface.architectures import GEMMA, Family
-from mupax.zoo.huggingface.decoders import LIKE
+from mupax.zoo.huggingface.decoders import LIKE_LLAMA
 from mupax.zoo.huggingface.tables import table
 from mupax.zoo.transformer import TransformerConfig
 
@@ -231,7 +231,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
             add(theirs, layout, *ours)
         else:
             add(f"{theirs}.weight", layout, *ours)
-            if family not in (*LIKE, *GEMMA) or f"{ours[0]}_bias" in specs:
+            if family not in (*LIKE_LLAMA, *GEMMA) or f"{ours[0]}_bias" in specs:
                 add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
     if not isinstance(model, ImageModel) and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")
