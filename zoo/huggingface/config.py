@@ -86,6 +86,7 @@ def to_huggingface(
         fields |= _no_token_ids("bos", "eos", "pad", "decoder_start", "forced_eos")
         return fields | dict(tokens or {})
 
+    # Null overrides the ids that `transformers` has by default for each family.
     fields |= _no_token_ids("bos", "eos", "pad")
     fields |= dict(tokens or {})
     if family == "gpt2":
@@ -105,6 +106,7 @@ def _stack_fields(model: TransformerConfig, family: Family) -> dict[str, Any]:
         if field is not None:
             fields[field] = getattr(model, name)
     fields |= dict.fromkeys(DROPOUTS[family], 0.0)
+    # The field that holds the MLP's size in other families.
     if family in DINO:
         fields["mlp_ratio"] = int(model.mlp_ratio)
     return fields
@@ -196,7 +198,7 @@ def _read(config: Fields, model_type: str) -> Published:
     """
     if model_type in ("t5", "mt5"):
         return encoder_decoder.read_t5(config, is_mt5=model_type == "mt5")
-    # Every other model_type is the name of its family.
+    # Every other model_type is the name of its family, and mT5 is written as a T5.
     family = cast("Family", model_type)
     if family == "gpt2":
         return _read_gpt2(config)
@@ -373,6 +375,7 @@ def _read_vit(config: Fields, family: Family) -> Published:
     default_activation = "gelu_pytorch_tanh" if family == "siglip" else "gelu"
     activation = config.choice("hidden_act", default_activation, ACTIVATIONS)
     image_size = config.side("image_size", 224)
+    # transformers has other defaults for DINOv2 with and without registers.
     patch_size = config.side("patch_size", 14 if family == "dinov2" else 16)
     channels = config.read("num_channels", 3)
     if isinstance(labels, dict) and labels:

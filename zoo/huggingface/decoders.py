@@ -58,6 +58,7 @@ def family_of(model: DecoderConfig) -> Family:
     is_layernorm_without_gate = model.norm == "layernorm" and not model.gated
     if model.parallel or model.rotary_fraction != 1 or is_layernorm_without_gate:
         return "gpt_neox"
+    # Only Gemma's code has soft caps, norms after branches, and layers that differ.
     has_softcap = model.attention_softcap or model.logit_softcap
     if model.post_norm or has_softcap or model.full_every or model.window_theta:
         return "gemma3_text" if model.qk_norm else "gemma2"
@@ -309,7 +310,7 @@ def _read_window(config: Fields, family: Family, depth: int) -> int | None:
         # Its code has the window in every layer.
         return window
 
-    # Qwen's code has no window in the first layers.
+    # Qwen's code has no window in the first `max_window_layers` layers.
     num_full = min(depth, config.fields.get("max_window_layers", 28)) if window else depth
     default_types = [FULL] * num_full + [SLIDING] * (depth - num_full)
     layer_types = config.fields.get("layer_types") or default_types

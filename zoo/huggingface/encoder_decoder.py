@@ -145,6 +145,7 @@ def read_mbart(config: Fields) -> Published:
         seq_len=config.read("max_position_embeddings", 1024),
         tied=config.read("tie_word_embeddings", True),
     )
+    # The code of a scaled MBart multiplies looked-up embeddings by width^1/2.
     scales_embeddings = config.read("scale_embedding", False)
     return Published(model, embedding_scale=math.sqrt(model.width) if scales_embeddings else 1.0)
 

@@ -166,6 +166,7 @@ class Tensor(NamedTuple):
         """Shape of the tensor in a file."""
         part = self.parts[0]
         if self.fused:
+            # Without inputs for a bias.
             *inputs, heads, _ = part.shape
             return (heads * sum(self.widths), *inputs)
         axes = part.axes[:2] if part.joined else part.axes
@@ -235,10 +236,13 @@ def _part(model: TransformerConfig, specs: Mapping[str, ParamSpec], name: str, l
         case "flat":
             return Part(name, shape, (math.prod(shape),), (0,))
         case "after_two_rows":
+            # MBart's code adds 2 to positions.
             return Part(name, shape, shape, (0, 1), skipped_rows=2)
         case "row":
+            # The bias of logits, which the files have as one row.
             return Part(name, (sizes["vocab"],), (1, sizes["vocab"]), (0, 1))
         case "pooled":
+            # A DINO's classifier reads the CLS token and the mean over patches side by side.
             return Part(name, shape, shape, (2, 1, 0), joined=True)
         case "rank3":
             return Part(name, shape, (1,) * (3 - len(shape)) + shape, (0, 1, 2))
@@ -252,7 +256,7 @@ def _part(model: TransformerConfig, specs: Mapping[str, ParamSpec], name: str, l
             assert isinstance(model, ImageModel)
             patch = model.patch_size
             return Part(name, shape, (patch, patch, model.channels, model.width), (3, 2, 0, 1))
-    # "same" and "fused"
+    # The layouts "same" and "fused".
     return Part(name, shape, shape, tuple(range(len(shape))))
 
 

@@ -163,6 +163,7 @@ layers.{i}.mlp.dense_h_to_4h linear block.mlp.up
 layers.{i}.mlp.dense_4h_to_h linear block.mlp.down
 final_layer_norm norm norm
 """
+# The stacks of an encoder-decoder differ in their names only. `table` fills in the placeholders.
 _MBART_STACK = """
 {stack}.embed_positions.weight after_two_rows {prefix}position
 {stack}.layernorm_embedding norm {prefix}embedding_norm
@@ -184,6 +185,7 @@ decoder.layers.{i}.encoder_attn.out_proj linear block.cross.out
 decoder.layers.{i}.encoder_attn_layer_norm norm block.cross_norm
 final_logits_bias row readout_bias
 """
+# The first block of a stack holds the table of relative positions for all its blocks.
 _T5_STACK = """
 {stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight same {prefix}relative_bias
 {stack}.block.{i}.layer.0.SelfAttention.q.weight linear {prefix}block.attention.query
@@ -196,6 +198,7 @@ _T5_STACK = """
 {stack}.block.{i}.layer.{mlp_layer}.layer_norm.weight flat {prefix}block.mlp_norm.gain
 {stack}.final_layer_norm.weight flat {prefix}norm.gain
 """
+# T5 v1.1 has a gate. The matrix into the MLP is then wi_1 instead of wi.
 _T5_GATE = (
     "{stack}.block.{i}.layer.{mlp_layer}.DenseReluDense.wi_0.weight linear {prefix}block.mlp.gate\n"
 )
