@@ -67,9 +67,9 @@ def to_huggingface(
         ConfigError: The family's code cannot compute this model. The text has every reason.
     """
     family = family_of(model)
-    found = _reasons(model)
-    if found:
-        raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(found)}")
+    problems = _reasons(model)
+    if problems:
+        raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(problems)}")
     fields: dict[str, Any] = {
         "model_type": family,
         "architectures": [ARCHITECTURES[family]],
@@ -184,9 +184,9 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
             f"config.json: model_type is {shown(model_type)}; only {', '.join(_READABLE)} are read"
         )
     published = _read(Fields(fields), model_type)
-    found = _reasons(published.model)
-    if found:
-        raise ConfigError(f"config.json: {'; '.join(found)}")
+    problems = _reasons(published.model)
+    if problems:
+        raise ConfigError(f"config.json: {'; '.join(problems)}")
     return published
 
 
@@ -217,58 +217,60 @@ def _read(config: Fields, model_type: str) -> Published:
 def _reasons(model: TransformerConfig) -> list[str]:
     """Return why the code of the model's family cannot compute the model; empty if it can."""
     family = family_of(model)
-    found = _common_reasons(model, family)
+    problems = _common_reasons(model, family)
     if isinstance(model, EncoderDecoderConfig):
-        return found + encoder_decoder.reasons(model)
+        return problems + encoder_decoder.reasons(model)
     if isinstance(model, DecoderConfig) and family in GEMMA:
-        return found + gemma.reasons(model, family)
+        return problems + gemma.reasons(model, family)
     if isinstance(model, DecoderConfig) and model.rotary_theta is not None:
-        return found + decoders.reasons(model, family)
+        return problems + decoders.reasons(model, family)
     if isinstance(model, ViTConfig):
-        found += _image_reasons(model, family)
-    return found + _gpt2_and_vit_reasons(model)
+        problems += _image_reasons(model, family)
+    return problems + _gpt2_and_vit_reasons(model)
 
 
 def _common_reasons(model: TransformerConfig, family: Family) -> list[str]:
     """Return the reasons of `_reasons` that can hold in any family."""
-    found = []
+    problems = []
     if model.centered:
-        found.append(
+        problems.append(
             "model.centered trains the difference of two networks, and a file holds one; "
             "train with --model.no-centered to export"
         )
     if model.qk_norm and family not in ("qwen3", "gemma3_text", "qwen3_moe"):
-        found.append(
+        problems.append(
             "model.qk_norm normalizes queries and keys, which it does not; train with "
             "--model.no-qk-norm --model.qk-norm-kind rmsnorm to export"
         )
     if model.experts is not None and family not in experts.FAMILIES:
-        found.append("model.experts routes tokens to MLPs of their own, which it does not")
+        problems.append("model.experts routes tokens to MLPs of their own, which it does not")
     if model.value_dim is not None:
-        found.append("model.value_dim makes values of another size than queries, which it does not")
+        problems.append(
+            "model.value_dim makes values of another size than queries, which it does not"
+        )
     if model.branch_activation != "none":
-        found.append(
+        problems.append(
             "model.branch_activation acts on what branches read, which it does not; train with "
             "--model.branch-activation none to export"
         )
     if not isinstance(model, ImageModel) and "readout_bias" in model.parameters():
-        found.append(
+        problems.append(
             "model.readout_bias adds to the logits, which it does not; "
             "train with --model.no-readout-bias to export"
         )
     if model.parallel_branches and family != "gpt_neox":
-        found.append("model.parallel has the MLP read what attention reads, which it does not")
+        problems.append("model.parallel has the MLP read what attention reads, which it does not")
     if model.post_norms and family not in GEMMA:
-        found.append("model.post_norm normalizes what branches write, which it does not")
+        problems.append("model.post_norm normalizes what branches write, which it does not")
     has_softcap = isinstance(model, DecoderConfig) and (
         model.attention_softcap is not None or model.logit_softcap is not None
     )
     if has_softcap and family not in GEMMA:
-        found.append(
+        problems.append(
             "a soft cap bounds logits, which it does not "
             "(model.attention_softcap, model.logit_softcap)"
         )
-    return found
+    return problems
 
 
 def _gpt2_and_vit_reasons(model: TransformerConfig) -> list[str]:
@@ -276,53 +278,55 @@ def _gpt2_and_vit_reasons(model: TransformerConfig) -> list[str]:
     width = model.width
     heads = model.num_heads
     size = model.heads_dim
-    found = []
+    problems = []
     if model.sight.window is not None:
-        found.append("model.window hides all but the last positions, which it does not")
+        problems.append("model.window hides all but the last positions, which it does not")
     if model.norm != "layernorm":
-        found.append("it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm")
+        problems.append("it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm")
     if model.gated:
-        found.append(f"its MLP has no gate, and model.activation is {model.activation}")
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
     if model.kv_heads != heads:
-        found.append(
+        problems.append(
             "it has no grouped queries, and model.num_kv_heads is "
             f"{model.kv_heads} of {heads} heads"
         )
     if heads * size != width:
-        found.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
-    return found
+        problems.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
+    return problems
 
 
 def _image_reasons(model: ViTConfig, family: Family) -> list[str]:
     """Return the reasons of `_reasons` that only ViTs can have."""
-    found = []
+    problems = []
     if model.sincos:
-        found.append(
+        problems.append(
             "model.sincos has positions that are not learned, and its are; "
             "`equivalent` writes them as learned ones"
         )
     if model.stem is not None:
-        found.append(
+        problems.append(
             "model.stem makes patches by convolutions, and it by one matrix; "
             "train with --model.stem none to export"
         )
     if model.pre_logits:
-        found.append(
+        problems.append(
             "model.pre_logits is a layer before the readout, which it does not have; "
             "train with --model.no-pre-logits to export"
         )
     if model.layer_scale is not None and family not in DINO:
-        found.append("model.layer_scale multiplies what branches write, which it does not")
+        problems.append("model.layer_scale multiplies what branches write, which it does not")
     if model.registers is not None and family == "siglip":
-        found.append("model.registers are tokens beside the patches, which it does not have")
+        problems.append("model.registers are tokens beside the patches, which it does not have")
     if model.registers != 1 and family == "deit":
-        found.append(
+        problems.append(
             f"it has one token beside the CLS token, and model.registers is {model.registers}"
         )
     ratio = model.mlp_dim / model.width
     if ratio != int(ratio) and family in DINO:
-        found.append(f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}")
-    return found
+        problems.append(
+            f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}"
+        )
+    return problems
 
 
 def _read_gpt2(config: Fields) -> Published:

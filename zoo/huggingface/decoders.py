@@ -79,54 +79,56 @@ def reasons(model: DecoderConfig, family: Family) -> list[str]:
     """
     if family == "gpt_neox":
         return _reasons_of_gpt_neox(model)
-    found = []
+    problems = []
     if model.norm != "rmsnorm" or model.activation != "swiglu":
-        found.append(
+        problems.append(
             "with rotary positions it needs rmsnorm and swiglu, "
             f"not {model.norm} and {model.activation}"
         )
     if family == "llama" and model.width % model.num_heads:
-        found.append(
+        problems.append(
             f"it needs model.width {model.width} to be a multiple of "
             f"model.num_heads {model.num_heads}"
         )
     if family != "llama" and model.bias:
-        found.append(
+        problems.append(
             "model.bias adds to every product, which only llama does, "
             "without a window and without model.qk_norm"
         )
     if model.qk_norm and model.qkv_bias:
-        found.append("model.qk_norm with model.qkv_bias is two families in one")
+        problems.append("model.qk_norm with model.qkv_bias is two families in one")
     if model.qk_norm_kind != "rmsnorm":
-        found.append(
+        problems.append(
             "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not"
         )
     if family == "mixtral" and model.qkv_bias:
-        found.append("model.qkv_bias adds to queries, keys and values, which it does not")
-    return found + experts.reasons(model, family)
+        problems.append("model.qkv_bias adds to queries, keys and values, which it does not")
+    return problems + experts.reasons(model, family)
 
 
 def _reasons_of_gpt_neox(model: DecoderConfig) -> list[str]:
     """Return why GPT-NeoX's code cannot compute a model; empty if it can."""
     width = model.width
     num_heads = model.num_heads
-    found = []
+    problems = []
     if model.norm != "layernorm":
-        found.append(f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}")
+        problems.append(
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}"
+        )
     if model.gated:
-        found.append(f"its MLP has no gate, and model.activation is {model.activation}")
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
     if model.kv_heads != num_heads:
-        found.append(
+        problems.append(
             "it has no grouped queries, and model.num_kv_heads is "
             f"{model.kv_heads} of {num_heads} heads"
         )
     if num_heads * model.heads_dim != width:
-        found.append(
+        problems.append(
             f"its heads fill the width, and {num_heads} heads of {model.heads_dim} are not {width}"
         )
     if model.window is not None:
-        found.append("model.window hides all but the last positions, which it does not")
-    return found
+        problems.append("model.window hides all but the last positions, which it does not")
+    return problems
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:

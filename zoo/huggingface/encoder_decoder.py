@@ -43,33 +43,33 @@ _EPS = 1e-5
 
 def reasons(model: EncoderDecoderConfig) -> list[str]:
     """Return why the code of `transformers` cannot compute a model; empty if it can."""
-    found = []
+    problems = []
     if model.kv_heads != model.num_heads:
-        found.append(
+        problems.append(
             "it has no grouped queries, and model.num_kv_heads is "
             f"{model.kv_heads} of {model.num_heads} heads"
         )
     if not model.shared:
-        found.append(
+        problems.append(
             "encoder and decoder read one table of embeddings; train with --model.shared to export"
         )
     if model.positions == "relative":
-        return found + _reasons_of_t5(model)
-    return found + _reasons_of_mbart(model)
+        return problems + _reasons_of_t5(model)
+    return problems + _reasons_of_mbart(model)
 
 
 def _reasons_of_t5(model: EncoderDecoderConfig) -> list[str]:
     """Return why T5's code cannot compute a model; empty if it can."""
-    found = []
+    problems = []
     if model.norm != "rmsnorm":
-        found.append(f"it has rmsnorm, and model.norm is {model.norm}")
+        problems.append(f"it has rmsnorm, and model.norm is {model.norm}")
     if model.bias or model.qkv_bias:
-        found.append("it has no biases; train with --model.no-bias to export")
+        problems.append("it has no biases; train with --model.no-bias to export")
     if model.embedding_norm:
-        found.append(
+        problems.append(
             "it has no norms after the embeddings; train with --model.no-embedding-norm to export"
         )
-    return found
+    return problems
 
 
 def _reasons_of_mbart(model: EncoderDecoderConfig) -> list[str]:
@@ -77,30 +77,32 @@ def _reasons_of_mbart(model: EncoderDecoderConfig) -> list[str]:
     width = model.width
     heads = model.num_heads
     size = model.heads_dim
-    found = []
+    problems = []
     if model.positions == "rotary":
-        found.append(
+        problems.append(
             "it has no rotary positions; train with --model.positions learned "
             "--model.norm layernorm, which is an MBart, or with --model.positions relative "
             "--model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export"
         )
     if model.norm != "layernorm":
-        found.append(f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}")
+        problems.append(
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}"
+        )
     if model.norm_eps != _EPS:
-        found.append(f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}")
+        problems.append(f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}")
     if model.gated:
-        found.append(f"its MLP has no gate, and model.activation is {model.activation}")
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
     if heads * size != width:
-        found.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
+        problems.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
     if not model.embedding_norm:
-        found.append(
+        problems.append(
             "it has norms after the embeddings; train with --model.embedding-norm to export"
         )
     if model.targets != model.seq_len:
-        found.append(
+        problems.append(
             f"it has as many positions in both stacks, not {model.seq_len} and {model.targets}"
         )
-    return found
+    return problems
 
 
 def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:

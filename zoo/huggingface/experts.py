@@ -25,24 +25,24 @@ def reasons(model: DecoderConfig, family: Family) -> list[str]:
     if model.experts is None:
         return []
     routing = model.routing
-    found = []
+    problems = []
     gates = ("softmax",) if family == "mixtral" else ("softmax", "softmax-all")
     if routing.gate not in gates:
-        found.append(
+        problems.append(
             f"its router is a softmax, and model.routing.gate is {routing.gate}; "
             f"write {' or '.join(gates)}"
         )
     if routing.capacity_factor is not None:
-        found.append("model.routing.capacity_factor drops tokens, which it does not")
+        problems.append("model.routing.capacity_factor drops tokens, which it does not")
     if routing.balance == "bias":
-        found.append(
+        problems.append(
             "model.routing.balance bias adds to scores where experts are chosen, which it does not"
         )
     if model.shared_experts is not None:
-        found.append(
+        problems.append(
             "model.shared_experts are experts that every token goes to, which it does not have"
         )
-    return found
+    return problems
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:

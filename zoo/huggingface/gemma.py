@@ -39,31 +39,31 @@ def reasons(model: DecoderConfig, family: Family) -> list[str]:
     Args:
         family: "gemma2" or "gemma3_text".
     """
-    found = []
+    problems = []
     if model.norm != "rmsnorm" or model.activation != "geglu":
-        found.append(f"it needs rmsnorm and geglu, not {model.norm} and {model.activation}")
+        problems.append(f"it needs rmsnorm and geglu, not {model.norm} and {model.activation}")
     if not model.post_norm:
-        found.append("it normalizes what branches write, and model.post_norm does not")
+        problems.append("it normalizes what branches write, and model.post_norm does not")
     if model.window_theta is not None and family == "gemma2":
-        found.append(
+        problems.append(
             "model.window_theta is of layers with a window alone, and it has one wavelength"
         )
     if model.attention_softcap is not None and family == "gemma3_text":
-        found.append("model.attention_softcap bounds attention logits, which it does not")
+        problems.append("model.attention_softcap bounds attention logits, which it does not")
     if model.qk_norm_kind != "rmsnorm":
-        found.append(
+        problems.append(
             "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not"
         )
     if model.bias:
-        found.append("model.bias adds to every product, which it does not")
+        problems.append("model.bias adds to every product, which it does not")
     if model.qkv_bias:
-        found.append("model.qkv_bias adds to queries, keys and values, which it does not")
+        problems.append("model.qkv_bias adds to queries, keys and values, which it does not")
     if model.width % model.num_heads:
-        found.append(
+        problems.append(
             f"it needs model.width {model.width} to be a multiple of "
             f"model.num_heads {model.num_heads}"
         )
-    return found
+    return problems
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:

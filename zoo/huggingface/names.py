@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupax.presets.roles import ParamSpec
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
@@ -206,7 +205,7 @@ class Tensor(NamedTuple):
         return self.name.format(**dict(zip("ij", index, strict=False)))
 
 
-def _part(model: TransformerConfig, specs: Mapping[str, ParamSpec], name: str, layout: str) -> Part:
+def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout: str) -> Part:
     """Return a parameter of ours in a layout of `tables`, without scale and shift.
 
     Args:
@@ -282,7 +281,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
     """Return every tensor of a model's file. Names are without the prefix."""
     family = family_of(model)
     specs = model.parameters()
-    found = []
+    file_tensors = []
 
     def add(name: str, layout: str, *params: str) -> None:
         # Gemma's code takes gains as 1 + w.
@@ -291,7 +290,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
         for param in params:
             part = _part(model, specs, param, layout)
             parts.append(part._replace(scale=_scale(model, family, param), shift=shift))
-        found.append(Tensor(name, tuple(parts), fused=layout == "fused"))
+        file_tensors.append(Tensor(name, tuple(parts), fused=layout == "fused"))
 
     for line in table(model, family).splitlines():
         if not line:
@@ -310,4 +309,4 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
                 add(f"{name}.bias", "flat", bias)
     if not isinstance(model, ImageModel) and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")
-    return found
+    return file_tensors
