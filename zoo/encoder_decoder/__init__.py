@@ -1,1 +1,1 @@
-"""Encoder-decoders: BART (pre-norm), R2C2, T5. `config` has the family as data, `model` its module."""
+"""Encoder-decoders: BART (pre-norm), R2C2 and T5. `config` has their sizes, `model` the module."""

@@ -1,13 +1,15 @@
-"""Encoder-decoders as data: sizes, parameters, factors, FLOPs, and the named ones. Imports no JAX.
+"""Configs of encoder-decoders: sizes, parameters, factors, FLOPs and the named models.
 
-The decoder's stack is the model's own, with a third branch in every block, `cross`: attention to what the encoder wrote. All of
-the encoder has `encoder.` before its name. Layouts: BART-large and R2C2 as Dinan, Yaida and Zhang trained them (2304.02034,
-section II.2), T5 (1910.10683), T5 v1.1 (flan-t5).
+This file imports no JAX. The decoder is the stack of `TransformerConfig` with a third branch in
+every block, `cross`, which attends to the encoder output. Names of the encoder's parameters begin
+with `encoder.`. Layouts: BART-large and R2C2 as Dinan, Yaida and Zhang trained them (2304.02034,
+section II.2), T5 (1910.10683) and T5 v1.1 (flan-t5).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from mupax.config_fields import Affects
@@ -21,34 +23,40 @@ _RELATIVE = {"model.positions": "relative"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(TokenModel, TransformerConfig):
-    """Tokens [B, S] for the encoder and [B, T] for the decoder to logits [B, T, vocab]. Pre-norm; `depth` is the decoder's."""
+    """Config of a pre-norm encoder-decoder. `depth` counts the blocks of the decoder.
+
+    The model takes tokens [B, S] for the encoder and [B, T] for the decoder to logits
+    [B, T, vocab].
+    """
 
     family: ClassVar[str] = "encoder-decoder"
     causal: ClassVar[bool] = True
     denoises: ClassVar[bool] = True
 
     encoder_depth: Annotated[int | None, Affects("model", 3)] = None
-    """Blocks of the encoder; depth unless given."""
+    """Number of encoder blocks. By default as many as in the decoder."""
     target_len: Annotated[int | None, Affects("model", 12)] = None
-    """Longest output, decoder positions T; seq_len, which is the longest input S, unless given."""
+    """Longest output, in decoder positions T. By default seq_len, the longest input S."""
     positions: Annotated[Literal["learned", "rotary", "relative"], Affects("model", "rotary")] = (
         "learned"
     )
-    """relative: a bias of attention logits by distance, one table for all blocks of a stack (T5)."""
+    """relative adds a bias by distance to attention logits, from one table per stack (T5)."""
     rope_theta: Annotated[float, Affects("model", 100.0, given={"model.positions": "rotary"})] = (
         10_000.0
     )
     """Base wavelength of rotary positions."""
     distance_buckets: Annotated[int, Affects("model", 16, given=_RELATIVE)] = 32
-    """Rows of a relative table: half of an encoder's are for keys that follow; half of those are a distance each."""
+    """Buckets of distances in a table of relative positions. The encoder uses half of them in each
+    direction. Half of a direction's buckets hold one distance each."""
     longest_distance: Annotated[int, Affects("model", 17, given=_RELATIVE)] = 128
-    """Distance from which all relative positions share a row; the rows below it are logarithmic."""
+    """Distance from which all relative positions share a bucket. Shorter ones that have no bucket
+    of their own share buckets on a logarithmic scale."""
     shared: Annotated[bool, Affects("model", False)] = True
-    """One token embedding for encoder and decoder."""
+    """Use one token embedding for encoder and decoder."""
     tied: Annotated[bool, Affects("model", False)] = True
     """Read out with the decoder's token embedding."""
     embedding_norm: Annotated[bool, Affects("model", False)] = True
-    """Norms after both embeddings, as in BART."""
+    """Normalize the embeddings of encoder and decoder before their first blocks, as BART does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,159 +66,224 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
             )
         if self.experts is not None:
             raise ConfigError(
-                "model.experts is of ViTs and decoders; an encoder-decoder's blocks have an MLP, leave it out"
+                "model.experts is of ViTs and decoders; an encoder-decoder's blocks have an MLP, "
+                "leave it out"
             )
         if self.positions == "rotary" and self.heads_dim % 2:
             raise ConfigError(
-                f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
+                f"rotary positions need an even head dimension, not {self.heads_dim}; "
+                f"write head_dim {self.heads_dim + 1}"
             )
-        if self.positions == "relative" and (
-            self.distance_buckets < 4 or self.distance_buckets % 4
-        ):
-            near = max(1, round(self.distance_buckets / 4)) * 4
+        if self.positions == "relative":
+            self._check_distances()
+
+    def _check_distances(self) -> None:
+        """Refuse numbers of buckets that do not halve twice, and ranges without a shared bucket."""
+        count = self.distance_buckets
+        if count < 4 or count % 4:
+            near = max(1, round(count / 4)) * 4
             raise ConfigError(
-                f"model.distance_buckets is {self.distance_buckets}, no multiple of 4; write distance_buckets {near}"
+                f"model.distance_buckets is {count}, no multiple of 4; "
+                f"write distance_buckets {near}"
             )
-        if self.positions == "relative" and self.longest_distance <= self.distance_buckets // 2:
+        # The decoder has one direction: half of all buckets hold one distance each.
+        exact_count = count // 2
+        if self.longest_distance <= exact_count:
             raise ConfigError(
-                f"model.longest_distance {self.longest_distance} is no more than the distances of one row each; "
-                f"write longest_distance {4 * self.distance_buckets}"
+                f"model.longest_distance {self.longest_distance} is not above {exact_count}, the "
+                f"number of distances with a bucket each; write longest_distance {4 * count}"
             )
 
     @property
     def encoder_blocks(self) -> int:
+        """Number of encoder blocks."""
         return self.encoder_depth if self.encoder_depth is not None else self.depth
 
     @property
     def targets(self) -> int:
-        """Decoder positions T."""
+        """Number of decoder positions T."""
         return self.target_len if self.target_len is not None else self.seq_len
 
     @property
     def rotary_theta(self) -> float | None:
+        """Base wavelength of rotary positions, `None` for other positions."""
         return self.rope_theta if self.positions == "rotary" else None
 
     def base_sizes(self) -> dict[str, int]:
         return {**super().base_sizes(), "memory": self.width, "encoder_layers": self.encoder_blocks}
 
     def sizes(self) -> dict[str, int]:
-        distance = {"distance": self.distance_buckets} if self.positions == "relative" else {}
-        return {**super().sizes(), "position": self.targets, "source": self.seq_len, **distance}
+        sizes = {**super().sizes(), "position": self.targets, "source": self.seq_len}
+        if self.positions == "relative":
+            sizes["distance"] = self.distance_buckets
+        return sizes
 
     def example(self) -> dict[str, ArraySpec]:
-        inputs, targets = ArraySpec((self.seq_len,), "int32"), ArraySpec((self.targets,), "int32")
-        decoder = {
+        inputs = ArraySpec((self.seq_len,), "int32")
+        targets = ArraySpec((self.targets,), "int32")
+        return {
+            "inputs": inputs,
+            "input_mask": inputs,
             "decoder_inputs": targets,
             "targets": targets,
             "weights": targets._replace(dtype="float32"),
         }
-        return {"inputs": inputs, "input_mask": inputs, **decoder}
 
     @property
     def input_text(self) -> str:
         return f"{self.seq_len} to {self.targets} of {self.vocab_size} tokens"
 
     def parameters(self) -> dict[str, ParamSpec]:
-        specs = self.stack()
+        embeddings = {"token": MATRICES["token"]}
+        if self.positions == "learned":
+            embeddings["position"] = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
+
+        stack = self.stack()
         if self.embedding_norm:
-            specs |= {
-                f"embedding_{name}": spec
-                for name, spec in specs.items()
-                if name.startswith("norm.")
-            }
+            final_norm = {n: spec for n, spec in stack.items() if n.startswith("norm.")}
+            for name, spec in final_norm.items():
+                stack[f"embedding_{name}"] = spec
         if self.positions == "relative":
-            specs["relative_bias"] = ParamSpec(
+            stack["relative_bias"] = ParamSpec(
                 role=Role.RELATIVE_BIAS, axes=("distance", "heads"), in_block=True
             )
-        ends = {"token": MATRICES["token"]}
-        if self.positions == "learned":
-            ends["position"] = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
-        attention = {
-            name: spec for name, spec in specs.items() if name.startswith("block.attention")
-        }
-        if not self.qk_norm:
-            attention.pop(
-                "block.attention.key_bias", None
-            )  # no positions turn it: its gradient would be zero
-        cross = {
-            name.replace("attention", "cross", 1): of_cross(spec)
-            for name, spec in attention.items()
-        }
-        encoder = {f"encoder.{name}": of_encoder(spec) for name, spec in {**ends, **specs}.items()}
+
+        encoder = {}
+        for name, spec in {**embeddings, **stack}.items():
+            encoder[f"encoder.{name}"] = of_encoder(spec)
         if self.shared:
             del encoder["encoder.token"]
-        return {
-            **ends,
-            **encoder,
-            **specs,
-            **cross,
-            **({} if self.tied else {"readout": MATRICES["readout"]}),
-        }
+
+        readout = {} if self.tied else {"readout": MATRICES["readout"]}
+        return {**embeddings, **encoder, **stack, **self._cross_attention(stack), **readout}
+
+    def _cross_attention(self, stack: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+        """Return the parameters of cross-attention, made from those of self-attention.
+
+        Args:
+            stack: Parameters of the decoder's stack, by name.
+        """
+        cross = {}
+        for name, spec in stack.items():
+            if not name.startswith("block.attention"):
+                continue
+            # Without positions or norms of keys, softmax removes what a key bias adds to the
+            # logits: the gradient of a key bias would be zero.
+            if name == "block.attention.key_bias" and not self.qk_norm:
+                continue
+            cross[name.replace("attention", "cross", 1)] = of_cross(spec)
+        return cross
 
     def factors(self) -> dict[str, FactorSpec]:
-        tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
-        factor = FactorSpec(kind="readout", shape=(), value=self.width**-0.5, spec=tied)
-        encoder, own = ENCODER, super().factors()
-        factors = {
-            f"encoder.{name}": dataclasses.replace(
-                of, shape=(self.encoder_blocks, *of.shape[1:]), stack=encoder
-            )
-            for name, of in own.items()
-        }
-        for name, of in own.items():
-            branches = (len(CROSSED.branches),) if len(of.shape) > 1 else ()
-            factors[name] = dataclasses.replace(of, shape=(self.depth, *branches), stack=CROSSED)
+        own_factors = super().factors()
+        factors = {}
+        for name, factor in own_factors.items():
+            shape = (self.encoder_blocks, *factor.shape[1:])
+            factors[f"encoder.{name}"] = dataclasses.replace(factor, shape=shape, stack=ENCODER)
+
+        for name, factor in own_factors.items():
+            shape = (self.depth,)
+            # Factors with a second axis have one number per branch, and the decoder has three.
+            if len(factor.shape) > 1:
+                shape = (self.depth, len(CROSSED.branches))
+            factors[name] = dataclasses.replace(factor, shape=shape, stack=CROSSED)
         factors["block.cross.logit_scale"] = factors["block.attention.logit_scale"]
-        return {**factors, **({"tied_readout": factor} if self.tied else {})}
+
+        if self.tied:
+            tied = ParamSpec(
+                role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True
+            )
+            factors["tied_readout"] = FactorSpec(
+                kind="readout", shape=(), value=self.width**-0.5, spec=tied
+            )
+        return factors
 
     def applications(self, spec: ParamSpec) -> float:
-        """Per target: the encoder, and what reads its output, once per input."""
-        return self.seq_len / self.targets if spec.part == "encoder" or "memory" in spec.axes else 1
+        """Return how often a matrix is applied per target.
+
+        The encoder, and the matrices that read the encoder output, run once per input position.
+        """
+        if spec.part == "encoder" or "memory" in spec.axes:
+            return self.seq_len / self.targets
+        return 1
 
     def attention_flops(self) -> float:
-        """Per target: of the encoder's positions among themselves, of the decoder's, and of these with the encoder's."""
+        """Return the FLOPs per target of attention logits and of the sums over values.
+
+        Counted are attention within the encoder, causal attention within the decoder, and the
+        decoder's attention to the encoder output.
+        """
         encoder = self.encoder_blocks * self.seq_len * self.seq_len / self.targets
-        each = self.heads_dim + (self.value_dim or self.heads_dim)
-        return (
-            2 * self.num_heads * each * (encoder + self.depth * (self.targets / 2 + self.seq_len))
-        )
+        # A causal position sees half of the context on average.
+        decoder = self.depth * (self.targets / 2 + self.seq_len)
+        dims_per_pair = self.heads_dim + (self.value_dim or self.heads_dim)
+        return 2 * self.num_heads * dims_per_pair * (encoder + decoder)
 
     def module(self, rngs: Any) -> Any:
+        # Flax and JAX are loaded only when a model is built.
         from mupax.zoo.encoder_decoder.model import EncoderDecoder
 
         return EncoderDecoder(self, rngs)
 
 
 def _bart(width: int, depth: int, num_heads: int) -> EncoderDecoderConfig:
+    """Return a BART as Dinan, Yaida and Zhang trained it."""
     return EncoderDecoderConfig(
-        width=width, depth=depth, num_heads=num_heads, vocab_size=50265, seq_len=514, activation="gelu_exact",
-        bias=False, norm_gain=False,
-    )  # fmt: skip
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        vocab_size=50265,
+        seq_len=514,
+        activation="gelu_exact",
+        bias=False,
+        norm_gain=False,
+    )
 
 
 def _t5(
-    width: int, depth: int, num_heads: int, mlp: int, *, v1_1: bool = False
+    width: int, depth: int, num_heads: int, mlp_dim: int, *, v1_1: bool = False
 ) -> EncoderDecoderConfig:
+    """Return a T5. T5 v1.1 has a gated MLP and a readout of its own."""
     return EncoderDecoderConfig(
-        width=width, depth=depth, num_heads=num_heads, head_dim=64, vocab_size=32128, seq_len=512, target_len=114,
-        mlp_ratio=mlp / width, activation="geglu" if v1_1 else "relu", tied=not v1_1, positions="relative",
-        norm="rmsnorm", norm_eps=1e-6, bias=False, embedding_norm=False,
-    )  # fmt: skip
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        head_dim=64,
+        vocab_size=32128,
+        seq_len=512,
+        target_len=114,
+        mlp_ratio=mlp_dim / width,
+        activation="geglu" if v1_1 else "relu",
+        tied=not v1_1,
+        positions="relative",
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        bias=False,
+        embedding_norm=False,
+    )
 
 
 _TINY = EncoderDecoderConfig(
-    width=128, depth=2, num_heads=4, vocab_size=264, seq_len=64, positions="rotary", norm="rmsnorm",
-    activation="gelu", bias=False,
-)  # fmt: skip
+    width=128,
+    depth=2,
+    num_heads=4,
+    vocab_size=264,
+    seq_len=64,
+    positions="rotary",
+    norm="rmsnorm",
+    activation="gelu",
+    bias=False,
+)
 
 NAMED = {
-    # Bytes, infilled: the default run, and the small model its preset is relative to.
+    # ed-tiny is the model of the default run, which fills in spans of bytes. Its preset's base is
+    # ed-proxy.
     "ed-proxy": dataclasses.replace(_TINY, width=64, num_heads=2),
     "ed-tiny": _TINY,
-    # Dinan, Yaida and Zhang 2023, table I; all pre-norm, without biases and gains.
+    # Dinan, Yaida and Zhang 2023 (2304.02034), table I: pre-norm, without biases and gains.
     "bart-large": _bart(1024, 12, 16),
     "r2c2": _bart(2048, 22, 32),
-    # Raffel et al. 2019, and the layout of T5 v1.1 as flan-t5 has it (Chung et al. 2022).
+    # Raffel et al. 2019 (1910.10683), and flan-t5 (Chung et al. 2022) in the layout of T5 v1.1.
     "t5-small": _t5(512, 6, 8, 2048),
     "t5-base": _t5(768, 12, 12, 3072),
     "flan-t5-small": _t5(512, 8, 6, 1024, v1_1=True),

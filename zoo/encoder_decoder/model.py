@@ -1,7 +1,8 @@
-"""Encoder-decoder, pre-norm: relative positions, blocks, the model.
+"""Encoder-decoder module: pre-norm blocks, relative positions and the whole model.
 
-B batch, S encoder and T decoder positions (S keys and T queries of attention), D width, V vocabulary, H heads, K key heads (of a table of
-relative positions its buckets), N head dimension.
+Shape suffixes: B batch, S encoder and T decoder positions (in attention S keys and T queries),
+D width, V vocabulary, H heads, K key heads (of a table of relative positions its buckets), N head
+dimension, L decoder layers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from mupax.zoo.layers.cache import Cache
 
 
-# Relative positions of T5 (Raffel et al. 2019, 1910.10683, section 2.1): distances in buckets, each with a bias per head.
+# Relative positions of T5 (Raffel et al. 2019, 1910.10683, section 2.1): distances in buckets, each
+# with a bias per head.
 
 
 def buckets(
@@ -36,45 +38,48 @@ def buckets(
     bidirectional: bool,
     start: jax.Array | int = 0,
 ) -> jax.Array:
-    """The row of a table for every pair, int32 [T, S].
+    """Return the bucket of every pair of a query and a key, int32 [T, S].
 
-    Distances below half of a direction's rows have one each; further ones share rows on a logarithmic scale up to `longest`.
-
-    Args:
-        queries: T.
-        keys: S, from position 0.
-        count: rows, K.
-        longest: distance from which all share the last row.
-        bidirectional: whether keys after a query have rows of their own, half of them; else they are as at distance 0.
-        start: position of the first query.
-    """
-    after_TS = jnp.arange(keys)[None, :] - (start + jnp.arange(queries))[:, None]
-    first_TS = jnp.where(after_TS > 0, count // 2, 0) if bidirectional else jnp.zeros_like(after_TS)
-    rows = count // 2 if bidirectional else count
-    distance_TS = jnp.abs(after_TS) if bidirectional else jnp.maximum(-after_TS, 0)
-    exact = rows // 2
-    share_TS = jnp.log(jnp.maximum(distance_TS, exact).astype(jnp.float32) / exact) / math.log(
-        longest / exact
-    )
-    far_TS = jnp.minimum(exact + (share_TS * (rows - exact)).astype(jnp.int32), rows - 1)
-    return first_TS + jnp.where(distance_TS < exact, distance_TS, far_TS)
-
-
-def bias(table_KH: jax.Array, row_TS: jax.Array) -> jax.Array:
-    """What attention logits get added, float32 [H, T, S].
+    In each direction, distances below half of the direction's buckets have a bucket each. Longer
+    distances share buckets on a logarithmic scale up to `longest`.
 
     Args:
-        table_KH: a number per bucket and head.
-        row_TS: from `buckets`.
+        queries: Number of queries T. Their positions begin at `start`.
+        keys: Number of keys S. Their positions begin at 0.
+        count: Number of buckets K of both directions together.
+        longest: Distance from which all pairs share the last bucket of their direction.
+        bidirectional: Give half of the buckets to keys after the query. Otherwise such keys are in
+            the bucket of distance 0.
+        start: Position of the first query, by default 0.
     """
-    return jnp.moveaxis(table_KH.astype(jnp.float32)[row_TS], -1, 0)
+    key_1S = jnp.arange(keys)[None, :]
+    query_T1 = (start + jnp.arange(queries))[:, None]
+    after_TS = key_1S - query_T1
+    if bidirectional:
+        # The second half of the buckets is for keys after the query.
+        direction_count = count // 2
+        first_TS = jnp.where(after_TS > 0, count // 2, 0)
+        distance_TS = jnp.abs(after_TS)
+    else:
+        # Keys after the query share the bucket of distance 0. Causal attention hides them anyway.
+        direction_count = count
+        first_TS = jnp.zeros_like(after_TS)
+        distance_TS = jnp.maximum(-after_TS, 0)
+
+    exact_count = direction_count // 2
+    # Short distances are raised to `exact_count` first: log(0) would be -inf.
+    ratio_TS = jnp.maximum(distance_TS, exact_count).astype(jnp.float32) / exact_count
+    share_TS = jnp.log(ratio_TS) / math.log(longest / exact_count)
+    steps_TS = (share_TS * (direction_count - exact_count)).astype(jnp.int32)
+    far_TS = jnp.minimum(exact_count + steps_TS, direction_count - 1)
+    return first_TS + jnp.where(distance_TS < exact_count, distance_TS, far_TS)
 
 
-# Blocks: self-attention that hides padding or adds relative positions, and attention to the encoder.
+# Blocks: self-attention with padding masks and relative positions, and attention to the encoder.
 
 
 class SelfAttention(Attention):
-    """Attention within one sequence; the encoder's looks both ways."""
+    """Attention within one sequence, causal in the decoder and bidirectional in the encoder."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init, *, causal: bool) -> None:
         super().__init__(config, init)
@@ -83,29 +88,31 @@ class SelfAttention(Attention):
     def __call__(
         self, x_BTD: jax.Array, mask_BS: jax.Array | None, bias_HTS: jax.Array | None
     ) -> jax.Array:
-        """The branch [B, T, D].
+        """Return the output of the attention branch, [B, T, D].
 
         Args:
-            x_BTD: the stream after its norm.
-            mask_BS: bool, False at padding; None: all are seen.
-            bias_HTS: added to logits; None: nothing is.
+            x_BTD: Residual stream after the block's norm, [B, T, D].
+            mask_BS: Bool [B, S], False at padding. `None` attends to all positions.
+            bias_HTS: Bias of the attention logits. `None` adds nothing.
         """
-        return self._masked(*self.heads(x_BTD), mask_BS, bias_HTS)
+        q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
+        return self._masked(q_BTHN, k_BSKN, v_BSKN, mask_BS, bias_HTS)
 
     def cached(
         self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, bias_HTS: jax.Array | None
     ) -> tuple[jax.Array, Cache]:
-        """The branch of the T positions after those in the cache, and the cache with them.
+        """Return the attention branch [B, T, D] of T new positions, and the cache with them.
 
         Args:
-            x_BTD: the stream after its norm.
-            cache: of all layers.
-            layer: which of them this is.
-            bias_HTS: added to logits, of all positions the cache has room for.
+            x_BTD: Residual stream after the block's norm, at the positions after those in `cache`.
+            cache: Keys and values of self-attention in all layers.
+            layer: Index of this layer in the cache.
+            bias_HTS: Bias of the attention logits. S counts all positions the cache has room for.
         """
         q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, cache.length)
         cache = cache.put(layer, k_BTKN, v_BTKN)
-        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), bias_HTS)), cache
+        y_BTHN = cache.attend(layer, self._scaled(q_BTHN), bias_HTS)
+        return self._projected_out(y_BTHN), cache
 
     def _masked(
         self,
@@ -115,6 +122,7 @@ class SelfAttention(Attention):
         mask_BS: jax.Array | None,
         bias_HTS: jax.Array | None = None,
     ) -> jax.Array:
+        """Return the branch [B, T, D] from queries, keys and values."""
         y_BTHN = attend(
             self._scaled(q_BTHN),
             k_BSKN,
@@ -130,7 +138,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(SelfAttention):
-    """Attention of a decoder's positions to all that its encoder wrote; without positions of its own."""
+    """Attention of decoder positions to the whole encoder output, without position information."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init, causal=False)
@@ -138,80 +146,98 @@ class CrossAttention(SelfAttention):
     def __call__(
         self, x_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: jax.Array | None
     ) -> jax.Array:
-        """The branch [B, T, D].
+        """Return the output of the cross-attention branch, [B, T, D].
 
         Args:
-            x_BTD: the decoder's stream after its norm.
-            memory_BSD: the encoder's output.
-            mask_BS: bool, False at its padding.
+            x_BTD: Residual stream of the decoder after the block's norm.
+            memory_BSD: Encoder output after its final norm, [B, S, D].
+            mask_BS: Bool [B, S], False at padding of the encoder.
         """
-        return self.among(x_BTD, self.keys(memory_BSD), mask_BS)
+        keys_and_values = self.keys(memory_BSD)
+        return self.attend_to(x_BTD, keys_and_values, mask_BS)
 
-    def among(
-        self, x_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None
+    def attend_to(
+        self,
+        x_BTD: jax.Array,
+        keys_and_values: tuple[jax.Array, jax.Array],
+        mask_BS: jax.Array | None,
     ) -> jax.Array:
-        """The same where keys and values are there already.
+        """Return the output of the cross-attention branch [B, T, D] from given keys and values.
 
         Args:
-            x_BTD: the decoder's stream after its norm.
-            keys: from `keys`.
-            mask_BS: bool, False at padding.
+            x_BTD: Residual stream of the decoder after the block's norm.
+            keys_and_values: Two arrays [B, S, K, N], as `keys` returns them.
+            mask_BS: Bool [B, S], False at padding of the encoder.
         """
-        return self._masked(self.queries(x_BTD), *keys, mask_BS)
+        k_BSKN, v_BSKN = keys_and_values
+        return self._masked(self.queries(x_BTD), k_BSKN, v_BSKN, mask_BS)
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, H, N], without the logit scale."""
+        """Return the queries [B, T, H, N], not yet multiplied by the logit scale."""
         q_BTHN = project(x_BTD, self.query[...], kind=self.kind, layout=self.layout)
         q_BTHN = biased(q_BTHN, self.query_bias)
-        q_BTHN = q_BTHN if self.query_norm is None else self.query_norm(q_BTHN)
+        if self.query_norm is not None:
+            q_BTHN = self.query_norm(q_BTHN)
         return self.layout.constrain(q_BTHN, ("batch", "sequence", "heads", None))
 
     def keys(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of the encoder's output, [B, S, K, N]."""
-        k_BSKN, v_BSKN = (
-            project(memory_BSD, w[...], kind=self.kind, layout=self.layout)
-            for w in (self.key, self.value)
-        )
-        k_BSKN, v_BSKN = biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
-        return k_BSKN if self.key_norm is None else self.key_norm(k_BSKN), v_BSKN
+        """Return the keys and the values of the encoder output, each [B, S, K, N]."""
+        k_BSKN = project(memory_BSD, self.key[...], kind=self.kind, layout=self.layout)
+        v_BSKN = project(memory_BSD, self.value[...], kind=self.kind, layout=self.layout)
+        k_BSKN = biased(k_BSKN, self.key_bias)
+        v_BSKN = biased(v_BSKN, self.value_bias)
+        if self.key_norm is not None:
+            k_BSKN = self.key_norm(k_BSKN)
+        return k_BSKN, v_BSKN
 
 
 class EncoderBlock(nnx.Module):
-    """h <- skip*h + branch*attention(norm(h)), then the same with the MLP."""
+    """Encoder block: h <- skip*h + branch*attention(norm(h)), then likewise with the MLP."""
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
-        kind, eps, then = config.norm, config.norm_eps, config.branch_activation
-        self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, then)
+        kind = config.norm
+        eps = config.norm_eps
+        activation = config.branch_activation
+        self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, activation)
         self.attention = SelfAttention(config, init.scope("attention"), causal=False)
-        self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
+        self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, activation)
         self.mlp = MLP(config, init.scope("mlp"))
-        self.skip, self.branch = init.factor("skip"), init.factor("branch")
+        self.skip = init.factor("skip")
+        self.branch = init.factor("branch")
 
     def __call__(
         self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None
     ) -> jax.Array:
-        h_BSD = self.add_branch(
-            h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS)
-        )
-        h_BSD = self.add_branch(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
+        """Return the residual stream after the block, [B, S, D].
+
+        Args:
+            h_BSD: Residual stream before the block, [B, S, D].
+            mask_BS: Bool [B, S], False at padding.
+            bias_HSS: Bias of the attention logits. `None` adds nothing.
+        """
+        attention_BSD = self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS)
+        h_BSD = self.add_branch(h_BSD, 0, attention_BSD)
+        mlp_BSD = self.mlp(self.mlp_norm(h_BSD))
+        h_BSD = self.add_branch(h_BSD, 1, mlp_BSD)
         return self.layout.constrain(h_BSD, ("batch", "sequence", None))
 
     def add_branch(self, h_BTD: jax.Array, branch: int, y_BTD: jax.Array) -> jax.Array:
-        """Return the stream after a branch. Branch scales are applied here only.
+        """Return skip * h + branch * y, the residual stream after a branch.
+
+        Skip and branch factors are applied nowhere else.
 
         Args:
-            h_BTD: the stream before it.
-            branch: its number in the block.
-            y_BTD: what it made of the stream.
+            branch: Index of the branch in the block, from 0.
         """
-        skip, scale = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
+        skip = self.skip[...].astype(h_BTD.dtype)
+        scale = self.branch[...].astype(h_BTD.dtype)
         return skip[branch] * h_BTD + scale[branch] * y_BTD
 
 
 class DecoderBlock(EncoderBlock):
-    """The same with causal attention, and attention to the encoder's output before the MLP."""
+    """Decoder block: causal self-attention, attention to the encoder output, then the MLP."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init)
@@ -228,46 +254,56 @@ class DecoderBlock(EncoderBlock):
         mask_BS: jax.Array | None,
         bias_HTT: jax.Array | None,
     ) -> jax.Array:
-        """The stream after the block, [B, T, D].
+        """Return the residual stream after the block, [B, T, D].
 
         Args:
-            h_BTD: before it.
-            memory_BSD: the encoder's output.
-            mask_BS: bool, False at its padding.
-            bias_HTT: of the decoder's relative positions.
+            h_BTD: Residual stream before the block, [B, T, D].
+            memory_BSD: Encoder output after its final norm, [B, S, D].
+            mask_BS: Bool [B, S], False at padding of the encoder.
+            bias_HTT: Bias of the self-attention logits. `None` adds nothing.
         """
-        h_BTD = self.add_branch(
-            h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT)
-        )
-        return self._read_on(h_BTD, self.cross.keys(memory_BSD), mask_BS)
+        # No padding mask: attention is causal, and padding comes after the tokens.
+        attention_BTD = self.attention(self.attention_norm(h_BTD), None, bias_HTT)
+        h_BTD = self.add_branch(h_BTD, 0, attention_BTD)
+        keys_and_values = self.cross.keys(memory_BSD)
+        return self._add_cross_and_mlp(h_BTD, keys_and_values, mask_BS)
 
     def cached(
         self,
         h_BTD: jax.Array,
         cache: Cache,
         layer: jax.Array | int,
-        keys: tuple[jax.Array, jax.Array],
+        keys_and_values: tuple[jax.Array, jax.Array],
         mask_BS: jax.Array,
         bias_HTS: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
-        """The same for the T positions after those in the cache, and the cache with them.
+        """Return the residual stream after the block at T new positions, and the updated cache.
 
         Args:
-            h_BTD: the stream at the new positions.
-            cache: of the decoder's own positions, all layers.
-            layer: which of them this is.
-            keys: of the encoder's output, `CrossAttention.keys` of this layer.
-            mask_BS: bool, False at the encoder's padding.
-            bias_HTS: of the decoder's relative positions, all that the cache has room for.
+            h_BTD: Residual stream before the block, at the positions after those in `cache`.
+            cache: Keys and values of the decoder's self-attention in all layers.
+            layer: Index of this layer in the cache.
+            keys_and_values: Result of `CrossAttention.keys` in this layer, two arrays [B, S, K, N].
+            mask_BS: Bool [B, S], False at padding of the encoder.
+            bias_HTS: Bias of the self-attention logits. S counts all positions the cache has room
+                for.
         """
-        y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, bias_HTS)
-        return self._read_on(self.add_branch(h_BTD, 0, y_BTD), keys, mask_BS), cache
+        x_BTD = self.attention_norm(h_BTD)
+        attention_BTD, cache = self.attention.cached(x_BTD, cache, layer, bias_HTS)
+        h_BTD = self.add_branch(h_BTD, 0, attention_BTD)
+        return self._add_cross_and_mlp(h_BTD, keys_and_values, mask_BS), cache
 
-    def _read_on(
-        self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None
+    def _add_cross_and_mlp(
+        self,
+        h_BTD: jax.Array,
+        keys_and_values: tuple[jax.Array, jax.Array],
+        mask_BS: jax.Array | None,
     ) -> jax.Array:
-        h_BTD = self.add_branch(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, mask_BS))
-        h_BTD = self.add_branch(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
+        """Add the cross-attention branch, then the MLP branch."""
+        cross_BTD = self.cross.attend_to(self.cross_norm(h_BTD), keys_and_values, mask_BS)
+        h_BTD = self.add_branch(h_BTD, 1, cross_BTD)
+        mlp_BTD = self.mlp(self.mlp_norm(h_BTD))
+        h_BTD = self.add_branch(h_BTD, 2, mlp_BTD)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
 
@@ -275,30 +311,34 @@ class DecoderBlock(EncoderBlock):
 
 
 class EncoderOutput(NamedTuple):
-    """Output of the encoder, as the decoder reads it."""
+    """Encoder output in the form that cached decoding reads: keys and values of cross-attention."""
 
     keys: jax.Array
-    """[L, B, S, K, N], of cross-attention, by layer."""
+    """Keys, [L, B, S, K, N]."""
     values: jax.Array
-    """[L, B, S, K, N]."""
+    """Values, [L, B, S, K, N]."""
     mask: jax.Array
     """Bool [B, S], False at padding."""
 
     def repeated(self, times: int) -> EncoderOutput:
-        """Every input so many times, side by side."""
-        keys, values = (jnp.repeat(x, times, axis=1) for x in (self.keys, self.values))
+        """Return the output with every example repeated `times` times in adjacent rows."""
+        keys = jnp.repeat(self.keys, times, axis=1)
+        values = jnp.repeat(self.values, times, axis=1)
         return EncoderOutput(keys, values, jnp.repeat(self.mask, times, axis=0))
 
 
 class StackInputOutput(nnx.Module):
-    """Modules before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
+    """Modules around a stack of blocks: positions, the norm of the embeddings, the final norm."""
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: EncoderDecoderConfig, init: Init, *, bidirectional: bool) -> None:
-        self.config, self.bidirectional = config, bidirectional
-        self.position, self.relative_bias = init.maybe("position"), init.maybe("relative_bias")
-        kind, eps = config.norm, config.norm_eps
+        self.config = config
+        self.bidirectional = bidirectional
+        self.position = init.maybe("position")
+        self.relative_bias = init.maybe("relative_bias")
+        kind = config.norm
+        eps = config.norm_eps
         self.embedding_norm = (
             Norm(kind, init.scope("embedding_norm"), eps) if config.embedding_norm else None
         )
@@ -307,59 +347,67 @@ class StackInputOutput(nnx.Module):
     def first(
         self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None
     ) -> jax.Array:
-        """The residual stream's first layer, [B, T, D].
+        """Embed tokens. Return the residual stream before the first block, [B, T, D].
 
         Args:
-            table: of token embeddings.
-            tokens_BT: int32.
-            start: position of the first of them, int32 []; 0 unless given.
+            table: Token embeddings [V, D].
+            tokens_BT: Token ids, int32 [B, T].
+            start: Position of the first token, int32 []. The default is 0.
         """
         table_VD = table[...].astype(self.config.compute.dtype)
         h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
-            all_SD, length = self.position[...], tokens_BT.shape[1]
-            position_TD = (
-                all_SD[:length]
-                if start is None
-                else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
-            )
+            positions_SD = self.position[...]
+            length = tokens_BT.shape[1]
+            if start is None:
+                position_TD = positions_SD[:length]
+            else:
+                # `start` is traced in cached decoding, where an ordinary slice cannot use it.
+                position_TD = jax.lax.dynamic_slice_in_dim(positions_SD, start, length)
             h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
         if self.embedding_norm is not None:
             h_BTD = self.embedding_norm(h_BTD)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
     def bias(self, queries: int, keys: int, start: jax.Array | int = 0) -> jax.Array | None:
-        """What relative positions add to logits, [H, T, S]; None without them.
+        """Return the relative position bias of attention logits, float32 [H, T, S].
+
+        The result is `None` for a model without relative positions.
 
         Args:
-            queries: T.
-            keys: S.
-            start: position of the first query.
+            queries: Number of queries T. Their positions begin at `start`.
+            keys: Number of keys S. Their positions begin at 0.
+            start: Position of the first query, by default 0.
         """
         if self.relative_bias is None:
             return None
-        count, longest = self.config.distance_buckets, self.config.longest_distance
-        row_TS = buckets(
+        bucket_TS = buckets(
             queries,
             keys,
-            count=count,
-            longest=longest,
+            count=self.config.distance_buckets,
+            longest=self.config.longest_distance,
             bidirectional=self.bidirectional,
             start=start,
         )
-        return bias(self.relative_bias[...], row_TS)
+        # Logits are float32 whatever the type of activations, and so is their bias.
+        table_KH = self.relative_bias[...].astype(jnp.float32)
+        return jnp.moveaxis(table_KH[bucket_TS], -1, 0)
 
 
 class Encoder(StackInputOutput):
-    """Tokens to what the decoder attends to."""
+    """Encoder stack, whose output the decoder attends to."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init, bidirectional=True)
-        self.token, self.block = init.maybe("token"), EncoderBlock(config, init.scope("block"))
+        self.token = init.maybe("token")
+        self.block = EncoderBlock(config, init.scope("block"))
 
 
 class EncoderDecoder(StackInputOutput):
-    """Tokens [B, S] and [B, T] to float32 logits [B, T, V]; target t sees all inputs and decoder inputs 0..t."""
+    """Encoder-decoder from tokens [B, S] and [B, T] to float32 logits [B, T, V].
+
+    The logits at position t depend on all encoder inputs and on decoder inputs 0 to t.
+    """
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
         init = Init(config, rngs)
@@ -373,22 +421,25 @@ class EncoderDecoder(StackInputOutput):
     def __call__(
         self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
     ) -> jax.Array:
-        """Logits.
+        """Return logits, float32 [B, T, V].
 
         Args:
-            inputs: of the encoder, int32 [B, S].
-            input_mask: int32 [B, S], 0 at padding.
-            decoder_inputs: int32 [B, T], the targets shifted right.
+            inputs: Tokens of the encoder, int32 [B, S].
+            input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
+            decoder_inputs: Targets shifted right, int32 [B, T].
         """
-        return self.readout_inputs(inputs, input_mask, decoder_inputs).logits(self.layout)
+        readout_inputs = self.readout_inputs(inputs, input_mask, decoder_inputs)
+        return readout_inputs.logits(self.layout)
 
     def readout_inputs(
         self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
     ) -> ReadoutInputs:
-        """Return the features and the readout that logits are made of.
+        """Run the model up to its readout, so that the loss can form logits in chunks.
 
         Args:
-            inputs, input_mask, decoder_inputs: as of a call.
+            inputs: Tokens of the encoder, int32 [B, S].
+            input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
+            decoder_inputs: Targets shifted right, int32 [B, T].
         """
         h_BTD, context = self.begin(inputs, input_mask, decoder_inputs)
         h_BTD = residual_stack(
@@ -399,86 +450,113 @@ class EncoderDecoder(StackInputOutput):
     def begin(
         self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """The decoder's first layer, [B, T, D], and what each of its blocks takes beside the stream.
+        """Run the encoder and embed the decoder inputs.
 
         Args:
-            inputs, input_mask, decoder_inputs: as of a call.
+            inputs: Tokens of the encoder, int32 [B, S].
+            input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
+            decoder_inputs: Targets shifted right, int32 [B, T].
+
+        Returns:
+            The decoder's residual stream before its first block, [B, T, D], and the other arguments
+            of every decoder block: encoder output, mask and bias.
         """
         length = decoder_inputs.shape[1]
-        context = (self.encode(inputs, input_mask), input_mask > 0, self.bias(length, length))
+        memory_BSD = self.encode(inputs, input_mask)
+        context = (memory_BSD, input_mask > 0, self.bias(length, length))
         return self.embed(decoder_inputs), context
 
     def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
-        """The decoder's first layer, [B, T, D].
+        """Return the decoder's residual stream before its first block, [B, T, D].
 
         Args:
-            tokens_BT: int32.
-            start: position of the first of them, int32 []; 0 unless given.
+            tokens_BT: Tokens of the decoder, int32 [B, T].
+            start: Position of the first token, int32 []. The default is 0.
         """
         return self.first(self.token, tokens_BT, start)
 
     def encode(self, inputs: jax.Array, input_mask: jax.Array) -> jax.Array:
-        """What the decoder attends to, [B, S, D]: the encoder's last layer after its norm.
+        """Return the encoder output [B, S, D]: the residual stream after the final norm.
 
         Args:
-            inputs: int32 [B, S].
-            input_mask: int32 [B, S], 0 at padding.
+            inputs: Tokens of the encoder, int32 [B, S].
+            input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
         """
-        config, encoder, length = self.config, self.encoder, inputs.shape[1]
-        h_BSD = encoder.first(self.token if encoder.token is None else encoder.token, inputs)
-        context = (input_mask > 0, encoder.bias(length, length))
+        encoder = self.encoder
+        # An encoder without a table of its own shares the decoder's.
+        table = self.token if encoder.token is None else encoder.token
+        h_BSD = encoder.first(table, inputs)
+        mask_BS = input_mask > 0
+        length = inputs.shape[1]
+        bias_HSS = encoder.bias(length, length)
         h_BSD = residual_stack(
             encoder.block,
             h_BSD,
-            config.encoder_blocks,
-            config.compute,
-            *context,
+            self.config.encoder_blocks,
+            self.config.compute,
+            mask_BS,
+            bias_HSS,
             layout=self.layout,
         )
         return encoder.norm(h_BSD)
 
     def remember(self, inputs: jax.Array, input_mask: jax.Array) -> EncoderOutput:
-        """All that the decoder reads of an input, computed once.
+        """Run the encoder once and compute the keys and values that every decoder layer reads.
 
         Args:
-            inputs, input_mask: as of `encode`.
+            inputs: Tokens of the encoder, int32 [B, S].
+            input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
         """
-        memory_BSD, (graph, stacked) = self.encode(inputs, input_mask), nnx.split(self.block)
-        keys, values = jax.lax.map(
-            lambda state: nnx.merge(graph, state).cross.keys(memory_BSD), stacked
-        )
+        memory_BSD = self.encode(inputs, input_mask)
+        graph, stacked_state = nnx.split(self.block)
+
+        def layer_keys(state: Any) -> tuple[jax.Array, jax.Array]:
+            return nnx.merge(graph, state).cross.keys(memory_BSD)
+
+        keys, values = jax.lax.map(layer_keys, stacked_state)
         return EncoderOutput(keys, values, input_mask > 0)
 
     def cached(
         self, tokens_BT: jax.Array, cache: Cache, memory: EncoderOutput
     ) -> tuple[jax.Array, Cache]:
-        """The decoder's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
+        """Run the decoder on the tokens that follow those in the cache.
 
         Args:
-            tokens_BT: no more of them than the cache has room for.
-            cache: keys and values of what came before (`mupax.zoo.layers.cache.empty`).
-            memory: of the inputs, from `remember`.
+            tokens_BT: Next tokens, int32. T is at most the room that is left in the cache.
+            cache: Keys and values of earlier tokens (`mupax.zoo.layers.cache.empty` has none).
+            memory: Encoder output, from `remember`.
+
+        Returns:
+            The residual stream after the last block, [B, T, D], and the cache with the new tokens.
         """
-        (graph, stacked), depth = nnx.split(self.block), self.config.depth
+        graph, stacked_state = nnx.split(self.block)
         h_BTD = self.embed(tokens_BT, cache.length)
-        bias_HTS = self.bias(tokens_BT.shape[1], cache.keys.shape[3], cache.length)
+        length = tokens_BT.shape[1]
+        cache_size = cache.keys.shape[3]
+        bias_HTS = self.bias(length, cache_size, cache.length)
 
-        def layer(stream: tuple[jax.Array, Cache], of: tuple[Any, ...]) -> tuple[Any, None]:
-            (h_BTD, cache), (index, state, *keys) = stream, of
-            return nnx.merge(graph, state).cached(
-                h_BTD, cache, index, tuple(keys), memory.mask, bias_HTS
-            ), None
+        def run_layer(
+            carry: tuple[jax.Array, Cache], layer_inputs: tuple[Any, ...]
+        ) -> tuple[tuple[jax.Array, Cache], None]:
+            h_BTD, cache = carry
+            layer, state, keys, values = layer_inputs
+            block = nnx.merge(graph, state)
+            carry = block.cached(h_BTD, cache, layer, (keys, values), memory.mask, bias_HTS)
+            return carry, None
 
-        each = (jnp.arange(depth), stacked, memory.keys, memory.values)
-        h_BTD, cache = jax.lax.scan(layer, (h_BTD, cache), each)[0]
-        return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
+        # The scan also slices the cross-attention keys and values, which lie by layer.
+        layers = jnp.arange(self.config.depth)
+        stacked_inputs = (layers, stacked_state, memory.keys, memory.values)
+        (h_BTD, cache), _ = jax.lax.scan(run_layer, (h_BTD, cache), stacked_inputs)
+        return h_BTD, cache._replace(length=cache.length + length)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
-        """The decoder's last layer, [B, T, D], to float32 logits [B, T, V]."""
+        """Return logits, float32 [B, T, V], from the residual stream after the last block."""
         return self._readout_inputs(h_BTD).logits(self.layout)
 
     def _readout_inputs(self, h_BTD: jax.Array) -> ReadoutInputs:
+        features_BTD = self.norm(h_BTD)
         if self.readout is not None:
-            return ReadoutInputs(self.norm(h_BTD), self.readout[...])
+            return ReadoutInputs(features_BTD, self.readout[...])
         assert self.tied_readout is not None
-        return ReadoutInputs(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...])
+        return ReadoutInputs(features_BTD, self.token[...].T, scale=self.tied_readout[...])

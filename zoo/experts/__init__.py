@@ -1,1 +1,1 @@
-"""Layers of experts, of which a token goes to a few: the router, the products, the layer."""
+"""Layers of experts, a few of which read each token: the router, the exchanges, the products."""

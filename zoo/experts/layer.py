@@ -1,14 +1,16 @@
-"""A layer of experts: every token goes to the few that its router chooses, and their outputs are added up by its gates.
+"""Layer of experts: a router sends every token to a few experts, whose weighted outputs are summed.
 
-On a mesh, devices that split examples send each other what goes to the experts that they split too.
+On a mesh that splits experts, devices exchange the tokens that go to each other's experts.
 
-B batch, T positions, D width, E experts (of a product its groups), A that a token goes to, C tokens that an expert takes of an example,
-R rows, one per token and expert of its own, I inputs, O outputs, N blocks of rows, S slots of all experts. In `Slots` T counts the
-tokens of all examples.
+Shape suffixes: B batch, T positions, D width, E experts (in a product, groups of rows), A experts
+that a token goes to, C slots of an expert, R rows (one per token and chosen expert), I inputs, O
+outputs, N devices that split experts (in `_in_blocks`, blocks of rows), S slots of all experts. In
+`Slots`, T counts the tokens of all examples, and in `_sum_rows` K counts the rows of a sum.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +23,7 @@ from jax.experimental.layout import with_layout_constraint
 
 from mupax.zoo.collectives import all_gather
 from mupax.zoo.definition import Init
-from mupax.zoo.experts.routing import Choice, Routing, route, to_one
+from mupax.zoo.experts.routing import Choice, Routing, route, single_expert_routing
 from mupax.zoo.layers.linear import GATES, project
 from mupax.zoo.partition import LANES, ONE_DEVICE, Axes, Layout
 
@@ -29,24 +31,202 @@ if TYPE_CHECKING:
     from mupax.zoo.transformer import TransformerConfig
 
 Weights = dict[str, jax.Array]
-"""Of experts, by name; the first dimension counts them."""
+"""Weights of experts by name. The first dimension counts experts."""
 
-_OUT = ("experts", None, "expert_dim")
+_IN_AXES = ("experts", None, "expert_dim")
 AXES = {
-    "up": _OUT, "gate": _OUT, "down": ("experts", "expert_dim", None),
-    "up_bias": ("experts", "expert_dim"), "gate_bias": ("experts", "expert_dim"), "down_bias": ("experts", None),
-}  # fmt: skip
-"""How weights are split where products are taken; whole over the devices of fsdp."""
+    "up": _IN_AXES,
+    "gate": _IN_AXES,
+    "down": ("experts", "expert_dim", None),
+    "up_bias": ("experts", "expert_dim"),
+    "gate_bias": ("experts", "expert_dim"),
+    "down_bias": ("experts", None),
+}
+"""Logical axes of the weights as products take them, gathered over the devices of fsdp."""
 
 BLOCK = 64
 """Rows of one group that a CPU multiplies at once."""
-TILE, SIDE_BYTES = 512, 2048
-"""Rows, and bytes of inputs or outputs of a row, that a TPU's kernel multiplies at once."""
+TILE = 512
+"""Rows that a TPU kernel multiplies at once."""
+SIDE_BYTES = 2048
+"""Bytes of a row's inputs or outputs that a TPU kernel multiplies at once."""
 
 
-def over_examples(layout: Layout, examples: int) -> Layout:
-    """Return the layout, or `ONE_DEVICE` if its devices do not split so many examples, as when text is written."""
-    return ONE_DEVICE if examples % layout.num_shards("batch") else layout
+class Experts(nnx.Module):
+    """Layer of experts: the sum over a token's experts i of weight_i W_out_i act(W_in_i x).
+
+    The hidden layer of an expert has a gate if the model's activation has one.
+    """
+
+    layout: Layout = ONE_DEVICE
+
+    def __init__(self, config: TransformerConfig, init: Init) -> None:
+        self.config = config
+        self.router = init.param("router")
+        self.balance = init.maybe("balance")
+        self.up = init.param("up")
+        self.gate = init.maybe("gate")
+        self.down = init.param("down")
+        self.up_bias = init.maybe("up_bias")
+        self.gate_bias = init.maybe("gate_bias")
+        self.down_bias = init.maybe("down_bias")
+
+    def __call__(self, x_BTD: jax.Array, *, dropless: bool = False) -> tuple[jax.Array, Routing]:
+        """Return the output of the layer, [B, T, D], and the routing statistics.
+
+        Args:
+            x_BTD: Residual stream after the block's norm, [B, T, D].
+            dropless: Ignore the capacity of experts. Generation does, because it reads a text
+                token by token.
+        """
+        config = self.config
+        num_experts = self.router[...].shape[-1]
+        capacity = None
+        if not dropless:
+            capacity = config.routing.capacity(x_BTD.shape[1], num_experts, config.active)
+        if num_experts == 1 and config.routing.gate != "sigmoid" and capacity is None:
+            # A softmax of one score is 1 whatever x is, so that the router has no effect. This path
+            # computes the dense model bit for bit.
+            return self._single_expert(x_BTD), single_expert_routing()
+
+        bias_E = None if self.balance is None else self.balance[...]
+        choice, routing = route(
+            x_BTD,
+            self.router[...],
+            bias_E,
+            config.routing,
+            config.active,
+            capacity,
+            layout=self.layout,
+        )
+        if capacity is None:
+            y_BTD = self._dropless(x_BTD, choice)
+        else:
+            y_BTD = self._with_capacity(x_BTD, choice, capacity)
+        return self.layout.constrain(y_BTD, ("batch", "sequence", None)), routing
+
+    def _single_expert(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the output of the only expert."""
+
+        def multiply(x: jax.Array, w_1IO: jax.Array) -> jax.Array:
+            return project(x, w_1IO[0], layout=self.layout)
+
+        def add_bias(y: jax.Array, bias_1O: jax.Array) -> jax.Array:
+            return y + bias_1O[0]
+
+        weights = self._weights(x_BTD.dtype)
+        return self._expert(x_BTD, multiply, add_bias, weights, hidden_axes=())
+
+    def _dropless(self, x_BTD: jax.Array, choice: Choice) -> jax.Array:
+        """Return the weighted sum of the outputs of each token's experts. No token is dropped.
+
+        The rows of all tokens are sorted by expert and multiplied in groups.
+        """
+        layout = _layout_for_batch(self.layout, len(x_BTD))
+
+        def expert(x_RD: jax.Array, weights: Weights, sizes_E: jax.Array) -> jax.Array:
+            # On a mesh, `sizes_E` ends with the rows of other devices' experts. Their outputs get
+            # weight 0, and any bias will do.
+            last_expert = len(weights["up"]) - 1
+            expert_E = jnp.minimum(jnp.arange(len(sizes_E)), last_expert)
+            expert_R = jnp.repeat(expert_E, sizes_E, total_repeat_length=len(x_RD))
+
+            def multiply(x_RI: jax.Array, w_EIO: jax.Array) -> jax.Array:
+                return in_groups(x_RI, w_EIO, sizes_E, platform=layout.platform)
+
+            def add_bias(y_RO: jax.Array, bias_EO: jax.Array) -> jax.Array:
+                return y_RO + bias_EO[expert_R]
+
+            hidden_axes = layout.mesh_axes("expert_dim")
+            return self._expert(x_RD, multiply, add_bias, weights, hidden_axes=hidden_axes)
+
+        return by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype), layout=layout)
+
+    def _with_capacity(self, x_BTD: jax.Array, choice: Choice, capacity: int) -> jax.Array:
+        """Return the weighted sum of the outputs of each token's experts that have room for it.
+
+        Every expert has `capacity` slots for every example. The output is 0 for a token that finds
+        no room with any of its experts.
+        """
+        layout = _layout_for_batch(self.layout, len(x_BTD))
+
+        def multiply(x_NECI: jax.Array, w_EIO: jax.Array) -> jax.Array:
+            return jnp.einsum("neci,eio->neco", x_NECI, w_EIO)
+
+        def add_bias(y_NECO: jax.Array, bias_EO: jax.Array) -> jax.Array:
+            return y_NECO + bias_EO[:, None]
+
+        def expert(x_NECD: jax.Array, gates_NEC: jax.Array, weights: Weights) -> jax.Array:
+            # The gates multiply the hidden layer, before the last matrix. The gradient of the gates
+            # then needs neither a recomputed output nor another exchange.
+            return self._expert(
+                x_NECD,
+                multiply,
+                add_bias,
+                weights,
+                hidden_axes=layout.mesh_axes("expert_dim"),
+                gates=gates_NEC[..., None],
+            )
+
+        return by_slots(expert, x_BTD, choice, capacity, self._weights(x_BTD.dtype), layout=layout)
+
+    def _weights(self, dtype: Any) -> Weights:
+        """Return the weights that the experts have, by name, cast to the type of products."""
+        weights = {}
+        for name in AXES:
+            variable = getattr(self, name)
+            if variable is not None:
+                weights[name] = variable[...].astype(dtype)
+        return weights
+
+    def _expert(
+        self,
+        x: jax.Array,
+        multiply: Callable[[jax.Array, jax.Array], jax.Array],
+        add_bias: Callable[[jax.Array, jax.Array], jax.Array],
+        weights: Weights,
+        *,
+        hidden_axes: tuple[str, ...],
+        gates: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply experts to their tokens. Return the outputs in the shape of x.
+
+        Args:
+            x: Tokens, in any shape that `multiply` takes.
+            multiply: Function of tokens and a matrix per expert [E, I, O], which returns products.
+            add_bias: Function of products and a bias per expert [E, O], which returns their sum.
+            weights: Weights of the experts that x goes to, by name.
+            hidden_axes: Mesh axes that split the hidden layers. Outputs are summed over them.
+            gates: Factors on the outputs, which broadcast over x. `None` is 1.
+        """
+
+        def linear(x: jax.Array, name: str) -> jax.Array:
+            y = multiply(x, weights[name])
+            bias = weights.get(f"{name}_bias")
+            return y if bias is None else add_bias(y, bias)
+
+        activation = self.config.activation
+        h = linear(x, "up")
+        if "gate" in weights:
+            h = GATES[activation](linear(x, "gate")) * h
+        elif activation == "relu":
+            h = jax.nn.relu(h)
+        else:
+            h = jax.nn.gelu(h, approximate=activation != "gelu_exact")
+
+        if gates is not None:
+            h = h * gates
+        y = _sum_over_devices(multiply(h, weights["down"]), hidden_axes)
+        bias = weights.get("down_bias")
+        if bias is None:
+            return y
+        if gates is None:
+            return add_bias(y, bias)
+        # y has its gates already, from the hidden layer. The bias has not.
+        return y + add_bias(jnp.zeros_like(y), bias) * gates
+
+
+# Experts with a capacity: tokens go into slots.
 
 
 def by_slots(
@@ -58,65 +238,193 @@ def by_slots(
     *,
     layout: Layout,
 ) -> jax.Array:
-    """Return what experts make of their tokens, weighed and added up, [B, T, D].
-
-    Slots lie by the device that they go to, by its experts, then by this device's examples. So an all-to-all there and one back
-    leave every slot where it is in memory, and experts multiply what came as it lies: [N, E, C, D] of N devices, E experts of one,
-    C slots that an expert has of all examples of a device.
+    """Put tokens into slots of experts, apply the experts, and sum the outputs of every token.
 
     Args:
-        expert: of tokens in slots, what each counts, and as many experts' weights; what it returns lacks nothing, where devices split
-            the hidden layer either.
-        x_BTD: tokens.
-        choice: their experts, and places among those that these take of an example.
-        capacity: places of an example and expert.
-        weights: of all experts.
-        layout: from `over_examples`.
+        expert: Function of tokens in slots [N, E, C, D], their gates [N, E, C] and the weights of E
+            experts. It returns gated outputs [N, E, C, D], summed over the devices that split the
+            hidden layer.
+        x_BTD: Tokens, [B, T, D].
+        choice: Experts of the tokens, their gates and their slots within the example.
+        capacity: Number of slots that an expert has for each example.
+        weights: Weights of all experts, [E, ...] by name.
+        layout: Layout whose devices split B examples (`_layout_for_batch`).
+
+    Returns:
+        The sums, [B, T, D].
     """
 
-    def part(
+    def on_device(
         x_BTD: jax.Array,
         experts_BTA: jax.Array,
         slots_BTA: jax.Array,
         gates_BTA: jax.Array,
-        *parts: jax.Array,
-    ):
-        here, (batch, _, active) = dict(zip(weights, parts, strict=True)), experts_BTA.shape
-        shape = layout.num_shards("experts"), len(here["up"]), batch * capacity
-        example_B11 = jnp.arange(batch)[:, None, None]
-        place_BTA = (experts_BTA * batch + example_B11) * capacity + slots_BTA
-        place_BTA = jnp.where(slots_BTA < capacity, place_BTA, math.prod(shape))
-        slots = Slots.of(place_BTA.reshape(-1, active), math.prod(shape))
-        x_SD, gates_S = (
-            slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1])),
-            slots.weights(gates_BTA.reshape(-1, active)),
+        *device_arrays: jax.Array,
+    ) -> jax.Array:
+        device_weights = dict(zip(weights, device_arrays, strict=True))
+        batch_size, _, active = experts_BTA.shape
+        # Slots are ordered by the device that they go to, by that device's experts, then by this
+        # device's examples. An exchange and the exchange back then leave every slot where it is in
+        # memory, and experts multiply what they receive as it lies.
+        shape = (
+            layout.num_shards("experts"),
+            len(device_weights["up"]),
+            batch_size * capacity,
         )
-        names = layout.mesh_axes("experts")
-        x_NECD, gates_NEC = (
-            _exchanged(names, one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S)
-        )
-        y_NECD = _exchanged(names, expert(x_NECD, gates_NEC, here))
-        return slots.collected(y_NECD.reshape(math.prod(shape), -1)).reshape(x_BTD.shape)
+        num_slots = math.prod(shape)
+        example_B11 = jnp.arange(batch_size)[:, None, None]
+        place_BTA = (experts_BTA * batch_size + example_B11) * capacity + slots_BTA
+        place_BTA = jnp.where(slots_BTA < capacity, place_BTA, num_slots)
+        slots = Slots.from_places(place_BTA.reshape(-1, active), num_slots)
+
+        width = x_BTD.shape[-1]
+        x_SD = slots.filled(x_BTD.reshape(-1, width))
+        gates_S = slots.weights(gates_BTA.reshape(-1, active))
+        mesh_axes = layout.mesh_axes("experts")
+        x_NECD = _exchange(mesh_axes, x_SD.reshape(*shape, width))
+        gates_NEC = _exchange(mesh_axes, gates_S.reshape(shape))
+        y_NECD = _exchange(mesh_axes, expert(x_NECD, gates_NEC, device_weights))
+        y_SD = y_NECD.reshape(num_slots, -1)
+        return slots.collected(y_SD).reshape(x_BTD.shape)
 
     assert choice.slots_BTA is not None
-    tokens = x_BTD, choice.experts_BTA, choice.slots_BTA, choice.weights_BTA.astype(x_BTD.dtype)
-    return _local(layout, part, ("batch", None, None), *tokens, weights=weights)
+    gates_BTA = choice.weights_BTA.astype(x_BTD.dtype)
+    return _on_every_device(
+        layout,
+        on_device,
+        ("batch", None, None),
+        x_BTD,
+        choice.experts_BTA,
+        choice.slots_BTA,
+        gates_BTA,
+        weights=weights,
+    )
 
 
-def _exchanged(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Return [N, ...], what the N devices of the mesh axes have for this one, of what each has for all."""
-    return _sent(names, x) if names else x
+def _exchange(mesh_axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Send part n of x to device n along mesh axes. Return the parts that this device receives.
+
+    Args:
+        mesh_axes: Axes whose N devices exchange parts. Without any, x is returned.
+        x: Parts for all devices, [N, ...].
+    """
+    return _all_to_all(mesh_axes, x) if mesh_axes else x
 
 
-def _all_to_all(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Rows in memory in the order of the array's: where the compiler chooses, it turns all around on both sides of an exchange."""
-    rows = MemoryLayout(major_to_minor=tuple(range(x.ndim)))
-    x = jax.lax.all_to_all(with_layout_constraint(x, rows), names, 0, 0, tiled=True)
-    return with_layout_constraint(x, rows)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_to_all(mesh_axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    # Memory stays in the order of the dimensions. Where the compiler chooses an order, it
+    # transposes everything on both sides of an exchange.
+    in_order = MemoryLayout(major_to_minor=tuple(range(x.ndim)))
+    x = with_layout_constraint(x, in_order)
+    x = jax.lax.all_to_all(x, mesh_axes, 0, 0, tiled=True)
+    return with_layout_constraint(x, in_order)
 
 
-_sent = jax.custom_vjp(_all_to_all, nondiff_argnums=(0,))
-_sent.defvjp(lambda names, x: (_sent(names, x), None), lambda names, _, g: (_sent(names, g),))
+def _all_to_all_forward(mesh_axes: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, None]:
+    return _all_to_all(mesh_axes, x), None
+
+
+def _all_to_all_backward(
+    mesh_axes: tuple[str, ...], _residuals: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    return (_all_to_all(mesh_axes, gradient),)
+
+
+# An exchange is its own transpose. By this rule the gradient keeps the order of memory, too.
+_all_to_all.defvjp(_all_to_all_forward, _all_to_all_backward)
+
+
+class Slots(NamedTuple):
+    """Assignment of rows to slots, and its inverse, both int32.
+
+    Tokens go into slots and back by lookups only, in both passes: no gradient is scattered.
+    """
+
+    slots_TA: jax.Array
+    """Slot of every row. The number of slots S stands for a row without room."""
+    rows_S: jax.Array
+    """Row in every slot. The number of rows R stands for an empty slot."""
+
+    @staticmethod
+    def from_places(slots_TA: jax.Array, num_slots: int) -> Slots:
+        """Return the assignment that has every row in a given slot.
+
+        Args:
+            slots_TA: Slot of every row, `num_slots` for a row without room.
+            num_slots: Number of slots S of all experts, with those for other devices.
+        """
+        num_rows = slots_TA.size
+        empty_S = jnp.full(num_slots, num_rows, jnp.int32)
+        rows_S = empty_S.at[slots_TA.reshape(-1)].set(jnp.arange(num_rows), mode="drop")
+        return Slots(slots_TA, rows_S)
+
+    def filled(self, x_TD: jax.Array) -> jax.Array:
+        """Return the token in every slot, [S, D].
+
+        Empty slots hold the last token, and pass no gradient to it. Outputs must be multiplied by
+        `weights`, which are 0 for empty slots.
+        """
+        return _sum_rows(("clip", "fill"), x_TD, self._tokens(), self.slots_TA)
+
+    def weights(self, weights_TA: jax.Array) -> jax.Array:
+        """Return the weight of every slot, [S], which is 0 for empty slots."""
+        slots_R1 = self.slots_TA.reshape(-1, 1)
+        weights_R1 = weights_TA.reshape(-1, 1)
+        modes = ("fill", "fill")
+        weights_S1: Any = _sum_rows(modes, weights_R1, self.rows_S[:, None], slots_R1)
+        return weights_S1[:, 0]
+
+    def collected(self, y_SD: jax.Array) -> jax.Array:
+        """Return the sum of every token's slots, [T, D].
+
+        The gradient of an empty slot is that of the last token, and not 0.
+        """
+        return _sum_rows(("fill", "clip"), y_SD, self.slots_TA, self._tokens())
+
+    def _tokens(self) -> jax.Array:
+        """Return the token in every slot, int32 [S, 1]. Empty slots have the number of tokens."""
+        active = self.slots_TA.shape[1]
+        return (self.rows_S // active)[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_rows(
+    modes: tuple[str, str], x_ID: jax.Array, rows_OK: jax.Array, sums_IK: jax.Array
+) -> jax.Array:
+    """Return sums of K rows of x each, [O, D].
+
+    Args:
+        modes: Treatment of an index past the last row, here and in the gradient. "fill" adds
+            nothing, and for K = 1 takes a pass of its own over the result. "clip" adds the last
+            row.
+        x_ID: Rows to sum, [I, D].
+        rows_OK: Indices of the rows in each sum, [O, K].
+        sums_IK: Indices of the sums that each row is in. By these the gradient of x is a sum of
+            rows, too, rather than a scatter.
+    """
+    return jnp.sum(x_ID.at[rows_OK].get(mode=modes[0], fill_value=0), axis=1)
+
+
+def _sum_rows_forward(
+    modes: tuple[str, str], x_ID: jax.Array, rows_OK: jax.Array, sums_IK: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _sum_rows(modes, x_ID, rows_OK, sums_IK), (rows_OK, sums_IK)
+
+
+def _sum_rows_backward(
+    modes: tuple[str, str], indices: tuple[jax.Array, jax.Array], gradient_OD: jax.Array
+) -> tuple[jax.Array, None, None]:
+    rows_OK, sums_IK = indices
+    forward_mode, backward_mode = modes
+    gradient_ID: Any = _sum_rows((backward_mode, forward_mode), gradient_OD, sums_IK, rows_OK)
+    return gradient_ID, None, None
+
+
+_sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
+
+
+# Experts without a capacity: rows are sorted by expert.
 
 
 def by_rows(
@@ -127,352 +435,224 @@ def by_rows(
     *,
     layout: Layout,
 ) -> jax.Array:
-    """Return what all of its experts make of a token, weighed and added up, [B, T, D]; none is dropped.
+    """Sort the rows of tokens by expert, apply the experts, and sum the outputs of every token.
 
-    How many rows a device has for its experts is known on the way only, so along the mesh axis `experts` all tokens are gathered and
-    sums of outputs scattered: (n - 1) copies of a token for n devices, where an all-to-all would send A (n - 1) / n.
+    No token is dropped.
 
     Args:
-        expert: of rows in the order of experts, weights, and how many rows every expert has (`products.in_groups`).
-        x_BTD: tokens.
-        choice: their experts.
-        weights: of all experts.
-        layout: from `over_examples`.
+        expert: Function of rows in the order of experts [R, D], the weights of a device's experts,
+            and the number of rows of each (`sizes_E` of `in_groups`). It returns outputs [R, D].
+        x_BTD: Tokens, [B, T, D].
+        choice: Experts of the tokens and weights of their outputs.
+        weights: Weights of all experts, [E, ...] by name.
+        layout: Layout whose devices split B examples (`_layout_for_batch`).
+
+    Returns:
+        The sums, weighted by `choice.weights_BTA`, [B, T, D].
     """
 
-    def part(
-        x_BTD: jax.Array, experts_BTA: jax.Array, weights_BTA: jax.Array, *parts: jax.Array
+    def on_device(
+        x_BTD: jax.Array,
+        experts_BTA: jax.Array,
+        weights_BTA: jax.Array,
+        *device_arrays: jax.Array,
     ) -> jax.Array:
-        names, here = layout.mesh_axes("experts"), dict(zip(weights, parts, strict=True))
-        x_BTD, experts_BTA, weights_BTA = (
-            all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA)
-        )
-        first, experts = (jax.lax.axis_index(names) if names else 0), here["up"].shape[0]
-        of_R = (experts_BTA.reshape(-1) - first * experts) % (
-            experts * layout.num_shards("experts")
-        )  # its own first
-        order_R = jnp.argsort(of_R, stable=True)
-        rows_RD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_R // experts_BTA.shape[-1]]
-        own_R = of_R < experts
-        sizes_E = (
-            jnp.bincount(jnp.where(own_R, of_R, experts), length=experts + 1)
-            if names
-            else jnp.bincount(of_R, length=experts)
-        )
-        y_RD = expert(rows_RD, here, sizes_E)
-        y_BTAD = y_RD[jnp.argsort(order_R)].reshape(*experts_BTA.shape, -1)
-        weights_BTA = (
-            jnp.where(own_R.reshape(experts_BTA.shape), weights_BTA, 0) if names else weights_BTA
-        )
-        y_BTD = jnp.einsum("btad,bta->btd", y_BTAD, weights_BTA.astype(y_BTAD.dtype))
-        return (
-            jax.lax.psum_scatter(y_BTD, names, scatter_dimension=0, tiled=True) if names else y_BTD
-        )
+        mesh_axes = layout.mesh_axes("experts")
+        device_weights = dict(zip(weights, device_arrays, strict=True))
+        # How many rows go to a device's experts is known only at run time. All tokens are therefore
+        # gathered along the mesh axis and the sums of outputs scattered: (n - 1) copies of a token
+        # for n devices, where an all-to-all would send A (n - 1) / n.
+        x_BTD = all_gather(x_BTD, mesh_axes, 0)
+        experts_BTA = all_gather(experts_BTA, mesh_axes, 0)
+        weights_BTA = all_gather(weights_BTA, mesh_axes, 0)
 
-    axes = ("batch", "sequence", None)
-    return _local(
-        layout, part, axes, x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights
+        # Number experts from this device's first one, so that its own rows are sorted to the front.
+        num_own = device_weights["up"].shape[0]
+        num_experts = num_own * layout.num_shards("experts")
+        device = jax.lax.axis_index(mesh_axes) if mesh_axes else 0
+        expert_R = (experts_BTA.reshape(-1) - device * num_own) % num_experts
+        order_R = jnp.argsort(expert_R, stable=True)
+        active = experts_BTA.shape[-1]
+        rows_RD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_R // active]
+
+        is_own_R = expert_R < num_own
+        if mesh_axes:
+            # One more group at the end counts the rows of other devices' experts.
+            group_R = jnp.where(is_own_R, expert_R, num_own)
+            sizes_E = jnp.bincount(group_R, length=num_own + 1)
+        else:
+            sizes_E = jnp.bincount(expert_R, length=num_own)
+
+        y_RD = expert(rows_RD, device_weights, sizes_E)
+        y_BTAD = y_RD[jnp.argsort(order_R)].reshape(*experts_BTA.shape, -1)
+        if mesh_axes:
+            weights_BTA = jnp.where(is_own_R.reshape(experts_BTA.shape), weights_BTA, 0)
+        y_BTD = jnp.einsum("btad,bta->btd", y_BTAD, weights_BTA.astype(y_BTAD.dtype))
+        if not mesh_axes:
+            return y_BTD
+        return jax.lax.psum_scatter(y_BTD, mesh_axes, scatter_dimension=0, tiled=True)
+
+    return _on_every_device(
+        layout,
+        on_device,
+        ("batch", "sequence", None),
+        x_BTD,
+        choice.experts_BTA,
+        choice.weights_BTA,
+        weights=weights,
     )
 
 
-def _local(
-    layout: Layout, part: Callable[..., jax.Array], axes: Axes, *tokens: jax.Array, weights: Weights
+# Devices.
+
+
+def _layout_for_batch(layout: Layout, batch_size: int) -> Layout:
+    """Return the layout, or `ONE_DEVICE` if its devices do not divide the batch.
+
+    Batches that text generation reads need not be a multiple of the devices.
+    """
+    return ONE_DEVICE if batch_size % layout.num_shards("batch") else layout
+
+
+def _on_every_device(
+    layout: Layout,
+    on_device: Callable[..., jax.Array],
+    axes: Axes,
+    *tokens: jax.Array,
+    weights: Weights,
 ) -> jax.Array:
-    """Apply `part` to tokens and weights on every device.
+    """Call a function on every device with its part of the tokens and of the experts' weights.
 
     Args:
-        layout: how they lie on devices.
-        part: of this device's tokens and weights.
-        axes: of every array of tokens, and of the result.
-        tokens: arrays of them.
-        weights: of all experts.
+        layout: Layout of tokens and weights on the devices.
+        on_device: Function of a device's part of each array of `tokens`, then of each of `weights`.
+        axes: Logical axes of every array of tokens, and of the result.
+        tokens: Arrays that have an entry for every token.
+        weights: Weights of all experts, [E, ...] by name.
     """
-    inputs = (*[axes] * len(tokens), *(AXES[name] for name in weights))
-    return layout.local(part, inputs, axes)(*tokens, *weights.values())
+    input_axes = [axes] * len(tokens)
+    input_axes += [AXES[name] for name in weights]
+    on_devices = layout.local(on_device, tuple(input_axes), axes)
+    return on_devices(*tokens, *weights.values())
 
 
-def summed(y: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return the sum of y over devices along mesh axes, or y if there are none."""
-    return jax.lax.psum(y, names) if names else y
+def _sum_over_devices(y: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum of y over devices along mesh axes, or y if there are no axes."""
+    return jax.lax.psum(y, mesh_axes) if mesh_axes else y
 
 
-# Tokens on their way into experts' slots and back, by lookups alone: no gradient is scattered.
-
-
-class Slots(NamedTuple):
-    """Which slot a row is in, and which row a slot has, int32."""
-
-    of_TA: jax.Array
-    """S where there is no room."""
-    rows_S: jax.Array
-    """R where a slot is empty."""
-
-    @staticmethod
-    def of(place_TA: jax.Array, slots: int) -> Slots:
-        """From the slot of every row.
-
-        Args:
-            place_TA: slot of a row; `slots` where there is no room.
-            slots: S.
-        """
-        rows = place_TA.size
-        empty_S = jnp.full(slots, rows, jnp.int32)
-        return Slots(place_TA, empty_S.at[place_TA.reshape(-1)].set(jnp.arange(rows), mode="drop"))
-
-    def filled(self, x_TD: jax.Array) -> jax.Array:
-        """[S, D]: the token of every slot; of an empty one any token, which `weights` of 0 leave without effect and gradient."""
-        return _summed(("clip", "fill"), x_TD, self._tokens(), self.of_TA)
-
-    def weights(self, weights_TA: jax.Array) -> jax.Array:
-        """[S]: what the output of every slot counts, 0 in empty ones."""
-        of_R1, weights_R1 = self.of_TA.reshape(-1, 1), weights_TA.reshape(-1, 1)
-        return _summed(("fill", "fill"), weights_R1, self.rows_S[:, None], of_R1)[:, 0]
-
-    def collected(self, y_SD: jax.Array) -> jax.Array:
-        """[T, D]: the sum of a token's slots; the gradient of an empty one is that of any token."""
-        return _summed(("fill", "clip"), y_SD, self.of_TA, self._tokens())
-
-    def _tokens(self) -> jax.Array:
-        return (self.rows_S // self.of_TA.shape[1])[:, None]
-
-
-def _sums(modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.Array) -> jax.Array:
-    """[O, D]: sums of K rows of x each.
-
-    Args:
-        modes: what an index past the last row is of, here and for the gradient: of none (fill), which takes a pass of its own over a
-            result of one row each, or of the last row (clip).
-        x_ID: rows.
-        of_OK: those that a row of the result sums.
-        of_IK: rows of the result that a row of x is in, which has the gradient of x as the same kind of sum.
-    """
-    return jnp.sum(x_ID.at[of_OK].get(mode=modes[0], fill_value=0), axis=1)
-
-
-_summed = jax.custom_vjp(_sums, nondiff_argnums=(0,))
-
-
-def _forward(
-    modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _summed(modes, x_ID, of_OK, of_IK), (of_OK, of_IK)
-
-
-def _backward(modes: tuple[str, str], of: Any, g_OD: jax.Array) -> tuple[jax.Array, None, None]:
-    of_OK, of_IK = of
-    return _summed(modes[::-1], g_OD, of_IK, of_OK), None, None
-
-
-_summed.defvjp(_forward, _backward)
-
-
-class Experts(nnx.Module):
-    """sum over a token's experts of weight_i W_out_i act(W_in_i x), with the gate of an MLP where the model has one."""
-
-    layout: Layout = ONE_DEVICE
-
-    def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.config = config
-        self.router, self.balance = init.param("router"), init.maybe("balance")
-        self.up, self.gate, self.down = init.param("up"), init.maybe("gate"), init.param("down")
-        self.up_bias, self.gate_bias = init.maybe("up_bias"), init.maybe("gate_bias")
-        self.down_bias = init.maybe("down_bias")
-
-    def __call__(self, x_BTD: jax.Array, *, dropless: bool = False) -> tuple[jax.Array, Routing]:
-        """[B, T, D], and what the router did.
-
-        Args:
-            x_BTD: the stream after its norm.
-            dropless: whatever the capacity: of a text that is written token by token.
-        """
-        config, experts = self.config, self.router[...].shape[-1]
-        capacity = (
-            None if dropless else config.routing.capacity(x_BTD.shape[1], experts, config.active)
-        )
-        if experts == 1 and config.routing.gate != "sigmoid" and capacity is None:
-            # A softmax of one score is 1 whatever x is: the router reads nothing, and this is the dense model bitwise.
-            weights = self._weights(x_BTD.dtype)
-            y_BTD = self._expert(
-                x_BTD,
-                lambda x, w: project(x, w[0], layout=self.layout),
-                lambda y, b: y + b[0],
-                weights,
-                hidden=(),
-            )
-            return y_BTD, to_one()
-        bias_E = None if self.balance is None else self.balance[...]
-        choice, routing = route(
-            x_BTD,
-            self.router[...],
-            bias_E,
-            config.routing,
-            config.active,
-            capacity,
-            layout=self.layout,
-        )
-        y_BTD = (
-            self._dropless(x_BTD, choice)
-            if capacity is None
-            else self._within(x_BTD, choice, capacity)
-        )
-        return self.layout.constrain(y_BTD, ("batch", "sequence", None)), routing
-
-    def _dropless(self, x_BTD: jax.Array, choice: Choice) -> jax.Array:
-        """Return what its experts make of a token, weighed and added up, by products of rows in the order of experts."""
-        layout = over_examples(self.layout, len(x_BTD))
-
-        def expert(x_RD: jax.Array, weights: Weights, sizes_E: jax.Array) -> jax.Array:
-            last = len(weights["up"]) - 1
-            of_R = jnp.repeat(
-                jnp.minimum(jnp.arange(len(sizes_E)), last), sizes_E, total_repeat_length=len(x_RD)
-            )
-            return self._expert(
-                x_RD,
-                lambda x, w: in_groups(x, w, sizes_E, platform=layout.platform),
-                lambda y, b: y + b[of_R],
-                weights,
-                hidden=layout.mesh_axes("expert_dim"),
-            )
-
-        return by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype), layout=layout)
-
-    def _within(self, x_BTD: jax.Array, choice: Choice, capacity: int) -> jax.Array:
-        """Return the same of tokens in experts' slots, of which every expert has as many of every example; 0 where there is no room.
-
-        Gates weigh the hidden layer, before the last matrix: their gradient then asks for no output again, nor for its way back.
-        """
-        layout = over_examples(self.layout, len(x_BTD))
-
-        def expert(x_NECD: jax.Array, gates_NEC: jax.Array, weights: Weights) -> jax.Array:
-            def product(x: jax.Array, w: jax.Array) -> jax.Array:
-                return jnp.einsum("neci,eio->neco", x, w)
-
-            return self._expert(
-                x_NECD,
-                product,
-                lambda y, b: y + b[:, None],
-                weights,
-                hidden=layout.mesh_axes("expert_dim"),
-                gates=gates_NEC[..., None],
-            )
-
-        return by_slots(expert, x_BTD, choice, capacity, self._weights(x_BTD.dtype), layout=layout)
-
-    def _weights(self, dtype: Any) -> Weights:
-        """By name, in the type of products."""
-        variables = {name: getattr(self, name) for name in AXES}
-        return {name: w[...].astype(dtype) for name, w in variables.items() if w is not None}
-
-    def _expert(
-        self,
-        x: jax.Array,
-        product: Callable[[jax.Array, jax.Array], jax.Array],
-        plus: Callable[[jax.Array, jax.Array], jax.Array],
-        weights: Weights,
-        *,
-        hidden: tuple[str, ...],
-        gates: jax.Array | None = None,
-    ) -> jax.Array:
-        """Return the output of experts.
-
-        Args:
-            x: tokens, as `product` takes them.
-            product: of tokens and a matrix of every expert.
-            plus: adds a bias of every expert.
-            weights: of the experts, by name.
-            hidden: mesh axes that split their hidden layer, over whose devices outputs are summed.
-            gates: what the hidden layer is multiplied by.
-        """
-
-        def projected(x: jax.Array, name: str) -> jax.Array:
-            y, bias = product(x, weights[name]), weights.get(f"{name}_bias")
-            y = summed(y, hidden) if name == "down" else y
-            return y if bias is None else plus(y, bias)
-
-        h, kind = projected(x, "up"), self.config.activation
-        if "gate" in weights:
-            h = GATES[kind](projected(x, "gate")) * h
-        else:
-            h = (
-                jax.nn.relu(h)
-                if kind == "relu"
-                else jax.nn.gelu(h, approximate=kind != "gelu_exact")
-            )
-        if gates is None:
-            return projected(h, "down")
-        y, bias = summed(product(h * gates, weights["down"]), hidden), weights.get("down_bias")
-        return y if bias is None else y + plus(jnp.zeros_like(y), bias) * gates
-
-
-# Products of rows in groups with a matrix a group.
+# Products of rows in groups, with one matrix per group.
 
 
 def in_groups(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, platform: str) -> jax.Array:
     """Return the product of every row with its group's matrix, [R, O].
 
-    On TPU by megablox: of `jax.lax.ragged_dot` the compiler of libtpu 0.0.42 multiplies all rows with all groups for the gradient of
-    the matrices (of both gradients 18 times the FLOPs of one product, 16 groups, where megablox has 2). Elsewhere by `ragged_dot`, but
-    on CPU, where jax 0.10 does the same forward too (12 times as long as one product of as many rows, 8 groups of 512 rows): there
-    by blocks of rows of one group each, the last one of a group filled up with zeros.
-
     Args:
-        x_RI: rows, those of the first group first.
-        w_EIO: matrices.
-        sizes_E: int32, rows of every group, or [E + 1] with those of no group last, whose product is any finite number.
-        platform: that is compiled for.
+        x_RI: Rows sorted by group, [R, I].
+        w_EIO: Matrices of the groups, [E, I, O].
+        sizes_E: Number of rows of every group, [E]. With [E + 1], the last entry counts rows of no
+            group, whose products may be any finite number.
+        platform: Platform that the product is compiled for: "cpu", "gpu" or "tpu".
     """
     sizes_E = sizes_E.astype(jnp.int32)
     if platform == "tpu":
+        # For the gradient of the matrices, libtpu 0.0.42 compiles `ragged_dot` to a product of all
+        # rows with all groups. With 16 groups, both gradients take 18 times the FLOPs of one
+        # product, where megablox takes 2 times.
         return _megablox(x_RI, w_EIO, sizes_E)
+
     sizes_E = sizes_E[: w_EIO.shape[0]]
-    return (
-        _in_blocks(x_RI, w_EIO, sizes_E)
-        if platform == "cpu"
-        else jax.lax.ragged_dot(x_RI, w_EIO, sizes_E)
-    )
+    if platform == "cpu":
+        # On CPU, jax 0.10 compiles the forward pass of `ragged_dot` like that, too: with 8 groups
+        # of 512 rows it takes 12 times as long as one product of as many rows.
+        return _in_blocks(x_RI, w_EIO, sizes_E)
+    return jax.lax.ragged_dot(x_RI, w_EIO, sizes_E)
 
 
 def _megablox(
     x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
+    """Return the product of `in_groups` by JAX's TPU kernel.
+
+    Args:
+        x_RI: Rows sorted by group, [R, I].
+        w_EIO: Matrices of the groups, [E, I, O].
+        sizes_E: Number of rows of every group, int32 [E] or [E + 1].
+        interpret: Run the kernel without a TPU, for tests. The default is False.
+    """
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-    rows, itemsize = x_RI.shape[0], x_RI.dtype.itemsize
-    x_RI = jnp.pad(x_RI, ((0, -rows % LANES), (0, 0)))
-    if x_RI.shape[0] > rows:
-        last = jnp.zeros(len(sizes_E), jnp.int32).at[-1].set(x_RI.shape[0] - rows)
-        sizes_E = sizes_E + last
+    num_rows = x_RI.shape[0]
+    itemsize = x_RI.dtype.itemsize
+    # The kernel takes whole vectors of rows. Rows of padding go to the last group.
+    x_RI = jnp.pad(x_RI, ((0, -num_rows % LANES), (0, 0)))
+    padding = x_RI.shape[0] - num_rows
+    if padding > 0:
+        padding_E = jnp.zeros(len(sizes_E), jnp.int32).at[-1].set(padding)
+        sizes_E = sizes_E + padding_E
 
-    def tiles(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
-        return (
-            TILE if rows % TILE == 0 else LANES,
-            _side(inputs, itemsize),
-            _side(outputs, itemsize),
-        )
+    def tile_sizes(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+        row_tile = TILE if rows % TILE == 0 else LANES
+        return row_tile, _side_tile(inputs, itemsize), _side_tile(outputs, itemsize)
 
-    return gmm(x_RI, w_EIO, sizes_E, x_RI.dtype, tiles, None, None, False, interpret)[:rows]  # pyright: ignore[reportArgumentType]
+    product_RO = gmm(
+        x_RI,
+        w_EIO,
+        sizes_E,
+        x_RI.dtype,
+        tile_sizes,  # pyright: ignore[reportArgumentType]
+        # A function with a derivative by hand takes no keywords: group_offset, existing_out and
+        # transpose_rhs.
+        None,
+        None,
+        False,
+        interpret,
+    )
+    return product_RO[:num_rows]
 
 
-def _side(size: int, itemsize: int) -> int:
-    """Inputs or outputs at once: the largest part of them, in whole vectors, that is not too large; all with some to spare otherwise."""
-    most = SIDE_BYTES // itemsize
-    parts = (part for part in range(most, 0, -LANES) if size % part == 0)
-    return next(parts, min(most, -(-size // LANES) * LANES))
+def _side_tile(size: int, itemsize: int) -> int:
+    """Return the number of inputs or outputs that a TPU kernel multiplies at once.
+
+    The number is the largest multiple of `LANES` that divides `size` and fits `SIDE_BYTES`. If none
+    divides `size`, the last tile is only partly used.
+
+    Args:
+        size: Number of inputs or outputs of a row.
+        itemsize: Size of one number in bytes.
+    """
+    largest = SIDE_BYTES // itemsize
+    for tile in range(largest, 0, -LANES):
+        if size % tile == 0:
+            return tile
+    padded_size = -(-size // LANES) * LANES
+    return min(largest, padded_size)
 
 
 def _in_blocks(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    rows, groups = x_RI.shape[0], w_EIO.shape[0]
-    blocks = rows // BLOCK + groups  # as many as there can be
-    of_E = -(-sizes_E // BLOCK)
-    # Where a group begins among rows, and among blocks.
-    start_E, block_E = jnp.cumsum(sizes_E) - sizes_E, jnp.cumsum(of_E) - of_E
-    group_R = jnp.repeat(jnp.arange(groups), sizes_E, total_repeat_length=rows)
-    place_R = block_E[group_R] * BLOCK + jnp.arange(rows) - start_E[group_R]
-    filled = (
-        jnp.zeros((blocks * BLOCK, x_RI.shape[1]), x_RI.dtype)
-        .at[place_R]
-        .set(x_RI, unique_indices=True)
-    )
-    group_N = jnp.repeat(jnp.arange(groups), of_E, total_repeat_length=blocks)
-    y = jnp.einsum("nri,nio->nro", filled.reshape(blocks, BLOCK, -1), w_EIO[group_N])
-    return y.reshape(blocks * BLOCK, -1)[place_R]
+    """Return the product of `in_groups` by blocks of rows that belong to one group each.
+
+    The last block of a group is filled up with zeros.
+
+    Args:
+        x_RI: Rows sorted by group, [R, I].
+        w_EIO: Matrices of the groups, [E, I, O].
+        sizes_E: Number of rows of every group, int32 [E].
+    """
+    num_rows = x_RI.shape[0]
+    num_groups = w_EIO.shape[0]
+    # Shapes must not depend on the sizes of groups. Rounding up adds at most one block per group.
+    num_blocks = num_rows // BLOCK + num_groups
+    blocks_E = -(-sizes_E // BLOCK)
+    first_row_E = jnp.cumsum(sizes_E) - sizes_E
+    first_block_E = jnp.cumsum(blocks_E) - blocks_E
+
+    group_R = jnp.repeat(jnp.arange(num_groups), sizes_E, total_repeat_length=num_rows)
+    place_R = first_block_E[group_R] * BLOCK + jnp.arange(num_rows) - first_row_E[group_R]
+    zeros = jnp.zeros((num_blocks * BLOCK, x_RI.shape[1]), x_RI.dtype)
+    filled = zeros.at[place_R].set(x_RI, unique_indices=True)
+
+    group_N = jnp.repeat(jnp.arange(num_groups), blocks_E, total_repeat_length=num_blocks)
+    blocks_NBI = filled.reshape(num_blocks, BLOCK, -1)
+    y = jnp.einsum("nri,nio->nro", blocks_NBI, w_EIO[group_N])
+    return y.reshape(num_blocks * BLOCK, -1)[place_R]

@@ -1,7 +1,10 @@
-"""Which experts a token goes to, how much each counts, and what its router costs. Scores and all made of them are float32.
+"""Choice of experts for every token, the experts' weights, and the router's losses.
 
-B batch, T positions, D width, E experts, A that a token goes to. Top-k token choice: gates and biases as Jiang et al. 2026
-(2601.20205, section 4): A(h) = top_a(g_i + b_i), g = sigmoid(r), r = W h, and the layer's output is 1/a times the sum of g_i E_i.
+`layer.Experts` uses this file. Scores and everything made from them are float32. Gates and the
+balance bias follow Jiang et al. 2026 (2601.20205, section 4), with top-k token choice:
+A(h) = top_a(g_i + b_i), g = sigmoid(r), r = W h, and the output is 1/a times the sum of g_i E_i.
+
+Shape suffixes: B batch, T positions, D width, E experts, A experts that a token goes to.
 """
 
 from __future__ import annotations
@@ -16,32 +19,50 @@ from mupax.zoo.transformer import RoutingConfig
 
 
 class Routing(NamedTuple):
-    """What routers did, float32 [], or [blocks] of every block."""
+    """Routing statistics, float32 [], or [blocks] with one entry per block."""
 
     penalty: jax.Array
-    """What they add to the loss, weights included; the others have no gradient."""
+    """Weighted sum of the router's losses, for the training loss. The others have no gradient."""
     balance: jax.Array
-    """E times the sum over experts of load and mean gate's share: 1 where all are used alike, E where all take one (Switch)."""
+    """E times the sum over experts of load times mean share of the gates (Switch).
+
+    The value is 1 if all experts are used alike, and E if one expert takes all tokens.
+    """
     z: jax.Array
     """Mean square of the log-sum-exp of a token's scores."""
     dropped: jax.Array
-    """How often a token did not find room with an expert it chose; a count, of this device's tokens."""
+    """Number of times that a chosen expert had no room for a token, among this device's tokens."""
 
     def over_blocks(self) -> Routing:
-        """The mean over blocks, of counts the sum."""
+        """Return the statistics averaged over blocks, with dropped tokens summed."""
         return Routing(
-            jnp.mean(self.penalty),
-            jnp.mean(self.balance),
-            jnp.mean(self.z),
+            penalty=jnp.mean(self.penalty),
+            balance=jnp.mean(self.balance),
+            z=jnp.mean(self.z),
             dropped=jnp.sum(self.dropped),
         )
 
     def weighed(self, weight: jax.Array) -> Routing:
-        """All but counts times the weight, float32 [], of the targets that they are a mean over, so that they add up over batches."""
-        return Routing(weight * self.penalty, weight * self.balance, weight * self.z, self.dropped)
+        """Multiply all statistics but the count of dropped tokens by the number of targets.
+
+        The results of several batches can then be added up.
+
+        Args:
+            weight: Number of targets that the statistics are means over, float32 [].
+        """
+        return Routing(
+            penalty=weight * self.penalty,
+            balance=weight * self.balance,
+            z=weight * self.z,
+            dropped=self.dropped,
+        )
 
     def metrics(self, weight: jax.Array) -> dict[str, jax.Array]:
-        """balance_loss and z_loss, before their weights, and dropped_tokens, in all blocks; of sums that have the weight in all."""
+        """Return balance_loss and z_loss without their loss weights, and dropped_tokens.
+
+        Args:
+            weight: Sum of the weights that `weighed` multiplied the added statistics by.
+        """
         return {
             "balance_loss": self.balance / weight,
             "z_loss": self.z / weight,
@@ -50,19 +71,23 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Every token's experts."""
+    """Experts of every token."""
 
     experts_BTA: jax.Array
-    """int32, the best first."""
+    """Index of each expert, int32, the one with the highest score first."""
     weights_BTA: jax.Array
-    """What each expert's output counts; 0 where it has no room."""
+    """Factor on the output of each expert. It is 0 where the expert has no room for the token."""
     slots_BTA: jax.Array | None
-    """Place of the token among those that an expert takes of an example; its capacity and more where there is no room; None: dropless."""
+    """Rank of the token among those of its example that chose the same expert.
+
+    The expert has no room for ranks from its capacity on. `None` if experts take all tokens.
+    """
 
 
-def to_one() -> Routing:
-    """What a router did that has one expert for all: nothing, evenly."""
-    zero, one = jnp.zeros(()), jnp.ones(())
+def single_expert_routing() -> Routing:
+    """Return the statistics of a layer with one expert: perfectly balanced, nothing dropped."""
+    zero = jnp.zeros(())
+    one = jnp.ones(())
     return Routing(penalty=zero, balance=one, z=zero, dropped=zero)
 
 
@@ -76,48 +101,68 @@ def route(
     *,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Choice, Routing]:
-    """Return every token's experts, and the routing statistics.
+    """Choose the experts of every token. Return them and the routing statistics.
 
     Args:
-        x_BTD: what experts read.
-        router_DE: scores are its products, in float32 whatever x is.
-        bias_E: moves with loads (balance bias); None without.
-        config: gates and weights of losses.
-        active: A.
-        capacity: tokens of an example that an expert takes; None: all.
-        layout: over whose devices loads are averaged.
+        x_BTD: Tokens as the experts read them, [B, T, D].
+        router_DE: Router matrix. Scores are computed in float32 whatever the type of x.
+        bias_E: Balance bias, added to the scores for the choice only. `None` without one.
+        config: Kind of the gates, and weights of the router's losses.
+        active: Number of experts A that a token goes to.
+        capacity: Number of tokens of an example that an expert takes. `None` takes all tokens.
+        layout: Layout whose devices the loads of experts are averaged over.
     """
     logits_BTE = jnp.matmul(
         x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest"
     )
-    experts = logits_BTE.shape[-1]
-    sigmoid = config.gate == "sigmoid"
-    gates_BTE = jax.nn.sigmoid(logits_BTE) if sigmoid else jax.nn.softmax(logits_BTE)
-    scores_BTE = gates_BTE if sigmoid else logits_BTE
-    scores_BTE = scores_BTE if bias_E is None else scores_BTE + bias_E.astype(jnp.float32)
-    chosen_BTA = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE), active)[1]
-    if config.gate == "softmax":
-        weights_BTA = jax.nn.softmax(jnp.take_along_axis(logits_BTE, chosen_BTA, -1))
+    num_experts = logits_BTE.shape[-1]
+    is_sigmoid = config.gate == "sigmoid"
+    if is_sigmoid:
+        gates_BTE = jax.nn.sigmoid(logits_BTE)
+        scores_BTE = gates_BTE
     else:
-        weights_BTA = jnp.take_along_axis(gates_BTE, chosen_BTA, -1) / (active if sigmoid else 1)
-    picked_BTE = jnp.sum(jax.nn.one_hot(chosen_BTA, experts, dtype=jnp.int32), axis=-2)
-    slots_BTA, dropped = None, jnp.zeros((), jnp.int32)
+        gates_BTE = jax.nn.softmax(logits_BTE)
+        scores_BTE = logits_BTE
+    if bias_E is not None:
+        scores_BTE = scores_BTE + bias_E.astype(jnp.float32)
+    _, experts_BTA = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE), active)
+
+    # The bias moves the choice, but not the weights of the chosen experts.
+    if config.gate == "softmax":
+        weights_BTA = jax.nn.softmax(jnp.take_along_axis(logits_BTE, experts_BTA, -1))
+    else:
+        divisor = active if is_sigmoid else 1
+        weights_BTA = jnp.take_along_axis(gates_BTE, experts_BTA, -1) / divisor
+
+    # 1 for every expert that a token chose, otherwise 0.
+    chosen_BTE = jnp.sum(jax.nn.one_hot(experts_BTA, num_experts, dtype=jnp.int32), axis=-2)
+    slots_BTA = None
+    dropped = jnp.zeros((), jnp.int32)
     if capacity is not None:
-        # The first tokens of an example have room: what comes later changes nothing before it.
-        before_BTE = jnp.cumsum(picked_BTE, axis=1) - picked_BTE
-        slots_BTA = jnp.take_along_axis(before_BTE, chosen_BTA, -1)
+        # The first tokens of an example have room: a token changes nothing before it.
+        earlier_BTE = jnp.cumsum(chosen_BTE, axis=1) - chosen_BTE
+        slots_BTA = jnp.take_along_axis(earlier_BTE, experts_BTA, -1)
         weights_BTA = jnp.where(slots_BTA < capacity, weights_BTA, 0.0)
         dropped = jnp.sum(slots_BTA >= capacity)
-    load_E = layout.mean(jnp.mean(picked_BTE.astype(jnp.float32), axis=(0, 1)))
-    share_E = jnp.mean(gates_BTE / jnp.sum(gates_BTE, axis=-1, keepdims=True), axis=(0, 1))
-    balance = experts / active * jnp.sum(jax.lax.stop_gradient(load_E) * share_E)
+
+    load_E = layout.mean(jnp.mean(chosen_BTE.astype(jnp.float32), axis=(0, 1)))
+    share_BTE = gates_BTE / jnp.sum(gates_BTE, axis=-1, keepdims=True)
+    share_E = jnp.mean(share_BTE, axis=(0, 1))
+    # Balance loss of Switch (Fedus et al. 2021): only the shares have a gradient, loads are counts.
+    balance = num_experts / active * jnp.sum(jax.lax.stop_gradient(load_E) * share_E)
     z = jnp.mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)))
+
     penalty = config.z_weight * z if config.z_weight else jnp.zeros(())
     if config.balance == "loss" and config.balance_weight:
         penalty += config.balance_weight * balance
     if bias_E is not None:
-        # 0, and its gradient is what moves the bias: load - a/E, by which 2601.20205 lowers it at every step.
-        excess_E = jax.lax.stop_gradient(load_E) - active / experts
-        penalty += jnp.sum(excess_E * (bias_E - jax.lax.stop_gradient(bias_E)).astype(jnp.float32))
-    statistics = jax.lax.stop_gradient((balance, z, dropped.astype(jnp.float32)))
-    return Choice(chosen_BTA, weights_BTA, slots_BTA), Routing(penalty, *statistics)
+        # The value is 0. The gradient with respect to the bias is load - a/E, by which 2601.20205
+        # lowers the bias at every step.
+        excess_E = jax.lax.stop_gradient(load_E) - active / num_experts
+        zero_E = (bias_E - jax.lax.stop_gradient(bias_E)).astype(jnp.float32)
+        penalty += jnp.sum(excess_E * zero_E)
+
+    # Only the penalty trains the router. The other statistics are reported.
+    balance, z, dropped = jax.lax.stop_gradient((balance, z, dropped.astype(jnp.float32)))
+    choice = Choice(experts_BTA, weights_BTA, slots_BTA)
+    return choice, Routing(penalty=penalty, balance=balance, z=z, dropped=dropped)

@@ -1,1 +1,1 @@
-"""Between this project's parameter names and safetensors files as Hugging Face has them."""
+"""Configs, parameter names and safetensors files of Hugging Face's `transformers`, both ways."""

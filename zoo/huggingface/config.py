@@ -1,15 +1,15 @@
-"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama and its like, ViT, MBart and T5, both ways.
+"""Model configs in the form of Hugging Face's `transformers`, both ways.
 
-A decoder with learned positions is a GPT-2, one with rotary positions a Llama or like one (`decoders`); an encoder-decoder with
-learned positions is an MBart, one with relative positions a T5. What a family's code cannot compute is refused with its reason,
-in both directions.
+Read and written are GPT-2, decoders with rotary positions (`decoders`, `gemma`), ViTs and
+encoder-decoders. A decoder with learned positions is a GPT-2. An encoder-decoder with learned
+positions is an MBart, and one with relative positions a T5. If a family's code cannot compute a
+model, or our code cannot compute theirs, the config is refused with the reasons.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
@@ -18,31 +18,35 @@ from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
 from mupax.zoo.huggingface import decoders, encoder_decoder, experts, gemma
 from mupax.zoo.huggingface.architectures import (
+    ACTIVATION_NAMES,
     ACTIVATIONS,
     ARCHITECTURES,
-    DEFAULTS,
     DINO,
     DROPOUTS,
     FIELDS,
     GEMMA,
-    STACK,
     Family,
     Published,
+    read_stack,
 )
 from mupax.zoo.huggingface.names import family_of
 from mupax.zoo.transformer import TransformerConfig
 
-_QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
-
+_QKV_BIASES = frozenset(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
 
 UNLIKE = {
-    "gemma3": "an image tower (vision_config); its text model alone is Gemma3ForCausalLM, of model_type gemma3_text",
-    "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); SiglipForImageClassification, of model_type siglip, "
-    "has the mean",
+    "gemma3": "an image tower (vision_config); its text model alone is Gemma3ForCausalLM, "
+    "of model_type gemma3_text",
+    "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); "
+    "SiglipForImageClassification, of model_type siglip, has the mean",
 }
-"""Architectures that are refused, and what of theirs."""
+"""Feature because of which a model_type is refused, by model_type."""
 
 DISTILLED = "DeiTForImageClassificationWithTeacher"
+
+_VITS: tuple[Family, ...] = ("vit", "deit", "siglip", *DINO)
+_READABLE = ("gpt2", *decoders.LIKE_LLAMA, "gpt_neox", *GEMMA, *_VITS, "mbart", "t5", "mt5")
+"""Every model_type that is read."""
 
 
 def to_huggingface(
@@ -51,271 +55,361 @@ def to_huggingface(
     dtype: str = "float32",
     tokens: Mapping[str, int | list[int] | None] | None = None,
 ) -> dict[str, Any]:
-    """config.json of a model.
+    """Return the config.json of a model.
 
     Args:
-        model: the model.
-        dtype: type of the stored weights.
-        tokens: ids by config.json's names of them, such as eos_token_id, where generation stops; the others are none.
+        model: Model whose parameters are written beside the config.json.
+        dtype: Type of the stored weights, by default "float32".
+        tokens: Ids of special tokens by their names in config.json, such as eos_token_id, where
+            generation stops. Ids that are left out are written as null.
 
     Raises:
-        ConfigError: the family's code cannot compute this model; the text has every reason.
+        ConfigError: The family's code cannot compute this model. The text has every reason.
     """
     family = family_of(model)
-    if reasons := _reasons(model):
-        raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
-    sizes = model.sizes()
-    shared = {
+    problems = _reasons(model)
+    if problems:
+        raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(problems)}")
+    fields: dict[str, Any] = {
         "model_type": family,
         "architectures": [ARCHITECTURES[family]],
         "dtype": dtype,
-        **{
-            theirs: getattr(model, ours)
-            for theirs, ours in zip(FIELDS[family], STACK, strict=False)
-        },
-        **dict.fromkeys(DROPOUTS[family], 0.0),
+        **_stack_fields(model, family),
     }
-    tied = {"vocab_size": sizes.get("vocab"), "tie_word_embeddings": model.tied_readout is not None}
-    if isinstance(model, EncoderDecoderConfig):
-        return {
-            **shared,
-            **tied,
-            **encoder_decoder.fields_of(model),
-            **_ids("decoder_start", "forced_eos"),
-            **(tokens or {}),
-        }
-    activation = (
-        "silu"
-        if model.gated
-        else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
-    )
     if isinstance(model, ImageModel):
-        labels = range(model.num_classes)
-        pixels: dict[str, Any] = {
-            "image_size": model.image_size,
-            "patch_size": model.patch_size,
-            "num_channels": model.channels,
-        }
-        pixels["hidden_act"] = activation
-        if family == "siglip":
-            tower = {name: shared.pop(name) for name in (*FIELDS[family], *DROPOUTS[family])}
-            pixels = {"vision_config": {**tower, **pixels, "vision_use_head": False}}
-        elif family in DINO:
-            assert isinstance(model, ViTConfig)
-            pixels |= {
-                "mlp_ratio": int(model.mlp_ratio),
-                "layerscale_value": model.layer_scale or 1.0,
-                "use_swiglu_ffn": False,
-            }
-            pixels |= (
-                {"use_mask_token": False}
-                if family == "dinov2"
-                else {"num_register_tokens": model.registers}
-            )
-        return {
-            **shared,
-            **pixels,
-            **({"qkv_bias": True} if family != "siglip" else {}),
-            "id2label": {str(i): f"LABEL_{i}" for i in labels},
-            "label2id": {f"LABEL_{i}": i for i in labels},
-        }
-    text = {**shared, **tied, **_ids(), **(tokens or {})}
+        return _with_image_fields(fields, model, family)
+
+    fields["vocab_size"] = model.sizes().get("vocab")
+    fields["tie_word_embeddings"] = model.tied_readout is not None
+    if isinstance(model, EncoderDecoderConfig):
+        fields |= encoder_decoder.fields_of(model)
+        fields |= _no_token_ids("bos", "eos", "pad", "decoder_start", "forced_eos")
+        return fields | dict(tokens or {})
+
+    # Null overrides the ids that `transformers` has by default for each family.
+    fields |= _no_token_ids("bos", "eos", "pad")
+    fields |= dict(tokens or {})
     if family == "gpt2":
-        return {**text, "n_positions": sizes["position"], "activation_function": activation}
+        fields["n_positions"] = model.sizes()["position"]
+        fields["activation_function"] = ACTIVATION_NAMES[model.activation]
+        return fields
     assert isinstance(model, DecoderConfig)
-    return {
-        **text,
-        **(
-            gemma.fields_of(model, family) if family in GEMMA else decoders.fields_of(model, family)
-        ),
+    if family in GEMMA:
+        return fields | gemma.fields_of(model, family)
+    return fields | decoders.fields_of(model, family)
+
+
+def _stack_fields(model: TransformerConfig, family: Family) -> dict[str, Any]:
+    """Return the fields of config.json that describe the residual stack, with dropouts of 0."""
+    fields: dict[str, Any] = {}
+    for name, field in FIELDS[family]._asdict().items():
+        if field is not None:
+            fields[field] = getattr(model, name)
+    fields |= dict.fromkeys(DROPOUTS[family], 0.0)
+    # The field that holds the MLP's size in other families.
+    if family in DINO:
+        fields["mlp_ratio"] = int(model.mlp_ratio)
+    return fields
+
+
+def _with_image_fields(fields: dict[str, Any], model: ImageModel, family: Family) -> dict[str, Any]:
+    """Return the fields of config.json with those that only ViTs have.
+
+    Args:
+        fields: Fields of config.json that all families have.
+        model: Model of one of the families in `_VITS`.
+        family: Result of `family_of`.
+    """
+    assert isinstance(model, ViTConfig)
+    pixels: dict[str, Any] = {
+        "image_size": model.image_size,
+        "patch_size": model.patch_size,
+        "num_channels": model.channels,
+        "hidden_act": ACTIVATION_NAMES[model.activation],
     }
+    if family == "siglip":
+        # SigLIP has two towers. The fields of the one that is read are in an object of their own.
+        tower = {name: fields.pop(name) for name in _stack_fields(model, family)}
+        fields["vision_config"] = {**tower, **pixels, "vision_use_head": False}
+    else:
+        fields |= pixels
+    if family in DINO:
+        fields["layerscale_value"] = model.layer_scale or 1.0
+        fields["use_swiglu_ffn"] = False
+    if family == "dinov2":
+        fields["use_mask_token"] = False
+    if family == "dinov2_with_registers":
+        fields["num_register_tokens"] = model.registers
+    if family != "siglip":
+        fields["qkv_bias"] = True
+    # The names that `transformers` gives to classes without names of their own.
+    labels = [f"LABEL_{index}" for index in range(model.num_classes)]
+    fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
+    fields["label2id"] = {label: index for index, label in enumerate(labels)}
+    return fields
+
+
+def _no_token_ids(*tokens: str) -> dict[str, None]:
+    """Return the fields of the ids of special tokens, all null."""
+    return {f"{token}_token_id": None for token in tokens}
 
 
 def from_huggingface(fields: Mapping[str, Any]) -> Published:
-    """The model that a config.json describes. Fields left out have the defaults of `transformers`.
+    """Return the model that a config.json describes.
+
+    Args:
+        fields: Content of config.json. Fields left out have the defaults of `transformers`.
 
     Raises:
-        ConfigError: another architecture, a feature that our models lack, or a value of the wrong kind.
+        ConfigError: The architecture is not read, our models lack one of its features, or a value
+            is of the wrong kind.
     """
-    kind = fields.get("model_type")
-    if isinstance(kind, str) and kind in UNLIKE:
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str) and model_type in UNLIKE:
         raise ConfigError(
-            f"config.json: model_type {kind} has {UNLIKE[kind]}, which our models do not have"
+            f"config.json: model_type {model_type} has {UNLIKE[model_type]}, "
+            "which our models do not have"
         )
-    if quantized := fields.get("quantization_config"):
+    quantized = fields.get("quantization_config")
+    if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise ConfigError(
-            f"config.json: quantization_config is {shown(method)}, and quantized weights are not read; take the weights before it"
+            f"config.json: quantization_config is {shown(method)}, and quantized weights are "
+            "not read; take the weights before it"
         )
-    if kind == "bart":
+    if model_type == "bart":
         raise ConfigError(f"config.json: {encoder_decoder.POST_NORM}")
-    if not isinstance(kind, str) or kind not in _READ:
+    if not isinstance(model_type, str) or model_type not in _READABLE:
         raise ConfigError(
-            f"config.json: model_type is {shown(kind)}; only {', '.join(_READ)} are read"
+            f"config.json: model_type is {shown(model_type)}; only {', '.join(_READABLE)} are read"
         )
-    published = _READ[kind](Fields(fields))
-    if reasons := _reasons(published.model):
-        raise ConfigError(f"config.json: {'; '.join(reasons)}")
+    published = _read(Fields(fields), model_type)
+    problems = _reasons(published.model)
+    if problems:
+        raise ConfigError(f"config.json: {'; '.join(problems)}")
     return published
 
 
+def _read(config: Fields, model_type: str) -> Published:
+    """Return the model of a config.json by the function for its family.
+
+    Args:
+        model_type: One of `_READABLE`.
+    """
+    if model_type in ("t5", "mt5"):
+        return encoder_decoder.read_t5(config, is_mt5=model_type == "mt5")
+    # Every other model_type is the name of its family, and mT5 is written as a T5.
+    family = cast("Family", model_type)
+    if family == "gpt2":
+        return _read_gpt2(config)
+    if family in decoders.LIKE_LLAMA:
+        return decoders.read_llama(config, family)
+    if family == "gpt_neox":
+        return decoders.read_gpt_neox(config)
+    if family in GEMMA:
+        return gemma.read_gemma(config, family)
+    if family in _VITS:
+        return _read_vit(config, family)
+    assert family == "mbart"
+    return encoder_decoder.read_mbart(config)
+
+
 def _reasons(model: TransformerConfig) -> list[str]:
-    """Why the code of the model's family would compute another function; empty where it would not."""
+    """Return why the code of the model's family cannot compute the model; empty if it can."""
     family = family_of(model)
-    width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
-    refused = {
-        "model.centered trains the difference of two networks, and a file holds one; train with --model.no-centered to export": model.centered,
-        "model.qk_norm normalizes queries and keys, which it does not; train with --model.no-qk-norm "
-        "--model.qk-norm-kind rmsnorm to export": model.qk_norm
-        and family not in ("qwen3", "gemma3_text", "qwen3_moe"),
-        "model.experts routes tokens to MLPs of their own, which it does not": model.experts
-        is not None
-        and family not in experts.FAMILIES,
-        "model.value_dim makes values of another size than queries, which it does not": model.value_dim
-        is not None,
-        "model.branch_activation acts on what branches read, which it does not; train with "
-        "--model.branch-activation none to export": model.branch_activation != "none",
-        "model.readout_bias adds to the logits, which it does not; train with --model.no-readout-bias to export": not isinstance(
-            model, ImageModel
-        )
-        and "readout_bias" in model.parameters(),
-        "model.parallel has the MLP read what attention reads, which it does not": model.parallel_branches
-        and family != "gpt_neox",
-        "model.post_norm normalizes what branches write, which it does not": model.post_norms
-        and family not in GEMMA,
-        "a soft cap bounds logits, which it does not (model.attention_softcap, model.logit_softcap)": isinstance(
-            model, DecoderConfig
-        )
-        and (model.attention_softcap or model.logit_softcap) is not None
-        and family not in GEMMA,
-    }
+    problems = _common_reasons(model, family)
     if isinstance(model, EncoderDecoderConfig):
-        refused |= encoder_decoder.reasons(model)
-    elif isinstance(model, DecoderConfig) and family in GEMMA:
-        refused |= gemma.reasons(model, family)
-    elif isinstance(model, DecoderConfig) and model.rotary_theta is not None:
-        refused |= decoders.reasons(model, family)
-    else:
-        if isinstance(model, ViTConfig):
-            refused |= _image_reasons(model, family)
-        refused |= {
-            "model.window hides all but the last positions, which it does not": model.sight.window
-            is not None,
-            "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm
-            != "layernorm",
-            f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
-            f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads
-            != heads,
-            f"its heads fill the width, and {heads} heads of {size} are not {width}": heads * size
-            != width,
-        }
-    return [reason for reason, holds in refused.items() if holds]
+        return problems + encoder_decoder.reasons(model)
+    if isinstance(model, DecoderConfig) and family in GEMMA:
+        return problems + gemma.reasons(model, family)
+    if isinstance(model, DecoderConfig) and model.rotary_theta is not None:
+        return problems + decoders.reasons(model, family)
+    if isinstance(model, ViTConfig):
+        problems += _image_reasons(model, family)
+    return problems + _gpt2_and_vit_reasons(model)
 
 
-def _image_reasons(model: ViTConfig, family: Family) -> dict[str, bool]:
-    """The same of what ViTs alone have, and whether it holds."""
+def _common_reasons(model: TransformerConfig, family: Family) -> list[str]:
+    """Return the reasons of `_reasons` that can hold in any family."""
+    problems = []
+    if model.centered:
+        problems.append(
+            "model.centered trains the difference of two networks, and a file holds one; "
+            "train with --model.no-centered to export"
+        )
+    if model.qk_norm and family not in ("qwen3", "gemma3_text", "qwen3_moe"):
+        problems.append(
+            "model.qk_norm normalizes queries and keys, which it does not; train with "
+            "--model.no-qk-norm --model.qk-norm-kind rmsnorm to export"
+        )
+    if model.experts is not None and family not in experts.FAMILIES:
+        problems.append("model.experts routes tokens to MLPs of their own, which it does not")
+    if model.value_dim is not None:
+        problems.append(
+            "model.value_dim makes values of another size than queries, which it does not"
+        )
+    if model.branch_activation != "none":
+        problems.append(
+            "model.branch_activation acts on what branches read, which it does not; train with "
+            "--model.branch-activation none to export"
+        )
+    if not isinstance(model, ImageModel) and "readout_bias" in model.parameters():
+        problems.append(
+            "model.readout_bias adds to the logits, which it does not; "
+            "train with --model.no-readout-bias to export"
+        )
+    if model.parallel_branches and family != "gpt_neox":
+        problems.append("model.parallel has the MLP read what attention reads, which it does not")
+    if model.post_norms and family not in GEMMA:
+        problems.append("model.post_norm normalizes what branches write, which it does not")
+    has_softcap = isinstance(model, DecoderConfig) and (
+        model.attention_softcap is not None or model.logit_softcap is not None
+    )
+    if has_softcap and family not in GEMMA:
+        problems.append(
+            "a soft cap bounds logits, which it does not "
+            "(model.attention_softcap, model.logit_softcap)"
+        )
+    return problems
+
+
+def _gpt2_and_vit_reasons(model: TransformerConfig) -> list[str]:
+    """Return the reasons of `_reasons` for models without rotary positions and one stack."""
+    width = model.width
+    heads = model.num_heads
+    size = model.heads_dim
+    problems = []
+    if model.sight.window is not None:
+        problems.append("model.window hides all but the last positions, which it does not")
+    if model.norm != "layernorm":
+        problems.append("it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm")
+    if model.gated:
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
+    if model.kv_heads != heads:
+        problems.append(
+            "it has no grouped queries, and model.num_kv_heads is "
+            f"{model.kv_heads} of {heads} heads"
+        )
+    if heads * size != width:
+        problems.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
+    return problems
+
+
+def _image_reasons(model: ViTConfig, family: Family) -> list[str]:
+    """Return the reasons of `_reasons` that only ViTs can have."""
+    problems = []
+    if model.sincos:
+        problems.append(
+            "model.sincos has positions that are not learned, and its are; "
+            "`equivalent` writes them as learned ones"
+        )
+    if model.stem is not None:
+        problems.append(
+            "model.stem makes patches by convolutions, and it by one matrix; "
+            "train with --model.stem none to export"
+        )
+    if model.pre_logits:
+        problems.append(
+            "model.pre_logits is a layer before the readout, which it does not have; "
+            "train with --model.no-pre-logits to export"
+        )
+    if model.layer_scale is not None and family not in DINO:
+        problems.append("model.layer_scale multiplies what branches write, which it does not")
+    if model.registers is not None and family == "siglip":
+        problems.append("model.registers are tokens beside the patches, which it does not have")
+    if model.registers != 1 and family == "deit":
+        problems.append(
+            f"it has one token beside the CLS token, and model.registers is {model.registers}"
+        )
     ratio = model.mlp_dim / model.width
-    return {
-        "model.sincos has positions that are not learned, and its are; `equivalent` writes them as learned ones": model.sincos,
-        "model.stem makes patches by convolutions, and it by one matrix; train with --model.stem none to export": model.stem
-        is not None,
-        "model.pre_logits is a layer before the readout, which it does not have; train with --model.no-pre-logits to export": model.pre_logits,
-        "model.layer_scale multiplies what branches write, which it does not": model.layer_scale
-        is not None
-        and family not in DINO,
-        "model.registers are tokens beside the patches, which it does not have": model.registers
-        is not None
-        and family == "siglip",
-        f"it has one token beside the CLS token, and model.registers is {model.registers}": model.registers
-        != 1
-        and family == "deit",
-        f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}": ratio
-        != int(ratio)
-        and family in DINO,
-    }
+    if ratio != int(ratio) and family in DINO:
+        problems.append(
+            f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}"
+        )
+    return problems
 
 
-def _stack(read: Fields, family: Family) -> dict[str, Any]:
-    """Our fields of the residual stack."""
-    stack: dict[str, Any] = {}
-    for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
-        stack[ours] = read.read(theirs, default or 4 * stack["width"])
-    size = stack.pop("mlp_dim")
-    stack["mlp_ratio"] = size if family in DINO else size / stack["width"]
-    return stack
-
-
-def _gpt2(read: Fields) -> Published:
-    read.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
-    read.refuse(
+def _read_gpt2(config: Fields) -> Published:
+    """Return the model that the config.json of a GPT-2 describes."""
+    config.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
+    config.refuse(
         "scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number"
     )
-    read.refuse("add_cross_attention", False, "attention to an encoder")
+    config.refuse("add_cross_attention", False, "attention to an encoder")
+    stack = read_stack(config, "gpt2")
+    stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
+    # GPT-2's code has biases and LayerNorm, which are the defaults of our config.
     model = DecoderConfig(
-        **_stack(read, "gpt2"),
-        activation=read.choice("activation_function", "gelu_new", ACTIVATIONS),
-        vocab_size=read.read("vocab_size", 50257),
-        seq_len=read.read("n_positions", 1024),
-        tied=read.read("tie_word_embeddings", True),
+        **stack,
+        activation=config.choice("activation_function", "gelu_new", ACTIVATIONS),
+        vocab_size=config.read("vocab_size", 50257),
+        seq_len=config.read("n_positions", 1024),
+        tied=config.read("tie_word_embeddings", True),
     )
-    return Published(model, frozenset())
+    return Published(model)
 
 
-def _vit(read: Fields, family: Family) -> Published:
-    labels, dino = read.fields.get("id2label"), family in DINO
-    named = read.fields.get("architectures")
-    if isinstance(named, list) and DISTILLED in named:
+def _read_vit(config: Fields, family: Family) -> Published:
+    """Return the model that the config.json of a ViT describes.
+
+    Args:
+        family: One of `_VITS`.
+    """
+    labels = config.fields.get("id2label")
+    architectures = config.fields.get("architectures")
+    if isinstance(architectures, list) and DISTILLED in architectures:
         raise ConfigError(
-            f"config.json: {DISTILLED} takes the mean of two classifiers (distillation_classifier), which our models do not have; "
+            f"config.json: {DISTILLED} takes the mean of two classifiers "
+            "(distillation_classifier), which our models do not have; "
             "DeiTForImageClassification reads the CLS token's alone"
         )
-    read.refuse(
+    config.refuse(
         "use_swiglu_ffn", False, "a gate of the MLP whose hidden size is two thirds of mlp_ratio"
     )
     if family == "siglip":
-        tower = read.fields.get("vision_config")
+        tower = config.fields.get("vision_config")
         if not isinstance(tower, dict):
             raise ConfigError(f"config.json: vision_config is {shown(tower)}, not an object")
-        read = Fields({"num_labels": read.fields.get("num_labels"), **tower})
+        config = Fields({"num_labels": config.fields.get("num_labels"), **tower})
+
+    stack = read_stack(config, family)
+    mlp_dim = stack.pop("mlp_dim")
+    # The field of a DINO has the ratio already.
+    stack["mlp_ratio"] = mlp_dim if family in DINO else mlp_dim / stack["width"]
+    default_activation = "gelu_pytorch_tanh" if family == "siglip" else "gelu"
+    activation = config.choice("hidden_act", default_activation, ACTIVATIONS)
+    image_size = config.side("image_size", 224)
+    # transformers has other defaults for DINOv2 with and without registers.
+    patch_size = config.side("patch_size", 14 if family == "dinov2" else 16)
+    channels = config.read("num_channels", 3)
+    if isinstance(labels, dict) and labels:
+        num_classes = len(labels)
+    else:
+        num_classes = config.read("num_labels", 2)
+
+    pool = "cls"
+    if family == "siglip":
+        pool = "mean"
+    elif family in DINO:
+        pool = "cls-mean"
+    registers = None
+    if family == "deit":
+        # The distillation token, which DeiT's classifier does not read.
+        registers = 1
+    elif family == "dinov2_with_registers":
+        registers = config.read("num_register_tokens", 4)
+    layer_scale = config.read("layerscale_value", 1.0) if family in DINO else None
     model = ViTConfig(
-        **_stack(read, family),
-        activation=read.choice(
-            "hidden_act", "gelu_pytorch_tanh" if family == "siglip" else "gelu", ACTIVATIONS
-        ),
-        image_size=read.side("image_size", 224),
-        patch_size=read.side("patch_size", 14 if family == "dinov2" else 16),
-        channels=read.read("num_channels", 3),
-        num_classes=len(labels)
-        if isinstance(labels, dict) and labels
-        else read.read("num_labels", 2),
-        pool="mean" if family == "siglip" else "cls-mean" if dino else "cls",
-        registers=1
-        if family == "deit"
-        else read.read("num_register_tokens", 4)
-        if family == DINO[1]
-        else None,
-        layer_scale=read.read("layerscale_value", 1.0) if dino else None,
+        **stack,
+        activation=activation,
+        image_size=image_size,
+        patch_size=patch_size,
+        channels=channels,
+        num_classes=num_classes,
+        pool=pool,
+        registers=registers,
+        layer_scale=layer_scale,
     )
-    return Published(
-        model, frozenset() if family == "siglip" or read.read("qkv_bias", True) else frozenset(_QKV)
-    )
-
-
-_READ = {
-    "gpt2": _gpt2,
-    **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
-    "gpt_neox": decoders.gpt_neox,
-    **{family: functools.partial(gemma.gemma, family=family) for family in GEMMA},
-    **{
-        family: functools.partial(_vit, family=family)
-        for family in ("vit", "deit", "siglip", *DINO)
-    },
-    "mbart": encoder_decoder.mbart,
-    "t5": functools.partial(encoder_decoder.t5, newer=False),
-    "mt5": functools.partial(encoder_decoder.t5, newer=True),
-}
-"""Every model_type that is read."""
-
-
-def _ids(*tokens: str) -> dict[str, None]:
-    return dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", *tokens))
+    # SigLIP always has biases of queries, keys and values.
+    has_qkv_bias = family == "siglip" or config.read("qkv_bias", True)
+    return Published(model, frozenset() if has_qkv_bias else _QKV_BIASES)

@@ -1,7 +1,8 @@
-"""Configs of decoders with rotary positions in the form of `transformers`: Llama, those that are like it, and GPT-NeoX, both ways.
+"""Configs of decoders with rotary positions in the form of `transformers`, except Gemma's.
 
-Mistral has a window, Qwen2 biases of queries, keys and values, Qwen3 norms of queries and keys, GPT-NeoX branches side by side.
-A decoder of ours is written as the plainest of them that has what it has.
+Llama is the plainest of them. Mistral has a window, Qwen2 biases of queries, keys and values, Qwen3
+norms of queries and keys, and GPT-NeoX parallel branches. A decoder of ours is written as the
+plainest family that has all its features. `experts` has the fields of Mixtral and Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -13,33 +14,35 @@ from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.fields import Fields
 from mupax.zoo.huggingface import experts
 from mupax.zoo.huggingface.architectures import (
+    ACTIVATION_NAMES,
     ACTIVATIONS,
-    DEFAULTS,
-    FIELDS,
-    STACK,
     Family,
     Published,
+    read_stack,
 )
 
-ATTENTION = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value", "out"))
-MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
+ATTENTION_BIASES = frozenset(
+    f"block.attention.{name}_bias" for name in ("query", "key", "value", "out")
+)
+MLP_BIASES = frozenset(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 
 
 class Defaults(NamedTuple):
-    """What fields are that a config.json leaves out."""
+    """Values of a decoder's fields that a config.json leaves out."""
 
     vocab_size: int
     seq_len: int
     kv_heads: int | None = None
-    """None: as many as heads."""
+    """`None` is as many as query heads."""
     head_dim: int | None = None
-    """None: heads fill the width."""
+    """`None` is such that the heads fill the width."""
     window: int | None = None
 
 
-LIKE: dict[Family, Defaults] = {
+LIKE_LLAMA: dict[Family, Defaults] = {
     "llama": Defaults(32000, 2048),
     "mistral": Defaults(32000, 131072, 8, window=4096),
     "qwen2": Defaults(151936, 32768, 32),
@@ -47,24 +50,17 @@ LIKE: dict[Family, Defaults] = {
     "mixtral": Defaults(32000, 131072, 8),
     "qwen3_moe": Defaults(151936, 32768, 4),
 }
-"""Families like Llama."""
+"""Families that `read_llama` reads, with their defaults."""
 
 
 def family_of(model: DecoderConfig) -> Family:
-    """The plainest family that has what a decoder with rotary positions has."""
-    if (
-        model.parallel
-        or model.rotary_fraction != 1
-        or (model.norm == "layernorm" and not model.gated)
-    ):
+    """Return the plainest family that has all features of a decoder with rotary positions."""
+    is_layernorm_without_gate = model.norm == "layernorm" and not model.gated
+    if model.parallel or model.rotary_fraction != 1 or is_layernorm_without_gate:
         return "gpt_neox"
-    if (
-        model.post_norm
-        or model.attention_softcap
-        or model.logit_softcap
-        or model.full_every
-        or model.window_theta
-    ):
+    # Only Gemma's code has soft caps, norms after branches, and layers that differ.
+    has_softcap = model.attention_softcap or model.logit_softcap
+    if model.post_norm or has_softcap or model.full_every or model.window_theta:
         return "gemma3_text" if model.qk_norm else "gemma2"
     if model.experts is not None:
         return "qwen3_moe" if model.qk_norm else "mixtral"
@@ -75,251 +71,317 @@ def family_of(model: DecoderConfig) -> Family:
     return "llama" if model.window is None else "mistral"
 
 
-def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
-    """Why transformers' code would compute another function, and whether it holds of the model.
+def reasons(model: DecoderConfig, family: Family) -> list[str]:
+    """Return why the code of `transformers` cannot compute a decoder; empty if it can.
 
     Args:
-        model: a decoder with rotary positions.
-        family: of `family_of`.
+        family: Result of `family_of`.
     """
-    width, heads = model.width, model.num_heads
     if family == "gpt_neox":
-        return {
-            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm
-            != "layernorm",
-            f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
-            f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {heads} heads": model.kv_heads
-            != heads,
-            f"its heads fill the width, and {heads} heads of {model.heads_dim} are not {width}": heads
-            * model.heads_dim
-            != width,
-            "model.window hides all but the last positions, which it does not": model.window
-            is not None,
-        }
-    kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
-    return {
-        kinds: model.norm != "rmsnorm" or model.activation != "swiglu",
-        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": family
-        == "llama"
-        and bool(width % heads),
-        "model.bias adds to every product, which only llama does, without a window and without model.qk_norm": family
-        != "llama"
-        and model.bias,
-        "model.qk_norm with model.qkv_bias is two families in one": model.qk_norm
-        and model.qkv_bias,
-        "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not": model.qk_norm_kind
-        != "rmsnorm",
-        "model.qkv_bias adds to queries, keys and values, which it does not": family == "mixtral"
-        and model.qkv_bias,
-        **experts.reasons(model, family),
-    }
+        return _reasons_of_gpt_neox(model)
+    problems = []
+    if model.norm != "rmsnorm" or model.activation != "swiglu":
+        problems.append(
+            "with rotary positions it needs rmsnorm and swiglu, "
+            f"not {model.norm} and {model.activation}"
+        )
+    if family == "llama" and model.width % model.num_heads:
+        problems.append(
+            f"it needs model.width {model.width} to be a multiple of "
+            f"model.num_heads {model.num_heads}"
+        )
+    if family != "llama" and model.bias:
+        problems.append(
+            "model.bias adds to every product, which only llama does, "
+            "without a window and without model.qk_norm"
+        )
+    if model.qk_norm and model.qkv_bias:
+        problems.append("model.qk_norm with model.qkv_bias is two families in one")
+    if model.qk_norm_kind != "rmsnorm":
+        problems.append(
+            "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not"
+        )
+    if family == "mixtral" and model.qkv_bias:
+        problems.append("model.qkv_bias adds to queries, keys and values, which it does not")
+    return problems + experts.reasons(model, family)
+
+
+def _reasons_of_gpt_neox(model: DecoderConfig) -> list[str]:
+    """Return why GPT-NeoX's code cannot compute a model; empty if it can."""
+    width = model.width
+    num_heads = model.num_heads
+    problems = []
+    if model.norm != "layernorm":
+        problems.append(
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}"
+        )
+    if model.gated:
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
+    if model.kv_heads != num_heads:
+        problems.append(
+            "it has no grouped queries, and model.num_kv_heads is "
+            f"{model.kv_heads} of {num_heads} heads"
+        )
+    if num_heads * model.heads_dim != width:
+        problems.append(
+            f"its heads fill the width, and {num_heads} heads of {model.heads_dim} are not {width}"
+        )
+    if model.window is not None:
+        problems.append("model.window hides all but the last positions, which it does not")
+    return problems
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
-    """What config.json says of a model beside what all families have.
+    """Return the fields of a decoder's config.json that not all families have.
 
     Args:
-        model: a decoder with rotary positions.
-        family: of `family_of`.
+        family: Result of `family_of`.
     """
-    rope = rope_fields(model)
     if family == "gpt_neox":
-        rope |= {"partial_rotary_factor": model.rotary_fraction}
-        return {
-            "hidden_act": next(
-                name for name, ours in ACTIVATIONS.items() if ours == model.activation
-            ),
-            "max_position_embeddings": model.seq_len,
-            "use_parallel_residual": model.parallel,
-            "attention_bias": True,
-            "rope_parameters": rope,
-            "rotary_pct": model.rotary_fraction,
-            "rotary_emb_base": model.rotary_theta,
-            **({"rope_scaling": rope} if model.rotary_scaling is not None else {}),
-        }
+        return _fields_of_gpt_neox(model)
+    rope = rope_fields(model)
     fields = {
         "head_dim": model.heads_dim,
         "num_key_value_heads": model.kv_heads,
         "hidden_act": "silu",
         "max_position_embeddings": model.seq_len,
-        # The first is read by transformers 5, the others by those before.
+        # transformers 5 reads the first, older versions the others.
         "rope_parameters": rope,
         "rope_theta": model.rotary_theta,
-        **({"rope_scaling": rope} if model.rotary_scaling is not None else {}),
     }
+    if model.rotary_scaling is not None:
+        fields["rope_scaling"] = rope
     if family == "llama":
-        return {**fields, "attention_bias": model.bias, "mlp_bias": model.bias}
-    fields |= {"sliding_window": model.window, **experts.fields_of(model, family)}
+        fields["attention_bias"] = model.bias
+        fields["mlp_bias"] = model.bias
+        return fields
+
+    fields["sliding_window"] = model.window
+    fields |= experts.fields_of(model, family)
     if family in ("qwen2", "qwen3", "qwen3_moe"):
-        fields |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
+        fields["use_sliding_window"] = model.window is not None
+        fields["max_window_layers"] = 0
     if family in ("qwen2", "qwen3"):
-        fields["layer_types"] = [FULL if model.window is None else SLIDING] * model.depth
-    return {**fields, "attention_bias": False} if family in ("qwen3", "qwen3_moe") else fields
+        layer_type = FULL if model.window is None else SLIDING
+        fields["layer_types"] = [layer_type] * model.depth
+    if family in ("qwen3", "qwen3_moe"):
+        fields["attention_bias"] = False
+    return fields
+
+
+def _fields_of_gpt_neox(model: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json that are GPT-NeoX's alone."""
+    rope = rope_fields(model)
+    rope["partial_rotary_factor"] = model.rotary_fraction
+    fields = {
+        "hidden_act": ACTIVATION_NAMES[model.activation],
+        "max_position_embeddings": model.seq_len,
+        "use_parallel_residual": model.parallel,
+        "attention_bias": True,
+        "rope_parameters": rope,
+        "rotary_pct": model.rotary_fraction,
+        "rotary_emb_base": model.rotary_theta,
+    }
+    if model.rotary_scaling is not None:
+        fields["rope_scaling"] = rope
+    return fields
 
 
 def rope_fields(model: DecoderConfig) -> dict[str, Any]:
-    """What config.json says of rotary positions."""
+    """Return the object `rope_parameters` of config.json, which describes rotary positions."""
     fields: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_theta}
     if model.rotary_scaling is not None:
-        fields |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+        fields["rope_type"] = model.rope_scaling
+        fields["factor"] = model.rope_factor
     if model.rope_scaling == "llama3":
-        fields["low_freq_factor"], fields["high_freq_factor"] = (
-            model.rope_low_freq_factor,
-            model.rope_high_freq_factor,
-        )
+        fields["low_freq_factor"] = model.rope_low_freq_factor
+        fields["high_freq_factor"] = model.rope_high_freq_factor
         fields["original_max_position_embeddings"] = model.rope_original_len
     return fields
 
 
-def like_llama(read: Fields, family: Family) -> Published:
-    """The model of a config.json.
+def read_llama(config: Fields, family: Family) -> Published:
+    """Return the model that the config.json of a Llama, or of a family like Llama, describes.
 
     Args:
-        read: its fields.
-        family: its architecture.
+        family: Key of `LIKE_LLAMA`.
     """
-    if read.read("hidden_act", "silu") not in ("silu", "swish"):
+    if config.read("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(
-            f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu"
+            f"config.json: hidden_act is {shown(config.fields['hidden_act'])}, "
+            "and our gated MLP has silu"
         )
-    defaults = LIKE[family]
-    stack: dict[str, Any] = {}
-    for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
-        stack[ours] = read.read(theirs, default)
-    width, heads = stack["width"], stack["num_heads"]
+    defaults = LIKE_LLAMA[family]
+    stack = read_stack(config, family)
+    width = stack["width"]
+    heads = stack["num_heads"]
     mlp_dim = stack.pop("mlp_dim")
-    stack |= {"mlp_ratio": mlp_dim / width, **experts.of(read, family, width, mlp_dim)}
-    head_dim = read.read("head_dim", defaults.head_dim or max(1, width // heads))
-    kv_heads = read.optional("num_key_value_heads", defaults.kv_heads or heads) or heads
-    attention = mlp = False
+    stack["mlp_ratio"] = mlp_dim / width
+    stack |= experts.read_experts(config, family, width, mlp_dim)
+    head_dim = config.read("head_dim", defaults.head_dim or max(1, width // heads))
+    # A null is as many as query heads.
+    kv_heads = config.optional("num_key_value_heads", defaults.kv_heads or heads) or heads
+
+    attention_bias = False
+    mlp_bias = False
+    has_qk_norm = family in ("qwen3", "qwen3_moe")
     if family == "llama":
-        attention, mlp = read.read("attention_bias", False), read.read("mlp_bias", False)
-    elif family in ("qwen3", "qwen3_moe"):
-        read.refuse("attention_bias", False, "biases of attention beside norms of queries and keys")
+        attention_bias = config.read("attention_bias", False)
+        mlp_bias = config.read("mlp_bias", False)
+    elif has_qk_norm:
+        config.refuse(
+            "attention_bias", False, "biases of attention beside norms of queries and keys"
+        )
+
+    rope_config = config
+    if family == "mixtral":
+        rope_config = Fields({"rope_theta": 1e6, **config.fields})
+    rope = read_rope(rope_config)
+    window = _read_window(config, family, stack["depth"])
     model = DecoderConfig(
         **stack,
-        **rope(Fields({"rope_theta": 1e6, **read.fields}) if family == "mixtral" else read),
+        **rope,
         head_dim=None if heads * head_dim == width else head_dim,
         num_kv_heads=None if kv_heads == heads else kv_heads,
         activation="swiglu",
         norm="rmsnorm",
-        bias=attention or mlp,
+        bias=attention_bias or mlp_bias,
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=has_qk_norm,
         positions="rotary",
-        window=_window(read, family, stack["depth"]),
-        vocab_size=read.read("vocab_size", defaults.vocab_size),
-        seq_len=read.read("max_position_embeddings", defaults.seq_len),
-        tied=read.read("tie_word_embeddings", False),
+        window=window,
+        vocab_size=config.read("vocab_size", defaults.vocab_size),
+        seq_len=config.read("max_position_embeddings", defaults.seq_len),
+        tied=config.read("tie_word_embeddings", False),
     )
-    zeros = () if attention == mlp else MLP if attention else ATTENTION
-    return Published(model, frozenset(zeros))
+    # Our models have the biases of both branches or none. Those that the file lacks are zero.
+    zeros = frozenset()
+    if attention_bias and not mlp_bias:
+        zeros = MLP_BIASES
+    elif mlp_bias and not attention_bias:
+        zeros = ATTENTION_BIASES
+    return Published(model, zeros)
 
 
-def gpt_neox(read: Fields) -> Published:
-    """The model of a GPT-NeoX' config.json."""
-    stack: dict[str, Any] = {}
-    for ours, theirs, default in zip(STACK, FIELDS["gpt_neox"], DEFAULTS["gpt_neox"], strict=True):
-        stack[ours] = read.read(theirs, default)
+def read_gpt_neox(config: Fields) -> Published:
+    """Return the model that the config.json of a GPT-NeoX describes."""
+    stack = read_stack(config, "gpt_neox")
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
-    fraction = read.read("rotary_pct", 0.25)
-    holders = [
-        read.fields,
-        *(read.fields.get(name) or {} for name in ("rope_parameters", "rope_scaling")),
-    ]
-    for holder in holders:
-        if isinstance(holder, dict):
-            fraction = Fields(holder).read("partial_rotary_factor", fraction)
-    older = Fields(
+    # Versions of transformers write the share of a head that is rotated in different places.
+    fraction = config.read("rotary_pct", 0.25)
+    places = [config.fields]
+    for name in ("rope_parameters", "rope_scaling"):
+        places.append(config.fields.get(name) or {})
+    for place in places:
+        if isinstance(place, dict):
+            fraction = Fields(place).read("partial_rotary_factor", fraction)
+    rope_config = Fields(
         {
-            "rope_theta": read.fields.get("rotary_emb_base"),
-            **read.fields,
+            # `rope_theta` of config.json comes before the name in older versions.
+            "rope_theta": config.fields.get("rotary_emb_base"),
+            **config.fields,
             "partial_rotary_factor": None,
         }
     )
+    rope = read_rope(rope_config, partial=True)
     model = DecoderConfig(
         **stack,
-        **rope(older, partial=True),
+        **rope,
         rotary_fraction=fraction,
-        parallel=read.read("use_parallel_residual", True),
-        activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
+        parallel=config.read("use_parallel_residual", True),
+        activation=config.choice("hidden_act", "gelu", ACTIVATIONS),
         positions="rotary",
-        vocab_size=read.read("vocab_size", 50432),
-        seq_len=read.read("max_position_embeddings", 2048),
-        tied=read.read("tie_word_embeddings", False),
+        vocab_size=config.read("vocab_size", 50432),
+        seq_len=config.read("max_position_embeddings", 2048),
+        tied=config.read("tie_word_embeddings", False),
     )
-    return Published(
-        model, frozenset() if read.read("attention_bias", True) else frozenset(ATTENTION)
-    )
+    has_attention_bias = config.read("attention_bias", True)
+    return Published(model, frozenset() if has_attention_bias else ATTENTION_BIASES)
 
 
-def _window(read: Fields, family: Family, depth: int) -> int | None:
-    """The window of every block; None where they have none."""
+def _read_window(config: Fields, family: Family, depth: int) -> int | None:
+    """Return the window of every block, `None` if no block has a window."""
     if family == "llama":
         return None
     if family in ("mistral", "mixtral"):
-        return read.optional("sliding_window", LIKE[family].window)
-    if not read.read("use_sliding_window", False):
+        return config.optional("sliding_window", LIKE_LLAMA[family].window)
+    if not config.read("use_sliding_window", False):
         return None
-    window = read.optional("sliding_window", 4096)
-    if family == "qwen3_moe":  # whose code has it in every layer
+    window = config.optional("sliding_window", 4096)
+    if family == "qwen3_moe":
+        # Its code has the window in every layer.
         return window
-    first = min(depth, read.fields.get("max_window_layers", 28)) if window else depth
-    kinds = read.fields.get("layer_types") or [FULL] * first + [SLIDING] * (depth - first)
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != depth
-        or not {FULL, SLIDING}.issuperset(map(str, kinds))
-    ):
+
+    # Qwen's code has no window in the first `max_window_layers` layers.
+    num_full = min(depth, config.fields.get("max_window_layers", 28)) if window else depth
+    default_types = [FULL] * num_full + [SLIDING] * (depth - num_full)
+    layer_types = config.fields.get("layer_types") or default_types
+    check_layer_types(layer_types, depth)
+    if len(set(layer_types)) > 1:
         raise ConfigError(
-            f"config.json: layer_types is {shown(kinds)}, not {FULL} or {SLIDING} for each of {depth} layers"
+            f"config.json: layer_types has both {FULL} and {SLIDING} in an order "
+            "that our models do not have"
         )
-    if len(set(kinds)) > 1:
-        raise ConfigError(
-            f"config.json: layer_types has both {FULL} and {SLIDING} in an order that our models do not have"
-        )
-    return window if kinds[0] == SLIDING else None
+    return window if layer_types[0] == SLIDING else None
 
 
-def rope(read: Fields, *, partial: bool = False) -> dict[str, Any]:
-    """Our fields of rotary positions; other kinds than default, linear and llama3 are refused.
+def check_layer_types(layer_types: Any, depth: int) -> None:
+    """Refuse a field `layer_types` that is not a list of `FULL` or `SLIDING` for every layer."""
+    is_list = isinstance(layer_types, list) and len(layer_types) == depth
+    if not is_list or not {FULL, SLIDING}.issuperset(map(str, layer_types)):
+        raise ConfigError(
+            f"config.json: layer_types is {shown(layer_types)}, "
+            f"not {FULL} or {SLIDING} for each of {depth} layers"
+        )
+
+
+def read_rope(config: Fields, *, partial: bool = False) -> dict[str, Any]:
+    """Return the fields of our config that describe rotary positions.
 
     Args:
-        read: fields of the config.
-        partial: the architecture may turn a part of each head.
+        partial: Accept an architecture that rotates a part of each head. The default is False.
+
+    Raises:
+        ConfigError: The type of the positions is not default, linear or llama3, or a field is
+            missing or has a wrong value.
     """
-    parameters, scaling = read.fields.get("rope_parameters"), read.fields.get("rope_scaling")
-    for holder in (parameters, scaling):
-        if holder is not None and not isinstance(holder, dict):
-            raise ConfigError(f"config.json: rotary parameters are {shown(holder)}, not an object")
+    parameters = config.fields.get("rope_parameters")
+    scaling = config.fields.get("rope_scaling")
+    for value in (parameters, scaling):
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"config.json: rotary parameters are {shown(value)}, not an object")
     merged = {**(parameters or {}), **(scaling or {})}
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    if not partial and any(
-        holder.get("partial_rotary_factor", 1) != 1 for holder in (merged, read.fields)
-    ):
+    rope_type = merged.get("rope_type", merged.get("type", "default"))
+    is_partial = (
+        merged.get("partial_rotary_factor", 1) != 1
+        or config.fields.get("partial_rotary_factor", 1) != 1
+    )
+    if is_partial and not partial:
         raise ConfigError(
             "config.json: partial_rotary_factor turns only a part of each head; ours turn all of it"
         )
-    if kind not in ("default", "linear", "llama3"):
+    if rope_type not in ("default", "linear", "llama3"):
         raise ConfigError(
-            f"config.json: rotary positions of type {shown(kind)} change frequencies or logits with the context; "
-            "our models have the types default, linear and llama3"
+            f"config.json: rotary positions of type {shown(rope_type)} change frequencies or "
+            "logits with the context; our models have the types default, linear and llama3"
         )
-    fields = Fields({**read.fields, **merged})
-    ours: dict[str, Any] = {"rope_theta": fields.read("rope_theta", 10_000.0)}
-    if kind == "default":
-        return ours
+
+    theta = Fields({**config.fields, **merged}).read("rope_theta", 10_000.0)
+    rope: dict[str, Any] = {"rope_theta": theta}
+    if rope_type == "default":
+        return rope
     needed = {"rope_factor": "factor"}
-    if kind == "llama3":
-        needed |= {
-            "rope_low_freq_factor": "low_freq_factor",
-            "rope_high_freq_factor": "high_freq_factor",
-        }
-        needed |= {"rope_original_len": "original_max_position_embeddings"}
-    for name, theirs in needed.items():
-        if merged.get(theirs) is None:
+    if rope_type == "llama3":
+        needed["rope_low_freq_factor"] = "low_freq_factor"
+        needed["rope_high_freq_factor"] = "high_freq_factor"
+        needed["rope_original_len"] = "original_max_position_embeddings"
+    for name, field in needed.items():
+        if merged.get(field) is None:
             raise ConfigError(
-                f"config.json: rotary positions of type {kind} need {theirs}, which is missing"
+                f"config.json: rotary positions of type {rope_type} need {field}, which is missing"
             )
-        ours[name] = Fields(merged).read(theirs, 8192 if name == "rope_original_len" else 8.0)
-    return {**ours, "rope_scaling": kind}
+        # The default says only which type the field has: it is never missing.
+        default = 8192 if name == "rope_original_len" else 8.0
+        rope[name] = Fields(merged).read(field, default)
+    rope["rope_scaling"] = rope_type
+    return rope

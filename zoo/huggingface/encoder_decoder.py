@@ -1,6 +1,7 @@
-"""Configs of encoder-decoders in the form of `transformers`: MBart, which is BART with its norms before the branches, and T5.
+"""Configs of encoder-decoders in the form of `transformers`: MBart and T5.
 
-T5's code has no scale of attention logits and divides a tied readout by width^1/2, which `names` folds into queries and last norm.
+MBart is BART with its norms before the branches. T5's code does not scale attention logits, and
+divides a tied readout by width^1/2. `names` folds both factors into queries and the last norm.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ from typing import Any
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface.architectures import ACTIVATIONS, DEFAULTS, FIELDS, STACK, Published
+from mupax.zoo.huggingface.architectures import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    DEFAULTS,
+    Family,
+    Published,
+    read_stack,
+)
 
 POST_NORM = (
-    "bart has a norm after every branch, and our blocks have it before; mbart is the same model with our order (its code reads "
-    "what is exported here)"
+    "bart has a norm after every branch, and our blocks have it before; mbart is the same model "
+    "with our order (its code reads what is exported here)"
 )
-"""Why a BART is refused."""
+"""Reason why a BART is refused."""
 
 PROJECTIONS = {
     "relu": "relu",
@@ -26,52 +34,85 @@ PROJECTIONS = {
     "gated-gelu": "geglu",
     "gated-silu": "swiglu",
 }
-"""T5's feed_forward_proj to our activations; gated-gelu is the tanh form, whatever its name says."""
+"""Our activation by T5's feed_forward_proj. In gated-gelu the GELU has the tanh form."""
+_PROJECTION_NAMES = {activation: name for name, activation in PROJECTIONS.items()}
 
 _EPS = 1e-5
-"""Of MBart's norms: its config has no field for it."""
+"""Number that MBart's norms add to the variance. Its config.json has no field for it."""
 
 
-def reasons(model: EncoderDecoderConfig) -> dict[str, bool]:
-    """Why transformers' code would compute another function, and whether it holds of the model."""
-    heads, size = model.num_heads, model.heads_dim
-    common = {
-        f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {heads} heads": model.kv_heads
-        != heads,
-        "encoder and decoder read one table of embeddings; train with --model.shared to export": not model.shared,
-    }
+def reasons(model: EncoderDecoderConfig) -> list[str]:
+    """Return why the code of `transformers` cannot compute a model; empty if it can."""
+    problems = []
+    if model.kv_heads != model.num_heads:
+        problems.append(
+            "it has no grouped queries, and model.num_kv_heads is "
+            f"{model.kv_heads} of {model.num_heads} heads"
+        )
+    if not model.shared:
+        problems.append(
+            "encoder and decoder read one table of embeddings; train with --model.shared to export"
+        )
     if model.positions == "relative":
-        return common | {
-            f"it has rmsnorm, and model.norm is {model.norm}": model.norm != "rmsnorm",
-            "it has no biases; train with --model.no-bias to export": model.bias or model.qkv_bias,
-            "it has no norms after the embeddings; train with --model.no-embedding-norm to export": model.embedding_norm,
-        }
-    return common | {
-        "it has no rotary positions; train with --model.positions learned --model.norm layernorm, which is an MBart, or with "
-        "--model.positions relative --model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export": model.positions
-        == "rotary",
-        f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm
-        != "layernorm",
-        f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}": model.norm_eps != _EPS,
-        f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
-        f"its heads fill the width, and {heads} heads of {size} are not {model.width}": heads * size
-        != model.width,
-        "it has norms after the embeddings; train with --model.embedding-norm to export": not model.embedding_norm,
-        f"it has as many positions in both stacks, not {model.seq_len} and {model.targets}": model.targets
-        != model.seq_len,
-    }
+        return problems + _reasons_of_t5(model)
+    return problems + _reasons_of_mbart(model)
+
+
+def _reasons_of_t5(model: EncoderDecoderConfig) -> list[str]:
+    """Return why T5's code cannot compute a model; empty if it can."""
+    problems = []
+    if model.norm != "rmsnorm":
+        problems.append(f"it has rmsnorm, and model.norm is {model.norm}")
+    if model.bias or model.qkv_bias:
+        problems.append("it has no biases; train with --model.no-bias to export")
+    if model.embedding_norm:
+        problems.append(
+            "it has no norms after the embeddings; train with --model.no-embedding-norm to export"
+        )
+    return problems
+
+
+def _reasons_of_mbart(model: EncoderDecoderConfig) -> list[str]:
+    """Return why MBart's code cannot compute a model; empty if it can."""
+    width = model.width
+    heads = model.num_heads
+    size = model.heads_dim
+    problems = []
+    if model.positions == "rotary":
+        problems.append(
+            "it has no rotary positions; train with --model.positions learned "
+            "--model.norm layernorm, which is an MBart, or with --model.positions relative "
+            "--model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export"
+        )
+    if model.norm != "layernorm":
+        problems.append(
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}"
+        )
+    if model.norm_eps != _EPS:
+        problems.append(f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}")
+    if model.gated:
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
+    if heads * size != width:
+        problems.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
+    if not model.embedding_norm:
+        problems.append(
+            "it has norms after the embeddings; train with --model.embedding-norm to export"
+        )
+    if model.targets != model.seq_len:
+        problems.append(
+            f"it has as many positions in both stacks, not {model.seq_len} and {model.targets}"
+        )
+    return problems
 
 
 def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
-    """What config.json says of a model beside what all families have."""
+    """Return the fields of config.json that not all families have."""
     if model.positions == "relative":
         return {
             "is_encoder_decoder": True,
             "num_layers": model.encoder_blocks,
             "d_kv": model.heads_dim,
-            "feed_forward_proj": next(
-                name for name, ours in PROJECTIONS.items() if ours == model.activation
-            ),
+            "feed_forward_proj": _PROJECTION_NAMES[model.activation],
             "relative_attention_num_buckets": model.distance_buckets,
             "relative_attention_max_distance": model.longest_distance,
             "n_positions": model.seq_len,
@@ -82,82 +123,105 @@ def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
         "encoder_layers": model.encoder_blocks,
         "encoder_attention_heads": model.num_heads,
         "encoder_ffn_dim": model.mlp_dim,
-        "activation_function": next(
-            name for name, ours in ACTIVATIONS.items() if ours == model.activation
-        ),
+        "activation_function": ACTIVATION_NAMES[model.activation],
         "max_position_embeddings": model.seq_len,
         "scale_embedding": False,
     }
 
 
-def mbart(read: Fields) -> Published:
-    """The model of an MBart's config.json."""
-    stack = _stack(read, "mbart")
-    sizes = {
-        "attention_heads": stack["num_heads"],
-        "ffn_dim": round(stack["mlp_ratio"] * stack["width"]),
-    }
-    for (name, size), default in zip(sizes.items(), DEFAULTS["mbart"][2:], strict=True):
-        if (other := read.read(f"encoder_{name}", int(default))) != size:
-            raise ConfigError(
-                f"config.json: encoder_{name} is {other} and decoder_{name} {size}; our stacks have one size"
-            )
+def read_mbart(config: Fields) -> Published:
+    """Return the model that the config.json of an MBart describes."""
+    stack = _read_stack(config, "mbart")
+    # Our encoder and decoder have the same sizes but for their depths.
+    defaults = DEFAULTS["mbart"]
+    mlp_dim = round(stack["mlp_ratio"] * stack["width"])
+    _check_encoder_size(config, "attention_heads", stack["num_heads"], defaults.num_heads)
+    _check_encoder_size(config, "ffn_dim", mlp_dim, int(defaults.mlp_dim))
+    encoder_depth = config.read("encoder_layers", 12)
     model = EncoderDecoderConfig(
         **stack,
-        encoder_depth=_unlike(read.read("encoder_layers", 12), stack["depth"]),
-        activation=read.choice("activation_function", "gelu", ACTIVATIONS),
+        encoder_depth=_none_if_equal(encoder_depth, stack["depth"]),
+        activation=config.choice("activation_function", "gelu", ACTIVATIONS),
         norm_eps=_EPS,
-        vocab_size=read.read("vocab_size", 50265),
-        seq_len=read.read("max_position_embeddings", 1024),
-        tied=read.read("tie_word_embeddings", True),
+        vocab_size=config.read("vocab_size", 50265),
+        seq_len=config.read("max_position_embeddings", 1024),
+        tied=config.read("tie_word_embeddings", True),
     )
-    scale = math.sqrt(model.width) if read.read("scale_embedding", False) else 1.0
-    return Published(model, embedding_scale=scale)
+    # The code of a scaled MBart multiplies looked-up embeddings by width^1/2.
+    scales_embeddings = config.read("scale_embedding", False)
+    return Published(model, embedding_scale=math.sqrt(model.width) if scales_embeddings else 1.0)
 
 
-def t5(read: Fields, *, newer: bool) -> Published:
-    """The model of a T5's config.json.
+def _check_encoder_size(config: Fields, field: str, decoder_size: int, default: int) -> None:
+    """Refuse an MBart whose encoder has another size than its decoder.
 
     Args:
-        read: its fields.
-        newer: of an mT5, whose fields left out are those of T5 v1.1.
+        field: Name of the field without `encoder_` or `decoder_`.
+        default: Value of the encoder's field if config.json leaves it out.
     """
-    read.refuse("is_encoder_decoder", True, "an encoder alone")
-    stack, longest = _stack(read, "t5"), read.read("n_positions", 512)
+    encoder_size = config.read(f"encoder_{field}", default)
+    if encoder_size != decoder_size:
+        raise ConfigError(
+            f"config.json: encoder_{field} is {encoder_size} and decoder_{field} {decoder_size}; "
+            "our stacks have one size"
+        )
+
+
+def read_t5(config: Fields, *, is_mt5: bool) -> Published:
+    """Return the model that the config.json of a T5 or an mT5 describes.
+
+    Args:
+        is_mt5: Take the defaults of mT5, which are those of T5 v1.1, for fields that are left out.
+    """
+    config.refuse("is_encoder_decoder", True, "an encoder alone")
+    # The decoder has the depth of the encoder unless a field says otherwise.
+    encoder_depth = config.read("num_layers", DEFAULTS["t5"].depth)
+    stack = _read_stack(config, "t5", depth=encoder_depth)
+    seq_len = config.read("n_positions", 512)
+    head_dim = config.read("d_kv", 64)
+    heads_fill_width = head_dim * stack["num_heads"] == stack["width"]
+    activation = config.choice("feed_forward_proj", "gated-gelu" if is_mt5 else "relu", PROJECTIONS)
+    distance_buckets = config.read("relative_attention_num_buckets", 32)
+    longest_distance = config.read("relative_attention_max_distance", 128)
+    vocab_size = config.read("vocab_size", 32128)
+    target_len = config.read("n_target_positions", seq_len)
+    tied = False
+    if not is_mt5:
+        # A readout that is not divided by width^1/2 has a table of its own (v1.1), though later
+        # files say of both versions that they are tied.
+        default = config.read("tie_word_embeddings", True)
+        tied = config.read("scale_decoder_outputs", default)
     model = EncoderDecoderConfig(
         **stack,
-        encoder_depth=_unlike(read.read("num_layers", 6), stack["depth"]),
-        head_dim=None
-        if (size := read.read("d_kv", 64)) * stack["num_heads"] == stack["width"]
-        else size,
-        activation=read.choice("feed_forward_proj", "gated-gelu" if newer else "relu", PROJECTIONS),
+        encoder_depth=_none_if_equal(encoder_depth, stack["depth"]),
+        head_dim=None if heads_fill_width else head_dim,
+        activation=activation,
         norm="rmsnorm",
         bias=False,
         positions="relative",
-        distance_buckets=read.read("relative_attention_num_buckets", 32),
-        longest_distance=read.read("relative_attention_max_distance", 128),
+        distance_buckets=distance_buckets,
+        longest_distance=longest_distance,
         embedding_norm=False,
-        vocab_size=read.read("vocab_size", 32128),
-        seq_len=longest,
-        target_len=_unlike(read.read("n_target_positions", longest), longest),
-        # A readout that is not divided by width^1/2 has a table of its own (v1.1), though later files say of both that they are tied.
-        tied=not newer
-        and read.read("scale_decoder_outputs", read.read("tie_word_embeddings", True)),
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        target_len=_none_if_equal(target_len, seq_len),
+        tied=tied,
     )
     return Published(model)
 
 
-def _stack(read: Fields, family: Any) -> dict[str, Any]:
-    """Our fields of the decoder's stack; of T5 its depth is the encoder's unless said."""
-    names, defaults = FIELDS[family], list(DEFAULTS[family])
-    if family == "t5":
-        defaults[1] = read.read("num_layers", int(defaults[1]))
-    fields = zip(STACK[: len(names)], names, defaults, strict=True)
-    stack: dict[str, Any] = {ours: read.read(name, default) for ours, name, default in fields}
+def _read_stack(config: Fields, family: Family, *, depth: int | None = None) -> dict[str, Any]:
+    """Return the fields of our config that describe the decoder's stack.
+
+    Args:
+        family: "mbart" or "t5".
+        depth: Default of the depth. `None` is the default of the family.
+    """
+    stack = read_stack(config, family, depth=depth)
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
     return stack
 
 
-def _unlike(size: int, usual: int) -> int | None:
-    """A size as our configs have it, None where it is the usual one."""
-    return None if size == usual else size
+def _none_if_equal(size: int, default: int) -> int | None:
+    """Return `None` for the size that our config takes by default, otherwise the size."""
+    return None if size == default else size

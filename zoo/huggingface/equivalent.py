@@ -1,7 +1,8 @@
-"""Models that no layout of `transformers` holds, as the one beside them that some layout does: the same logits from other fields.
+"""Models of ours that no layout of `transformers` holds, written as others with the same logits.
 
-Fixed positions are written as learned ones that have their values. Experts under a capacity are written without it, which is the
-same wherever nothing is dropped. Reading such a file gives the model that was written; each change has a sentence that says so.
+Fixed positions are written as learned ones with the same values. Experts with a capacity are
+written without it, which is the same wherever no token is dropped. Reading such a file gives the
+model that was written, and not the original one.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from mupax.zoo.vit.sines import sines
 
 
 class Equivalent(NamedTuple):
-    """A model to write in place of another, and what to know of it."""
+    """Model to write in place of another, and what a user should know about it."""
 
     model: TransformerConfig
     params: Mapping[str, np.ndarray]
-    """Parameters that it has and the other has not."""
+    """Parameters that the written model has in addition to those of the original."""
     notes: list[str]
-    """One sentence for each change; empty where the model is the other one."""
+    """One sentence per change. Empty if the model is the original."""
 
 
 def equivalent(model: TransformerConfig) -> Equivalent:
-    """The model that a file is written of.
+    """Return the model that is written to a file in the layout of `transformers`.
 
-    Args:
-        model: any; one that needs no change comes back itself.
+    A model that needs no change is returned as it is.
     """
     params: dict[str, np.ndarray] = {}
     notes = []
@@ -39,14 +39,16 @@ def equivalent(model: TransformerConfig) -> Equivalent:
         params["position"] = sines(model)
         model = dataclasses.replace(model, sincos=False)
         notes.append(
-            "model.sincos: the fixed sines are written as learned positions, the same logits; read again, the table is trained"
+            "model.sincos: the fixed sines are written as learned positions, the same logits; "
+            "read again, the table is trained"
         )
-    if model.experts is not None and (capacity := model.routing.capacity_factor) is not None:
-        model = dataclasses.replace(
-            model, routing=dataclasses.replace(model.routing, capacity_factor=None)
-        )
+    capacity = model.routing.capacity_factor
+    if model.experts is not None and capacity is not None:
+        routing = dataclasses.replace(model.routing, capacity_factor=None)
+        model = dataclasses.replace(model, routing=routing)
         notes.append(
-            f"model.routing.capacity_factor: the code of transformers drops no token; logits differ where experts here had more than "
-            f"{capacity:g} times their share of tokens (--model.routing.capacity-factor none drops none)"
+            "model.routing.capacity_factor: the code of transformers drops no token; "
+            f"logits differ where experts here had more than {capacity:g} times their share of "
+            "tokens (--model.routing.capacity-factor none drops none)"
         )
     return Equivalent(model, params, notes)

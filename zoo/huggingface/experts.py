@@ -1,6 +1,7 @@
-"""Configs of decoders with experts in the form of `transformers`: Mixtral and Qwen3-MoE, Llamas and Qwen3s but for their MLPs, both ways.
+"""Configs of decoders with experts in the form of `transformers`: Mixtral and Qwen3-MoE.
 
-Their code drops no token, and weighs a token's experts by a softmax: over their scores, or, with `norm_topk_prob` false, over all.
+They are Llamas and Qwen3s but for their MLPs. The code of `transformers` drops no token. It weighs
+a token's experts by a softmax over their scores, or over all scores if `norm_topk_prob` is false.
 """
 
 from __future__ import annotations
@@ -16,93 +17,98 @@ from mupax.zoo.transformer import RoutingConfig
 FAMILIES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 
 
-def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
-    """Why transformers' code would compute another function of experts, and whether it holds of the model.
+def reasons(model: DecoderConfig, family: Family) -> list[str]:
+    """Return why the code of `transformers` cannot compute a model's experts.
 
-    Args:
-        model: a decoder with rotary positions.
-        family: of the model.
+    The list is empty for a model without experts, and for one that the code can compute.
     """
     if model.experts is None:
-        return {}
+        return []
     routing = model.routing
-    softmax = "softmax" if family == "mixtral" else "softmax or softmax-all"
-    return {
-        f"its router is a softmax, and model.routing.gate is {routing.gate}; write {softmax}": routing.gate
-        == "sigmoid"
-        or (family == "mixtral" and routing.gate == "softmax-all"),
-        "model.routing.capacity_factor drops tokens, which it does not": routing.capacity_factor
-        is not None,
-        "model.routing.balance bias adds to scores where experts are chosen, which it does not": routing.balance
-        == "bias",
-        "model.shared_experts are experts that every token goes to, which it does not have": model.shared_experts
-        is not None,
-    }
+    problems = []
+    gates = ("softmax",) if family == "mixtral" else ("softmax", "softmax-all")
+    if routing.gate not in gates:
+        problems.append(
+            f"its router is a softmax, and model.routing.gate is {routing.gate}; "
+            f"write {' or '.join(gates)}"
+        )
+    if routing.capacity_factor is not None:
+        problems.append("model.routing.capacity_factor drops tokens, which it does not")
+    if routing.balance == "bias":
+        problems.append(
+            "model.routing.balance bias adds to scores where experts are chosen, which it does not"
+        )
+    if model.shared_experts is not None:
+        problems.append(
+            "model.shared_experts are experts that every token goes to, which it does not have"
+        )
+    return problems
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
-    """What config.json says of experts; {} without any.
-
-    Args:
-        model: a decoder with rotary positions.
-        family: of the model.
-    """
+    """Return the fields of config.json that describe a model's experts; none without experts."""
     if model.experts is None:
         return {}
-    # Their balance loss is ours times the experts of a token.
-    weight = model.routing.balance_weight / model.active if model.routing.balance == "loss" else 0.0
-    shared = {
+    weight = 0.0
+    if model.routing.balance == "loss":
+        # Their balance loss is ours times the number of experts of a token.
+        weight = model.routing.balance_weight / model.active
+    fields = {
         "num_experts_per_tok": model.active,
         "router_aux_loss_coef": weight,
         "output_router_logits": False,
     }
     if family == "mixtral":
-        return {
-            **shared,
-            "num_local_experts": model.experts,
-            "intermediate_size": model.expert_size,
-        }
-    return {
-        **shared,
-        "num_experts": model.experts,
-        "moe_intermediate_size": model.expert_size,
-        "norm_topk_prob": model.routing.gate == "softmax",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+        fields["num_local_experts"] = model.experts
+        fields["intermediate_size"] = model.expert_size
+    else:
+        fields["num_experts"] = model.experts
+        fields["moe_intermediate_size"] = model.expert_size
+        fields["norm_topk_prob"] = model.routing.gate == "softmax"
+        # Every layer has experts.
+        fields["decoder_sparse_step"] = 1
+        fields["mlp_only_layers"] = []
+    return fields
 
 
-def of(read: Fields, family: Family, width: int, mlp_dim: int) -> dict[str, Any]:
-    """Our fields of experts; {} of a family without.
+def read_experts(config: Fields, family: Family, width: int, mlp_dim: int) -> dict[str, Any]:
+    """Return the fields of our config that describe experts; none for a family without experts.
 
     Args:
-        read: fields of config.json.
-        family: its architecture.
-        width: of the model.
-        mlp_dim: its intermediate_size, which of a Mixtral is an expert's.
+        mlp_dim: `intermediate_size` of config.json. In a Mixtral it is the size of one expert.
     """
     if family not in FAMILIES:
         return {}
     if family == "mixtral":
-        active, gate = read.read("num_experts_per_tok", 2), "softmax"
-        experts, size = read.read("num_local_experts", 8), mlp_dim
+        active = config.read("num_experts_per_tok", 2)
+        gate = "softmax"
+        num_experts = config.read("num_local_experts", 8)
+        expert_dim = mlp_dim
         mlp_dim *= active
     else:
-        active, size = read.read("num_experts_per_tok", 8), read.read("moe_intermediate_size", 768)
+        active = config.read("num_experts_per_tok", 8)
+        expert_dim = config.read("moe_intermediate_size", 768)
         # transformers 5 writes the name that Mixtral has.
-        experts = read.read("num_experts", read.read("num_local_experts", 128))
-        gate = "softmax" if read.read("norm_topk_prob", False) else "softmax-all"
-        dense = read.fields.get("mlp_only_layers") or []
-        if read.read("decoder_sparse_step", 1) != 1 or dense:
-            raise ConfigError(
-                f"config.json: decoder_sparse_step {shown(read.fields.get('decoder_sparse_step', 1))} and mlp_only_layers "
-                f"{shown(dense)} have layers without experts among those with, which our models do not have"
-            )
-    routing = RoutingConfig(gate=gate)
+        default = config.read("num_local_experts", 128)
+        num_experts = config.read("num_experts", default)
+        gate = "softmax" if config.read("norm_topk_prob", False) else "softmax-all"
+        _check_every_layer(config)
     return {
-        "experts": experts,
+        "experts": num_experts,
         "active_experts": active,
-        "expert_dim": size,
-        "routing": routing,
+        "expert_dim": expert_dim,
+        "routing": RoutingConfig(gate=gate),
         "mlp_ratio": mlp_dim / width,
     }
+
+
+def _check_every_layer(config: Fields) -> None:
+    """Refuse a Qwen3-MoE that has layers without experts."""
+    dense_layers = config.fields.get("mlp_only_layers") or []
+    if config.read("decoder_sparse_step", 1) != 1 or dense_layers:
+        step = config.fields.get("decoder_sparse_step", 1)
+        raise ConfigError(
+            f"config.json: decoder_sparse_step {shown(step)} and mlp_only_layers "
+            f"{shown(dense_layers)} have layers without experts among those with, "
+            "which our models do not have"
+        )

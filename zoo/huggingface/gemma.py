@@ -1,9 +1,11 @@
-"""Configs of Gemma 2 and 3 in the form of `transformers`: norms after the branches too, windows in some layers, a gated GELU.
+"""Configs of Gemma 2 and 3 in the form of `transformers`.
 
-Gemma 2 has caps of logits; Gemma 3 has norms of queries and keys, and positions that turn at other rates in layers with a window.
+Both have norms after the branches, windows in some layers and a gated GELU. Gemma 2 caps logits.
+Gemma 3 has norms of queries and keys, and another wavelength of positions in layers with a window.
 
-Its code takes gains as 1 + w, looked-up embeddings times width^1/2 and attention logits times query_pre_attn_scalar^-1/2, all of
-which `names` and `weights` fold into what they read.
+Gemma's code takes gains as 1 + w, multiplies looked-up embeddings by width^1/2, and multiplies
+attention logits by query_pre_attn_scalar^-1/2. `names` and `weights` fold these factors into the
+parameters.
 """
 
 from __future__ import annotations
@@ -13,109 +15,130 @@ from typing import Any
 from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface.architectures import DEFAULTS, FIELDS, STACK, Family, Published
-from mupax.zoo.huggingface.decoders import FULL, SLIDING, Defaults, rope, rope_fields
+from mupax.zoo.huggingface.architectures import Family, Published, read_stack
+from mupax.zoo.huggingface.decoders import (
+    FULL,
+    SLIDING,
+    Defaults,
+    check_layer_types,
+    read_rope,
+    rope_fields,
+)
 
-DEFAULT: dict[Family, Defaults] = {
+DEFAULTS: dict[Family, Defaults] = {
     "gemma2": Defaults(256000, 8192, 4, 256, 4096),
     "gemma3_text": Defaults(262208, 131072, 4, 256, 4096),
 }
 GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+"""Names in config.json of the GELU in tanh form. The first one is written."""
 
 
-def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
-    """Why transformers' code would compute another function, and whether it holds of the model.
+def reasons(model: DecoderConfig, family: Family) -> list[str]:
+    """Return why Gemma's code cannot compute a model; empty if it can.
 
     Args:
-        model: a decoder with rotary positions.
-        family: gemma2 or gemma3_text.
+        family: "gemma2" or "gemma3_text".
     """
-    kinds = f"it needs rmsnorm and geglu, not {model.norm} and {model.activation}"
-    width, heads = model.width, model.num_heads
-    return {
-        kinds: model.norm != "rmsnorm" or model.activation != "geglu",
-        "it normalizes what branches write, and model.post_norm does not": not model.post_norm,
-        "model.window_theta is of layers with a window alone, and it has one wavelength": model.window_theta
-        is not None
-        and family == "gemma2",
-        "model.attention_softcap bounds attention logits, which it does not": model.attention_softcap
-        is not None
-        and family == "gemma3_text",
-        "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not": model.qk_norm_kind
-        != "rmsnorm",
-        "model.bias adds to every product, which it does not": model.bias,
-        "model.qkv_bias adds to queries, keys and values, which it does not": model.qkv_bias,
-        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": bool(
-            width % heads
-        ),
-    }
+    problems = []
+    if model.norm != "rmsnorm" or model.activation != "geglu":
+        problems.append(f"it needs rmsnorm and geglu, not {model.norm} and {model.activation}")
+    if not model.post_norm:
+        problems.append("it normalizes what branches write, and model.post_norm does not")
+    if model.window_theta is not None and family == "gemma2":
+        problems.append(
+            "model.window_theta is of layers with a window alone, and it has one wavelength"
+        )
+    if model.attention_softcap is not None and family == "gemma3_text":
+        problems.append("model.attention_softcap bounds attention logits, which it does not")
+    if model.qk_norm_kind != "rmsnorm":
+        problems.append(
+            "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not"
+        )
+    if model.bias:
+        problems.append("model.bias adds to every product, which it does not")
+    if model.qkv_bias:
+        problems.append("model.qkv_bias adds to queries, keys and values, which it does not")
+    if model.width % model.num_heads:
+        problems.append(
+            f"it needs model.width {model.width} to be a multiple of "
+            f"model.num_heads {model.num_heads}"
+        )
+    return problems
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
-    """What config.json says of a model beside what all families have.
+    """Return the fields of config.json that not all families have.
 
     Args:
-        model: a decoder with rotary positions.
-        family: gemma2 or gemma3_text.
+        family: "gemma2" or "gemma3_text".
     """
-    rope: dict[str, Any] = {"rope_parameters": rope_fields(model), "rope_theta": model.rotary_theta}
-    if model.rotary_scaling is not None:
-        rope["rope_scaling"] = rope_fields(model)
+    rope = rope_fields(model)
+    fields: dict[str, Any] = {}
+    # Gemma 3 has an object for each type of layer, Gemma 2 one for all of them.
     if family == "gemma3_text":
-        windowed = (
-            {"rope_type": "default", "rope_theta": model.window_theta}
-            if model.window_theta
-            else rope_fields(model)
-        )
-        rope = {"rope_parameters": {SLIDING: windowed, FULL: rope_fields(model)}}
+        windowed_rope = rope
+        if model.window_theta:
+            windowed_rope = {"rope_type": "default", "rope_theta": model.window_theta}
+        fields["rope_parameters"] = {SLIDING: windowed_rope, FULL: rope}
+    else:
+        fields["rope_parameters"] = rope
+        fields["rope_theta"] = model.rotary_theta
+        if model.rotary_scaling is not None:
+            fields["rope_scaling"] = rope
+
+    layer_types = []
+    specs = model.attention_specs
+    for layer in range(model.depth):
+        window = specs[layer % len(specs)].window
+        layer_types.append(FULL if window is None else SLIDING)
     return {
-        **rope,
+        **fields,
         "head_dim": model.heads_dim,
         "query_pre_attn_scalar": model.heads_dim,
         "num_key_value_heads": model.kv_heads,
         "hidden_activation": GELUS[0],
         "max_position_embeddings": model.seq_len,
         "sliding_window": model.window,
-        "layer_types": [
-            _kind(model.attention_specs[i % len(model.attention_specs)].window)
-            for i in range(model.depth)
-        ],
+        "layer_types": layer_types,
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.logit_softcap,
         "attention_bias": False,
     }
 
 
-def gemma(read: Fields, family: Family) -> Published:
-    """The model of a config.json.
+def read_gemma(config: Fields, family: Family) -> Published:
+    """Return the model that the config.json of a Gemma describes.
 
     Args:
-        read: its fields.
-        family: gemma2 or gemma3_text.
+        family: "gemma2" or "gemma3_text".
     """
-    defaults, newer = DEFAULT[family], family == "gemma3_text"
-    if newer and read.fields.get("attn_logit_softcapping") is not None:
-        raise ConfigError(
-            "config.json: attn_logit_softcapping is given, and Gemma 3's code does not read it"
-        )
-    for name in ("hidden_activation", "hidden_act"):
-        if (value := read.read(name, GELUS[0])) not in GELUS:
-            raise ConfigError(
-                f"config.json: {name} is {shown(value)}, and its gated MLP has {GELUS[0]} in our models"
-            )
-    read.refuse("attention_bias", False, "biases of attention")
-    read.refuse("use_bidirectional_attention", False, "attention to later tokens")
-    stack: dict[str, Any] = {}
-    for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
-        stack[ours] = read.read(theirs, default)
-    width, heads, depth = stack["width"], stack["num_heads"], stack["depth"]
+    defaults = DEFAULTS[family]
+    is_gemma3 = family == "gemma3_text"
+    _check_supported(config, family)
+    stack = read_stack(config, family)
+    width = stack["width"]
+    heads = stack["num_heads"]
+    depth = stack["depth"]
     stack["mlp_ratio"] = stack.pop("mlp_dim") / width
-    head_dim = read.read("head_dim", defaults.head_dim or 0)
-    kv_heads = read.read("num_key_value_heads", defaults.kv_heads or heads)
-    windows = _windows(read, depth, 6 if newer else 2)
+    head_dim = config.read("head_dim", defaults.head_dim or 0)
+    kv_heads = config.read("num_key_value_heads", defaults.kv_heads or heads)
+
+    windows = _read_windows(config, depth, 6 if is_gemma3 else 2)
+    if is_gemma3:
+        rope = _read_rope_by_layer_type(config, windows)
+        attention_softcap = None
+        logit_softcap = None
+        # A cap that is left out, or null, is none. The default says only that it is a number.
+        if config.fields.get("final_logit_softcapping") is not None:
+            logit_softcap = config.read("final_logit_softcapping", 1.0)
+    else:
+        rope = read_rope(config)
+        attention_softcap = config.optional("attn_logit_softcapping", 50.0)
+        logit_softcap = config.optional("final_logit_softcapping", 30.0)
+
     model = DecoderConfig(
         **stack,
-        **(_rope_of_layers(read, windows) if newer else rope(read)),
+        **rope,
         **windows,
         head_dim=None if heads * head_dim == width else head_dim,
         num_kv_heads=None if kv_heads == heads else kv_heads,
@@ -123,86 +146,107 @@ def gemma(read: Fields, family: Family) -> Published:
         norm="rmsnorm",
         bias=False,
         post_norm=True,
-        qk_norm=newer,
+        qk_norm=is_gemma3,
         positions="rotary",
-        attention_softcap=None if newer else read.optional("attn_logit_softcapping", 50.0),
-        logit_softcap=_cap(read) if newer else read.optional("final_logit_softcapping", 30.0),
-        vocab_size=read.read("vocab_size", defaults.vocab_size),
-        seq_len=read.read("max_position_embeddings", defaults.seq_len),
-        tied=read.read("tie_word_embeddings", True),
+        attention_softcap=attention_softcap,
+        logit_softcap=logit_softcap,
+        vocab_size=config.read("vocab_size", defaults.vocab_size),
+        seq_len=config.read("max_position_embeddings", defaults.seq_len),
+        tied=config.read("tie_word_embeddings", True),
     )
-    query = read.read("query_pre_attn_scalar", 256.0)
-    return Published(model, query_scale=(head_dim / query) ** 0.5)
+    # Gemma's code scales logits by query_pre_attn_scalar^-1/2, other attention by head_dim^-1/2.
+    query_scalar = config.read("query_pre_attn_scalar", 256.0)
+    return Published(model, query_scale=(head_dim / query_scalar) ** 0.5)
 
 
-def _kind(window: int | None) -> str:
-    return FULL if window is None else SLIDING
+def _check_supported(config: Fields, family: Family) -> None:
+    """Refuse features that Gemma's code or our models do not have."""
+    if family == "gemma3_text" and config.fields.get("attn_logit_softcapping") is not None:
+        raise ConfigError(
+            "config.json: attn_logit_softcapping is given, and Gemma 3's code does not read it"
+        )
+    for name in ("hidden_activation", "hidden_act"):
+        activation = config.read(name, GELUS[0])
+        if activation not in GELUS:
+            raise ConfigError(
+                f"config.json: {name} is {shown(activation)}, "
+                f"and its gated MLP has {GELUS[0]} in our models"
+            )
+    config.refuse("attention_bias", False, "biases of attention")
+    config.refuse("use_bidirectional_attention", False, "attention to later tokens")
 
 
-def _cap(read: Fields) -> float | None:
-    """Gemma 3's cap of logits: none where it is left out."""
-    return (
-        None
-        if read.fields.get("final_logit_softcapping") is None
-        else read.read("final_logit_softcapping", 1.0)
-    )
+def _read_rope_by_layer_type(config: Fields, windows: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of our config that describe Gemma 3's rotary positions.
 
-
-def _rope_of_layers(read: Fields, windows: dict[str, Any]) -> dict[str, Any]:
-    """Our fields of rotary positions where layers with a window may have their own.
+    Layers with a window may have a wavelength of their own.
 
     Args:
-        read: fields of the config.
-        windows: ours of what each layer sees.
+        windows: Fields of our config that say which layers have a window (`_read_windows`).
     """
-    parameters = read.fields.get("rope_parameters")
+    parameters = config.fields.get("rope_parameters")
     if parameters is None:
-        local = {"rope_theta": read.read("rope_local_base_freq", 1e4)}
-        scaling = read.fields.get("rope_scaling") or {}
-        parameters = {FULL: {"rope_theta": read.read("rope_theta", 1e6), **scaling}, SLIDING: local}
-    if not isinstance(parameters, dict) or not all(
-        isinstance(parameters.get(kind), dict) for kind in (FULL, SLIDING)
-    ):
+        # Versions before transformers 5 write the fields side by side.
+        local_theta = config.read("rope_local_base_freq", 1e4)
+        scaling = config.fields.get("rope_scaling") or {}
+        parameters = {
+            FULL: {"rope_theta": config.read("rope_theta", 1e6), **scaling},
+            SLIDING: {"rope_theta": local_theta},
+        }
+    has_both = isinstance(parameters, dict) and all(
+        isinstance(parameters.get(layer_type), dict) for layer_type in (FULL, SLIDING)
+    )
+    if not has_both:
         raise ConfigError(
             f"config.json: rope_parameters is {shown(parameters)}, not objects {FULL} and {SLIDING}"
         )
-    full, local = (
-        rope(Fields({"rope_parameters": {"rope_theta": theta, **parameters[kind]}}))
-        for kind, theta in ((FULL, 1e6), (SLIDING, 1e4))
-    )
+    full = _read_rope_parameters(parameters[FULL], default_theta=1e6)
+    local = _read_rope_parameters(parameters[SLIDING], default_theta=1e4)
+    # Our model has one set of fields, and a wavelength of its own for layers with a window.
     if windows["window"] is None or local == full:
         return full
     if windows.get("full_every") is None:
         return local
     if "rope_scaling" in local:
         raise ConfigError(
-            f"config.json: rope_parameters of {SLIDING} scale frequencies, which in our models only blocks without a window may"
+            f"config.json: rope_parameters of {SLIDING} scale frequencies, "
+            "which in our models only blocks without a window may"
         )
     return {**full, "window_theta": local["rope_theta"]}
 
 
-def _windows(read: Fields, depth: int, pattern: int) -> dict[str, Any]:
-    """Our fields of what each layer sees; every so-many-th has no window unless layer_types says."""
-    window = read.optional("sliding_window", 4096)
-    kinds = read.fields.get("layer_types")
-    if kinds is None:
-        pattern = read.read("sliding_window_pattern", pattern)
-        kinds = [(SLIDING, FULL)[(i + 1) % pattern == 0] for i in range(depth)]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != depth
-        or not {FULL, SLIDING}.issuperset(map(str, kinds))
-    ):
-        raise ConfigError(
-            f"config.json: layer_types is {shown(kinds)}, not {FULL} or {SLIDING} for each of {depth} layers"
-        )
-    if window is None or SLIDING not in kinds:
+def _read_rope_parameters(parameters: dict[str, Any], default_theta: float) -> dict[str, Any]:
+    """Return the fields of our config for one object of `rope_parameters`."""
+    return read_rope(Fields({"rope_parameters": {"rope_theta": default_theta, **parameters}}))
+
+
+def _read_windows(config: Fields, depth: int, default_period: int) -> dict[str, Any]:
+    """Return the fields of our config that say which layers have a window.
+
+    Args:
+        default_period: Every so many layers, one has no window. `sliding_window_pattern` overrides
+            the number, and `layer_types` overrides both.
+    """
+    window = config.optional("sliding_window", 4096)
+    layer_types = config.fields.get("layer_types")
+    if layer_types is None:
+        period = config.read("sliding_window_pattern", default_period)
+        layer_types = _periodic_layer_types(depth, period)
+    check_layer_types(layer_types, depth)
+    if window is None or SLIDING not in layer_types:
         return {"window": None}
-    if FULL not in kinds:
+    if FULL not in layer_types:
         return {"window": window}
-    every = kinds.index(FULL) + 1
-    if every < 2 or kinds != [(SLIDING, FULL)[(i + 1) % every == 0] for i in range(depth)]:
+    # Our models have no other order than: all layers but every so-many-th have a window.
+    full_every = layer_types.index(FULL) + 1
+    if full_every < 2 or layer_types != _periodic_layer_types(depth, full_every):
         raise ConfigError(
-            f"config.json: layer_types has {FULL} in an order that our models do not have, in which it is every so-many-th layer"
+            f"config.json: layer_types has {FULL} in an order that our models do not have, "
+            "in which it is every so-many-th layer"
         )
-    return {"window": window, "full_every": every}
+    return {"window": window, "full_every": full_every}
+
+
+def _periodic_layer_types(depth: int, period: int) -> list[str]:
+    """Return the types of layers of which every `period`-th has no window."""
+    return [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(depth)]

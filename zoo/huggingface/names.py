@@ -1,6 +1,6 @@
-"""Names and shapes of tensors in Hugging Face's files, beside ours.
+"""Names, shapes and memory order of tensors in Hugging Face's files, with our parameters in them.
 
-D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T positions, P patch size, C channels.
+`weights` reads and writes by them. The names themselves are in `tables`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import decoders
 from mupax.zoo.huggingface.architectures import GEMMA, Family
-from mupax.zoo.huggingface.decoders import LIKE
+from mupax.zoo.huggingface.decoders import LIKE_LLAMA
 from mupax.zoo.huggingface.tables import table
 from mupax.zoo.transformer import TransformerConfig
 
@@ -27,16 +27,29 @@ HEADS = (
     "classifier.weight",
     "classifier.bias",
 )
-"""Tensors outside the prefix."""
+"""Tensors whose names have no prefix."""
+
+_COMPLETE_ENDINGS = (
+    ".weight",
+    ".bias",
+    ".lambda1",
+    "_token",
+    "_tokens",
+    "_embeddings",
+    "_logits_bias",
+)
+"""Ends of names in a table that are complete. Other names stand for a weight and a bias."""
 
 
 def family_of(model: TransformerConfig) -> Family:
-    """The architecture whose files can hold such a model."""
+    """Return the architecture whose files can hold a model."""
     if isinstance(model, ImageModel):
         assert isinstance(model, ViTConfig)
         if model.pool == "cls-mean":
             return "dinov2" if model.registers is None else "dinov2_with_registers"
-        return "siglip" if model.pool == "mean" else "vit" if model.registers is None else "deit"
+        if model.pool == "mean":
+            return "siglip"
+        return "vit" if model.registers is None else "deit"
     if model.denoises:
         return "t5" if "relative_bias" in model.parameters() else "mbart"
     assert isinstance(model, DecoderConfig)
@@ -44,90 +57,125 @@ def family_of(model: TransformerConfig) -> Family:
 
 
 class Part(NamedTuple):
-    """A parameter of ours, of one layer, in a tensor of theirs."""
+    """Parameter of ours, of one layer, as it lies in a tensor of a file.
+
+    With W in the file, ours is scale * (W + shift).
+    """
 
     name: str
+    """Name of our parameter."""
     shape: tuple[int, ...]
+    """Shape of our parameter."""
     matrix: tuple[int, ...]
-    """What it is reshaped to, to lie as theirs does but for the order of its axes."""
+    """Shape with the dimensions of the tensor in the order of our parameter."""
     axes: tuple[int, ...]
-    """The order of those in theirs."""
-    rows: int = 0
-    """Rows in front of theirs that nothing reads."""
-    times: float = 1.0
-    """How many times as large ours is, where their code has a factor that ours has not."""
+    """Dimensions of `matrix` in the order of the tensor."""
+    skipped_rows: int = 0
+    """Number of rows at the start of the tensor that nothing reads."""
+    scale: float = 1.0
+    """Factor that the code of `transformers` has in its forward pass and ours has not."""
     shift: float = 0.0
-    """What their code adds to theirs, before that."""
+    """Number that the code of `transformers` adds to the tensor."""
     joined: bool = False
-    """Whether all axes but the first are one in theirs."""
+    """Whether the tensor has all dimensions but the first in one."""
 
-    def theirs(self, value: np.ndarray) -> np.ndarray:
+    def to_huggingface(self, value: np.ndarray) -> np.ndarray:
+        """Return the tensor that holds our parameter."""
         value = value.reshape(self.matrix).transpose(self.axes)
-        value = value.reshape(len(value), -1) if self.joined else value
-        value = value if self.times == 1 else (value / self.times).astype(value.dtype)
-        value = value - np.float32(self.shift) if self.shift else value
-        return np.pad(value, ((self.rows, 0), (0, 0))) if self.rows else value
+        if self.joined:
+            value = value.reshape(len(value), -1)
+        if self.scale != 1:
+            value = (value / self.scale).astype(value.dtype)
+        if self.shift:
+            value = value - np.float32(self.shift)
+        if self.skipped_rows:
+            value = np.pad(value, ((self.skipped_rows, 0), (0, 0)))
+        return value
 
-    def ours(self, value: np.ndarray) -> np.ndarray:
-        value = value[self.rows :].reshape([self.matrix[axis] for axis in self.axes])
+    def from_huggingface(self, value: np.ndarray) -> np.ndarray:
+        """Return our parameter from the tensor."""
+        value = value[self.skipped_rows :].reshape([self.matrix[axis] for axis in self.axes])
         value = value.transpose(np.argsort(self.axes)).reshape(self.shape)
-        value = value + np.float32(self.shift) if self.shift else value
-        return value if self.times == 1 else (value * self.times).astype(value.dtype)
+        if self.shift:
+            value = value + np.float32(self.shift)
+        if self.scale != 1:
+            value = (value * self.scale).astype(value.dtype)
+        return value
 
 
 class Tensor(NamedTuple):
-    """One tensor of theirs (per layer, where its name has {i}, and expert: {j}) and what it holds side by side along its last axis."""
+    """Tensor of a file, and our parameters that it holds side by side along its last axis."""
 
     name: str
+    """Name with {i} for the index of the layer and {j} for that of the expert, if there are any."""
     parts: tuple[Part, ...]
+    """Our parameters in the tensor."""
     fused: bool = False
-    """Whether they lie side by side head by head (GPT-NeoX), and heads and inputs in theirs as [out, in]."""
+    """Whether the parts lie side by side within each head (GPT-NeoX).
 
-    def theirs(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """The tensor of one layer, from the parts' values."""
-        each = [part.theirs(value) for part, value in zip(self.parts, values, strict=True)]
-        whole = np.concatenate(each, -1) if each[1:] else each[0]
+    The tensor is then [out, in], with heads in the first axis.
+    """
+
+    def to_huggingface(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the tensor of one layer.
+
+        Args:
+            values: Value of every entry of `parts`.
+        """
+        arrays = []
+        for part, value in zip(self.parts, values, strict=True):
+            arrays.append(part.to_huggingface(value))
+        tensor = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, -1)
         if not self.fused:
-            return whole
-        return (
-            np.moveaxis(whole, 0, -1).reshape(self.shape)
-            if whole.ndim == 3
-            else whole.reshape(self.shape)
-        )
+            return tensor
+        if tensor.ndim == 3:
+            # A matrix [in, heads, out of a head] becomes [heads, out of a head, in]. Biases have no
+            # inputs.
+            tensor = np.moveaxis(tensor, 0, -1)
+        return tensor.reshape(self.shape)
 
-    def ours(self, value: np.ndarray) -> list[np.ndarray]:
-        """The parts' values, from the tensor of one layer."""
+    def from_huggingface(self, value: np.ndarray) -> list[np.ndarray]:
+        """Return the value of every entry of `parts` from the tensor of one layer."""
         if self.fused:
-            heads, size = self.parts[0].shape[-2], sum(self.widths)
-            value = value.reshape(heads, size, *value.shape[1:])
-            value = np.moveaxis(value, -1, 0) if value.ndim == 3 else value
-        each = np.split(value, np.cumsum(self.widths)[:-1], axis=-1)
-        return [part.ours(one) for part, one in zip(self.parts, each, strict=True)]
+            heads = self.parts[0].shape[-2]
+            value = value.reshape(heads, sum(self.widths), *value.shape[1:])
+            if value.ndim == 3:
+                value = np.moveaxis(value, -1, 0)
+        arrays = np.split(value, np.cumsum(self.widths)[:-1], axis=-1)
+        return [
+            part.from_huggingface(array) for part, array in zip(self.parts, arrays, strict=True)
+        ]
 
     @property
     def stacked(self) -> bool:
+        """True if every layer has a tensor of its own."""
         return "{i}" in self.name
 
     @property
     def widths(self) -> list[int]:
         """Size of the last axis of each part."""
-        return [
-            math.prod(part.matrix[axis] for axis in part.axes[1 if part.joined else -1 :])
-            for part in self.parts
-        ]
+        widths = []
+        for part in self.parts:
+            last_axes = part.axes[1:] if part.joined else part.axes[-1:]
+            widths.append(math.prod(part.matrix[axis] for axis in last_axes))
+        return widths
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = self.parts[0]
+        """Shape of the tensor in a file."""
+        part = self.parts[0]
         if self.fused:
-            *inputs, heads, _ = first.shape
+            # Without inputs for a bias.
+            *inputs, heads, _ = part.shape
             return (heads * sum(self.widths), *inputs)
-        sizes = [first.matrix[axis] for axis in first.axes[: 2 if first.joined else None]]
-        sizes[0], sizes[-1] = sizes[0] + first.rows, sum(self.widths)
+        axes = part.axes[:2] if part.joined else part.axes
+        sizes = [part.matrix[axis] for axis in axes]
+        sizes[0] += part.skipped_rows
+        sizes[-1] = sum(self.widths)
         return tuple(sizes)
 
     def layers(self, model: TransformerConfig) -> int:
-        """How many there are of it in a file."""
+        """Return the number of layers that have a tensor of this name in a file."""
         if not self.stacked:
             return 1
         if isinstance(model, EncoderDecoderConfig) and self.parts[0].name.startswith("encoder."):
@@ -135,32 +183,50 @@ class Tensor(NamedTuple):
         return model.depth
 
     def sizes(self, model: TransformerConfig) -> tuple[int, ...]:
-        """How many layers and experts there are of it in a file, the sizes in front of its parts' in our parameters."""
-        experts = (model.experts,) if model.experts and "{j}" in self.name else ()
-        return ((self.layers(model),) if self.stacked else ()) + experts
+        """Return the numbers of layers and of experts that have a tensor of this name in a file.
+
+        These are the leading dimensions of our parameters, before the shape of a part. A number is
+        left out if the name has no index for it.
+        """
+        sizes = []
+        if self.stacked:
+            sizes.append(self.layers(model))
+        if model.experts and "{j}" in self.name:
+            sizes.append(model.experts)
+        return tuple(sizes)
 
     def named(self, index: Sequence[int]) -> str:
-        """Its name in a file.
+        """Return the name in a file.
 
         Args:
-            index: of the layer and the expert, as many as `sizes`.
+            index: Index of the layer and of the expert, as many numbers as `sizes` has.
         """
+        # Names without an index ignore what they are formatted with.
         return self.name.format(**dict(zip("ij", index, strict=False)))
 
 
 def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout: str) -> Part:
-    """A parameter of ours in a layout: same (as ours), linear [out, in], conv1d [in, out], flat, led, behind or conv2d [D, C, P, P].
+    """Return a parameter of ours in a layout of `tables`, without scale and shift.
 
-    Flat has one axis, led has axes of size 1 in front, 3 in all, and behind has two rows in front. Pooled is linear of several vectors,
-    registers are led, and so is beside, the positions but those of registers. The model's `specs` may lack the parameter: a
-    bias is then as its matrix' output, and what belongs to a norm as the residual stream.
+    Args:
+        specs: Parameters of the model. If they lack the parameter, a bias has the shape of its
+            matrix' output, and a parameter of a norm is [D].
+        name: Name of our parameter, without an index of the layer.
+        layout: Layout as the header of `tables` describes it.
     """
     sizes = model.sizes()
-    matrix = specs.get(name.removesuffix("_bias"))
-    spec = specs.get(name) or (matrix.bias if matrix else None)
-    inputs, outputs = (spec.fan_in, spec.fan_out) if spec else ((), ("embed",))
-    inputs, outputs = (tuple(sizes[axis] for axis in axes) for axes in (inputs, outputs))
-    shape, product = inputs + outputs, (math.prod(inputs), math.prod(outputs))
+    spec = specs.get(name)
+    matrix_spec = specs.get(name.removesuffix("_bias"))
+    if spec is None and matrix_spec is not None:
+        spec = matrix_spec.bias
+    input_axes = spec.fan_in if spec else ()
+    output_axes = spec.fan_out if spec else ("embed",)
+    inputs = tuple(sizes[axis] for axis in input_axes)
+    outputs = tuple(sizes[axis] for axis in output_axes)
+    shape = inputs + outputs
+    # Heads and their dimensions are one axis in the files.
+    product = (math.prod(inputs), math.prod(outputs))
+
     match layout:
         case "linear":
             return Part(name, shape, product, (1, 0))
@@ -168,71 +234,79 @@ def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout:
             return Part(name, shape, product, (0, 1))
         case "flat":
             return Part(name, shape, (math.prod(shape),), (0,))
-        case "behind":
-            return Part(name, shape, shape, (0, 1), rows=2)
-        case "logits":
+        case "after_two_rows":
+            # MBart's code adds 2 to positions.
+            return Part(name, shape, shape, (0, 1), skipped_rows=2)
+        case "row":
+            # The bias of logits, which the files have as one row.
             return Part(name, (sizes["vocab"],), (1, sizes["vocab"]), (0, 1))
         case "pooled":
+            # A DINO's classifier reads the CLS token and the mean over patches side by side.
             return Part(name, shape, shape, (2, 1, 0), joined=True)
-        case "registers" | "beside":
-            assert isinstance(model, ViTConfig)
-            rows = (
-                (model.registers or 0)
-                if layout == "registers"
-                else shape[0] - (model.registers or 0)
-            )
-            return Part(name, (rows, model.width), (1, rows, model.width), (0, 1, 2))
-        case "led":
+        case "rank3":
             return Part(name, shape, (1,) * (3 - len(shape)) + shape, (0, 1, 2))
+        case "registers" | "not_registers":
+            assert isinstance(model, ViTConfig)
+            rows = model.registers or 0
+            if layout == "not_registers":
+                rows = shape[0] - rows
+            return Part(name, (rows, model.width), (1, rows, model.width), (0, 1, 2))
         case "conv2d":
             assert isinstance(model, ImageModel)
-            return Part(
-                name,
-                shape,
-                (model.patch_size, model.patch_size, model.channels, model.width),
-                (3, 2, 0, 1),
-            )
+            patch = model.patch_size
+            return Part(name, shape, (patch, patch, model.channels, model.width), (3, 2, 0, 1))
+    # The layouts "same" and "fused".
     return Part(name, shape, shape, tuple(range(len(shape))))
 
 
-def _times(model: TransformerConfig, family: Family, name: str) -> float:
-    """T5's code has no scale of attention logits, and divides a tied readout by width^1/2; Gemma's takes looked-up embeddings times it."""
-    if family not in ("t5", *GEMMA):
-        return 1.0
-    if name == "token":
-        return model.width**0.5 if family in GEMMA else 1.0
-    if name.endswith(".query"):
-        return model.heads_dim**0.5 if family == "t5" else 1.0
-    return model.width**-0.5 if model.tied_readout and name == "norm.gain" else 1.0
+def _scale(model: TransformerConfig, family: Family, name: str) -> float:
+    """Return the factor on a parameter that the code of `transformers` has and ours has not.
+
+    T5's code does not scale attention logits, and divides a tied readout by width^1/2. Gemma's code
+    multiplies looked-up embeddings by width^1/2.
+    """
+    if family == "t5" and name.endswith(".query"):
+        # Our logits are multiplied by head_dim^-1/2.
+        return model.heads_dim**0.5
+    if family in GEMMA and name == "token":
+        return model.width**0.5
+    if family in ("t5", *GEMMA) and name == "norm.gain" and model.tied_readout:
+        # The factor of a tied readout goes into the norm before it. Gemma's readout uses the same
+        # table as its embeddings, without their factor.
+        return model.width**-0.5
+    return 1.0
 
 
 def tensors(model: TransformerConfig) -> list[Tensor]:
-    """Every tensor of a model's file, without the prefix."""
-    family, specs, every = family_of(model), model.parameters(), []
+    """Return every tensor of a model's file. Names are without the prefix."""
+    family = family_of(model)
+    specs = model.parameters()
+    file_tensors = []
 
-    def add(theirs: str, layout: str, *ours: str) -> None:
-        shift = float(family in GEMMA and ours[0].endswith("gain"))
-        parts = (
-            _part(model, specs, name, layout)._replace(
-                times=_times(model, family, name), shift=shift
-            )
-            for name in ours
-        )
-        every.append(Tensor(theirs, tuple(parts), fused=layout == "fused"))
+    def add(name: str, layout: str, *params: str) -> None:
+        # Gemma's code takes gains as 1 + w.
+        shift = float(family in GEMMA and params[0].endswith("gain"))
+        parts = []
+        for param in params:
+            part = _part(model, specs, param, layout)
+            parts.append(part._replace(scale=_scale(model, family, param), shift=shift))
+        file_tensors.append(Tensor(name, tuple(parts), fused=layout == "fused"))
 
-    for line in filter(None, table(model, family).splitlines()):
-        theirs, layout, *ours = line.split()
+    for line in table(model, family).splitlines():
+        if not line:
+            continue
+        name, layout, *params = line.split()
         if layout == "norm":
-            add(f"{theirs}.weight", "flat", f"{ours[0]}.gain")
-            add(f"{theirs}.bias", "flat", f"{ours[0]}.bias")
-        elif theirs.endswith(
-            (".weight", ".bias", ".lambda1", "_token", "_tokens", "_embeddings", "_logits_bias")
-        ):
-            add(theirs, layout, *ours)
+            add(f"{name}.weight", "flat", f"{params[0]}.gain")
+            add(f"{name}.bias", "flat", f"{params[0]}.bias")
+        elif name.endswith(_COMPLETE_ENDINGS):
+            add(name, layout, *params)
         else:
-            add(f"{theirs}.weight", layout, *ours)
-            if family not in (*LIKE, *GEMMA) or f"{ours[0]}_bias" in specs:
-                add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
+            add(f"{name}.weight", layout, *params)
+            bias = f"{params[0]}_bias"
+            # Llama and its like have no tensors for biases that a model lacks.
+            if family not in (*LIKE_LLAMA, *GEMMA) or bias in specs:
+                add(f"{name}.bias", "flat", bias)
     if not isinstance(model, ImageModel) and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")
-    return every
+    return file_tensors

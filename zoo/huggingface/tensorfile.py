@@ -1,8 +1,9 @@
-"""Safetensors files of strangers: read without executing anything, and checked before a byte of data is used.
+"""Safetensors files from anyone: read without executing anything, checked before data is used.
 
-A model is one file, or several with an index `model.safetensors.index.json` that says which file holds which tensor.
-The `safetensors` library checks each file (header length, offsets that overlap, leave holes or disagree with shapes);
-what it does not know is checked here: types, empty tensors, and names in an index that point outside its folder.
+A model is one file, or several with an index `model.safetensors.index.json`, which says which file
+holds which tensor. The `safetensors` library checks each file: length of the header, and offsets
+that overlap, leave holes or disagree with shapes. Checked here are types, empty tensors, and names
+in an index that point outside of its folder.
 """
 
 from __future__ import annotations
@@ -30,34 +31,37 @@ INDEX = "model.safetensors.index.json"
 
 DType = Literal["float32", "bfloat16", "float16"]
 READABLE = ("F32", "BF16", "F16")
-"""Stored types that are weights; whole numbers and 8-bit floats are quantized and mean nothing without their scales."""
+"""Types that weights are stored in.
+
+Whole numbers and 8-bit floats are quantized weights, which mean nothing without their scales.
+"""
 
 SHARD_BYTES = 5 * 10**9
-"""Data of one file at most, unless a single tensor is larger."""
+"""Largest size of the data in one file, in bytes. A single tensor may be larger."""
 
 _BARE = re.compile(r'(?!\.)[^/\\:*?"<>|]*\.safetensors')
-"""The name of a file without a folder, in any system's spelling."""
+"""Name of a file without a folder, in any system's spelling."""
 _OS_ERROR = re.compile(r"os error (\d+)")
-"""Number of the system's error in the text of one of `safetensors`."""
+"""Number of the system's error in the text of an error of `safetensors`."""
 
 
 class TensorFileError(MupaxError):
-    """A file that holds no usable weights. The text says which, and what is wrong with it."""
+    """Error about a file that holds no usable weights. The text names the file and the reason."""
 
 
 class Tensors:
     """Tensors of a file or folder, read one at a time.
 
     Args:
-        path: a .safetensors file, an index, or a folder that holds either.
+        path: File that ends in .safetensors, an index, or a folder that holds either.
 
     Attributes:
-        path: as given.
-        shapes: tensor name to shape, of every tensor, before any is read.
+        path: The path as given.
+        shapes: Shape of every tensor by name, known before any tensor is read.
 
     Raises:
-        TensorFileError, JsonError: nothing there, a file that is not safetensors, or an index that is no JSON or does not
-            fit its files.
+        TensorFileError: The path holds no safetensors files, or an index does not fit its files.
+        JsonError: The index is no JSON.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,58 +76,73 @@ class Tensors:
             self._add(file)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32.
+        """Return one tensor as float32.
 
         Raises:
-            TensorFileError: the file changed since it was opened.
+            TensorFileError: The file changed since it was opened.
         """
         try:
-            return np.asarray(self._files[name].get_tensor(name)).astype(np.float32)
+            tensor = self._files[name].get_tensor(name)
+            return np.asarray(tensor).astype(np.float32)
         except (SafetensorError, ValueError, OSError) as error:
             raise TensorFileError(f"{self.path}: cannot read the tensor {name}: {error}") from error
 
-    def _here(self, file: Path) -> Path:
-        """The file, or its copy on this machine for as long as the tensors are read."""
+    def _local(self, file: Path) -> Path:
+        """Return the path of a file on this machine, to which a remote file is copied.
+
+        The copy is deleted with this object.
+        """
         if not is_remote(file):
             return file
         if not file.is_file():
             raise TensorFileError(f"{file}: no such file")
         folder = tempfile.mkdtemp(prefix="mupax-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        copy(file, Path(folder) / file.name)
-        return Path(folder) / file.name
+        local_file = Path(folder) / file.name
+        copy(file, local_file)
+        return local_file
 
     def _add(self, file: Path, names: list[str] | None = None) -> None:
-        """Open a file for these tensors of it, or for all."""
-        opened = _opened(self._here(file))
-        stored = dict.fromkeys(opened.keys())
-        for name in stored if names is None else names:
-            if name not in stored:
+        """Open a file and add its tensors.
+
+        Args:
+            names: Names of the tensors that an index says are in the file. `None` adds all.
+        """
+        opened = _opened(self._local(file))
+        # A dictionary rather than a set: tensors are added in the order of the file.
+        names_in_file = dict.fromkeys(opened.keys())
+        for name in names_in_file if names is None else names:
+            if name not in names_in_file:
                 raise TensorFileError(
-                    f"{self.path}: {shown(name)} is said to be in {file.name}, which does not hold it"
+                    f"{self.path}: {shown(name)} is said to be in {file.name}, "
+                    "which does not hold it"
                 )
             tensor = opened.get_slice(name)
-            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            dtype = tensor.get_dtype()
+            shape = tuple(tensor.get_shape())
             if dtype not in READABLE:
                 raise TensorFileError(
-                    f"{file.name}: the tensor {shown(name)} is {dtype}; only {', '.join(READABLE)} are read "
+                    f"{file.name}: the tensor {shown(name)} is {dtype}; only "
+                    f"{', '.join(READABLE)} are read "
                     "(save a quantized model in floating point first)"
                 )
             if not all(shape):
                 raise TensorFileError(
                     f"{file.name}: the tensor {shown(name)} of shape {shape} is empty"
                 )
-            self.shapes[name], self._files[name] = shape, opened
+            self.shapes[name] = shape
+            self._files[name] = opened
 
 
 def files_of_index(index: Path) -> dict[str, list[str]]:
-    """Names of files to the tensors that an index says they hold.
+    """Return the names of the tensors that an index says are in each file, by name of the file.
 
     Args:
-        index: the path of a model.safetensors.index.json.
+        index: Path of a `model.safetensors.index.json`.
 
     Raises:
-        TensorFileError, JsonError: no index, or one that names files elsewhere.
+        TensorFileError: The index names no tensors, or files outside of its folder.
+        JsonError: The index is no JSON.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -140,17 +159,20 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a folder of weights that lacks a part, or whose parts are not as long as their headers say.
+    """Refuse a folder of weights that lacks a file, or has a file with fewer bytes than it should.
 
     Raises:
-        TensorFileError, JsonError: the text names the file.
+        TensorFileError: A file is missing or incomplete. The text names the file.
+        JsonError: The index is no JSON.
     """
-    parts = list(files_of_index(folder / INDEX)) if (folder / INDEX).is_file() else []
-    missing = [part for part in parts if not (folder / part).is_file()]
-    if missing:
-        raise TensorFileError(
-            f"{folder}: {INDEX} names {missing[0]}, which is not there; bring it back"
-        )
+    index = folder / INDEX
+    if index.is_file():
+        for part in files_of_index(index):
+            if not (folder / part).is_file():
+                raise TensorFileError(
+                    f"{folder}: {INDEX} names {part}, which is not there; bring it back"
+                )
+    # Opening a file compares its length with the header.
     for file in sorted(folder.glob("*.safetensors")):
         _opened(file)
 
@@ -163,88 +185,100 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write tensors into `model.safetensors`, or into several files and their index where they are large.
+    """Write tensors into `model.safetensors`, or into several files with an index.
 
     Args:
-        folder: exists, and holds no weights.
-        arrays: name and value, taken one by one: at most one file's worth is held.
-        dtype: stored type.
-        metadata: texts for every file's header.
-        shard_bytes: data of one file at most.
+        folder: Folder that exists and holds no weights yet.
+        arrays: Name and value of every tensor. The tensors of at most one file are held in memory.
+        dtype: Stored type, by default "float32".
+        metadata: Texts for the header of every file. `None` writes none.
+        shard_bytes: Largest size of the data in one file, in bytes. A single tensor may be larger.
 
     Returns:
-        The files of tensors, in order.
+        The files with tensors, in order.
 
     Raises:
-        TensorFileError: a value that the type cannot hold.
+        TensorFileError: The type cannot hold a value.
     """
-    parts: list[list[str]] = []
+    # Files get their final names at the end, because these contain the number of files.
+    names_by_part: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
-    total = 0
+    waiting_bytes = 0
+    total_bytes = 0
 
-    def flush() -> None:
-        _save(waiting, folder / f".part-{len(parts)}.safetensors", dict(metadata or {}))
-        parts.append(list(waiting))
+    def write_waiting() -> None:
+        part = folder / f".part-{len(names_by_part)}.safetensors"
+        _save(waiting, part, dict(metadata or {}))
+        names_by_part.append(list(waiting))
         waiting.clear()
 
     for name, array in arrays:
+        # Overflow is reported below, and not by NumPy's warning.
         with np.errstate(over="ignore"):
             value = np.ascontiguousarray(array, dtype=jnp.dtype(dtype))
         if not np.isfinite(value).all() and np.isfinite(array).all():
             raise TensorFileError(
                 f"{name} has values that {dtype} cannot hold; write float32 or bfloat16"
             )
-        if waiting and sum(other.nbytes for other in waiting.values()) + value.nbytes > shard_bytes:
-            flush()
+        if waiting and waiting_bytes + value.nbytes > shard_bytes:
+            write_waiting()
+            waiting_bytes = 0
         waiting[name] = value
-        total += value.nbytes
-    flush()
-    count = len(parts)
-    files = (
-        [SINGLE]
-        if count == 1
-        else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    )
+        waiting_bytes += value.nbytes
+        total_bytes += value.nbytes
+    write_waiting()
+
+    count = len(names_by_part)
+    if count == 1:
+        files = [SINGLE]
+    else:
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for i, file in enumerate(files):
         (folder / f".part-{i}.safetensors").replace(folder / file)
     if count > 1:
-        weight_map = {
-            name: file for file, names in zip(files, parts, strict=True) for name in names
-        }
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        weight_map = {}
+        for file, names in zip(files, names_by_part, strict=True):
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return [folder / file for file in files]
 
 
 def _save(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -> None:
-    """Write a file of tensors. The library hides the error of a full disk in a text."""
+    """Write a file of tensors. Raise `OSError` for an error of the system, such as a full disk."""
     try:
         save_file(arrays, file, metadata=metadata)
     except SafetensorError as error:
-        if code := _OS_ERROR.search(str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
-        raise
+        # The library hides the number of the system's error in a text.
+        match = _OS_ERROR.search(str(error))
+        if match is None:
+            raise
+        code = int(match[1])
+        raise OSError(code, os.strerror(code), str(file)) from error
 
 
 def _file_of(path: Path) -> Path:
-    """The file to open for a path: itself, or what a folder holds."""
+    """Return the file to open for a path: a file of tensors or an index, itself or in a folder."""
     if path.is_file() and path.name.endswith((".safetensors", ".safetensors.index.json")):
         return path
     if not path.is_dir():
         raise TensorFileError(f"{path}: no such file or folder of safetensors")
-    if whole := next((path / name for name in (SINGLE, INDEX) if (path / name).is_file()), None):
-        return whole
-    if pickle := next(
-        (file for ending in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{ending}"))), None
-    ):
-        raise TensorFileError(
-            f"{path}: {pickle.name} is a pickle, which can run any code when it is opened; only safetensors is read. "
-            "Most repositories offer it too; otherwise save the model again with `model.save_pretrained(FOLDER)`"
-        )
+    for name in (SINGLE, INDEX):
+        if (path / name).is_file():
+            return path / name
+    for ending in ("bin", "pt", "pth"):
+        pickles = sorted(path.glob(f"*.{ending}"))
+        if pickles:
+            raise TensorFileError(
+                f"{path}: {pickles[0].name} is a pickle, which can run any code when it is opened; "
+                "only safetensors is read. Most repositories offer it too; otherwise save the "
+                "model again with `model.save_pretrained(FOLDER)`"
+            )
     raise TensorFileError(f"{path}: holds neither {SINGLE} nor {INDEX}")
 
 
 def _opened(file: Path) -> Any:
+    """Return a file opened by `safetensors`, which checks its header and length."""
     if not file.is_file():
         raise TensorFileError(f"{file}: no such file")
     try:

@@ -1,8 +1,9 @@
-"""Weights in the layout of Hugging Face's `transformers`: names and tensors of the families in `architectures`, both ways.
+"""Weights in the layout of Hugging Face's `transformers`, both ways.
 
-Ours are stacked over layers and keep heads apart; theirs are one matrix per layer, [out, in] but for GPT-2's, which are
-[in, out] with query, key and value side by side. Names on disk have the prefix of the model with its head; files of
-the bare model, without it, are read too. Only names and tensors here: multipliers are folded by whoever calls.
+Our parameters are stacked over layers and keep heads apart. In the files every layer has matrices
+of its own, [out, in]. Only GPT-2's are [in, out], with query, key and value side by side. Names in
+a file begin with the prefix of the model with its head. Files of the bare model, whose names have
+no prefix, are read too. Callers fold the preset's multipliers into the parameters.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.families import ImageModel
-from mupax.zoo.huggingface.architectures import Published
-from mupax.zoo.huggingface.names import HEADS, family_of, tensors
+from mupax.zoo.huggingface.architectures import Family, Published
+from mupax.zoo.huggingface.names import HEADS, Tensor, family_of, tensors
 from mupax.zoo.huggingface.tables import PREFIX
 from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors
 from mupax.zoo.transformer import TransformerConfig
@@ -31,21 +32,31 @@ WITHOUT_MEANING = (
     ".rotary_emb.inv_freq",
     "embeddings.mask_token",
 )
-"""Ends of names that files of older versions hold beside the weights: masks, tables, the token of another training task."""
+"""Ends of names of tensors that are no weights of the model, in files of older versions.
+
+They are masks, tables of positions, and the token of another training task.
+"""
 
 POOLER = ("pooler.", "head.")
-"""Layers after the bare ViT and SigLIP's vision tower that no classifier reads."""
+"""Prefixes of layers after the bare ViT and SigLIP's vision tower that no classifier reads."""
+
+LM_HEAD = "lm_head.weight"
+"""Name of a language model's readout."""
 
 NEOX_HEAD = "embed_out.weight"
-"""What GPT-NeoX' files call its readout."""
+"""Name of the readout in GPT-NeoX' files."""
 
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Names under which older files hold `shared.weight` again."""
 
 REGISTERS = "registers"
-"""Vectors of their own that theirs has for tokens that are rows of the positions in ours."""
+"""Name of the registers while they are apart from the positions.
+
+In ours, registers are rows of the positions. In the files they are tensors of their own.
+"""
 
 _LARGEST_ZEROS = 2**28
+"""Largest classifier of zeros that is added to a file without one, in numbers."""
 
 
 class Loaded(NamedTuple):
@@ -53,7 +64,7 @@ class Loaded(NamedTuple):
 
     params: Params
     dropped: list[str]
-    """Tensors of the file that no model here has, and that change no output."""
+    """Tensors of the file that no model of ours has, and that change no output."""
     zeros: list[str]
     """Parameters that are zero because the file does not hold them."""
 
@@ -61,170 +72,285 @@ class Loaded(NamedTuple):
 def to_huggingface(
     model: TransformerConfig, params: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and tensors of a file, one by one.
+    """Yield the name and value of every tensor of a file.
 
     Args:
-        model: the model, which `mupax.zoo.huggingface.config.to_huggingface` can say.
-        params: our parameters as the plain network has them, multipliers folded. Gains and biases that the model
-            does not have are written as ones and zeros, which is the same function.
+        model: Model that `mupax.zoo.huggingface.config.to_huggingface` does not refuse.
+        params: Parameters of the plain network, with multipliers folded in. Gains and biases that
+            the model does not have are written as ones and zeros, which is the same function.
     """
     family = family_of(model)
     prefix = PREFIX[family]
     if family == "dinov2_with_registers":
-        params = _registers_apart(params, model)
+        params = _separate_registers(params, model)
     for tensor in tensors(model):
         for index in np.ndindex(tensor.sizes(model)):
             values = []
             for part in tensor.parts:
-                value = params.get(part.name)
-                absent = value is None
-                values.append(
-                    np.full(part.shape, part.name.endswith("gain"), np.float32)
-                    if absent
-                    else value[index]
-                )
+                if part.name in params:
+                    values.append(params[part.name][index])
+                else:
+                    fill_value = 1 if part.name.endswith("gain") else 0
+                    values.append(np.full(part.shape, fill_value, np.float32))
             name = tensor.named(index)
-            name = NEOX_HEAD if prefix == "gpt_neox." and name == "lm_head.weight" else name
-            yield (name if name in HEADS else prefix + name), tensor.theirs(values)
-    if (
-        prefix == "model." and model.denoises and not model.tied_readout
-    ):  # later versions tie all tables or none
-        yield from ((prefix + name, params["token"]) for name in COPIES)
+            if family == "gpt_neox" and name == LM_HEAD:
+                name = NEOX_HEAD
+            if name not in HEADS:
+                name = prefix + name
+            yield name, tensor.to_huggingface(values)
+    if family == "mbart" and not model.tied_readout:
+        # Later versions tie all tables or none.
+        for name in COPIES:
+            yield prefix + name, params["token"]
 
 
 def from_huggingface(files: Tensors, published: Published) -> Loaded:
-    """Our parameters from a file of theirs.
+    """Read the parameters of our model from a file in the layout of `transformers`.
 
     Args:
-        files: its tensors.
-        published: the model that its config.json describes.
+        files: Tensors of the file, or of several files with an index.
+        published: Model that the config.json beside the file describes.
 
     Raises:
-        TensorFileError: a tensor that is missing, has another shape, or that this architecture does not have.
+        TensorFileError: A tensor is missing or has another shape, or the architecture does not have
+            it.
     """
-    model, family = published.model, family_of(published.model)
-    names_in_file = _without_prefix(files, PREFIX[family])
-    # Before any loop over layers: a config may claim millions of them.
-    most = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
-    if math.prod(most) > len(names_in_file):
-        claimed = " layers of ".join(map(str, most)) + (" experts" if most[1:] else " layers")
-        raise TensorFileError(
-            f"{files.path}: {len(names_in_file)} tensors cannot be the {claimed} of config.json"
-        )
-    zeros = set(published.zeros)
-    if family == "mbart" and "final_logits_bias" not in names_in_file:
-        zeros.add("readout_bias")
-    if isinstance(model, ImageModel) and not any(
-        name.startswith("classifier.") for name in names_in_file
-    ):
-        zeros |= {"readout", "readout_bias"}
-        if (classes := model.sizes()["classes"]) * model.width > _LARGEST_ZEROS:
-            raise TensorFileError(
-                f"{files.path}: no classifier, and {classes} classes are too many to add"
-            )
-    if (
-        family == "t5" and not model.tied_readout
-    ):  # which a file leaves out where it is the embedding
-        names_in_file.setdefault("lm_head.weight", names_in_file.get("shared.weight", ""))
-    left = {name: file for name, file in names_in_file.items() if file in files.shapes}
-    for tensor in tensors(model):  # every shape before any array is made
-        if not zeros.issuperset(part.name for part in tensor.parts):
-            for index in np.ndindex(tensor.sizes(model)):
-                name, shape = tensor.named(index), tensor.shape
-                if name not in left:
-                    raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
-                if (there := files.shapes[left.pop(name)]) != shape:
-                    raise TensorFileError(
-                        f"{files.path}: the tensor {name} has shape {there}; by config.json it would be {shape}"
-                    )
-    params: Params = {}
-    for tensor in tensors(model):
-        sizes = tensor.sizes(model)
-        absent = zeros.issuperset(part.name for part in tensor.parts)
-        make = np.zeros if absent else np.empty
-        params |= {part.name: make(sizes + part.shape, np.float32) for part in tensor.parts}
-        for index in () if absent else np.ndindex(sizes):
-            value = files.read(names_in_file[tensor.named(index)])
-            for part, values in zip(tensor.parts, tensor.ours(value), strict=True):
-                params[part.name][index] = values
-    if (registers := params.pop(REGISTERS, None)) is not None:
+    model = published.model
+    family = family_of(model)
+    names_in_file = _without_prefix(files, family)
+    _check_number_of_layers(files, model, names_in_file)
+    zeros = _zero_params(files, published, names_in_file)
+    if family == "t5" and not model.tied_readout:
+        # A file leaves the readout out if it is equal to the embedding.
+        names_in_file.setdefault(LM_HEAD, names_in_file.get("shared.weight", ""))
+
+    # All shapes are checked before any array is made.
+    expected = _expected_names(files, model, names_in_file, zeros)
+    params = _read_params(files, model, names_in_file, zeros)
+    registers = params.pop(REGISTERS, None)
+    if registers is not None:
         _put_registers(params, registers, own_rows=family == "deit")
-    for name in params.keys() - model.parameters().keys():
-        value = params.pop(
-            name
-        )  # a key bias that softmax does not see: exactly the same function without
-        if not name.endswith("key_bias") and value.any():
-            raise TensorFileError(
-                f"{files.path}: final_logits_bias is not zero, and our models have no such bias"
-            )
-    dropped = [
-        name for name in sorted(left) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
+    _drop_unused_biases(files, params, model)
+    unread = [
+        name
+        for name, file in names_in_file.items()
+        if file in files.shapes and name not in expected
     ]
-    for copy in sorted(
-        left.keys() & {*COPIES, *(["lm_head.weight"] if model.tied_readout else [])}
-    ):
-        name, token = names_in_file[copy], params["token"]
-        if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
-            raise TensorFileError(
-                f"{files.path}: config.json says that the readout is the embedding (tie_word_embeddings), and "
-                "lm_head.weight differs from it; write tie_word_embeddings false to read it as its own matrix"
-                if copy == "lm_head.weight"
-                else f"{files.path}: {copy} differs from shared.weight, and by the architecture they are one table"
-            )
-        del left[copy]
-        dropped += [copy] * (copy not in COPIES)
-    if unknown := sorted(set(left) - set(dropped)):
-        raise TensorFileError(
-            f"{files.path}: {len(unknown)} tensors that a {family} of this config does not have, such as "
-            f"{', '.join(ascii(name)[1:-1][:60] for name in unknown[:3])}; the model is another than config.json says"
-        )
+    dropped = _check_unread(files, model, names_in_file, unread, params)
+
     if published.query_scale != 1:
-        last = "query_norm.gain" if "block.attention.query_norm.gain" in params else "query"
+        # A norm of queries undoes a factor on their matrix.
+        has_query_norm = "block.attention.query_norm.gain" in params
+        last = "query_norm.gain" if has_query_norm else "query"
         params[f"block.attention.{last}"] *= np.float32(published.query_scale)
     if published.embedding_scale != 1:
         _scale_embeddings(params, published.embedding_scale, tied=model.tied_readout is not None)
     return Loaded(params, dropped, sorted(zeros & set(params)))
 
 
-def _registers_apart(params: Mapping[str, np.ndarray], model: TransformerConfig) -> Params:
-    """Parameters whose rows of positions that are registers stand apart."""
+def _without_prefix(files: Tensors, family: Family) -> dict[str, str]:
+    """Return the name of every tensor in the file, by its name without the prefix."""
+    names_in_file: dict[str, str] = {}
+    for name in files.shapes:
+        if family == "gpt_neox" and name == NEOX_HEAD:
+            short_name = LM_HEAD
+        else:
+            short_name = name.removeprefix(PREFIX[family])
+        if short_name in names_in_file:
+            raise TensorFileError(
+                f"{files.path}: holds both {names_in_file[short_name][:60]!a} and {name[:60]!a}, "
+                "which are one tensor"
+            )
+        names_in_file[short_name] = name
+    return names_in_file
+
+
+def _check_number_of_layers(
+    files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str]
+) -> None:
+    """Refuse a config that claims more layers than the file has tensors.
+
+    This comes before any loop over layers, because a config may claim millions of them.
+    """
+    largest = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
+    if math.prod(largest) > len(names_in_file):
+        # No size is larger than () if the model has one layer.
+        num_layers = largest[0] if largest else 1
+        claimed = f"{num_layers} layers"
+        if len(largest) == 2:
+            claimed += f" of {largest[1]} experts"
+        raise TensorFileError(
+            f"{files.path}: {len(names_in_file)} tensors cannot be the {claimed} of config.json"
+        )
+
+
+def _zero_params(
+    files: Tensors, published: Published, names_in_file: Mapping[str, str]
+) -> set[str]:
+    """Return the parameters that are zero because the file does not hold them."""
+    model = published.model
+    zeros = set(published.zeros)
+    if family_of(model) == "mbart" and "final_logits_bias" not in names_in_file:
+        zeros.add("readout_bias")
+    if not isinstance(model, ImageModel):
+        return zeros
+    if not any(name.startswith("classifier.") for name in names_in_file):
+        zeros |= {"readout", "readout_bias"}
+        num_classes = model.sizes()["classes"]
+        if num_classes * model.width > _LARGEST_ZEROS:
+            raise TensorFileError(
+                f"{files.path}: no classifier, and {num_classes} classes are too many to add"
+            )
+    return zeros
+
+
+def _is_zero(tensor: Tensor, zeros: set[str]) -> bool:
+    """Return whether a file has no such tensor, because all its parts are zero."""
+    return zeros.issuperset(part.name for part in tensor.parts)
+
+
+def _expected_names(
+    files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str], zeros: set[str]
+) -> set[str]:
+    """Check the shapes of the tensors to read. Return their names without the prefix."""
+    expected = set()
+    for tensor in tensors(model):
+        if _is_zero(tensor, zeros):
+            continue
+        shape = tensor.shape
+        for index in np.ndindex(tensor.sizes(model)):
+            name = tensor.named(index)
+            name_in_file = names_in_file.get(name)
+            if name_in_file not in files.shapes:
+                raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
+            shape_in_file = files.shapes[name_in_file]
+            if shape_in_file != shape:
+                raise TensorFileError(
+                    f"{files.path}: the tensor {name} has shape {shape_in_file}; "
+                    f"by config.json it would be {shape}"
+                )
+            expected.add(name)
+    return expected
+
+
+def _read_params(
+    files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str], zeros: set[str]
+) -> Params:
+    """Return our parameters, stacked over layers. Registers are still apart from the positions."""
+    params: Params = {}
+    for tensor in tensors(model):
+        sizes = tensor.sizes(model)
+        if _is_zero(tensor, zeros):
+            for part in tensor.parts:
+                params[part.name] = np.zeros(sizes + part.shape, np.float32)
+            continue
+        # One layer is read at a time, into arrays that have all layers.
+        for part in tensor.parts:
+            params[part.name] = np.empty(sizes + part.shape, np.float32)
+        for index in np.ndindex(sizes):
+            value = files.read(names_in_file[tensor.named(index)])
+            part_values = tensor.from_huggingface(value)
+            for part, part_value in zip(tensor.parts, part_values, strict=True):
+                params[part.name][index] = part_value
+    return params
+
+
+def _drop_unused_biases(files: Tensors, params: Params, model: TransformerConfig) -> None:
+    """Remove biases that our model does not have, if they change no output."""
+    for name in params.keys() - model.parameters().keys():
+        value = params.pop(name)
+        # Softmax does not see a key bias: the function without the bias is exactly the same.
+        if not name.endswith("key_bias") and value.any():
+            raise TensorFileError(
+                f"{files.path}: final_logits_bias is not zero, and our models have no such bias"
+            )
+
+
+def _check_unread(
+    files: Tensors,
+    model: TransformerConfig,
+    names_in_file: Mapping[str, str],
+    unread: list[str],
+    params: Params,
+) -> list[str]:
+    """Return the tensors that were not read and change no output. Refuse all others.
+
+    Args:
+        files: Tensors of the file, for the values of copies.
+        names_in_file: Name in the file by the name without the prefix.
+        unread: Names without the prefix of the tensors that were not read.
+        params: Parameters that were read, for comparison with copies.
+    """
+    dropped = [
+        name for name in sorted(unread) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
+    ]
+    copies: set[str] = set(COPIES)
+    if model.tied_readout:
+        copies.add(LM_HEAD)
+    unread_copies = sorted(copies.intersection(unread))
+    for copy in unread_copies:
+        name = names_in_file[copy]
+        token = params["token"]
+        if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
+            if copy == LM_HEAD:
+                raise TensorFileError(
+                    f"{files.path}: config.json says that the readout is the embedding "
+                    "(tie_word_embeddings), and lm_head.weight differs from it; "
+                    "write tie_word_embeddings false to read it as its own matrix"
+                )
+            raise TensorFileError(
+                f"{files.path}: {copy} differs from shared.weight, "
+                "and by the architecture they are one table"
+            )
+        if copy == LM_HEAD:
+            dropped.append(copy)
+
+    unknown = sorted(set(unread) - set(dropped) - set(unread_copies))
+    if unknown:
+        # Names come from anyone: no control characters, and not long.
+        shown_names = [ascii(name)[1:-1][:60] for name in unknown[:3]]
+        raise TensorFileError(
+            f"{files.path}: {len(unknown)} tensors that a {family_of(model)} of this config does "
+            f"not have, such as {', '.join(shown_names)}; "
+            "the model is another than config.json says"
+        )
+    return dropped
+
+
+def _separate_registers(params: Mapping[str, np.ndarray], model: TransformerConfig) -> Params:
+    """Return the parameters with the registers taken out of the positions."""
     assert isinstance(model, ViTConfig)
+    # Row 0 of the positions is that of the CLS token.
     rows = slice(1, 1 + (model.registers or 0))
-    return {
-        **params,
-        REGISTERS: params["position"][rows],
-        "position": np.delete(params["position"], rows, 0),
-    }
+    position = params["position"]
+    return {**params, REGISTERS: position[rows], "position": np.delete(position, rows, 0)}
 
 
 def _put_registers(params: Params, registers: np.ndarray, *, own_rows: bool) -> None:
-    """Put registers into the positions, after the CLS token's row; own_rows: there are rows for them, which add to them."""
-    rows, position = slice(1, 1 + len(registers)), params["position"]
-    params["position"] = (
-        position if own_rows else np.insert(position, [1] * len(registers), 0, axis=0)
-    )
-    params["position"][rows] += registers
+    """Add the registers to the positions, in the rows after that of the CLS token.
+
+    Args:
+        params: Parameters with "position", which is changed in place.
+        registers: Vectors of the registers, [registers, D].
+        own_rows: The positions have rows for the registers already (DeiT). Otherwise the rows are
+            inserted.
+    """
+    count = len(registers)
+    if not own_rows:
+        params["position"] = np.insert(params["position"], [1] * count, 0, axis=0)
+    params["position"][1 : 1 + count] += registers
 
 
 def _scale_embeddings(params: Params, scale: float, *, tied: bool) -> None:
-    """Put a factor of looked-up embeddings into their table; a readout that is this table has a smaller norm before it."""
+    """Multiply the table of token embeddings by a factor that their code has on looked-up rows.
+
+    Args:
+        params: Parameters with "token" and the last norm, which are changed in place.
+        tied: The table is also the readout, where the factor is not wanted. The norm before the
+            readout is divided by `scale`.
+    """
+    # Rounded to float32 once, after a product in float64.
     params["token"] = (params["token"] * np.float64(scale)).astype(np.float32)
-    for name in ("norm.gain", "norm.bias") if tied else ():
-        params[name] = (params[name] / np.float64(scale)).astype(np.float32)
-
-
-def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
-    """Name without the prefix to name in the file."""
-    names_in_file: dict[str, str] = {}
-    for name in files.shapes:
-        short = (
-            "lm_head.weight"
-            if name == NEOX_HEAD and prefix == "gpt_neox."
-            else name.removeprefix(prefix)
-        )
-        if short in names_in_file:
-            raise TensorFileError(
-                f"{files.path}: holds both {names_in_file[short][:60]!a} and {name[:60]!a}, which are one tensor"
-            )
-        names_in_file[short] = name
-    return names_in_file
+    if tied:
+        for name in ("norm.gain", "norm.bias"):
+            params[name] = (params[name] / np.float64(scale)).astype(np.float32)

@@ -25,7 +25,7 @@ MODEL = DecoderConfig(
 
 @jax.jit
 def looked(place_TA: jax.Array, x: jax.Array) -> dict[str, Any]:
-    slots = Slots.of(place_TA, 4)
+    slots = Slots.from_places(place_TA, 4)
     filled, back = jax.vjp(slots.filled, x)
     return {
         "rows": slots.rows_S,
