@@ -168,9 +168,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for rule, grows in STUDIES:
         mine = [each for each in rows if (each["rule"], each["grows"]) == (rule, grows)]
         numbers = sorted({each["column"] for each in mine}, key=COLUMNS.index)
-        seen = sum(bool(each["wrong"]) for each in mine)
+        caught_here = sum(bool(each["wrong"]) for each in mine)
         by_formulas = sum(bool(each["table"]) for each in mine)
-        cells = [rule, grows, ", ".join(numbers), f"{seen} of {len(mine)}"]
+        cells = [rule, grows, ", ".join(numbers), f"{caught_here} of {len(mine)}"]
         lines.append(f"| {' | '.join(cells)} | {by_formulas} of {len(mine)} |")
     numbers = sorted(
         {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index
