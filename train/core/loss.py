@@ -124,8 +124,6 @@ def way(shape: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossIm
     """Return an implementation of this kind, with estimates of its memory and time.
 
     Args:
-        shape: Sizes on one device.
-        kind: Implementation of the loss.
         exp_parts: Number of parts of the vocabulary whose exponentials are kept. Default: as many
             as fit into `shape.room`.
     """
@@ -243,7 +241,6 @@ def cross_entropy(
         z_loss: float32 []. The loss of every target that counts gets z_loss * logsumexp(logits)^2
             added (Chowdhery et al. 2022, PaLM, section 5). `None` adds nothing.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
-        layout: Layout of arrays on devices.
     """
     if labels is not None:
         how = "plain"
@@ -380,7 +377,6 @@ def _plan(
         readout_inputs: Inputs of the loss, before the readout matrix is gathered.
         targets: Targets of all devices, [B, T] or [B].
         axes: Logical axes of the rows and columns of the readout matrix.
-        layout: Layout of arrays on devices.
     """
     width = readout_inputs.features.shape[-1]
     columns = readout_inputs.weight.shape[1]

@@ -364,7 +364,6 @@ def first_step(
     Args:
         tx: Chain of `build`, or one that is written by hand.
         name: Name of the optimizer in `OPTIMIZERS`.
-        grads: Gradients by name.
         params: Parameters, with the names of `grads`. `None` for a chain that reads none.
         **extra: Further arguments of `tx.update`.
     """
@@ -391,7 +390,6 @@ def apply_gradients(
     Args:
         tx: Chain of `build`.
         grads: Gradients of the trained parameters, by name.
-        opt_state: Optimizer state before the update.
         params: Parameters before the update, with the names of `grads`.
         factors: Factors of the preset (`factors.Factors`).
         hyper: Hyperparameters of this step (`OptimizerHyperparams.at`).
@@ -457,7 +455,11 @@ def _stateless(
             new_updates[name] = rule(u, params[name], param_factors, hyper)
         return new_updates, state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
+    def init(params: Any) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    return optax.GradientTransformationExtraArgs(init, cast("Any", update))
 
 
 def _coupled_decay(u: jax.Array, w: jax.Array, factors: _ParamFactors, hyper: Any) -> jax.Array:

@@ -136,10 +136,6 @@ class Store:
         """Write a program.
 
         After the first program that cannot be written, one line is logged and no other is tried.
-
-        Args:
-            key: JAX's key of the program.
-            program: Compiled program, as JAX serializes it.
         """
         if self._full or len(program) > self._limit:
             return
@@ -443,10 +439,10 @@ class Program:
 
     @property
     def free(self) -> bool:
-        """Whether the compiler chooses the memory layout of the state.
+        """Permission for the compiler to choose the memory layout of the state.
 
-        It does so on TPU, unless an axis of a parameter is split into parts that do not fill whole
-        vector registers.
+        `True` on TPU, unless an axis of an array is split into parts that are no multiple of
+        `LANES`.
         """
         # On TPU the layers take queries, keys and values with their heads innermost. In the
         # declared layout, each step copied them and their moments to that layout and back: a tenth
@@ -516,7 +512,6 @@ def assemble(
     Every error of input is raised here, before anything is allocated.
 
     Args:
-        config: Complete config of the run.
         devices: Devices of the mesh. Default: all devices.
         swept: The config is one of many points of a sweep, which the mesh axis `sweep` may split.
 
@@ -597,9 +592,6 @@ def _inputs(
     """Return the step inputs of a config on the host, after a check against the preset.
 
     Args:
-        config: Complete config of the run.
-        preset: Preset of the config.
-        model: Model without parameters.
         trained: Names of the parameters that are not frozen.
     """
     scaled = config.scaled_optimizer

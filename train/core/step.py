@@ -1,4 +1,6 @@
-"""Training step as a pure function over plain dicts (loss, gradients, update), and its form on a mesh.
+"""Training step as a pure function over plain dicts, and its form on a mesh.
+
+The step computes loss and gradients and applies the update.
 
 `train/core/program.py` compiles one executable per run for training and one for evaluation. The
 arrays of a batch are described at `mupax.train.core.state.Batch`.
@@ -60,11 +62,9 @@ def trace_train_step(
     metrics are replicated.
 
     Args:
-        definition: Model without parameters.
         tx: Optimizer of the parameters that are trained (`optimizer.build`).
         abstract: Shapes, dtypes and shardings of the state (`state.abstract_state`).
         layout: Layout of arrays on the mesh that the step is compiled for.
-        step_inputs: Arrays or their shapes.
         batch: Arrays of the global batch, or their shapes.
         accumulation_steps: Number of microbatches per step. It divides the batch size.
         free: Let the compiler choose the memory layout of the state. The attribute `input_formats`
@@ -100,10 +100,8 @@ def compile_eval_step(
     It takes the parameters that `TrainState.evaluated` returns.
 
     Args:
-        definition: Model without parameters.
         abstract: Shapes, dtypes and shardings of the state.
         layout: Layout of arrays on the mesh that the step is compiled for.
-        step_inputs: Arrays or their shapes.
         batch: Arrays of the global batch, or their shapes.
         formats: Memory layouts in which the training step takes its state. `None` stands for the
             default layouts.
@@ -140,10 +138,8 @@ def compile_logits(
     The logits are those of the batch's inputs. They are replicated on all devices.
 
     Args:
-        definition: Model without parameters.
         abstract: Shapes, dtypes and shardings of the state.
         layout: Layout of arrays on the mesh that the function is compiled for.
-        step_inputs: Arrays or their shapes.
         batch: Arrays of the global batch, or their shapes.
     """
 
@@ -191,11 +187,7 @@ def logits_of(
     gradient flows through them.
 
     Args:
-        definition: Model without parameters.
-        params: Parameters as stored, without their multipliers.
         step_inputs: Has the multipliers and the reference parameters.
-        inputs: Array "inputs" of a batch.
-        layout: Layout of arrays on devices.
         **context: Other arrays of a batch that the model reads, by name.
     """
     multiplier = step_inputs.factors.multiplier
@@ -223,14 +215,11 @@ def batch_sums(
     """Return the summed cross-entropy (nats) of a batch or microbatch, and sums of metrics.
 
     Args:
-        definition: Model without parameters.
         params: All parameters as stored, frozen ones too.
         step_inputs: Has the multipliers and the reference parameters.
-        batch: Batch or microbatch.
         z_loss: Weight of the squared log-partition (`cross_entropy`), float32 []. Evaluations
             leave it out.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
-        layout: Layout of arrays on devices.
     """
     inputs = batch["inputs"]
     targets = batch["targets"]
@@ -295,13 +284,10 @@ def gradients(
     """Return gradients of the mean loss over the batch's targets, and the sums over the batch.
 
     Args:
-        definition: Model without parameters.
         params: All parameters as stored. Gradients are taken for those with a learning rate
             (`step_inputs.factors.lr`).
         step_inputs: Has the multipliers, the reference parameters and the z-loss weight.
-        batch: Global batch.
         accumulation_steps: Number of microbatches, which run one after another.
-        layout: Layout of arrays on devices.
     """
     manual_layout = _manual_layout(definition, layout)
     if manual_layout is None:
@@ -453,11 +439,9 @@ def make_train_step(
     * squares: Squared gradient norms, one per parameter or layer, [n] (`state.squares`).
 
     Args:
-        definition: Model without parameters.
         tx: Optimizer (`optimizer.build`).
         accumulation_steps: Number of microbatches per step. The loss is the mean over the targets
             of all of them.
-        layout: Layout of arrays on devices.
     """
 
     def step(

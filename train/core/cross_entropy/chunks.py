@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from mupax.train.config.metrics import TokenStatistics
 from mupax.train.core.state import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import ReadoutInputs
-
-if TYPE_CHECKING:
-    from mupax.train.core.loss import LossInputs, LossPlan
 
 
 class _Chunk(NamedTuple):
@@ -32,16 +29,15 @@ class _Chunk(NamedTuple):
 
 
 def loss_on_device(
-    plan: LossPlan, inputs: LossInputs, with_grads: bool
+    plan: Any, inputs: Any, with_grads: bool
 ) -> tuple[LossSums, ReadoutInputs | None]:
     """Return the loss sums over all devices, and the gradients of this device's arrays.
 
     Chunks run one after another. The gradients are `None` without `with_grads`.
 
     Args:
-        plan: Distribution of the loss over devices.
-        inputs: Arrays of this device, with targets and weights [B, T] or [B].
-        with_grads: Also compute gradients.
+        plan: `loss.LossPlan`, the distribution of the loss over devices.
+        inputs: `loss.LossInputs` of this device, with targets and weights [B, T] or [B].
     """
     absent: Any = None
     width = inputs.readout_inputs.features.shape[-1]
@@ -110,7 +106,7 @@ def loss_on_device(
 
 
 def _chunk_loss(
-    plan: LossPlan,
+    plan: Any,
     readout_inputs: ReadoutInputs,
     reference: ReadoutInputs | None,
     chunk: _Chunk,

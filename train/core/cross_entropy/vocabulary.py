@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,6 @@ from mupax.train.config.metrics import TokenStatistics
 from mupax.train.core.state import LossSums, count_ranks, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import ReadoutInputs
-
-if TYPE_CHECKING:
-    from mupax.train.core.loss import LossInputs, LossPlan
 
 
 class _PartLogits(NamedTuple):
@@ -59,8 +56,10 @@ class _PartSums(NamedTuple):
 class _DeviceLoss:
     """Inputs of the loss on this device."""
 
-    plan: LossPlan
-    inputs: LossInputs
+    plan: Any
+    """`mupax.train.core.loss.LossPlan`."""
+    inputs: Any
+    """`mupax.train.core.loss.LossInputs`."""
     features_ND: jax.Array
     """Features, which pass through optimization barriers to order the parts."""
     targets_N: jax.Array
@@ -75,7 +74,6 @@ class _DeviceLoss:
 
         Args:
             source: Readout inputs of the model or of the reference.
-            part: Columns of the part.
             after: Array that has to exist before the part is gathered.
         """
         weight_DV = source.weight[:, part]
@@ -92,7 +90,6 @@ class _DeviceLoss:
         """Return the logits of a part of the vocabulary.
 
         Args:
-            part: Columns of the part.
             after: Array that has to exist before the part is gathered.
         """
         readout = self.readout_part(self.inputs.readout_inputs, part, after)
@@ -113,16 +110,15 @@ class _DeviceLoss:
 
 
 def loss_on_device(
-    plan: LossPlan, inputs: LossInputs, with_grads: bool
+    plan: Any, inputs: Any, with_grads: bool
 ) -> tuple[LossSums, ReadoutInputs | None]:
     """Return the loss sums over all devices, and the gradients of this device's arrays.
 
     Parts of the vocabulary run one after another. The gradients are `None` without `with_grads`.
 
     Args:
-        plan: Distribution of the loss over devices.
-        inputs: Arrays of this device, with targets and weights [B, T] or [B].
-        with_grads: Also compute gradients.
+        plan: `loss.LossPlan`, the distribution of the loss over devices.
+        inputs: `loss.LossInputs` of this device, with targets and weights [B, T] or [B].
     """
     features_ND = inputs.readout_inputs.features.reshape(plan.rows, -1)
     targets_N = inputs.targets.reshape(-1)
@@ -225,9 +221,7 @@ def _gradients(
         loss: Inputs of the loss on this device.
         exps: exp(logit - largest logit of the part) of each part, [N, V]. `None` if it is not kept.
         shares: exp(largest logit of the part - top_N) of each part, [N].
-        top_N: Largest logit of each token.
         exp_N: Sum of exp(logit - top_N) over the whole vocabulary.
-        partition_N: logsumexp of the logits.
     """
     plan = loss.plan
     readout_inputs = loss.inputs.readout_inputs
