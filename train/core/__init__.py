@@ -1,1 +1,1 @@
-"""The pure half of training: factors, optimizer, loss, state, and the step that is compiled once."""
+"""Pure half of training: factors, optimizer, loss, state, and the step that is compiled once."""

@@ -1,6 +1,7 @@
-"""All factors of a run, as data: preset x specs x sizes, and the optimizer's numbers, computed on the host and passed to the jitted step.
+"""Factors of a run as data: preset x specs x sizes, and the optimizer's hyperparameters.
 
-Factors are arguments, never constants of the program and never in a checkpoint: one compiled step serves every preset.
+They are computed on the host and passed to the jitted step as arguments. They are never constants
+of the program and never in a checkpoint, so one compiled step serves every preset.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mupax.presets import Decay, ParamSpec, Preset, PresetError, Role, Scales
+from mupax.presets import Decay, ParamSpec, Preset, PresetError, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import EMBEDDINGS, OWN
 from mupax.presets.rule import Number, constant_power
@@ -23,19 +24,26 @@ from mupax.train.core.optimizer import OptimizerHyperparams
 from mupax.zoo.definition import SHARED_INIT, Definition
 
 TOLERANCE = 0.02
-"""Relative difference of two rates that are the same: betas and Nesterov momentum change a first step by a common factor."""
+"""Relative difference up to which two learning rates count as equal.
+
+Betas and Nesterov momentum change a first step by a common factor.
+"""
 
 LEAST_STEPS = 1024
-"""Schedules have this length or the next power of two that holds the run, so that a run of more or fewer steps is the same program."""
+"""Smallest length of a schedule. A longer run has the next power of two.
+
+Runs of different lengths can then share one program.
+"""
 
 ParamValues = dict[str, np.ndarray]
-"""Name to float32 [] or, for a parameter stacked over layers, [layers]."""
+"""Values by parameter name: float32 [] or, for a parameter stacked over layers, [layers]."""
 
 
 class Factors(NamedTuple):
-    """What a preset gives a model and its optimizer, one entry per parameter.
+    """Numbers that a preset gives to a model and its optimizer, one entry per parameter.
 
-    `forward` has one per `mupax.zoo.definition.Factor`, but for a skip that is 1 everywhere: the program is then made without it.
+    `forward` has one entry per `mupax.zoo.definition.Factor`. A skip that is 1 everywhere has none,
+    so that the program has no multiplication for it.
     """
 
     multiplier: ParamValues
@@ -45,126 +53,150 @@ class Factors(NamedTuple):
     forward: ParamValues
 
     def moving(self, trained: Collection[str]) -> Factors:
-        """These factors for a run that trains only some parameters: the others have multipliers, and no rate."""
-        rates = {field: getattr(self, field) for field in ("lr", "eps", "weight_decay")}
+        """Return the factors of a run that trains only some parameters.
+
+        The other parameters keep their multiplier and have no `lr`, `eps` and `weight_decay`.
+        """
+
+        def only_trained(values: ParamValues) -> ParamValues:
+            return {name: value for name, value in values.items() if name in trained}
+
         return self._replace(
-            **{field: {n: x for n, x in of.items() if n in trained} for field, of in rates.items()}
+            lr=only_trained(self.lr),
+            eps=only_trained(self.eps),
+            weight_decay=only_trained(self.weight_decay),
         )
 
 
 def resolve(
     preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled"
 ) -> Factors:
-    """What a preset gives a model: every number the step needs, on the host.
+    """Return the factors that a preset gives to a model, on the host.
 
     Args:
-        preset: from `presets.get`.
-        definition: the model, from `mupax.zoo.definition.definition` or `mupax.zoo.definition.define`.
-        optimizer: a name the preset has a rule for.
-        decay: how weight decay enters the update.
+        preset: Preset from `presets.get`.
+        definition: Model from `mupax.zoo.definition.definition` or `mupax.zoo.definition.define`.
+        optimizer: Name of an optimizer that the preset has a rule for.
+        decay: Form of weight decay: `coupled` to the learning rate, or `independent`.
 
     Raises:
-        presets.PresetError: a role or optimizer without a rule, a size that a rule needs, or a constant of no group.
+        presets.PresetError: The preset has no rule for a role or the optimizer, a rule needs a size
+            that the model does not have, or a constant names a group that no parameter is in.
     """
     preset.family(optimizer)
     if preset.constants:
         from mupax.presets.constants import check
 
-        tied = (
-            declared["spec"]
-            for declared in definition.factors.values()
-            if declared["kind"] == "readout"
-        )
-        check(preset.constants, [*definition.specs.values(), *tied], preset.name)
+        specs = list(definition.specs.values())
+        for declared in definition.factors.values():
+            if declared["kind"] == "readout":
+                specs.append(declared["spec"])  # a readout through the embedding
+        check(preset.constants, specs, preset.name)
 
-    def one(name: str, spec: ParamSpec) -> Scales:
+    scales = {}
+    for name, spec in definition.specs.items():
         try:
-            return preset.scales(spec, definition.sizes, optimizer, decay)
+            scales[name] = preset.scales(spec, definition.sizes, optimizer, decay)
         except PresetError as error:
             raise PresetError(f"{name}: {error}") from error
 
-    scales = {name: one(name, spec) for name, spec in definition.specs.items()}
-    forward = {
-        name: _forward(preset, definition, declared)
-        for name, declared in definition.factors.items()
-    }
+    forward = {}
+    for name, declared in definition.factors.items():
+        value = _forward(preset, definition, declared)
+        if declared["kind"] == "skip" and (value == 1).all():
+            continue
+        forward[name] = value
 
-    def column(field: str) -> ParamValues:
-        return {
-            name: _number(getattr(s, field), definition.specs[name], definition)
-            for name, s in scales.items()
+    columns = {}
+    for field in ("multiplier", "lr", "eps", "weight_decay"):
+        columns[field] = {
+            name: _per_layer(getattr(scale, field), definition.specs[name], definition)
+            for name, scale in scales.items()
         }
-
-    columns = {field: column(field) for field in ("multiplier", "lr", "eps", "weight_decay")}
-    needless = {
-        n for n, v in forward.items() if definition.factors[n]["kind"] == "skip" and (v == 1).all()
-    }
-    return Factors(**columns, forward={n: v for n, v in forward.items() if n not in needless})
+    return Factors(**columns, forward=forward)
 
 
 def layer_decayed(factors: Factors, definition: Definition, decay: float) -> Factors:
-    """These factors with rates that fall towards the input (Clark et al. 2020, as BEiT and timm count layers).
+    """Return factors whose learning rates fall towards the input (Clark et al. 2020).
 
-    The readout and the norm before it keep theirs, block l of L has decay^(L - l), l from 0, what reads the input decay^(L + 1).
-    Coupled weight decay falls with the rate; independent decay stays.
+    Layers are counted as in BEiT and timm: the readout and the norm before it keep their learning
+    rate, block l of L has decay^(L - l) of it, with l from 0, and parameters that read the input
+    have decay^(L + 1). Coupled weight decay falls with the learning rate. Independent decay stays.
 
     Args:
-        factors: of the run; names in `lr` are trained.
-        definition: of its model, whose blocks are one stack (`Config` refuses others).
-        decay: a block's factor, in (0, 1].
+        factors: Factors of the run. The names in `lr` are trained.
+        definition: Model whose blocks are one stack (`Config` refuses others).
+        decay: Factor per block, in (0, 1].
     """
     depth = definition.sizes[OWN.axis]
-    blocks = decay ** (depth - np.arange(depth, dtype=np.float32))
+    block_factors = decay ** (depth - np.arange(depth, dtype=np.float32))
 
-    def one(name: str) -> np.ndarray:
+    lr = {}
+    for name, value in factors.lr.items():
         spec = definition.specs[name]
         if spec.stacked:
-            return blocks
-        return np.asarray(decay ** (depth + 1) if {spec.role, spec.of} & EMBEDDINGS else 1.0)
-
-    return factors._replace(
-        lr={name: np.asarray(lr * one(name), np.float32) for name, lr in factors.lr.items()}
-    )
+            factor = block_factors
+        elif {spec.role, spec.of} & EMBEDDINGS:
+            factor = np.asarray(decay ** (depth + 1))
+        else:
+            factor = np.asarray(1.0)
+        lr[name] = np.asarray(value * factor, np.float32)
+    return factors._replace(lr=lr)
 
 
 def init_stds(preset: Preset, definition: Definition) -> ParamValues:
-    """Initial standard deviation (for gains: value) of every parameter, by name; and whose numbers keys start from, if not their own.
+    """Return the initial standard deviation (for gains: the value) of every parameter.
+
+    If the preset starts keys as queries, the result also has an entry `SHARED_INIT` + name for each
+    key parameter: the draw of its query parameter (`draw_of`).
 
     Args:
-        preset: gives the same for each of its optimizers, so that none is named.
-        definition: whose specs the preset is evaluated for, at its sizes.
+        preset: Preset, whose standard deviations are the same for all of its optimizers.
 
     Raises:
-        PresetError: keys that start as queries and have not their shape.
+        PresetError: Keys start as queries, and have not the shape of the queries.
     """
-    # The same whatever the optimizer; a measured table knows only its own.
-    first, sizes = preset.optimizers[0], definition.sizes
-    stds = {
-        name: preset.scales(spec, sizes, first).init_std for name, spec in definition.specs.items()
-    }
-    numbers = {name: _number(std, definition.specs[name], definition) for name, std in stds.items()}
-    return {**numbers, **(_alike(preset, definition) if preset.key_as_query else {})}
+    # A measured table knows only its own optimizer, so the optimizer is the preset's first.
+    optimizer = preset.optimizers[0]
+    stds = {}
+    for name, spec in definition.specs.items():
+        std = preset.scales(spec, definition.sizes, optimizer).init_std
+        stds[name] = _per_layer(std, spec, definition)
+    if preset.key_as_query:
+        stds |= _shared_draws(preset, definition)
+    return stds
 
 
 def draw_of(name: str) -> np.ndarray:
-    """What a parameter of this name is drawn with, uint32 []."""
+    """Return the hash of a parameter's name that its random key is made from, uint32 []."""
     return np.asarray(zlib.crc32(name.encode()), np.uint32)
 
 
-def _alike(preset: Preset, definition: Definition) -> ParamValues:
-    queries = {name for name, spec in definition.specs.items() if spec.role is Role.QUERY}
+def _shared_draws(preset: Preset, definition: Definition) -> ParamValues:
+    """Return the draw of the query parameter for every key parameter, by `SHARED_INIT` + name."""
+    query_names = {}
+    for name, spec in definition.specs.items():
+        if spec.role is Role.QUERY:
+            query_names[_module_of(name)] = name
+
     draws = {}
     for name, spec in definition.specs.items():
-        if spec.role is Role.KEY:
-            query = next(
-                (of for of in queries if of.rpartition(".")[0] == name.rpartition(".")[0]), None
+        if spec.role is not Role.KEY:
+            continue
+        query_name = query_names.get(_module_of(name))
+        shape = definition.abstract[name].shape
+        if query_name is None or definition.abstract[query_name].shape != shape:
+            raise PresetError(
+                f"{name}: {preset.label} starts keys as queries, and they are not as many; "
+                "write num_kv_heads as num_heads"
             )
-            if query is None or definition.abstract[query].shape != definition.abstract[name].shape:
-                raise PresetError(
-                    f"{name}: {preset.label} starts keys as queries, and they are not as many; write num_kv_heads as num_heads"
-                )
-            draws[SHARED_INIT + name] = draw_of(query)
+        draws[SHARED_INIT + name] = draw_of(query_name)
     return draws
+
+
+def _module_of(name: str) -> str:
+    """Return the path of the module that a parameter is in."""
+    return name.rpartition(".")[0]
 
 
 def check_run(
@@ -173,63 +205,73 @@ def check_run(
     """Refuse a model that has grown from the base in a way that the preset's rules do not cover.
 
     Args:
-        preset: the run's.
-        definition: its model.
-        factors: `resolve` of the two.
-        config: its optimizer.
+        factors: Result of `resolve` for this preset and model.
 
     Raises:
-        PresetError: widths have not grown together and something explodes for it, or the pull lr*wd of a parameter is not
-            what it is at the base, unless a constant of the preset was named that asks for it.
+        PresetError: Widths have not grown together and something explodes for that reason. Or the
+            lr*wd of a parameter is not what it is at the base, unless a constant of the preset that
+            asks for this was named.
     """
     if not preset.grows_evenly(definition.sizes):
         from mupax.presets.analysis.uneven import refuse_uneven
 
         refuse_uneven(preset, definition.sizes, config.name)
+
     decays = config.weight_decay != 0 and "weight_decay" in OPTIMIZERS[config.name].reads
-    if not decays or {"decay", "decay_width"} & set(preset.choices) or preset.name == "measured":
+    chosen = {"decay", "decay_width"} & set(preset.choices)
+    if not decays or chosen or preset.name == "measured":
         return
     for name, decay in factors.weight_decay.items():
+        # lr*wd of this model over that of the base, less what the preset's constants ask for.
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay
-        named = constant_power("decays", definition.specs[name], preset.constants)
-        pull = pull / (named(preset.ratios(definition.sizes)) or 1.0)
+        constant = constant_power("decays", definition.specs[name], preset.constants)
+        pull = pull / (constant(preset.ratios(definition.sizes)) or 1.0)
         worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
         if decay.any() and abs(worst - 1) > TOLERANCE:
             how = "give its rule a decay that keeps it"
             if preset.name == "completep":
                 how = "write the constant decay=rate to keep it, or decay=table to accept it"
             raise PresetError(
-                f"{name}: lr*wd is {worst:.3g} times its value at the base under {preset.label}, and drifts as the model grows; "
-                f"{how} (or train without weight decay)"
+                f"{name}: lr*wd is {worst:.3g} times its value at the base under {preset.label}, "
+                f"and drifts as the model grows; {how} (or train without weight decay)"
             )
 
 
-def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
+def _per_layer(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
+    """Return a value as float32 [] or, for a stacked parameter, broadcast to [layers]."""
     shape = (definition.sizes[spec.blocks],) if spec.stacked else ()
     if np.shape(value) not in ((), shape):
         raise PresetError(
             f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers"
         )
+    # A copy, because a broadcast array is a read-only view.
     return np.broadcast_to(np.asarray(value, np.float32), shape).copy()
 
 
 def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarray:
-    sizes, shape = definition.sizes, declared["shape"]
+    """Return the value of a declared forward factor, float32 of the declared shape.
+
+    Args:
+        declared: Declaration of the factor (`mupax.zoo.definition.Factor`).
+    """
+    sizes = definition.sizes
+    shape = declared["shape"]
     match declared["kind"]:
         case "logits":
             value = preset.logit_scale(sizes)
         case "readout":
             value = preset.scales(declared["spec"], sizes, preset.optimizers[0]).multiplier
         case "skip" | "branch" as kind:
-            which, stack = ("skip", "branch").index(kind), declared["stack"] or OWN
-            where = () if stack == OWN else (stack,)
-            value = [
-                [
-                    preset.residual_scale(sizes, i, branch, *where)[which]
+            index = ("skip", "branch").index(kind)
+            stack = declared["stack"] or OWN
+            stack_argument = () if stack == OWN else (stack,)
+            value = []
+            for layer in range(shape[0]):
+                scales = [
+                    preset.residual_scale(sizes, layer, branch, *stack_argument)
                     for branch in stack.branches
                 ]
-                for i in range(shape[0])
-            ]
+                value.append([scale[index] for scale in scales])
         case kind:
             raise ValueError(
                 f"no factor is of kind {kind!r}; write logits, skip, branch or readout"
@@ -238,52 +280,60 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
 
 
 def hyperparams(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
-    """The optimizer's numbers for a whole run, on the host; no weight decay where the optimizer reads none.
+    """Return the optimizer's hyperparameters for a whole run, on the host.
+
+    `weight_decay` is 0 for an optimizer that reads none.
 
     Args:
-        config: has them as numbers, and the schedule as a shape.
-        steps: of the run; the schedule goes on at its last value.
+        config: Hyperparameters, and the name of the schedule.
+        steps: Number of steps of the run. After them the schedule keeps its last value.
     """
     table = schedule_table(config, steps)
+    weight_decay = config.weight_decay
+    if "weight_decay" not in OPTIMIZERS[config.name].reads:
+        weight_decay = 0.0
     return OptimizerHyperparams(
         peak_lr=np.float32(config.peak_lr),
         schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
-        weight_decay=np.float32(
-            config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0
-        ),
+        weight_decay=np.float32(weight_decay),
         eps=np.float32(config.eps),
     )
 
 
 def length(steps: int) -> int:
-    """How many numbers the schedule of a run of so many steps has."""
+    """Return the length of the schedule array for a run of this many steps."""
     return max(LEAST_STEPS, 1 << (steps - 1).bit_length())
 
 
 def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
-    """Learning rate over peak at every step, float32 [steps]: linear warm-up, then the named shape.
+    """Return the learning rate over its peak at every step, float32 [steps].
 
-    Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last, or from 0 and at the step
-    after its last; a decay reaches `final_lr_fraction` at the step after the run's last.
+    A linear warm-up is followed by the named schedule. The warm-up rises by 1/warmup_steps per
+    step. It starts at 1/warmup_steps and reaches the peak at its last step or, with
+    `warmup_from_zero`, it starts at 0 and reaches the peak at the step after its last. A decay
+    reaches `final_lr_fraction` at the step after the run's last.
 
     Args:
-        config: names the shape; a warm-up longer than the run is cut off at its end.
-        steps: of the run.
+        config: Name and constants of the schedule. A warm-up longer than the run is cut off.
+        steps: Number of steps of the run.
     """
     warmup = min(config.warmup_steps, steps)
-    rest, final = max(steps - warmup, 1), config.final_lr_fraction
+    rest = max(steps - warmup, 1)
+    final = config.final_lr_fraction
     match config.schedule:
         case "constant":
-            shape = optax.constant_schedule(1.0)
+            schedule = optax.constant_schedule(1.0)
         case "cosine":
-            shape = optax.cosine_decay_schedule(1.0, rest, alpha=final)
+            schedule = optax.cosine_decay_schedule(1.0, rest, alpha=final)
         case "linear":
-            shape = optax.linear_schedule(1.0, final, rest)
+            schedule = optax.linear_schedule(1.0, final, rest)
         case "wsd":
-            tail = config.decay_steps if config.decay_steps is not None else max(rest // 5, 1)
-            shape = optax.linear_schedule(1.0, final, tail, transition_begin=max(rest - tail, 0))
+            tail = config.decay_steps
+            if tail is None:
+                tail = max(rest // 5, 1)
+            begin = max(rest - tail, 0)
+            schedule = optax.linear_schedule(1.0, final, tail, transition_begin=begin)
     ramp = (np.arange(warmup) + (not config.warmup_from_zero)) / max(warmup, 1)
-    body = np.asarray(
-        jax.vmap(shape)(jnp.arange(length(steps)))
-    )  # optax's operations one by one: programs by length
+    # The padded length, because optax runs op by op and compiles a program for every length.
+    body = np.asarray(jax.vmap(schedule)(jnp.arange(length(steps))))
     return np.concatenate([ramp, body[: steps - warmup]]).astype(np.float32)

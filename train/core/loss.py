@@ -1,14 +1,20 @@
-"""Cross-entropy of a model's readout, for a few tokens or columns at a time where all logits at once would be large.
+"""Cross-entropy of a model's readout, computed in chunks where all logits at once would be large.
 
-N tokens of one device, D width, V vocabulary or classes. A chunk's logits exist once: gradients are taken with them, in the
-forward pass, and the backward pass only scales them by the loss's cotangent (as Hsu et al. 2024, arXiv 2410.10989). On a
-mesh every device works on its own tokens, and its own part of the vocabulary where that is split: what is summed over
-devices for every chunk is two numbers per token, and gradients are summed once, after the last chunk.
+Three implementations exist: `plain` forms all logits, `chunked` those of a few tokens at a time
+(`train/core/cross_entropy/chunks.py`), and `vocab` those of a part of the vocabulary at a time
+(`train/core/cross_entropy/vocabulary.py`).
 
-Each way to compute a readout's cross-entropy takes some of a device; the loss, the search and the plan read here how much, and
-which way `auto` is.
+A chunk's logits are computed once. The forward pass already takes the gradients of the chunk, and
+the backward pass only multiplies them by the loss's cotangent (as in Hsu et al. 2024,
+arXiv 2410.10989). On a mesh every device works on its own tokens, and on its own part of the
+vocabulary if the vocabulary is split. For every chunk two numbers per token are summed over
+devices. Gradients are summed once, after the last chunk.
 
-Estimates from sizes alone, of loss and gradients of one microbatch; the figures they were held against are in docs/evidence/performance.md.
+Every implementation has an estimate of its memory and time, from sizes alone, for the loss and
+gradients of one microbatch. The loss, the mesh search and the plan use it to choose what `auto` is.
+docs/evidence/performance.md has the measurements that the estimates were compared with.
+
+Shapes: N tokens of one device, D width, V vocabulary or classes.
 """
 
 from __future__ import annotations
@@ -30,12 +36,19 @@ from mupax.zoo.layers.linear import ReadoutInputs
 from mupax.zoo.partition import ONE_DEVICE, Axes, Layout
 
 CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
-"""Logits of one chunk on one device: on CPU what its caches hold, elsewhere half a gigabyte of float32."""
+"""Number of logits of one chunk on one device, by platform.
+
+On CPU they fit its caches. Elsewhere they are half a gigabyte of float32.
+"""
 LEAST_ROWS = 1024
-"""Tokens that a chunk has at least: the readout's gradient is read and written once per chunk, which more tokens pay for."""
+"""Smallest number of tokens in a chunk.
+
+The readout's gradient is read and written once per chunk, so more tokens per chunk cost less.
+"""
 PART_LOGITS = 2**26
-"""Logits of one part of the vocabulary on one device: a quarter of a gigabyte of float32."""
+"""Number of logits of one part of the vocabulary on one device: 256 MiB of float32."""
 LANES = 128
+"""Multiple to which the columns of a part are rounded: the width of a TPU's vector register."""
 Kind = Literal["plain", "chunked", "vocab"]
 
 
@@ -43,39 +56,41 @@ class ReadoutShape(NamedTuple):
     """Sizes of a readout and of its targets on one device."""
 
     rows: int
-    """Targets of one microbatch."""
+    """Number of targets of one microbatch."""
     columns: int
-    """Of the vocabulary or classes."""
+    """Number of vocabulary entries or classes."""
     width: int
     itemsize: int
-    """Bytes of a number of its products."""
+    """Bytes of one number in the dtype of the products."""
     platform: str
-    kind: str
+    device_kind: str
     """`jax.Device.device_kind`."""
     room: int | None = None
-    """Bytes that it may take while the step's peak stays as it is: what a layer's backward pass takes after it."""
+    """Bytes that the loss may take without raising the step's peak memory.
+
+    They are the bytes that the backward pass of a layer needs afterwards. `None` if unknown.
+    """
 
     @property
     def balance(self) -> float:
-        """FLOPs that a device computes in the time that it takes a byte of main memory."""
+        """FLOPs that the device computes in the time in which it moves one byte of main memory."""
         from mupax.train.parallel import chips
 
-        chip = chips.of_kind(self.kind) or chips.CHIPS["v5e"]
+        chip = chips.of_kind(self.device_kind) or chips.CHIPS["v5e"]
         return chip.peak_flops / chip.hbm_bandwidth
 
     @property
     def chunk(self) -> int:
-        """Tokens of one chunk, at most rows, in chunks as even as can be."""
+        """Number of tokens of one chunk, at most `rows`, such that chunks are as even as can be."""
         target = max(CHUNK_LOGITS[self.platform] // self.columns, LEAST_ROWS)
-        return math.ceil(self.rows / math.ceil(self.rows / target))
+        num_chunks = math.ceil(self.rows / target)
+        return math.ceil(self.rows / num_chunks)
 
     @property
     def parts(self) -> list[slice]:
-        """The columns of each part of the vocabulary, as even as whole registers allow."""
-        size = (
-            math.ceil(self.columns / math.ceil(self.rows * self.columns / PART_LOGITS) / LANES)
-            * LANES
-        )
+        """Columns of each part of the vocabulary, as even as multiples of `LANES` allow."""
+        num_parts = math.ceil(self.rows * self.columns / PART_LOGITS)
+        size = math.ceil(self.columns / num_parts / LANES) * LANES
         return [
             slice(start, min(start + size, self.columns)) for start in range(0, self.columns, size)
         ]
@@ -83,104 +98,119 @@ class ReadoutShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossImplementation:
-    """One implementation of the loss, with its memory and its time."""
+    """One implementation of the loss, with estimates of its memory and time."""
 
     kind: Kind
     memory: Mapping[str, int]
-    """Bytes while it is computed, by what they hold."""
+    """Bytes in use during the computation, by what they hold."""
     traffic: float
-    """Bytes of main memory read and written beside no product."""
+    """Bytes of main memory that are read and written while no matrix product runs."""
     after: int = 0
-    """Bytes that remain during the backward pass of the layers."""
+    """Bytes that remain in use during the backward pass of the layers."""
     again: float = 0.0
-    """FLOPs of logits that are computed twice."""
+    """FLOPs of logits that are computed a second time."""
     parts: int = 1
-    """That tokens or the vocabulary are cut into."""
+    """Number of chunks of tokens or parts of the vocabulary."""
     exp_parts: int = 0
-    """Parts of the vocabulary whose exponentials are kept between the two passes over them."""
+    """Number of parts of the vocabulary whose exponentials are kept for the second pass."""
 
     @property
     def bytes(self) -> int:
-        """In all."""
+        """Sum of `memory`."""
         return sum(self.memory.values())
 
 
-def way(work: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossImplementation:
-    """Return an implementation of this kind, with its memory and time.
-
-    Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
-    chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler. By parts of the vocabulary exponentials are kept, too, and the
-    features and their gradient read for every part: 8 M cycles more than plain there, at 1.5 GHz 4.4 GB.
+def way(shape: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossImplementation:
+    """Return an implementation of this kind, with estimates of its memory and time.
 
     Args:
-        work: on one device.
-        kind: of loss.
-        exp_parts: parts of the vocabulary whose exponentials are kept; as many as there is room for unless given.
+        exp_parts: Number of parts of the vocabulary whose exponentials are kept. Default: as many
+            as fit into `shape.room`.
     """
-    logits, matrix, features = (
-        work.rows * work.columns,
-        work.width * work.columns,
-        work.rows * work.width,
-    )
     if kind == "vocab":
-        return _by_parts(work, exp_parts)
-    chunks = math.ceil(work.rows / work.chunk) if kind == "chunked" else 1
+        return _by_parts(shape, exp_parts)
+
+    logits = shape.rows * shape.columns
+    matrix = shape.width * shape.columns
+    features = shape.rows * shape.width
+    num_chunks = math.ceil(shape.rows / shape.chunk) if kind == "chunked" else 1
+    chunk_rows = math.ceil(shape.rows / num_chunks)
     memory = {
-        "logits": math.ceil(work.rows / chunks) * work.columns * (4 + work.itemsize),
-        "gradient of the features": features * work.itemsize,
-        "readout, whole": matrix * work.itemsize,
+        "logits": chunk_rows * shape.columns * (4 + shape.itemsize),
+        "gradient of the features": features * shape.itemsize,
+        "readout, whole": matrix * shape.itemsize,
         "readout's gradient, whole": matrix * 4,
     }
-    return LossImplementation(
-        kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks
-    )
+    # Logits are written and read in both passes. The readout is read, and its gradient added to,
+    # once per chunk. The TPU compiler gives 16.9 GB for plain and 41 GB for chunked, of lm-8b at
+    # 1 x 4096 tokens.
+    traffic = 20.0 * logits + 12.0 * num_chunks * matrix
+    return LossImplementation(kind, memory, traffic, after=matrix * 4, parts=num_chunks)
 
 
-def _by_parts(work: ReadoutShape, exp_parts: int | None) -> LossImplementation:
-    cuts, part = work.parts, work.parts[0].stop
+def _by_parts(shape: ReadoutShape, exp_parts: int | None) -> LossImplementation:
+    """Return the implementation by parts of the vocabulary (`way`)."""
+    num_parts = len(shape.parts)
+    part_columns = shape.parts[0].stop
     memory = {
-        "logits of a part": work.rows * part * 4,
+        "logits of a part": shape.rows * part_columns * 4,
         "exponentials": 0,
-        "gradient of the features": work.rows * work.width * 4,
-        "readout, a part and its gradient": work.width * part * (4 + work.itemsize),
+        "gradient of the features": shape.rows * shape.width * 4,
+        "readout, a part and its gradient": shape.width * part_columns * (4 + shape.itemsize),
     }
-    each = work.rows * part * work.itemsize
+    bytes_per_part = shape.rows * part_columns * shape.itemsize
     if exp_parts is None:
-        free = len(cuts) * each if work.room is None else work.room - sum(memory.values())
-        exp_parts = max(0, min(free // each, len(cuts)))
-    memory["exponentials"] = exp_parts * each
-    logits = work.rows * work.columns
-    traffic = (
-        26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
-    )
-    again = 2.0 * (len(cuts) - exp_parts) * work.rows * part * work.width
+        if shape.room is None:
+            exp_parts = num_parts
+        else:
+            free = shape.room - sum(memory.values())
+            exp_parts = max(0, min(free // bytes_per_part, num_parts))
+    memory["exponentials"] = exp_parts * bytes_per_part
+
+    # Exponentials are written and read, and the features and their gradient are read for every
+    # part. The TPU compiler gives 8 M cycles more than for plain, of lm-8b at 1 x 4096 tokens,
+    # which is 4.4 GB at 1.5 GHz.
+    logits = shape.rows * shape.columns
+    logit_bytes = 26.0 * logits
+    readout_bytes = 12.0 * shape.width * shape.columns
+    feature_bytes = 10.0 * num_parts * shape.rows * shape.width
+    traffic = logit_bytes + readout_bytes + feature_bytes
+    recomputed = 2.0 * (num_parts - exp_parts) * shape.rows * part_columns * shape.width
     return LossImplementation(
-        "vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts
+        "vocab", memory, traffic, again=recomputed, parts=num_parts, exp_parts=exp_parts
     )
 
 
-def above(work: ReadoutShape, one: LossImplementation) -> int:
-    """Bytes by which a way raises the step's peak.
+def above(shape: ReadoutShape, implementation: LossImplementation) -> int:
+    """Return the bytes by which an implementation raises the step's peak memory.
 
     Args:
-        work: of the step.
-        one: way to do it.
+        shape: Sizes of the step's readout. A `room` of `None` counts as 0 bytes.
+        implementation: Implementation of that readout's loss (`way`).
     """
-    return max(0, one.bytes - (work.room or 0), one.after)
+    during = implementation.bytes - (shape.room or 0)
+    return max(0, during, implementation.after)
 
 
-def options(work: ReadoutShape) -> list[LossImplementation]:
-    """Return what `auto` may be, the best first: on TPU what raises the step's peak the least, of those that raise it as little the fastest.
+def options(shape: ReadoutShape) -> list[LossImplementation]:
+    """Return the implementations that `auto` may choose, the best first.
 
-    All logits where they are no more than a chunk. On CPU and GPU chunks otherwise: on CPU they are faster
-    (docs/evidence/performance.md), on GPU nothing was measured.
+    If all logits fit in one chunk, the only option is `plain`. Otherwise, on CPU and GPU, the only
+    option is `chunked`. On TPU the options are sorted by how much they raise the step's peak
+    memory, and among equals by time.
     """
-    if work.chunk == work.rows:
-        return [way(work, "plain")]
-    if work.platform != "tpu":
-        return [way(work, "chunked")]
-    ways = [way(work, kind) for kind in get_args(Kind)]
-    return sorted(ways, key=lambda one: (above(work, one), one.traffic + one.again / work.balance))
+    if shape.chunk == shape.rows:
+        return [way(shape, "plain")]
+    if shape.platform != "tpu":
+        # On CPU chunks are faster (docs/evidence/performance.md). On GPU nothing was measured.
+        return [way(shape, "chunked")]
+
+    def cost(implementation: LossImplementation) -> tuple[int, float]:
+        # FLOPs are counted as the bytes that main memory moves in the same time.
+        time_in_bytes = implementation.traffic + implementation.again / shape.balance
+        return above(shape, implementation), time_in_bytes
+
+    return sorted((way(shape, kind) for kind in get_args(Kind)), key=cost)
 
 
 def cross_entropy(
@@ -198,39 +228,47 @@ def cross_entropy(
     """Return the summed cross-entropy (nats) of a readout, and the sums of metrics.
 
     Args:
-        readout_inputs: of the model, features [B, D] or [B, T, D].
+        readout_inputs: Features [B, D] or [B, T, D] and readout matrix [D, V] of the model.
         targets: int32, one per feature vector.
-        weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
-        how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
-            vocabulary (`mupax.train.core.cross_entropy.vocabulary`). auto is the first of `options`.
-        reference: of the initial model where the output is centred; no gradient flows through it.
-        labels: as `cross_entropy_from_logits`; all logits are kept then.
-        z_loss: float32 [], what logsumexp(logits)^2 of every target that counts is taken times and added to the loss
-            (Chowdhery et al. 2022, PaLM, section 5); None adds nothing.
-        metrics: by name, those to sum besides the loss; each has a `total`.
-        layout: how arrays lie on devices.
+        weights: float32, 0 where a target does not count. No gradient flows through them.
+        how: `plain` forms all logits. `chunked` never does, and forms those of a few tokens at a
+            time. `vocab` forms those of a part of the vocabulary at a time
+            (`mupax.train.core.cross_entropy.vocabulary`). `auto` is the first of `options`.
+        reference: Readout inputs of the initial model if the output is centred. No gradient flows
+            through them.
+        labels: Distributions as in `cross_entropy_from_logits`. With labels, the implementation is
+            `plain`.
+        z_loss: float32 []. The loss of every target that counts gets z_loss * logsumexp(logits)^2
+            added (Chowdhery et al. 2022, PaLM, section 5). `None` adds nothing.
+        metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
+    if labels is not None:
+        how = "plain"
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(readout_inputs, targets, axes, layout)
-    how = "plain" if labels is not None else how
-    option = options(plan.work)[0] if how == "auto" else way(plan.work, how)
-    if option.kind == "plain" or not plan.scattered:
-        readout_inputs = readout_inputs._replace(weight=layout.gather(readout_inputs.weight, axes))
-        reference = reference and reference._replace(weight=layout.gather(reference.weight, axes))
-    if option.kind == "plain":
+    implementation = options(plan.shape)[0] if how == "auto" else way(plan.shape, how)
+
+    if implementation.kind == "plain" or not plan.scatter_mesh_axes:
+        weight = layout.gather(readout_inputs.weight, axes)
+        readout_inputs = readout_inputs._replace(weight=weight)
+        if reference is not None:
+            reference = reference._replace(weight=layout.gather(reference.weight, axes))
+
+    if implementation.kind == "plain":
         logits = readout_inputs.logits(layout)
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits(layout))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
+
     plan = dataclasses.replace(
         plan,
-        by_vocab=option.kind == "vocab",
-        exp_parts=option.exp_parts if readout_inputs.cap is None else 0,
+        by_vocab=implementation.kind == "vocab",
+        # The slope of a soft cap needs the logits themselves, so no exponentials are kept.
+        exp_parts=implementation.exp_parts if readout_inputs.cap is None else 0,
         metrics=metrics,
     )
-    return _in_parts(
-        plan, LossInputs(readout_inputs, reference, targets, jax.lax.stop_gradient(weights), z_loss)
-    )
+    weights = jax.lax.stop_gradient(weights)
+    return _in_parts(plan, LossInputs(readout_inputs, reference, targets, weights, z_loss))
 
 
 def cross_entropy_from_logits(
@@ -241,13 +279,16 @@ def cross_entropy_from_logits(
     z_loss: jax.Array | None = None,
     metrics: Mapping[str, Metric] = NO_METRICS,
 ) -> LossSums:
-    """Return the summed cross-entropy (nats) and the sums of metrics, of logits that exist already.
+    """Return the summed cross-entropy (nats) of given logits, and the sums of metrics.
 
     Args:
-        logits: [B, V] or [B, T, V].
-        targets, weights: as `cross_entropy` takes them.
-        labels: distributions that the loss is taken to in place of the targets, float32 of the logits' shape.
-        z_loss, metrics: as `cross_entropy` takes them.
+        logits: float32 [B, V] or [B, T, V].
+        targets: int32, one per vector of logits.
+        weights: float32 of the targets' shape, 0 where a target does not count.
+        labels: Distributions, float32 of the logits' shape, that replace the targets in the loss.
+            Metrics still use the targets.
+        z_loss: Weight of the squared log-partition, as in `cross_entropy`.
+        metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
     statistics = token_statistics(logits, targets, labels, with_rank=reads_ranks(metrics))
     return sums_of(statistics, weights, metrics, z_loss)
@@ -260,11 +301,13 @@ def token_statistics(
     *,
     with_rank: bool = True,
 ) -> TokenStatistics:
-    """Return the statistics of targets, of logits that exist already.
+    """Return the loss and other statistics of every target, of given logits.
 
     Args:
-        logits, targets, labels: as `cross_entropy_from_logits` takes them.
-        with_rank: also count the ranks of the targets.
+        logits: float32 [B, V] or [B, T, V].
+        targets: int32, one per vector of logits.
+        labels: Distributions, float32 of the logits' shape, that replace the targets in the loss.
+        with_rank: Also count the ranks of the targets.
     """
     if labels is None:
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -274,13 +317,14 @@ def token_statistics(
     correct = jnp.argmax(logits, axis=-1) == targets
     if not with_rank:
         return TokenStatistics(loss, log_partition, correct)
+
     label_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     ranks = count_ranks(logits, label_logits, jnp.arange(logits.shape[-1]), targets)
     return TokenStatistics(loss, log_partition, correct, ranks)
 
 
 class LossInputs(NamedTuple):
-    """Arrays that `cross_entropy` works on: of all devices, or the part of one."""
+    """Arrays that the loss reads: those of all devices, or the part of one device."""
 
     readout_inputs: ReadoutInputs
     reference: ReadoutInputs | None
@@ -290,78 +334,111 @@ class LossInputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Plan:
-    """How the work lies on devices."""
+class LossPlan:
+    """Distribution of the loss over devices, and the metrics that are summed with it."""
 
     layout: Layout
-    """Devices and their mesh."""
-    work: ReadoutShape
-    """What one device does."""
-    tokens: Axes
+    shape: ReadoutShape
+    """Sizes on one device."""
+    token_axes: Axes
     """Logical axes of the targets."""
-    vocab: str | None
-    """Logical axis of the vocabulary, None where it is whole."""
-    summed: tuple[str, ...]
-    """Mesh axes that split tokens: gradients of the readout are summed over them."""
-    scattered: tuple[str, ...]
-    """Those among them that split the readout's rows: each device keeps its own rows of the sum."""
-    shared: tuple[str, ...]
-    """The others over whose devices the readout's gradient is summed."""
-    over_vocab: tuple[str, ...]
+    vocab_axis: str | None
+    """Logical axis of the vocabulary. `None` if the vocabulary is not split."""
+    token_mesh_axes: tuple[str, ...]
+    """Mesh axes that split tokens. The loss is summed over them."""
+    scatter_mesh_axes: tuple[str, ...]
+    """Mesh axes that split tokens and the readout's rows.
+
+    The readout's gradient is reduce-scattered over them.
+    """
+    reduce_mesh_axes: tuple[str, ...]
+    """Remaining mesh axes over which the readout's gradient is summed."""
+    vocab_mesh_axes: tuple[str, ...]
     """Mesh axes that split the vocabulary."""
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
-    """Metrics to sum besides the loss."""
+    """Metrics to sum in addition to the loss."""
     by_vocab: bool = False
-    """Whether parts are of the vocabulary, not of the tokens."""
+    """`True` for parts of the vocabulary, `False` for chunks of tokens."""
     exp_parts: int = 0
-    """Of those parts, how many keep their exponentials."""
+    """Number of parts of the vocabulary whose exponentials are kept."""
 
     @property
     def rows(self) -> int:
-        """Tokens of one device."""
-        return self.work.rows
+        """Number of tokens of one device."""
+        return self.shape.rows
 
 
 def _plan(
     readout_inputs: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout
-) -> _Plan:
-    width, vocab = readout_inputs.features.shape[-1], readout_inputs.weight.shape[1]
-    # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
-    tokens = tuple(
+) -> LossPlan:
+    """Return the distribution of a loss over the devices of a layout.
+
+    Args:
+        readout_inputs: Inputs of the loss, before the readout matrix is gathered.
+        targets: Targets of all devices, [B, T] or [B].
+        axes: Logical axes of the rows and columns of the readout matrix.
+    """
+    width = readout_inputs.features.shape[-1]
+    columns = readout_inputs.weight.shape[1]
+
+    # A logical axis that does not divide its dimension is not split.
+    token_axes = tuple(
         axis if size % layout.num_shards(axis) == 0 else None
         for axis, size in zip(("batch", "sequence"), targets.shape, strict=False)
     )
-    summed = tuple(name for axis in tokens for name in layout.mesh_axes(axis))
-    rows = targets.size // math.prod(layout.num_shards(axis) for axis in tokens)
-    scattered, shared = layout.readout(axes, width, summed)
-    column = (
-        None
-        if vocab % layout.num_shards(axes[1]) or set(layout.mesh_axes(axes[1])) & set(summed)
-        else axes[1]
+    token_mesh_axes = []
+    for axis in token_axes:
+        token_mesh_axes += layout.mesh_axes(axis)
+    token_mesh_axes = tuple(token_mesh_axes)
+    scatter_mesh_axes, reduce_mesh_axes = layout.readout(axes, width, token_mesh_axes)
+
+    # Mesh axes that already split tokens cannot split the vocabulary, too.
+    vocab_axis = axes[1]
+    uneven = columns % layout.num_shards(vocab_axis) != 0
+    if uneven or set(layout.mesh_axes(vocab_axis)) & set(token_mesh_axes):
+        vocab_axis = None
+
+    shape = ReadoutShape(
+        rows=targets.size // math.prod(layout.num_shards(axis) for axis in token_axes),
+        columns=columns // layout.num_shards(vocab_axis),
+        width=width,
+        itemsize=readout_inputs.features.dtype.itemsize,
+        platform=layout.platform,
+        device_kind=layout.device_kind,
+        room=layout.room,
     )
-    columns, itemsize = vocab // layout.num_shards(column), readout_inputs.features.dtype.itemsize
-    work = ReadoutShape(
-        rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room
+    return LossPlan(
+        layout=layout,
+        shape=shape,
+        token_axes=token_axes,
+        vocab_axis=vocab_axis,
+        token_mesh_axes=token_mesh_axes,
+        scatter_mesh_axes=scatter_mesh_axes,
+        reduce_mesh_axes=reduce_mesh_axes,
+        vocab_mesh_axes=layout.mesh_axes(vocab_axis),
     )
-    return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.mesh_axes(column))
 
 
 def _on_devices(
-    plan: _Plan, inputs: LossInputs, with_grads: bool
+    plan: LossPlan, inputs: LossInputs, with_grads: bool
 ) -> tuple[LossSums, ReadoutInputs | None]:
-    """Return the sums and the gradients of the loss, of all devices. Every array is given and returned whole."""
+    """Return the loss sums over all devices, and the gradients of the readout inputs.
+
+    Arguments and results are global arrays. The gradients are `None` without `with_grads`.
+    """
     if plan.by_vocab:
-        from mupax.train.core.cross_entropy.vocabulary import on_one
+        from mupax.train.core.cross_entropy.vocabulary import loss_on_device
     else:
-        from mupax.train.core.cross_entropy.chunks import on_one
+        from mupax.train.core.cross_entropy.chunks import loss_on_device
 
     def local(inputs: LossInputs) -> tuple[LossSums, ReadoutInputs | None]:
-        return on_one(plan, inputs, with_grads)
+        return loss_on_device(plan, inputs, with_grads)
 
-    inputs = inputs._replace(readout_inputs=_in_product_type(inputs.readout_inputs))
+    inputs = inputs._replace(readout_inputs=_with_product_dtype(inputs.readout_inputs))
     if inputs.reference is not None:
-        inputs = inputs._replace(reference=_in_product_type(inputs.reference))
-    token_axes: Any = plan.tokens
+        inputs = inputs._replace(reference=_with_product_dtype(inputs.reference))
+
+    token_axes: Any = plan.token_axes
     scalar_axes: Any = ()
     input_axes = LossInputs(
         readout_inputs=_axes_of(plan, inputs.readout_inputs),
@@ -375,19 +452,19 @@ def _on_devices(
     return plan.layout.local(local, (input_axes,), (sums_axes, grads_axes))(inputs)
 
 
-def _in_product_type(readout_inputs: ReadoutInputs) -> ReadoutInputs:
-    return readout_inputs._replace(
-        weight=readout_inputs.weight.astype(readout_inputs.features.dtype)
-    )
+def _with_product_dtype(readout_inputs: ReadoutInputs) -> ReadoutInputs:
+    """Cast the readout matrix to the dtype of the features, in which products are computed."""
+    weight = readout_inputs.weight.astype(readout_inputs.features.dtype)
+    return readout_inputs._replace(weight=weight)
 
 
-def _axes_of(plan: _Plan, readout_inputs: ReadoutInputs) -> Any:
-    """Return the logical axes of every array that a readout's inputs have, as `ReadoutInputs`."""
+def _axes_of(plan: LossPlan, readout_inputs: ReadoutInputs) -> Any:
+    """Return the logical axes of every array in `readout_inputs`, as a `ReadoutInputs`."""
     axes = {
-        "features": (*plan.tokens, None),
-        "weight": ("embed" if plan.scattered else None, plan.vocab),
+        "features": (*plan.token_axes, None),
+        "weight": ("embed" if plan.scatter_mesh_axes else None, plan.vocab_axis),
         "scale": (),
-        "bias": (plan.vocab,),
+        "bias": (plan.vocab_axis,),
         "cap": (),
     }
     present = {
@@ -398,27 +475,35 @@ def _axes_of(plan: _Plan, readout_inputs: ReadoutInputs) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_parts(plan: _Plan, inputs: LossInputs) -> LossSums:
+def _in_parts(plan: LossPlan, inputs: LossInputs) -> LossSums:
+    """Return the loss sums, computed in chunks of tokens or parts of the vocabulary."""
     sums, _ = _on_devices(plan, inputs, with_grads=False)
     return sums
 
 
-def _forward(plan: _Plan, inputs: LossInputs) -> tuple[LossSums, ReadoutInputs]:
+def _forward(plan: LossPlan, inputs: LossInputs) -> tuple[LossSums, ReadoutInputs]:
+    """Return the loss sums, and the gradients of the readout inputs as residuals."""
     sums, grads = _on_devices(plan, inputs, with_grads=True)
     assert grads is not None
-    # Of the types of the arrays that they are the gradients of: the weight was cast to the products' type before.
-    cast = jax.tree.map(
-        lambda grad, x: grad.astype(x.dtype), grads, inputs.readout_inputs._replace(cap=None)
-    )
-    no_slope = (
-        None if inputs.readout_inputs.cap is None else jnp.zeros_like(inputs.readout_inputs.cap)
-    )
-    return sums, cast._replace(cap=no_slope)
+    # A gradient has the dtype of its array. The weight was cast to the products' dtype before.
+    arrays = inputs.readout_inputs._replace(cap=None)
+    grads = jax.tree.map(lambda grad, array: grad.astype(array.dtype), grads, arrays)
+    if inputs.readout_inputs.cap is not None:
+        grads = grads._replace(cap=jnp.zeros_like(inputs.readout_inputs.cap))
+    return sums, grads
 
 
-def _backward(plan: _Plan, grads: ReadoutInputs, cotangent: LossSums) -> tuple[LossInputs]:
+def _backward(plan: LossPlan, grads: ReadoutInputs, cotangent: LossSums) -> tuple[LossInputs]:
+    """Return the gradients times the cotangent of the loss."""
     readout_grads = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
-    return (LossInputs(readout_grads, reference=None, targets=None, weights=None, z_loss=None),)  # pyright: ignore[reportArgumentType]
+    input_grads = LossInputs(
+        readout_grads,
+        reference=None,
+        targets=None,  # pyright: ignore[reportArgumentType]
+        weights=None,  # pyright: ignore[reportArgumentType]
+        z_loss=None,
+    )
+    return (input_grads,)
 
 
 _in_parts.defvjp(_forward, _backward)

@@ -1,23 +1,23 @@
-"""One optax chain: learning rate x schedule x the preset's scale, with decay and eps per parameter.
+"""Optimizer chain of a config: a direction, weight decay, and learning rate x schedule x scale.
 
-Factors and hyperparameters reach the chain as extra arguments of `update`, so they are data to the compiled step:
+The preset's factors and the hyperparameters are extra arguments of `update`, so they are data to
+the compiled step:
 
     updates, state = tx.update(grads, state, params, factors=factors, hyper=hyper)
 
-Stochastic rounding to bfloat16 (Gupta et al. 2015, Zamirai et al. 2020) makes small updates of stored parameters count.
+A direction is an update before weight decay, learning rate and sign. `OPTIMIZERS` in
+`mupax.presets.optimizers` names the directions. Each is a function of (OptimizerConfig, specs) that
+returns an optax transformation. Its state is a named tuple, whose moments the table names.
 
-bfloat16 keeps 8 bits of a number. An update of less than 2^-9 of a parameter is lost if the sum is rounded to the nearest
-number, at every step anew. Rounded up or down by chance, in proportion to the distance, the sum is right on average.
-
-Directions are what `mupax.presets.optimizers.OPTIMIZERS` names, each from (OptimizerConfig, specs) to an optax transformation.
-
-A direction is an update before weight decay, learning rate and sign, which `mupax.train.core.optimizer` adds. It gets factors and
-hyperparameters as extra arguments of `update` (`factors`, `hyper`), and a state of named tuples whose moments the table names.
+Parameters that are stored in bfloat16 are rounded stochastically (Gupta et al. 2015, Zamirai et al.
+2020). bfloat16 keeps 8 bits of a number. If a sum is rounded to the nearest number, an update of
+less than 2^-9 of the parameter is lost at every step. If the sum is rounded up or down by chance,
+in proportion to the distance, the result is right on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -35,137 +35,155 @@ from mupax.zoo.configs import ConfigError
 Specs = Mapping[str, ParamSpec]
 
 _STREAM = 0x726F756E
-"""Keeps these random numbers apart from those that other parts of a run draw from the same seed."""
+"""Constant that separates these random bits from others that are drawn from the same seed."""
 _GOLDEN = 0x9E3779B9
-"""2^32 divided by the golden ratio: its multiples are spread evenly."""
+"""2^32 divided by the golden ratio. Its multiples are spread evenly."""
 _LOW_BITS = 0xFFFF
 
 
 class ScaleByMuonState(NamedTuple):
-    """Momentum of every parameter; second moments only of those on Adam."""
+    """State of `muon`."""
 
     count: jax.Array
     mu: optax.Updates
+    """Momentum of every parameter."""
     nu: optax.Updates
+    """Second moments of the parameters that use Adam. Matrices have an `optax.MaskedNode`."""
 
 
 def sgd(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """The gradient, or its heavy-ball sum.
+    """Return a direction that is the gradient, or its heavy-ball sum.
 
     Args:
-        config: its `momentum` is the sum's decay; 0 for the bare gradient.
-        specs: not read; every parameter is treated alike.
+        config: Its `momentum` is the decay of the sum. 0 gives the bare gradient.
+        specs: Not read, because every parameter is treated alike.
     """
     return optax.trace(config.momentum) if config.momentum else optax.identity()
 
 
 def lion(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """The sign of an interpolated momentum (Chen et al. 2023).
+    """Return a direction that is the sign of an interpolated momentum (Chen et al. 2023).
 
     Args:
-        config: `b1` interpolates, `b2` is the momentum's decay.
-        specs: not read; every parameter is treated alike.
+        config: `b1` interpolates, `b2` is the decay of the momentum.
+        specs: Not read, because every parameter is treated alike.
     """
     return optax.scale_by_lion(config.b1, config.b2)
 
 
 def adam(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` with eps * factors.eps per parameter, which optax's own does not take: m_hat / (sqrt(v_hat) + eps).
+    """Return Adam's direction, m_hat / (sqrt(v_hat) + eps), with eps scaled per parameter.
 
-    The same direction by optax's own, on gradients over factors.eps or one for each parameter, rounds in another order.
+    The eps of a parameter is hyper.eps * factors.eps, which `optax.scale_by_adam` does not support.
 
     Args:
-        config: `b1` and `b2` are the moments' decays; eps comes with `hyper`.
-        specs: not read; every parameter is treated alike.
+        config: `b1` and `b2` are the decays of the moments. The eps comes with `hyper`.
+        specs: Not read, because every parameter is treated alike.
     """
 
+    # The same direction could come from `optax.scale_by_adam`, on gradients divided by factors.eps
+    # or with one transformation per parameter, but it would round in another order.
     def update(updates, state, params=None, *, factors, hyper, **_):
         del params
         mu = optax.tree.update_moment(updates, state.mu, config.b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, config.b2, 2)
         count = optax.safe_increment(state.count)
-        mu_hat, nu_hat = (
-            optax.tree.bias_correction(mu, config.b1, count),
-            optax.tree.bias_correction(nu, config.b2, count),
-        )
+        mu_hat = optax.tree.bias_correction(mu, config.b1, count)
+        nu_hat = optax.tree.bias_correction(nu, config.b2, count)
         eps = {name: hyper.eps * factors.eps[name] for name in updates}
-        scaled = jax.tree.map(lambda m, v, e: m / (jnp.sqrt(v) + rows(e, v)), mu_hat, nu_hat, eps)
-        return scaled, optax.ScaleByAdamState(count, mu, nu)
+        directions = jax.tree.map(
+            lambda m, v, e: m / (jnp.sqrt(v) + rows(e, v)), mu_hat, nu_hat, eps
+        )
+        return directions, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, cast("Any", update))
 
 
 def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalized Nesterov momentum of every hidden matrix, Adam's direction of everything else.
+    """Return Muon's direction: orthogonalized Nesterov momentum for every hidden matrix.
 
-    Each matrix is read as its spec says: fan-in axes by fan-out axes, stacked layers apart. No factor of shape is in here
-    (`optax.contrib.muon` has one of its own, sqrt(max(1, out/in))): the preset's rate brings it, once.
+    All other parameters get Adam's direction. The direction has no factor that depends on a
+    matrix's shape, as `optax.contrib.muon` has (sqrt(max(1, out/in))). The preset's learning rate
+    has that factor, once.
 
     Args:
-        config: `momentum` of the matrices, `b1` and `b2` of the rest.
-        specs: name to declaration of the parameters that are trained: their roles say which are hidden matrices.
+        config: `momentum` is for the matrices, `b1` and `b2` for the other parameters.
+        specs: Specs of the trained parameters. Their roles tell which are hidden matrices.
     """
     orthogonalized = dimension_numbers(specs)
     matrices = optax.contrib.scale_by_muon(
         beta=config.momentum, weight_dimension_numbers=orthogonalized
     )
     blank: Any = matrices.init({})
-    on_adam = adam(config, specs)
+    adam_direction = adam(config, specs)
 
     def init(params: optax.Params) -> ScaleByMuonState:
-        def squares(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
-            return optax.MaskedNode() if path[-1].key in orthogonalized else jnp.zeros_like(w)
+        def second_moment(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
+            if path[-1].key in orthogonalized:
+                return optax.MaskedNode()
+            return jnp.zeros_like(w)
 
-        nu = jax.tree_util.tree_map_with_path(squares, params)
+        nu = jax.tree_util.tree_map_with_path(second_moment, params)
         return ScaleByMuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), nu)
+
+    def matrices_of(tree: Mapping) -> dict:
+        return {name: leaf for name, leaf in tree.items() if name in orthogonalized}
+
+    def others_of(tree: Mapping) -> dict:
+        return {name: leaf for name, leaf in tree.items() if name not in orthogonalized}
 
     def update(updates, state, params=None, *, factors, hyper, **_):
         del params
+        muon_state: Any = MuonState(state.count, matrices_of(state.mu), blank.ns_coeffs)
+        matrix_updates, muon_state = cast("Any", matrices.update)(matrices_of(updates), muon_state)
+        adam_state: Any = optax.ScaleByAdamState(
+            state.count, others_of(state.mu), others_of(state.nu)
+        )
+        other_updates, adam_state = cast("Any", adam_direction.update)(
+            others_of(updates), adam_state, factors=factors, hyper=hyper
+        )
 
-        def part(tree: Mapping, muons: bool) -> dict:
-            return {name: leaf for name, leaf in tree.items() if (name in orthogonalized) == muons}
-
-        before: Any = MuonState(state.count, part(state.mu, True), blank.ns_coeffs)
-        turned, of_matrices = cast("Any", matrices.update)(part(updates, True), before)
-        before = optax.ScaleByAdamState(state.count, part(state.mu, False), part(state.nu, False))
-        scaled, of_others = cast("Any", on_adam.update)(
-            part(updates, False), before, factors=factors, hyper=hyper
-        )
-        steps, mu, nu = (
-            {**turned, **scaled},
-            {**of_matrices.mu, **of_others.mu},
-            {**state.nu, **of_others.nu},
-        )
-        return {n: steps[n] for n in updates}, ScaleByMuonState(
-            of_others.count, {n: mu[n] for n in updates}, nu
-        )
+        directions = {**matrix_updates, **other_updates}
+        mu = {**muon_state.mu, **adam_state.mu}
+        nu = {**state.nu, **adam_state.nu}
+        # Results have the order of the names in `updates`.
+        directions = {name: directions[name] for name in updates}
+        mu = {name: mu[name] for name in updates}
+        return directions, ScaleByMuonState(adam_state.count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(cast("Any", init), cast("Any", update))
 
 
 def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
-    """How Muon orthogonalizes each hidden matrix: its fan-in axes against its fan-out axes, "layers" a batch."""
-    return {
-        name: MuonDimensionNumbers(
-            *(tuple(map(spec.axes.index, axes)) for axes in (spec.fan_in, spec.fan_out))
-        )
-        for name, spec in specs.items()
-        if spec.role not in VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
-    }
+    """Return the dimensions by which Muon orthogonalizes each hidden matrix.
+
+    A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") are batch axes.
+    """
+    not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
+    numbers = {}
+    for name, spec in specs.items():
+        if spec.role in not_hidden:
+            continue
+        fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
+        fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
+        numbers[name] = MuonDimensionNumbers(fan_in, fan_out)
+    return numbers
 
 
 def stored(
     direction: optax.GradientTransformation, moment: str, dtype: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep one moment of a direction in another dtype between updates. It is still updated in the dtype of the gradients.
+    """Keep one moment of a direction in another dtype between updates.
+
+    The moment is still updated in the dtype of the gradients.
 
     Args:
-        direction: transformation whose state, or a part of whose state, has a field named `moment`.
-        moment: the field to round.
-        dtype: type that the field is kept in.
+        direction: Transformation whose state, or a part of whose state, has a field `moment`.
+        moment: Name of the field that is rounded.
+        dtype: dtype in which the field is kept.
 
     Raises:
-        ConfigError: by `init` and `update` of the result, if the state has no such field.
+        ConfigError: By `init` and `update` of the result, if the state has no such field.
     """
     extended = optax.with_extra_args_support(direction)
 
@@ -173,36 +191,38 @@ def stored(
         value = optax.tree.get(state, moment)
         if value is None:
             raise ConfigError(
-                f"optimizer.moment_dtype is {dtype}, and the optimizer's state has no {moment} to keep in it; leave it out"
+                f"optimizer.moment_dtype is {dtype}, and the optimizer's state has no {moment} "
+                "to keep in it; leave it out"
             )
         return value
 
     def with_moment(state: Any, value: Any) -> Any:
         return optax.tree.set(state, **{moment: value})
 
-    def narrowed(state: Any) -> Any:
+    def rounded(state: Any) -> Any:
         return with_moment(state, optax.tree.cast(moment_of(state), dtype))
 
     def init(params: Any) -> Any:
-        return narrowed(direction.init(params))
+        return rounded(direction.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         wide = jax.tree.map(lambda m, g: m.astype(g.dtype), moment_of(state), updates)
-        steps, new_state = extended.update(updates, with_moment(state, wide), params, **extra)
-        return steps, narrowed(new_state)
+        directions, new_state = extended.update(updates, with_moment(state, wide), params, **extra)
+        return directions, rounded(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def rows(number: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
-    """A scalar or per-layer number shaped to broadcast against a parameter, in its dtype.
+    """Reshape a scalar or per-layer number to broadcast against a parameter, in its dtype.
 
     Args:
         number: [] or [layers].
-        like: the parameter or its update; its first axis is layers where `number` has one.
+        like: Parameter or its update. Its first axis is layers if `number` is [layers].
     """
     number = jnp.asarray(number)
-    return number.reshape(number.shape + (1,) * (like.ndim - number.ndim)).astype(like.dtype)
+    trailing = (1,) * (like.ndim - number.ndim)
+    return number.reshape(number.shape + trailing).astype(like.dtype)
 
 
 class Rounding(NamedTuple):
@@ -211,37 +231,37 @@ class Rounding(NamedTuple):
     seed: Any
     """uint32 []."""
     step: Any = 0
-    """Optimizer steps done, int32 []."""
+    """Number of optimizer steps done, int32 []."""
 
 
 def widened(tree: Any) -> Any:
-    """Return a tree whose bfloat16 arrays are float32; other leaves stay as they are."""
+    """Return a tree whose bfloat16 arrays are cast to float32, and whose other leaves are not."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_narrow(leaf) else leaf, tree)
 
 
 def narrowed(tree: Any, like: Any, rounding: Rounding) -> Any:
-    """Round float32 arrays stochastically where they are stored in bfloat16.
+    """Round float32 arrays stochastically where `like` has bfloat16.
 
-    The result is a function of the numbers, the seed, the step, and each array's place in the tree. It does not depend on the
-    mesh, and a resumed run rounds as an uninterrupted one.
+    The result is a function of the values, the seed, the step, and each array's position in the
+    tree. It does not depend on the mesh, and a resumed run rounds as an uninterrupted one.
 
     Args:
-        tree: computed in float32.
-        like: tree of the same structure, in the types that are stored.
-        rounding: source of the random bits.
+        tree: Arrays that were computed in float32.
+        like: Tree of the same structure, with the dtypes that are stored.
+        rounding: Source of the random bits.
     """
-    key = _mixed(
-        _mixed(_uint(rounding.seed) ^ _uint(_STREAM)) + _uint(rounding.step) * _uint(_GOLDEN)
-    )
+    seed_key = _mixed(_uint(rounding.seed) ^ _uint(_STREAM))
+    key = _mixed(seed_key + _uint(rounding.step) * _uint(_GOLDEN))
     leaves, structure = jax.tree.flatten(tree)
-    stored = []
-    for number, (leaf, before) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True)):
-        if _is_narrow(before) and leaf.dtype == jnp.float32:
-            leaf_key = _mixed(key + _uint(number) * _uint(_GOLDEN))
-            stored.append(stochastically_rounded(leaf, leaf_key))
+    like_leaves = jax.tree.leaves(like)
+    rounded = []
+    for index, (leaf, like_leaf) in enumerate(zip(leaves, like_leaves, strict=True)):
+        if _is_narrow(like_leaf) and leaf.dtype == jnp.float32:
+            leaf_key = _mixed(key + _uint(index) * _uint(_GOLDEN))
+            rounded.append(stochastically_rounded(leaf, leaf_key))
         else:
-            stored.append(leaf)
-    return jax.tree.unflatten(structure, stored)
+            rounded.append(leaf)
+    return jax.tree.unflatten(structure, rounded)
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -251,12 +271,14 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
         x: float32, of any shape.
         key: uint32 [].
     """
-    # A hash of each number's position, not `jax.random`: a CPU's compiler takes 0.4 s for every array that Threefry draws.
+    # The random bits are a hash of each number's position. With `jax.random`, a CPU's compiler
+    # takes 0.4 s for every array that Threefry draws.
     position = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         position = position * _uint(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     noise = _mixed(_mixed(position * _uint(_GOLDEN) + key) ^ key) & _uint(_LOW_BITS)
-    # The low half is what bfloat16 cuts off. Added to 16 random bits, it carries with a chance in proportion to its size.
+    # bfloat16 cuts off the low half of the bits. Added to 16 random bits, the low half carries with
+    # a probability in proportion to its size.
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & ~_uint(_LOW_BITS)
     rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
@@ -278,37 +300,47 @@ def _is_narrow(leaf: Any) -> bool:
 
 
 class OptimizerHyperparams(NamedTuple):
-    """The optimizer's numbers, float32 scalars. `schedule` is [`length`] for a run and [] inside a step (see `at`)."""
+    """Hyperparameters of the optimizer, float32 scalars except `schedule`."""
 
     peak_lr: Any
     schedule: Any
-    """Learning rate as a fraction of the peak."""
+    """Learning rate as a fraction of the peak: one value per step for a run, [] inside a step."""
     weight_decay: Any
     eps: Any
 
     def at(self, step: jax.Array) -> OptimizerHyperparams:
-        """The numbers of one step; steps past the end of the schedule keep its last value."""
-        return self._replace(
-            schedule=jnp.asarray(self.schedule)[jnp.minimum(step, len(self.schedule) - 1)]
-        )
+        """Return the hyperparameters of one step. After its end the schedule keeps its last value.
+
+        Args:
+            step: Number of optimizer steps done, int32 [].
+        """
+        last_step = len(self.schedule) - 1
+        schedule = jnp.asarray(self.schedule)[jnp.minimum(step, last_step)]
+        return self._replace(schedule=schedule)
 
 
 def build(
     config: OptimizerConfig, specs: Mapping[str, ParamSpec]
 ) -> optax.GradientTransformationExtraArgs:
-    """The chain of a config. Clipping is global over raw gradients of the loss; everything after it is per parameter.
+    """Return the optimizer chain of a config.
+
+    Clipping is by the global norm of the loss's raw gradients. Every later transformation treats
+    each parameter on its own.
 
     Args:
-        config: names the optimizer and its constants.
-        specs: name to declaration of every parameter that it moves.
+        config: Name of the optimizer, and its constants.
+        specs: Specs of the trained parameters, by name.
     """
     row = OPTIMIZERS[config.name]
     direction = function_of(row.direction)(config, specs)
     if config.moment_dtype is not None and row.first_moment is not None:
         direction = stored(direction, row.first_moment, config.moment_dtype)
+    clip = optax.identity()
+    if config.clip_norm is not None:
+        clip = _clip(config.clip_norm, specs)
     coupled = config.decay == "coupled"
     return optax.chain(
-        _clip(config.clip_norm, specs) if config.clip_norm is not None else optax.identity(),
+        clip,
         direction,
         add_coupled_decay if coupled else optax.identity(),
         scale_by_preset,
@@ -324,16 +356,16 @@ def first_step(
     params: Any,
     **extra: Any,
 ) -> tuple[Any, Any]:
-    """Return the first updates that move something, and the optimizer state after them.
+    """Return the first updates that are not zero, and the optimizer state after them.
 
-    Updates that only fill the state (`Optimizer.still_steps`) are taken before, on the same gradients.
+    Updates that only fill the state (`Optimizer.still_steps`) are taken before, on the same
+    gradients.
 
     Args:
-        tx: chain of `build`, or one written by hand.
-        name: the optimizer that it is.
-        grads: gradient of every parameter.
-        params: parameters, with the names of `grads`. None for a chain that reads none.
-        **extra: further arguments of `tx.update`.
+        tx: Chain of `build`, or one that is written by hand.
+        name: Name of the optimizer in `OPTIMIZERS`.
+        params: Parameters, with the names of `grads`. `None` for a chain that reads none.
+        **extra: Further arguments of `tx.update`.
     """
     extended = optax.with_extra_args_support(tx)
     state = extended.init(grads if params is None else params)
@@ -356,15 +388,14 @@ def apply_gradients(
     """Return the parameters and the optimizer state after one update.
 
     Args:
-        tx: chain of `build`.
-        grads: gradient of every parameter that is trained.
-        opt_state: state before the update.
-        params: parameters before the update, with the names of `grads`.
-        factors: the preset's factors.
-        hyper: numbers of this step.
-        rounding_seed: given where arrays are stored in bfloat16. All arithmetic is then in float32, and what is stored in
-            bfloat16 is rounded stochastically.
-        step: optimizer steps done, int32 []; read by the rounding.
+        tx: Chain of `build`.
+        grads: Gradients of the trained parameters, by name.
+        params: Parameters before the update, with the names of `grads`.
+        factors: Factors of the preset (`factors.Factors`).
+        hyper: Hyperparameters of this step (`OptimizerHyperparams.at`).
+        rounding_seed: uint32 [], if arrays are stored in bfloat16. All arithmetic is then in
+            float32, and arrays that are stored in bfloat16 are rounded stochastically.
+        step: Number of optimizer steps done, int32 []. Only the rounding reads it.
     """
     if rounding_seed is None:
         updates, opt_state = tx.update(grads, opt_state, params, factors=factors, hyper=hyper)
@@ -379,48 +410,79 @@ def apply_gradients(
 
 
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:
-    """Clipping of the loss's gradient; how far loads are from even ones is neither counted in it nor clipped."""
-    clip, loads = (
-        optax.clip_by_global_norm(norm),
-        {name for name, spec in specs.items() if spec.moved_by_loads},
-    )
-    if not loads:
+    """Return a transformation that clips the loss's gradient by its global norm.
+
+    Updates of parameters that are moved by expert loads (`ParamSpec.moved_by_loads`) are no
+    gradients of the loss. They neither count in the norm nor are they clipped.
+    """
+    clip = optax.clip_by_global_norm(norm)
+    load_names = {name for name, spec in specs.items() if spec.moved_by_loads}
+    if not load_names:
         return clip
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        clipped, state = clip.update(
-            {name: g for name, g in updates.items() if name not in loads}, state, params
-        )
-        return {name: updates[name] if name in loads else clipped[name] for name in updates}, state  # pyright: ignore
+        grads = {name: grad for name, grad in updates.items() if name not in load_names}
+        clipped, state = clip.update(grads, state, params)
+        clipped: Any = clipped
+        merged = {name: updates[name] if name in load_names else clipped[name] for name in updates}
+        return merged, state
 
     return optax.GradientTransformation(clip.init, update)
 
 
-def _stateless(rule) -> optax.GradientTransformationExtraArgs:
-    """A transformation of (update, parameter, its factors, hyper) without state."""
+class _ParamFactors(NamedTuple):
+    """Factors of one parameter that the chain applies, [] or [layers]."""
+
+    lr: Any
+    weight_decay: Any
+
+
+def _stateless(
+    rule: Callable[[jax.Array, jax.Array, _ParamFactors, Any], jax.Array],
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation without state that applies a rule to every parameter's update.
+
+    Args:
+        rule: Function (update, parameter, factors of the parameter, hyper) -> new update. A chain
+            that gets no parameters passes the update in place of the parameter.
+    """
 
     def update(updates, state, params=None, *, factors, hyper=None, **_):
-        columns = {
-            name: {field: getattr(factors, field)[name] for field in ("lr", "weight_decay")}
-            for name in updates
-        }
-        like = updates if params is None else params
-        return {
-            name: rule(u, like[name], columns[name], hyper) for name, u in updates.items()
-        }, state
+        params = updates if params is None else params
+        new_updates = {}
+        for name, u in updates.items():
+            param_factors = _ParamFactors(factors.lr[name], factors.weight_decay[name])
+            new_updates[name] = rule(u, params[name], param_factors, hyper)
+        return new_updates, state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
+    def init(params: Any) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    return optax.GradientTransformationExtraArgs(init, cast("Any", update))
 
 
-add_coupled_decay = _stateless(
-    lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w
-)
-"""u + wd * factors.weight_decay * w, to be scaled by the learning rate."""
-scale_by_preset = _stateless(lambda u, w, f, h: u * rows(f["lr"], w))
-"""u * factors.lr: each parameter's own rate relative to the one peak rate."""
-scale_by_schedule = _stateless(lambda u, w, f, h: (-(h.peak_lr * h.schedule) * u).astype(u.dtype))
+def _coupled_decay(u: jax.Array, w: jax.Array, factors: _ParamFactors, hyper: Any) -> jax.Array:
+    return u + rows(hyper.weight_decay * factors.weight_decay, w) * w
+
+
+def _preset_scale(u: jax.Array, w: jax.Array, factors: _ParamFactors, hyper: Any) -> jax.Array:
+    return u * rows(factors.lr, w)
+
+
+def _schedule_scale(u: jax.Array, w: jax.Array, factors: _ParamFactors, hyper: Any) -> jax.Array:
+    return (-(hyper.peak_lr * hyper.schedule) * u).astype(u.dtype)
+
+
+def _independent_decay(u: jax.Array, w: jax.Array, factors: _ParamFactors, hyper: Any) -> jax.Array:
+    return u - rows(hyper.weight_decay * hyper.schedule * factors.weight_decay, w) * w
+
+
+add_coupled_decay = _stateless(_coupled_decay)
+"""u + wd * factors.weight_decay * w, which the learning rate then scales."""
+scale_by_preset = _stateless(_preset_scale)
+"""u * factors.lr: the learning rate of each parameter relative to the one peak learning rate."""
+scale_by_schedule = _stateless(_schedule_scale)
 """-peak_lr * schedule * u."""
-add_independent_decay = _stateless(
-    lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w
-)
-"""u - wd * schedule * factors.weight_decay * w: decay that follows the schedule but not the rates."""
+add_independent_decay = _stateless(_independent_decay)
+"""u - wd * schedule * factors.weight_decay * w: decay by the schedule, not the learning rates."""

@@ -1,12 +1,18 @@
-"""A config turned into everything a run needs but its data: model, preset, mesh, optimizer, numbers, compiled steps.
+"""`assemble`: turn a config into everything that a run needs but its data.
 
-Compiled programs are kept on disk, so that a command started again compiles nothing: JAX's persistent compilation cache, by default.
+A `Program` holds the model, preset, mesh, optimizer, factors and compiled steps.
 
-    CACHE/programs-KEY/PROGRAM-cache      the digest of a program, and the program
+Compiled programs are kept on disk, so that a command that is started again compiles nothing. By
+default they are in JAX's persistent compilation cache:
 
-KEY stands for the versions, this CPU and the user: machine code for another CPU ends a process, and whoever can write such a
-file runs code in it. JAX's own store writes in place, so a kill or a full disk leaves a broken file for good, and needs a lock
-to have a limit. Here a file is whole or a miss, the oldest go first, and nothing that fails ends a run.
+    CACHE/programs-KEY/PROGRAM-cache      digest of a program, followed by the program
+
+KEY stands for the versions, this CPU and the user. Machine code for another CPU ends a process, and
+whoever can write such a file runs code in the process.
+
+JAX's own file store writes in place, so a kill or a full disk leaves a broken file for good, and
+its size limit needs a lock. In `Store`, a file is either complete or a miss, the programs that were
+used longest ago are deleted first, and no failure ends a run.
 """
 
 from __future__ import annotations
@@ -27,14 +33,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import xxhash
-from jax._src import compilation_cache as _jax_cache  # its store has no public name
+from jax._src import compilation_cache as _jax_cache  # no public name for its file store
 from jax.sharding import Mesh
 
 from mupax import terminal
@@ -71,9 +77,12 @@ if TYPE_CHECKING:
     from mupax.zoo.layers.drop_path import Drop
 
 VARIABLE = "MUPAX_COMPILATION_CACHE"
-"""The folder of compiled programs, or none; `--compilation-cache` sets it."""
+"""Environment variable with the folder of compiled programs, or `none`.
+
+`--compilation-cache` sets it.
+"""
 LIMIT = 2 * 2**30
-"""Bytes of all compiled programs of a folder, unless `jax_compilation_cache_max_size` says otherwise."""
+"""Bytes of all compiled programs in a folder, unless `jax_compilation_cache_max_size` is set."""
 _options: Any = jax.config
 _DIGEST_BYTES = 16
 _CPU = Path("/proc/cpuinfo")
@@ -81,39 +90,52 @@ _FEATURES = re.compile(
     r"^(?:vendor_id|cpu family|model|model name|flags|Features|CPU \w+|cpu|isa|features)\s*:.*$",
     re.MULTILINE,
 )
-"""Lines about what a CPU is and can do: x86, Arm, POWER, RISC-V, IBM Z. Its frequency is not among them."""
+"""Lines of `_CPU` that name the CPU and its features: x86, Arm, POWER, RISC-V, IBM Z.
+
+The clock frequency is not among them, because it changes.
+"""
+
+
+class _StoredFile(NamedTuple):
+    """File of a compiled program. Tuples sort by the time of last use."""
+
+    used: float
+    size: int
+    path: Path
 
 
 class Store:
-    """Where JAX looks compiled programs up (`jax._src.compilation_cache_interface`).
+    """File store for compiled programs (`jax._src.compilation_cache_interface`).
 
     Args:
-        folder: of this machine's programs, which exists.
-        limit: most bytes of all programs beside it.
+        folder: Existing folder for the programs of this machine.
+        limit: Largest number of bytes of all programs in this folder and in those of other keys.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self._path, self._limit, self._bytes = folder, limit, -1
+        self._path = folder
+        self._limit = limit
+        self._bytes = -1  # not counted yet
         self._full = False
 
     def get(self, key: str) -> bytes | None:
-        """The program of that key; None where there is none, or no whole one."""
+        """Return the program of a key, or `None` if it is missing or damaged."""
         path = self._file(key)
         try:
             content = path.read_bytes()
         except OSError:
             return None
+        # The time of a file is that of its last use, by which files are deleted.
         with contextlib.suppress(OSError):
-            os.utime(path)  # used last
+            os.utime(path)
+        digest = content[:_DIGEST_BYTES]
         program = content[_DIGEST_BYTES:]
-        return program if xxhash.xxh3_128_digest(program) == content[:_DIGEST_BYTES] else None
+        return program if xxhash.xxh3_128_digest(program) == digest else None
 
     def put(self, key: str, program: bytes) -> None:
-        """Keep a program. The first that cannot be written is told in a line, and no other is tried.
+        """Write a program.
 
-        Args:
-            key: of the program.
-            program: compiled, as JAX has it.
+        After the first program that cannot be written, one line is logged and no other is tried.
         """
         if self._full or len(program) > self._limit:
             return
@@ -133,20 +155,29 @@ class Store:
         return self._path / f"{key}-cache"
 
     def _make_room(self, size: int) -> None:
-        """Delete what was used longest ago, of other versions too; files are listed at first and when they may be too many."""
+        """Count `size` more bytes. Delete files until they fit, those used longest ago first.
+
+        Files of other keys are deleted, too.
+        """
+        # Other processes write here as well, so files are listed again before any is deleted.
         if self._bytes < 0 or self._bytes + size > self._limit:
-            files = []
-            for path in self._path.parent.glob("programs-*/*-cache*"):
-                with contextlib.suppress(OSError):  # deleted by another process
-                    files.append((path.stat().st_mtime, path.stat().st_size, path))
-            self._bytes = sum(length for _, length, _ in files)
-            for _, length, path in sorted(files):
+            files = self._stored_files()
+            self._bytes = sum(file.size for file in files)
+            for file in sorted(files):
                 if self._bytes + size <= self._limit:
                     break
                 with contextlib.suppress(OSError):
-                    path.unlink()
-                self._bytes -= length
+                    file.path.unlink()
+                self._bytes -= file.size
         self._bytes += size
+
+    def _stored_files(self) -> list[_StoredFile]:
+        """Return the files of all keys."""
+        files = []
+        for path in self._path.parent.glob("programs-*/*-cache*"):
+            with contextlib.suppress(OSError):  # deleted by another process
+                files.append(_StoredFile(path.stat().st_mtime, path.stat().st_size, path))
+        return files
 
 
 def use(
@@ -154,48 +185,59 @@ def use(
     processes: Processes | None = None,
     devices: Sequence[Any] | None = None,
 ) -> None:
-    """Have JAX keep compiled programs from here on, unless the user has chosen otherwise; called again it changes nothing.
+    """Make JAX keep compiled programs on disk, unless the user has chosen otherwise.
 
-    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false hold where neither `--compilation-cache` nor its variable is
-    given.
+    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take effect if neither
+    `--compilation-cache` nor its variable is given. A second call changes nothing.
 
     Args:
-        root: gives the folder for everything that can be made again.
-        processes: of the run. Process 0 alone writes, so several keep programs only in a folder that all of them see: where one
-            found a program and another compiled it, compilers that share their work (GPU) would wait for each other.
-        devices: to compile for, of this machine unless given. Programs for others cannot be read back, and none is kept any more.
+        root: Returns mupax's cache folder, for everything that can be made again.
+        processes: Processes of the run. Several processes keep programs only in a folder that all
+            of them see.
+        devices: Devices to compile for. Default: those of this machine. For other devices no
+            program is kept from then on.
     """
     if devices is not None and devices[0] not in jax.devices():
+        # Programs for devices that are not here cannot be read back.
         _options.update("jax_enable_compilation_cache", False)
     folder = _folder(root)
     if processes is not None and processes.count > 1 and not _shared(folder, processes):
+        # Only process 0 writes. If one process found a program and another compiled it, compilers
+        # that share their work (GPU) would wait for each other.
         folder = None
         if not _options.jax_compilation_cache_dir:
             _options.update("jax_enable_compilation_cache", False)
     if folder is None or _options.jax_compilation_cache_dir == str(folder):
         return
-    most = _options.jax_compilation_cache_max_size
+
+    limit = _options.jax_compilation_cache_max_size
+    if limit < 0:
+        limit = LIMIT
     _jax_cache.reset_cache()
-    _jax_cache.get_file_cache = lambda path: (Store(Path(path), LIMIT if most < 0 else most), path)
+    _jax_cache.get_file_cache = lambda path: (Store(Path(path), limit), path)
     _options.update("jax_compilation_cache_dir", str(folder))
-    if (
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ
-    ):  # 1 s: most of a start is in smaller ones
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # JAX's default is 1 s, but most of a start is spent in smaller programs.
         _options.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _folder(root: Callable[[], Path]) -> Path | None:
-    """The folder for this machine's programs, made; None where none are kept, or where the user says."""
+    """Make and return the folder for programs of this machine.
+
+    Return `None` if no programs are kept, or if JAX's own folder is set.
+    """
     choice = os.environ.get(VARIABLE)
     if choice == "none":
         _options.update("jax_enable_compilation_cache", False)
-    if not _options.jax_enable_compilation_cache or (
-        _options.jax_compilation_cache_dir and not choice
-    ):
+    if not _options.jax_enable_compilation_cache:
         return None
+    if _options.jax_compilation_cache_dir and not choice:
+        return None
+
     folder = None
     try:
-        folder = (Path(choice).expanduser().absolute() if choice else root()) / f"programs-{key()}"
+        parent = Path(choice).expanduser().absolute() if choice else root()
+        folder = parent / f"programs-{key()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
@@ -209,26 +251,30 @@ def _folder(root: Callable[[], Path]) -> Path | None:
 
 
 def _caution(folder: Path | None, error: Exception) -> None:
-    where, why = f" in {folder}" if folder else "", getattr(error, "strerror", None) or error
+    """Log that compiled programs are not kept, and why."""
+    location = f" in {folder}" if folder else ""
+    reason = getattr(error, "strerror", None) or error
     terminal.note(
-        f"caution: compiled programs are not kept{where}: {why}; name another folder, or none, by --compilation-cache"
+        f"caution: compiled programs are not kept{location}: {reason}; "
+        "name another folder, or none, by --compilation-cache"
     )
 
 
 def _shared(folder: Path | None, processes: Processes) -> bool:
-    """Whether all processes see the folder of process 0. All of them ask."""
+    """Return whether all processes see the folder of process 0. All processes call it together."""
     mark = folder / f"shared-{secrets.token_hex(4)}" if folder else None
     if processes.leader and mark is not None:
         with contextlib.suppress(OSError):
             mark.touch()
     name = processes.broadcast("compilation cache", lambda: mark and mark.name)
-    visible = bool(folder and name) and any(
-        _exists(folder / name, wait) for wait in (0, 0.2, 1)
-    )  # a network's file
-    absent = [
-        i for i, sees in enumerate(processes.gather("compilation cache", visible) or []) if not sees
-    ]
+
+    visible = False
+    if folder is not None and name:
+        visible = _appears(folder / name)
+    all_visible = processes.gather("compilation cache", visible) or []
+    absent = [process for process, sees in enumerate(all_visible) if not sees]
     verdict = processes.broadcast("compilation cache shared", lambda: not absent)
+
     if processes.leader and mark is not None:
         with contextlib.suppress(OSError):
             mark.unlink()
@@ -237,34 +283,38 @@ def _shared(folder: Path | None, processes: Processes) -> bool:
     return verdict
 
 
-def _exists(path: Path, wait: float) -> bool:
-    time.sleep(wait)
-    return path.exists()
+def _appears(path: Path) -> bool:
+    """Return whether a file exists within 1.2 s. A network file system may show it late."""
+    for wait_s in (0, 0.2, 1):
+        time.sleep(wait_s)
+        if path.exists():
+            return True
+    return False
 
 
 @functools.cache
 def key() -> str:
-    """16 hexadecimal digits that stand for what a compiled program is good for, and for whom."""
+    """Return 16 hexadecimal digits for the versions, machine and user of compiled programs."""
     versions = [version(name) for name in ("jax", "jaxlib")]
     parts = [*versions, sys.platform, platform.machine(), _cpu(), str(os.getuid())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:
-    """Model and features of this machine's CPUs."""
+    """Return the model and the features of this machine's CPUs."""
     with contextlib.suppress(OSError):
-        return "\n".join(sorted(set(_FEATURES.findall(_CPU.read_text(errors="replace")))))
+        lines = _FEATURES.findall(_CPU.read_text(errors="replace"))
+        return "\n".join(sorted(set(lines)))
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # macOS
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return result.stdout
     return platform.processor()
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What `assemble` makes of a config. Nothing in it is allocated on a device yet."""
+    """Everything that `assemble` makes of a config, with no array on a device yet."""
 
     config: Config
     definition: Definition
@@ -272,36 +322,39 @@ class Program:
     layout: MeshLayout
     tx: optax.GradientTransformationExtraArgs
     abstract: TrainState
+    """Shapes, dtypes and shardings of the state."""
     initializer: Initializer
     stds: ParamValues
+    """Initial standard deviations (`factors.init_stds`)."""
     inputs: StepInputs
-    """On the host."""
+    """Step inputs on the host, without the reference parameters."""
 
     @property
     def mesh(self) -> Mesh:
-        """The devices along named axes."""
+        """Devices along named axes."""
         return self.layout.mesh
 
     def initial_state(self) -> TrainState:
-        """A fresh state on the mesh."""
+        """Return a fresh state on the mesh, at step 0."""
         return self.initializer.state(self.config.seed, self.stds)
 
     def with_config(self, config: Config) -> Program:
-        """Return this program with the numbers of a config that differs in nothing else.
+        """Return this program with the factors and hyperparameters of another config.
+
+        Args:
+            config: Config that differs in nothing else. The compiled steps stay valid.
 
         Raises:
-            PresetError: as `assemble`.
+            PresetError: As in `assemble`.
         """
         preset = preset_of(config)
-        stds, inputs = (
-            init_stds(preset, self.definition),
-            _inputs(config, preset, self.definition, self.trained),
-        )
+        stds = init_stds(preset, self.definition)
+        inputs = _inputs(config, preset, self.definition, self.trained)
         return dataclasses.replace(self, config=config, preset=preset, stds=stds, inputs=inputs)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the training state on one device, and of the frozen reference of a centred output."""
+        """Bytes of the state and of a centred output's reference parameters on one device."""
         reference = self.abstract.params if self.config.model.centered else {}
         leaves = jax.tree.leaves((self.abstract, reference))
         return sum(
@@ -316,62 +369,68 @@ class Program:
 
     @property
     def frozen(self) -> int:
-        """How many numbers the frozen parameters have."""
-        return sum(
-            leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained
-        )
+        """Number of frozen scalars: the sizes of all frozen parameters, added up."""
+        trained = self.trained
+        return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in trained)
 
     def step_inputs(self) -> StepInputs:
-        """`inputs` on the mesh, with the initial parameters where the model's output is centred."""
+        """Return `inputs` on the mesh, with the initial parameters if the output is centred."""
         inputs = jax.device_put(self.inputs, self.layout.replicated)
         if not self.config.model.centered:
             return inputs
         return inputs._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
     def abstract_inputs(self) -> StepInputs:
-        return (
-            self.inputs._replace(reference=self.abstract.params)
-            if self.config.model.centered
-            else self.inputs
-        )
+        """Return `inputs`, with the shapes of the reference parameters if the output is centred."""
+        if not self.config.model.centered:
+            return self.inputs
+        return self.inputs._replace(reference=self.abstract.params)
 
     def trace_train(self) -> jax.stages.Traced:
-        """The training step, (state, inputs, batch) -> (state, metrics), not compiled yet."""
-        config, inputs = self.config, self.abstract_inputs()
-        batch = self.abstract_train_batch()
-        accumulation = config.accumulation_steps
+        """Trace the training step, (state, step_inputs, batch) -> (state, metrics)."""
         return trace_train_step(
             self.definition,
             self.tx,
             self.abstract,
             self.layout,
-            inputs,
-            batch,
-            accumulation,
+            self.abstract_inputs(),
+            self.abstract_train_batch(),
+            self.config.accumulation_steps,
             free=self.free,
         )
 
     def compile_train(self) -> jax.stages.Compiled:
-        """The training step: (state, inputs, batch) -> (state, metrics), for a state as `placed` gives it."""
+        """Compile the training step, (state, step_inputs, batch) -> (state, metrics).
+
+        The compiled step takes a state that `placed` has laid out.
+        """
         return self.trace_train().lower().compile(compiler_options=self.compiler_options())
 
     def compile_eval(self, train: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
-        """The evaluation step: (params, inputs, batch) -> `LossSums`, for parameters that lie as the training step has them."""
+        """Compile the evaluation step, (params, step_inputs, batch) -> `LossSums`.
+
+        Args:
+            train: Compiled training step, whose memory layouts the parameters then have. Default:
+                the default layouts.
+        """
         formats = _formats(train) if train is not None and self.free else None
-        batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
+        batch = self._abstract_eval_batch()
         return compile_eval_step(
             self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats
         )
 
     def compile_logits(self) -> jax.stages.Compiled:
-        """(params, inputs, batch) -> logits of an evaluation batch, for parameters in their default layouts."""
-        batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
+        """Compile a function (params, step_inputs, batch) -> logits of an evaluation batch.
+
+        The parameters have their default memory layouts.
+        """
+        batch = self._abstract_eval_batch()
         return compile_logits(
             self.definition, self.abstract, self.layout, self.abstract_inputs(), batch
         )
 
     def compiler_options(self) -> dict[str, Any]:
-        """Flags that the training step is compiled with."""
+        """Return the XLA flags of the training step."""
         device = self.mesh.devices.flat[0]
         config = self.config
         return hardware.compiler_options(
@@ -380,108 +439,144 @@ class Program:
 
     @property
     def free(self) -> bool:
-        """Whether the compiler chooses how the state lies in memory.
+        """Permission for the compiler to choose the memory layout of the state.
 
-        On TPU only: there queries, keys and values lie with their heads inside, and in the order that they are declared
-        in, each step copied them and their moments to that layout and back, a tenth of a small step's memory traffic. Not
-        where a dimension is cut into parts of less than a vector, which is filled up where it is innermost: for the rows of
-        an embedding the compiler took 65.7 MB where f32[128256,16] is 8.2, and a step of lm-8b on 256 chips is as fast
-        (2.302e9 cycles) in JAX's layouts, which are the smallest.
+        `True` on TPU, unless an axis of an array is split into parts that are no multiple of
+        `LANES`.
         """
+        # On TPU the layers take queries, keys and values with their heads innermost. In the
+        # declared layout, each step copied them and their moments to that layout and back: a tenth
+        # of a small step's memory traffic.
+        if self.mesh.devices.flat[0].platform != "tpu":
+            return False
 
-        def short(leaf: Any) -> bool:
-            parts = zip(leaf.sharding.shard_shape(leaf.shape), leaf.shape, strict=True)
-            return any(size != whole and size % LANES for size, whole in parts)
-
-        return self.mesh.devices.flat[0].platform == "tpu" and not any(
-            map(short, jax.tree.leaves(self.abstract))
-        )
+        # A split dimension of less than a vector is padded if it is innermost. For the rows of an
+        # embedding the compiler took 65.7 MB where f32[128256,16] is 8.2. A step of lm-8b on 256
+        # chips is as fast (2.302e9 cycles) in JAX's layouts, which are the smallest.
+        for leaf in jax.tree.leaves(self.abstract):
+            shard_shape = leaf.sharding.shard_shape(leaf.shape)
+            for shard_size, size in zip(shard_shape, leaf.shape, strict=True):
+                if shard_size != size and shard_size % LANES:
+                    return False
+        return True
 
     def placed(self, state: TrainState, step: jax.stages.Compiled) -> TrainState:
-        """The state in the layouts that the compiled training step takes.
+        """Return the state in the memory layouts that the compiled training step takes.
 
         Args:
-            state: on the mesh in default layouts; used up where the compiler has chosen others (`free`).
-            step: from `compile_train`.
+            state: State on the mesh in default layouts. It is donated if the compiler has chosen
+                others (`free`).
+            step: Result of `compile_train`.
         """
-        return jax.device_put(state, _formats(step), donate=True) if self.free else state
+        if not self.free:
+            return state
+        return jax.device_put(state, _formats(step), donate=True)
 
     def train_feed(self) -> BatchSharding:
-        """This process' way of training batches to the mesh."""
+        """Return the sharding by which this process puts training batches on the mesh."""
         return BatchSharding(self.abstract_train_batch(), self.layout)
 
     def abstract_train_batch(self) -> dict[str, Any]:
-        """Shapes and dtypes of a training batch; labels that are distributions over classes no evaluation has."""
-        model, data = self.config.model, self.config.data
+        """Return shapes and dtypes of a training batch.
+
+        Only training batches have labels that are distributions over classes.
+        """
+        model = self.config.model
+        data = self.config.data
         batch = abstract_batch(model, data.batch_size, data)
         if data.transforms.soft:
-            shape = data.batch_size, model.sizes()[model.output_axis]
-            batch["labels"] = jax.ShapeDtypeStruct(shape, np.float32)
+            num_classes = model.sizes()[model.output_axis]
+            batch["labels"] = jax.ShapeDtypeStruct((data.batch_size, num_classes), np.float32)
         return batch
 
+    def _abstract_eval_batch(self) -> dict[str, Any]:
+        """Return shapes and dtypes of an evaluation batch."""
+        return abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
+
     def eval_feed(self) -> BatchSharding:
-        """This process' way of evaluation batches to the mesh."""
-        return BatchSharding(
-            abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data),
-            self.layout,
-        )
+        """Return the sharding by which this process puts evaluation batches on the mesh."""
+        return BatchSharding(self._abstract_eval_batch(), self.layout)
 
 
 def _formats(step: jax.stages.Compiled) -> Any:
-    """How a training step takes the state's arrays: layout and sharding of each."""
-    return step.input_formats[0][0]
+    """Return the memory layout and sharding of each array of a training step's state."""
+    arguments, _ = step.input_formats
+    return arguments[0]
 
 
 def assemble(
     config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False
 ) -> Program:
-    """The program of a config on the devices there are; every error of input comes from here, before anything is allocated.
+    """Return the program of a config.
+
+    Every error of input is raised here, before anything is allocated.
 
     Args:
-        config: of the run.
-        devices: all there are unless given.
-        swept: whether it is one of many points, which the mesh axis `sweep` may split.
+        devices: Devices of the mesh. Default: all devices.
+        swept: The config is one of many points of a sweep, which the mesh axis `sweep` may split.
 
     Raises:
-        ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
+        ConfigError: A setting does not fit the model or the mesh.
+        PresetError: The preset has no rule for this model or optimizer.
+        MeshError: The mesh does not fit the devices, or the batch does not fit the mesh.
     """
     use(cache.root, devices=devices)
     preset = preset_of(config)
+
+    # Mesh and layout.
     rings = config.xla_flags == "scatter"
     mesh = make_mesh(config.mesh, devices, swept=swept, rings=rings)
-    sent = config.mesh.gradient_dtype
-    if sent and (mesh.shape["fsdp"] == 1 or mesh.shape["sequence"] * mesh.shape["tensor"] > 1):
-        raise MeshError(
-            f"mesh.gradient_dtype {sent} is for parameters that fsdp splits, and neither sequence nor tensor; "
-            "leave it out, or write --mesh.fsdp -1 --mesh.data 1"
-        )
-    layout = MeshLayout(mesh, parse_rules(config.mesh.rules), rings=rings, gradient_dtype=sent)
+    gradient_dtype = config.mesh.gradient_dtype
+    if gradient_dtype:
+        unsplit = mesh.shape["fsdp"] == 1
+        splits_more = mesh.shape["sequence"] * mesh.shape["tensor"] > 1
+        if unsplit or splits_more:
+            raise MeshError(
+                f"mesh.gradient_dtype {gradient_dtype} is for parameters that fsdp splits, "
+                "and neither sequence nor tensor; leave it out, or write --mesh.fsdp -1 "
+                "--mesh.data 1"
+            )
+    layout = MeshLayout(
+        mesh, parse_rules(config.mesh.rules), rings=rings, gradient_dtype=gradient_dtype
+    )
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     layout.check_experts(config.model)
+
+    # Model and optimizer.
     model = definition(config.model)
-    if layout.platform == "tpu":  # elsewhere no loss is chosen by the step's peak
+    if layout.platform == "tpu":
+        # Only on TPU is the loss chosen by the step's peak memory.
         from mupax.train.core.costs import memory
 
         layout.room = memory.room(config, model, layout)
     trained = checks.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.scaled_optimizer, trained)
     inputs = _inputs(config, preset, model, trained)
-    abstract = abstract_state(
-        model, tx, layout, averaged=config.ema.decay is not None, trained=trained
-    )
-    initializer = Initializer(model, tx, abstract, trained)
+
+    # State.
+    has_average = config.ema.decay is not None
+    abstract = abstract_state(model, tx, layout, averaged=has_average, trained=trained)
     return Program(
-        config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), inputs
+        config=config,
+        definition=model,
+        preset=preset,
+        layout=layout,
+        tx=tx,
+        abstract=abstract,
+        initializer=Initializer(model, tx, abstract, trained),
+        stds=init_stds(preset, model),
+        inputs=inputs,
     )
 
 
 def _drop(config: Config) -> Drop | None:
-    """What training leaves out of the model's stack; None where it asks for nothing."""
+    """Return seed and rates of drop path, or `None` if the config has none."""
     model = config.model
     if not isinstance(model, ViTConfig) or not model.drop_path:
         return None
+    # Imported only here, because most runs have no drop path.
     from mupax.zoo.layers.drop_path import Drop
 
     return Drop(np.uint32(config.seed), np.array(model.drop_rates, np.float32))
@@ -494,9 +589,15 @@ def _stores_bfloat16(model: Definition) -> bool:
 def _inputs(
     config: Config, preset: Preset, model: Definition, trained: Collection[str]
 ) -> StepInputs:
+    """Return the step inputs of a config on the host, after a check against the preset.
+
+    Args:
+        trained: Names of the parameters that are not frozen.
+    """
     scaled = config.scaled_optimizer
+    factors = resolve(preset, model, scaled.name, scaled.decay).moving(trained)
     inputs = StepInputs(
-        resolve(preset, model, scaled.name, scaled.decay).moving(trained),
+        factors,
         hyperparams(scaled, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
         limits=_limits(config.faults),
@@ -504,6 +605,7 @@ def _inputs(
         z_loss=np.float32(config.z_loss) if config.z_loss else None,
         rounding_seed=np.uint32(config.seed) if _stores_bfloat16(model) else None,
     )
+    # The check knows nothing of layer decay, which deviates from the preset on purpose.
     check_run(preset, model, inputs.factors, scaled)
     if scaled.layer_decay != 1:
         inputs = inputs._replace(factors=layer_decayed(inputs.factors, model, scaled.layer_decay))
@@ -511,6 +613,6 @@ def _inputs(
 
 
 def _limits(config: FaultsConfig) -> Limits:
-    """What counts as a spike in a run, on the host: nothing does where it names no deviations."""
+    """Return the limits of a spike, on the host. Without `spike_deviations` no loss is a spike."""
     deviations = np.inf if config.spike_deviations is None else config.spike_deviations
     return Limits(np.float32(deviations), np.bool_(config.skip_spikes))

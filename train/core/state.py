@@ -1,9 +1,11 @@
-"""What a step reads and writes: the training state, a batch, numbers, sums over targets. The state is born on the devices it will live on.
+"""Arrays that a step reads and writes: training state, batch, step inputs and sums over targets.
 
-Losses and gradients that are no numbers, and losses that jump, are judged on the devices, inside the step.
+The state is created on the devices where it stays.
 
-A step whose loss or gradient is not finite leaves the state as it was, whatever the policy: a bad state never exists, and
-nobody waits for a verdict. The host reads it some steps later and then stops, goes on, or goes back (`train/run/loop.py`).
+Losses and gradients that are not finite, and losses that jump, are detected inside the step. A step
+whose loss or gradient is not finite leaves the state as it was, whatever the policy, so a bad state
+never exists and no device waits for the host. The host reads the verdict some steps later and then
+stops, goes on, or rolls back (`train/run/loop.py`).
 """
 
 from __future__ import annotations
@@ -33,55 +35,74 @@ if TYPE_CHECKING:
     from mupax.zoo.layers.drop_path import Drop
 
 SPIKE_WARM_UP = 50
-"""Finite losses seen before one can count as a spike; also about how many the running mean looks back on."""
+"""Number of finite losses before a loss can count as a spike.
+
+It is also about the number of steps that the running mean looks back.
+"""
 _LEAST_DEVIATION = 1e-3
-"""Standard deviation of the loss, relative to its mean, below which it is taken for this: repeated data hardly vary."""
+"""Smallest standard deviation of the loss, relative to its mean.
+
+The losses of repeated data hardly vary, and would otherwise count as spikes.
+"""
 
 Batch = dict[str, jax.Array]
-"""`inputs`, int32 tokens [B, T] or float32 images [B, H, W, C]; `targets`, int32 [B, T] or [B]; and `weights` of the same shape,
-float32, 0 where a target does not count. `labels`, float32 [B, classes], are what an image is trained on where that is no one
-class; its target is then the largest of them. What else there is a model reads beside its inputs, by name: of an encoder-decoder
-`input_mask` int32 [B, S], 0 at padding, and `decoder_inputs` int32 [B, T]; under data.document_mask `segments`
-and `positions`, int32 [B, T]; where branches are dropped, `scales` (`mupax.zoo.layers.drop_path`)."""
+"""Arrays of a batch, by name.
+
+Every batch has:
+
+* inputs: int32 tokens [B, T] or float32 images [B, H, W, C].
+* targets: int32 [B, T] or [B].
+* weights: float32 of the targets' shape, 0 where a target does not count.
+
+Some batches have labels, float32 [B, classes]: distributions over classes that an image is trained
+on. Its target is then the most likely class.
+
+A model reads other arrays by name:
+
+* input_mask: int32 [B, S], 0 at padding, for an encoder-decoder.
+* decoder_inputs: int32 [B, T], for an encoder-decoder.
+* segments and positions: int32 [B, T], under data.document_mask.
+* scales: Factors of residual branches, with drop path (`mupax.zoo.layers.drop_path`).
+"""
 
 
 class Health(NamedTuple):
-    """Counters of the state, all []. They are in every checkpoint, so that a resumed run counts as the whole one does."""
+    """Counters of the state, all []. Every checkpoint has them, so a resumed run counts on."""
 
     skipped: Any = np.int32(0)
-    """Steps whose update was left out."""
+    """Number of steps whose update was skipped."""
     in_a_row: Any = np.int32(0)
-    """How many of them came last, one after another."""
+    """Number of skipped steps since the last one that was applied."""
     spikes: Any = np.int32(0)
     left_out: Any = np.int32(0)
-    """Batches passed over by rollbacks: the data position is the step plus this."""
+    """Number of batches that rollbacks passed over. The data position is the step plus this."""
     seen: Any = np.int32(0)
-    """Finite losses that are in the running mean and variance."""
+    """Number of finite losses in the running mean and variance."""
     mean: Any = np.float32(0)
     variance: Any = np.float32(0)
 
 
 class Limits(NamedTuple):
-    """What counts as a spike and what becomes of it: numbers of the step, not its program."""
+    """Definition of a spike, as data of the step."""
 
     deviations: Any = np.float32(np.inf)
+    """Running standard deviations above the running mean from which a loss is a spike."""
     skip_spikes: Any = np.bool_(False)
+    """Whether the update of a spike is skipped."""
 
 
 def check_step(
     health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array, jax.Array, Health]:
-    """Return whether a step's update is applied (bool []), whether its loss is a spike (bool []), and the counters after it.
+    """Return whether to apply the update and whether the loss is a spike, bool [], and counters.
 
-    A loss is a spike where it exceeds the running mean by so many running standard deviations. Mean and variance are
-    plain ones at first, later exponential (West 1979), and see a spike as if it were at the bound: one does not widen the
-    bound for the next, and a loss that stays high becomes the new mean.
+    A loss is a spike if it exceeds the running mean by more than `limits.deviations` running
+    standard deviations. Mean and variance are plain ones at first, exponential ones later (West
+    1979).
 
     Args:
-        health: the counters before the step.
-        limits: how many deviations a spike is above the mean, and whether its update is left out.
-        loss: mean over the batch's targets, nats, float32 [].
-        grad_norm: of the whole gradient, before clipping, float32 [].
+        loss: Mean over the batch's targets in nats, float32 [].
+        grad_norm: Norm of the whole gradient before clipping, float32 [].
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     deviation = jnp.maximum(jnp.sqrt(health.variance), _LEAST_DEVIATION * jnp.abs(health.mean))
@@ -89,6 +110,8 @@ def check_step(
     spike = finite & (health.seen >= SPIKE_WARM_UP) & (loss > bound)
     keep = finite & ~(spike & limits.skip_spikes)
 
+    # A spike enters the mean as if it were at the bound: one spike does not widen the bound for the
+    # next, and a loss that stays high becomes the new mean.
     rate = 1 / jnp.minimum(health.seen + 1, SPIKE_WARM_UP).astype(jnp.float32)
     away = jnp.where(spike, bound, loss) - health.mean
     after = Health(
@@ -102,137 +125,148 @@ def check_step(
             finite, (1 - rate) * (health.variance + rate * away**2), health.variance
         ),
     )
-    return (
-        keep,
-        spike,
-        Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True))),
-    )
+    counters = (jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True))
+    return keep, spike, Health(*counters)
 
 
 def apply_if(
     keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str
 ) -> tuple:
-    """Return `update(*before)` if a step is kept, else `before`; the same bits either way it is done.
-
-    On CPU by a branch, which writes every array where it lay. Chosen there element by element, what an update reads of the
-    old state after its first write is copied, and it took six times as long. Accelerators fuse the choice into the
-    update, and a branch would have the host (GPU) or every collective (TPU) wait for the verdict.
+    """Return `update(*before)` if `keep`, else `before`. The bits do not depend on the platform.
 
     Args:
-        keep: the verdict, bool [].
-        update: the parts of the state to the same after the step.
-        before: those parts.
-        platform: that is compiled for.
+        keep: Verdict of `check_step`, bool [].
+        update: Function of the parts of the state that returns these parts after the step.
+        before: Parts of the state before the step.
     """
+    # On CPU a branch writes every array in place. With `where`, the old values that the update
+    # reads after its first write are copied, and the update took six times as long.
     if platform == "cpu":
-        return jax.lax.cond(keep, update, lambda *same: same, *before)
+        return jax.lax.cond(keep, update, lambda *state: state, *before)
+    # Accelerators fuse `where` into the update. With a branch the host (GPU) or every collective
+    # (TPU) would wait for the verdict.
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
 
 
 def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
-    """Sums of squared gradients, float32 [n]: one of every parameter, one of every layer where layers are stacked.
+    """Return squared gradient norms, float32 [n], one per parameter or, if stacked, per layer.
 
-    Their sum is the squared norm of the whole gradient, so that they cost nothing beside it. What moves by loads is 0 in it.
+    Their sum is the squared norm of the whole gradient. A parameter that is moved by expert loads
+    has 0, because its update is no gradient of the loss.
 
     Args:
-        grads: of the parameters that are trained, by name; [layers, ...] where layers are stacked.
-        specs: declarations, in the order that the sums have; those without a gradient are passed over.
+        grads: Gradients of the trained parameters by name, [layers, ...] if layers are stacked.
+        specs: Specs in the order of the result. Those without a gradient are passed over.
     """
     sums = []
-    for name in [
-        name for name in specs if name in grads
-    ]:  # `grads` has another order inside a jitted function
-        axes = tuple(range(int(specs[name].stacked), grads[name].ndim))
-        of_layers = jnp.ravel(jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes))
-        sums.append(
-            0 * of_layers if specs[name].moved_by_loads else of_layers
-        )  # not finite where it is not
-    # Summed in sight of the compiler, they would be summed anew from every g * g, which would then have two readers and be
-    # written to memory whole: a third of AdamW's time on a CPU.
+    # The order is that of `specs`, because `grads` has another order inside a jitted function.
+    for name, spec in specs.items():
+        if name not in grads:
+            continue
+        axes = tuple(range(int(spec.stacked), grads[name].ndim))
+        layer_sums = jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes)
+        layer_sums = jnp.ravel(layer_sums)
+        # 0 times a sum that is not finite is not finite either, so `culprit` still finds it.
+        sums.append(0 * layer_sums if spec.moved_by_loads else layer_sums)
+    # Without the barrier the compiler would sum anew from every g * g, which would then have two
+    # readers and be written to memory: a third of AdamW's time on a CPU.
     return jax.lax.optimization_barrier(jnp.concatenate(sums))
 
 
 def culprit(
     squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping[str, Any]
 ) -> str | None:
-    """The first parameter whose gradient is not finite, in words; None where every one is.
+    """Return a description of the first parameter with a gradient that is not finite.
+
+    Return `None` if all gradients are finite.
 
     Args:
-        squares: what `squares` gave.
-        specs: declarations of the parameters that are trained, by name.
-        shapes: anything with the parameters' shapes, by name.
+        squares: Result of the function `squares`.
+        specs: Specs of the trained parameters, by name.
+        shapes: Arrays or other objects with the `shape` of every parameter, by name.
     """
-    places = [
-        (name, layer)
-        for name, spec in specs.items()
-        for layer in (range(shapes[name].shape[0]) if spec.stacked else (None,))
-    ]
-    bad = [place for place, value in zip(places, squares, strict=True) if not np.isfinite(value)]
+    entries: list[tuple[str, int | None]] = []
+    for name, spec in specs.items():
+        if spec.stacked:
+            entries += [(name, layer) for layer in range(shapes[name].shape[0])]
+        else:
+            entries.append((name, None))
+    bad = [entry for entry, value in zip(entries, squares, strict=True) if not np.isfinite(value)]
     if not bad:
         return None
+
     name, layer = bad[0]
-    where = f"{name} (role {specs[name].role.value}" + (
-        ")" if layer is None else f", layer {layer})"
-    )
-    count = len({name for name, _ in bad})
-    return where if count == 1 else f"{where}, the first of {count} parameters of {len(specs)}"
+    role = specs[name].role.value
+    position = "" if layer is None else f", layer {layer}"
+    description = f"{name} (role {role}{position})"
+    num_bad = len({name for name, _ in bad})
+    if num_bad == 1:
+        return description
+    return f"{description}, the first of {num_bad} parameters of {len(specs)}"
 
 
 class RejectedStep(Exception):
-    """A step that ends the run, or sends it back, under its policy."""
+    """Step that stops the run or rolls it back, under the run's policy.
+
+    Args:
+        culprit: Description of the parameter whose gradient is not finite (`culprit`), if any.
+        in_a_row: Number of skipped steps in a row, with this one.
+    """
 
     def __init__(
         self, step: int, loss: float, grad_norm: float, culprit: str | None, in_a_row: int
     ) -> None:
-        self.step, self.in_a_row = step, in_a_row
-        what = "the loss" if culprit is None else f"the gradient of {culprit}"
-        says = (
-            "is not finite" if not (np.isfinite(loss) and np.isfinite(grad_norm)) else "is a spike"
-        )
-        self.what = f"{what} {says} at step {step} (loss {loss:g}, gradient norm {grad_norm:g})"
+        self.step = step
+        self.in_a_row = in_a_row
+        subject = "the loss" if culprit is None else f"the gradient of {culprit}"
+        finite = np.isfinite(loss) and np.isfinite(grad_norm)
+        verdict = "is a spike" if finite else "is not finite"
+        values = f"loss {loss:g}, gradient norm {grad_norm:g}"
+        self.what = f"{subject} {verdict} at step {step} ({values})"
         super().__init__(self.what)
 
     def message(self, checkpoint: int | None, faults: FaultsConfig) -> str:
-        """What happened, what is left and what to do about it, a line each.
+        """Return a message on the step, the last checkpoint and what to do, a line each.
 
         Args:
-            checkpoint: the newest good one.
-            faults: the policy of the run.
+            checkpoint: Step of the newest good checkpoint, if any.
         """
-        note = (
-            "there is no checkpoint yet"
-            if checkpoint is None
-            else f"the last good checkpoint is step {checkpoint}"
-        )
-        lines = [f"{self.what}. Its update was not applied; {note}."]
-        if self.in_a_row >= faults.most_in_a_row:
-            lines[0] = f"{self.in_a_row} steps in a row were left out. {lines[0]}"
-        elif faults.bad_numbers == "rollback":
-            lines[0] = (
-                f"{faults.most_in_a_row} rollbacks to one checkpoint did not help. {lines[0]}"
-            )
+        if checkpoint is None:
+            note = "there is no checkpoint yet"
         else:
-            lines.append(
-                "To pass over single bad batches, add --resume --bad-numbers skip, or rollback."
-            )
-        lines.append(
-            "Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1."
+            note = f"the last good checkpoint is step {checkpoint}"
+        first = f"{self.what}. Its update was not applied; {note}."
+        advice = (
+            "Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, "
+            "or set --optimizer.clip-norm 1."
         )
+        if self.in_a_row >= faults.most_in_a_row:
+            lines = [f"{self.in_a_row} steps in a row were left out. {first}", advice]
+        elif faults.bad_numbers == "rollback":
+            rollbacks = f"{faults.most_in_a_row} rollbacks to one checkpoint did not help."
+            lines = [f"{rollbacks} {first}", advice]
+        else:
+            skip = "To pass over single bad batches, add --resume --bad-numbers skip, or rollback."
+            lines = [first, skip, advice]
         return "\n".join(lines)
 
 
 class LossSums(NamedTuple):
-    """Sums over the targets that count, float32 []. Those of several batches, or of several devices, add up."""
+    """Sums over the targets that count, float32 []. Those of batches or devices can be added."""
 
     loss: jax.Array
-    """Cross-entropy in nats, with the z-loss. A gradient flows through it alone."""
+    """Cross-entropy in nats, with the z-loss. It alone has a gradient."""
     weight: jax.Array
+    """Sum of the targets' weights."""
     metrics: dict[str, jax.Array]
     """Total of each metric that was asked for, by name."""
     routing: Routing | None = None
-    """What routers did, times the weight but for counts; None without experts."""
+    """Routing statistics times the weight, except counts. `None` without experts."""
     z: jax.Array | None = None
-    """Squared log-partitions, before their weight; None without a z-loss. No gradient flows through it: the loss has them, too."""
+    """Squared log-partitions, before their weight in the loss. `None` without a z-loss.
+
+    No gradient flows through them, because the loss already has them.
+    """
 
 
 def sums_of(
@@ -241,16 +275,15 @@ def sums_of(
     metrics: Mapping[str, Metric],
     z_loss: jax.Array | None = None,
 ) -> LossSums:
-    """Return the sums over the targets of some statistics.
+    """Return the weighted sums of per-target statistics.
 
     Args:
-        statistics: of any number of targets.
-        weights: float32, of the targets' shape; 0 where a target does not count.
-        metrics: those to sum, each with a `total`.
-        z_loss: float32 [], weight in the loss of the squared log-partition; None adds nothing.
+        weights: float32 of the targets' shape, 0 where a target does not count.
+        metrics: Metrics to sum, by name. Each has a `total`.
+        z_loss: Weight of the squared log-partition in the loss, float32 []. `None` adds nothing.
 
     Raises:
-        MetricError: A metric is no single number.
+        MetricError: The total of a metric is not a single number.
     """
     chex.assert_equal_shape([x for x in statistics if x is not None] + [weights])
     loss = jnp.sum(statistics.loss * weights)
@@ -264,31 +297,29 @@ def sums_of(
 
 
 def no_sums(metrics: Mapping[str, Metric], z_loss: jax.Array | None) -> LossSums:
-    """Return the sums over no targets."""
+    """Return the sums over no targets: zeros with the structure of `sums_of`."""
     zero = jnp.float32(0)
     totals: dict[str, Any] = dict.fromkeys(metrics, zero)
     return LossSums(zero, zero, totals, z=None if z_loss is None else zero)
 
 
 def reads_ranks(metrics: Mapping[str, Metric]) -> bool:
-    """Return whether the ranks of targets have to be counted, which takes another pass over all logits."""
+    """Return whether a metric needs the ranks of targets, which take a pass over all logits."""
     return any(metric.needs_rank for metric in metrics.values())
 
 
 def count_ranks(
     logits_NV: jax.Array, label_N: jax.Array, column_NV: jax.Array, targets_N: jax.Array
 ) -> jax.Array:
-    """Count the classes that come before each target, int32 [N], in the order that argmax goes by.
+    """Count the classes that come before each target in the order of argmax, int32 [N].
 
-    N may be several dimensions. The classes may be a part of all: counts of the parts add up.
+    N may stand for several dimensions. V may be a part of the classes: counts of parts add up.
 
     Args:
-        logits_NV: of the classes.
-        label_N: logits of the targets.
-        column_NV: indices of the classes, int32 [V] or [N, V].
-        targets_N: indices of the targets, int32.
+        column_NV: Indices of the classes, int32 [V] or [N, V].
+        targets_N: Indices of the targets, int32.
     """
-    # argmax takes NaN for the largest number and the first of equal ones.
+    # argmax takes NaN for the largest number, and the first of equal numbers.
     ordered_NV = jnp.where(jnp.isnan(logits_NV), jnp.inf, logits_NV)
     own_N = jnp.where(jnp.isnan(label_N), jnp.inf, label_N)
     own_NV = own_N[..., None]
@@ -300,56 +331,59 @@ def count_ranks(
 
 
 def _total(name: str, metric: Metric, statistics: TokenStatistics, weights: jax.Array) -> jax.Array:
+    """Return the total of a metric, float32 []."""
     assert metric.total is not None, name
     if not metric.needs_rank:
-        # Another metric's rank is hidden, so that a missing declaration shows with either.
+        # The rank that another metric needs is hidden, so that a missing `needs_rank` always fails.
         statistics = statistics._replace(counted_rank=None)
     total = jnp.asarray(metric.total(statistics, weights))
     if total.shape:
         raise MetricError(
-            f"the metric {name} is an array of the shape {total.shape}; return one number, jnp.sum(values * weights)"
+            f"the metric {name} is an array of the shape {total.shape}; "
+            "return one number, jnp.sum(values * weights)"
         )
     return total.astype(jnp.float32)
 
 
 class StepInputs(NamedTuple):
-    """What a step reads besides state and batch: numbers that are data to the compiled program, never constants in it."""
+    """Inputs of a step besides state and batch: data of the compiled program, not constants."""
 
     factors: Factors
     hyper: OptimizerHyperparams
     reference: Arrays | None = None
-    """Initial parameters where the output is centred, whose logits are subtracted; else None."""
+    """Initial parameters, whose logits are subtracted. `None` if the output is not centred."""
     ema_decay: Any = None
-    """float32 []; None where no average is kept."""
+    """Decay of the parameters' moving average, float32 []. `None` if there is no average."""
     limits: Limits = Limits()
-    """What counts as a spike of the loss."""
     drop: Drop | None = None
-    """What training leaves out of the residual stack; None where nothing is."""
+    """Seed and rates of drop path. `None` without drop path."""
     z_loss: Any = None
-    """Weight of the squared log-partition of the readout's logits, float32 []; None where training has no such term."""
+    """Weight of the squared log-partition in the loss, float32 []. `None` without a z-loss."""
     rounding_seed: Any = None
-    """Seed of stochastic rounding (`mupax.train.core.optimizer`), uint32 []; None where all parameters are float32."""
+    """Seed of stochastic rounding (`mupax.train.core.optimizer`), uint32 [].
+
+    `None` if all parameters are float32.
+    """
 
 
 class TrainState(NamedTuple):
-    """What a step reads and writes, and what a checkpoint holds."""
+    """Arrays that a step reads and writes, and that a checkpoint holds."""
 
     step: Any
-    """Optimizer steps done, int32 []."""
+    """Number of optimizer steps done, int32 []."""
     params: Arrays
     opt_state: Any
     ema: Arrays | None = None
-    """Moving average of the parameters, float32 (`averaged`); None where the run keeps none."""
+    """Moving average of the parameters, float32 (`averaged`). `None` if there is no average."""
     health: Health = Health()
-    """Counters of steps left out and of spikes, and what else it takes to count on."""
 
     @property
     def evaluated(self) -> Arrays:
-        """What an evaluation takes as parameters: their average where there is one."""
+        """Parameters that an evaluation uses: the moving average if there is one."""
         return self.params if self.ema is None else self.ema
 
     def arrays(self) -> dict[str, Any]:
-        """The parts there are, by name: what a checkpoint holds."""
+        """Return the fields that are not `None`, by name."""
         return {name: part for name, part in self._asdict().items() if part is not None}
 
 
@@ -361,56 +395,58 @@ def abstract_state(
     averaged: bool = False,
     trained: Collection[str] | None = None,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state; an optimizer moment, and an average, lie where their parameter does.
+    """Return shapes, dtypes and shardings of the state.
+
+    Moments and the moving average have the sharding of their parameter.
 
     Args:
-        definition: the model.
-        tx: the optimizer.
-        layout: how parameters lie on the mesh.
-        averaged: whether the state has a moving average.
-        trained: names of the parameters that the optimizer moves; all unless given.
+        tx: Optimizer (`optimizer.build`).
+        averaged: The state has a moving average of the parameters.
+        trained: Names of the parameters that the optimizer moves. Default: all.
     """
-    replicated, shardings = layout.replicated, layout.parameters(definition)
+    replicated = layout.replicated
+    shardings = layout.parameters(definition)
 
     def placed(leaf: Any, sharding: NamedSharding) -> Any:
-        missing = isinstance(leaf, optax.MaskedNode)  # a moment that this parameter does not have
-        return leaf if missing else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf  # a moment that this parameter does not have
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    params = {n: placed(leaf, shardings[n]) for n, leaf in definition.abstract.items()}
-    moving = _moving(params, trained)
+    params = {name: placed(leaf, shardings[name]) for name, leaf in definition.abstract.items()}
+    trained_params = _only_trained(params, trained)
     opt_state = optax.tree.map_params(
         tx,
-        lambda leaf, like: placed(leaf, like.sharding),
-        jax.eval_shape(tx.init, moving),
-        moving,
+        lambda leaf, param: placed(leaf, param.sharding),
+        jax.eval_shape(tx.init, trained_params),
+        trained_params,
         transform_non_params=lambda leaf: placed(leaf, replicated),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    average = {
-        n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding)
-        for n, p in params.items()
-    }
+    ema = None
+    if averaged:
+        ema = {
+            name: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
+            for name, param in params.items()
+        }
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    health = Health(*(placed(number, replicated) for number in Health()))
-    return TrainState(step, params, opt_state, average if averaged else None, health)
+    health = Health(*(placed(counter, replicated) for counter in Health()))
+    return TrainState(step, params, opt_state, ema, health)
 
 
 def shardings_of(abstract: TrainState) -> TrainState:
-    """The sharding of every leaf, in the shape of the state."""
+    """Return the sharding of every leaf, with the structure of the state."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 class Initializer:
-    """Fresh parameters and states, under jit with their final shardings: the same bits on every mesh, one program for all seeds.
+    """Jitted initialization of parameters and states, with their final shardings.
 
-    On a CPU mesh parameters are made whole and then split. Since jax 0.12 the numbers that a CPU's vector instructions leave
-    over at the end of a row may differ in the last bit, and which ones are left over depends on how the row is split.
+    The bits do not depend on the mesh, and one program serves all seeds.
 
     Args:
-        definition: the model.
-        tx: the optimizer.
-        abstract: of the state.
-        trained: names of the parameters that the optimizer moves; all unless given.
+        tx: Optimizer (`optimizer.build`).
+        abstract: Shapes, dtypes and shardings of the state.
+        trained: Names of the parameters that the optimizer moves. Default: all.
     """
 
     def __init__(
@@ -420,41 +456,49 @@ class Initializer:
         abstract: TrainState,
         trained: Collection[str] | None = None,
     ) -> None:
-        shardings, mesh = shardings_of(abstract), abstract.step.sharding.mesh
+        shardings = shardings_of(abstract)
+        mesh = abstract.step.sharding.mesh
         device = mesh.devices.flat[0]
+
+        # On a CPU mesh parameters are initialized unsplit and then split. Since jax 0.12 the
+        # numbers that a CPU's vector instructions leave over at the end of a row may differ in the
+        # last bit, and which numbers are left over depends on how the row is split.
         self._split = device.platform == "cpu"
-        born = NamedSharding(mesh, PartitionSpec()) if self._split else shardings.params
+        initial_shardings = shardings.params
+        if self._split:
+            initial_shardings = NamedSharding(mesh, PartitionSpec())
         self._params = jax.jit(
-            functools.partial(definition.initialize, draw=_draw(device)), out_shardings=born
+            functools.partial(definition.initialize, draw=_draw(device)),
+            out_shardings=initial_shardings,
         )
         self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
 
         def state_of(params: Arrays) -> TrainState:
-            average = None if abstract.ema is None else average_of(params)
-            return TrainState(
-                jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average
-            )
+            ema = None if abstract.ema is None else average_of(params)
+            opt_state = tx.init(_only_trained(params, trained))
+            return TrainState(jnp.zeros([], jnp.int32), params, opt_state, ema)
 
         self.state_of = state_of
-        """Parameters to the state at step 0, as a plain function to be transformed."""
+        """Function params -> state at step 0, without jit, so that it can be transformed."""
         self.started = jax.jit(state_of, out_shardings=shardings, donate_argnums=0)
-        """Parameters, whose memory it takes, to the state at step 0 of a run that starts with them."""
+        """Jitted function params -> state at step 0. The parameters are donated."""
 
     def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
-        """The parameters alone, on the mesh: also the frozen reference of a centred output.
+        """Return initial parameters on the mesh, also for the reference of a centred output.
 
         Args:
-            seed: from 0 to 2**32 - 1.
-            stds: standard deviation by name, float32 [] or [layers] (`factors.init_stds`).
+            seed: Seed from 0 to 2**32 - 1.
+            stds: Standard deviations by name, float32 [] or [layers] (`factors.init_stds`).
         """
         params = self._params(np.uint32(seed), stds)
         return self._spread(params) if self._split else params
 
     def state(self, seed: int, stds: dict[str, np.ndarray]) -> TrainState:
-        """A fresh state on the mesh, at step 0.
+        """Return a fresh state on the mesh, at step 0.
 
         Args:
-            seed, stds: as in `params`.
+            seed: Seed from 0 to 2**32 - 1.
+            stds: Standard deviations by name, float32 [] or [layers] (`factors.init_stds`).
         """
         return self.started(self.params(seed, stds))
 
@@ -462,56 +506,57 @@ class Initializer:
 def fresh_params(
     definition: Definition, seed: int, stds: dict[str, np.ndarray], names: set[str]
 ) -> dict[str, np.ndarray]:
-    """Some of the initial parameters, whole and on the host: the same numbers in every process.
+    """Return some of the initial parameters on the host, the same numbers in every process.
 
     Args:
-        definition: the model.
-        seed, stds: as in `Initializer.params`.
-        names: which parameters to make; the others take no memory.
+        seed: Seed from 0 to 2**32 - 1.
+        stds: Standard deviations by name, float32 [] or [layers] (`factors.init_stds`).
+        names: Names of the parameters to initialize. The others take no memory.
     """
-    only = dataclasses.replace(
-        definition,
-        **{
-            field: {n: getattr(definition, field)[n] for n in sorted(names)}
-            for field in ("specs", "abstract")
-        },
-    )
+    specs = {name: definition.specs[name] for name in sorted(names)}
+    abstract = {name: definition.abstract[name] for name in sorted(names)}
+    partial_model = dataclasses.replace(definition, specs=specs, abstract=abstract)
     device = jax.local_devices()[0]
     with jax.default_device(device):
-        make = jax.jit(functools.partial(only.initialize, draw=_draw(device)))
-        theirs = {
-            name: number for name, number in stds.items() if name.removeprefix(SHARED_INIT) in names
+        initialize = jax.jit(functools.partial(partial_model.initialize, draw=_draw(device)))
+        # Keys that start as queries have a second entry, under a prefix.
+        kept_stds = {
+            name: std for name, std in stds.items() if name.removeprefix(SHARED_INIT) in names
         }
-        return jax.device_get(make(np.uint32(seed), theirs))
+        return jax.device_get(initialize(np.uint32(seed), kept_stds))
 
 
 def _draw(device: Any) -> Any:
+    """Return the function that draws normals on this device's platform. `None` is the default."""
     return normals if device.platform == "cpu" else None
 
 
-def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:
-    return params if trained is None else {name: w for name, w in params.items() if name in trained}
+def _only_trained(params: Arrays, trained: Collection[str] | None) -> Arrays:
+    """Return the parameters that the optimizer moves."""
+    if trained is None:
+        return params
+    return {name: w for name, w in params.items() if name in trained}
 
 
 def average_of(params: Arrays) -> Arrays:
-    """The moving average before the first step, float32 whatever parameters are stored in: bfloat16 would round small moves away."""
+    """Return the moving average before the first step: a copy of the parameters in float32."""
+    # bfloat16 would round small moves away.
     return {name: jnp.array(w, jnp.float32, copy=True) for name, w in params.items()}
 
 
 def averaged(average: Arrays, params: Arrays, decay: jax.Array, step: jax.Array) -> Arrays:
-    """The exponential moving average of the parameters (Polyak and Juditsky 1992) after a step.
+    """Update the exponential moving average of the parameters (Polyak and Juditsky 1992).
 
         average + (1 - d_t) (params - average),    d_t = min(decay, (1 + t) / (10 + t))
 
-    The warm-up of the decay, that of TensorFlow's `ExponentialMovingAverage(num_updates)` and of diffusers' `EMAModel`, lets the
-    average forget where it starts: after t steps it reaches about a tenth of the run so far back, until `decay` is less. A
-    parameter that never moves is its average to the last bit.
+    The decay warms up as in TensorFlow's `ExponentialMovingAverage(num_updates)` and diffusers'
+    `EMAModel`, so that the average forgets where it starts. After t steps the average looks back
+    about a tenth of the run so far, until `decay` is the smaller of the two.
 
     Args:
-        average: before the step.
-        params: after it.
         decay: float32 [].
-        step: steps done before it, t, int32 [].
+        step: Number of steps done before this one, t, int32 [].
     """
     rest = 1 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    # In this form the average of a parameter that never moves is the parameter, to the last bit.
     return {name: old + rest * (params[name] - old) for name, old in average.items()}

@@ -1,8 +1,11 @@
-"""The training step as a pure function over plain dicts (loss, gradients, update), and the step on a mesh.
+"""Training step as a pure function over plain dicts, and its form on a mesh.
 
-On a mesh it has shardings, memory layouts and a lowering: one executable per run, for training and for evaluation.
+The step computes loss and gradients and applies the update.
 
-Shapes: B batch, T positions, V vocabulary or classes. What a batch holds is said at `mupax.train.core.state.Batch`.
+`train/core/program.py` compiles one executable per run for training and one for evaluation. The
+arrays of a batch are described at `mupax.train.core.state.Batch`.
+
+Shapes: B batch, T positions, V vocabulary or classes.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
+    from mupax.zoo.layers.drop_path import Drop
     from mupax.zoo.manual import ManualFsdpLayout
+
+_NOT_CONTEXT = ("inputs", "targets", "weights", "labels")
+"""Arrays of a batch that are not passed to the model by name."""
 
 
 def free_format(leaf: jax.ShapeDtypeStruct) -> Format:
-    """A leaf of the state where it is to lie, in whatever layout the compiler likes best."""
+    """Return a format with the leaf's sharding and a memory layout that the compiler chooses."""
     return Format(MemoryLayout.AUTO, leaf.sharding)
 
 
@@ -43,175 +50,206 @@ def trace_train_step(
     tx: optax.GradientTransformationExtraArgs,
     abstract: TrainState,
     layout: MeshLayout,
-    run: StepInputs,
+    step_inputs: StepInputs,
     batch: Batch,
     accumulation_steps: int = 1,
     *,
     free: bool = False,
 ) -> jax.stages.Traced:
-    """The step traced for a mesh: state donated, batch split by the layout, numbers replicated.
+    """Trace the training step for a mesh.
+
+    The state is donated and the batch is sharded as the layout says. Factors, hyperparameters and
+    metrics are replicated.
 
     Args:
-        definition, tx: the model, and the optimizer of those of its parameters that are trained.
-        abstract: shapes, dtypes and shardings of the state (`state.abstract_state`).
-        layout: how arrays lie on the mesh that the step is for.
-        run, batch: arrays or their shapes; the batch is the global one.
-        accumulation_steps: microbatches of a step, which its batch divides into.
-        free: the compiler chooses how the state lies in memory; `input_formats` of the compiled step says how.
+        tx: Optimizer of the parameters that are trained (`optimizer.build`).
+        abstract: Shapes, dtypes and shardings of the state (`state.abstract_state`).
+        layout: Layout of arrays on the mesh that the step is compiled for.
+        batch: Arrays of the global batch, or their shapes.
+        accumulation_steps: Number of microbatches per step. It divides the batch size.
+        free: Let the compiler choose the memory layout of the state. The attribute `input_formats`
+            of the compiled step then has the layouts.
     """
-    placed = jax.tree.map(free_format, abstract) if free else shardings_of(abstract)
+    if free:
+        state_formats = jax.tree.map(free_format, abstract)
+        state_shapes = _unplaced(abstract)
+    else:
+        state_formats = shardings_of(abstract)
+        state_shapes = abstract
+
+    input_shardings = _shardings_of_inputs(step_inputs, abstract, layout)
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout),
-        in_shardings=(placed, _shardings_of_inputs(run, abstract, layout), layout.batch(batch)),
-        out_shardings=(placed, layout.replicated),
+        in_shardings=(state_formats, input_shardings, layout.batch(batch)),
+        out_shardings=(state_formats, layout.replicated),
         donate_argnums=0,
     )
-    return jitted.trace(_unplaced(abstract) if free else abstract, run, batch)
+    return jitted.trace(state_shapes, step_inputs, batch)
 
 
 def compile_eval_step(
     definition: Definition,
     abstract: TrainState,
     layout: MeshLayout,
-    run: StepInputs,
+    step_inputs: StepInputs,
     batch: Batch,
     formats: TrainState | None = None,
 ) -> jax.stages.Compiled:
-    """(params, run, batch) -> `LossSums` of the batch with all metrics, for the parameters that `TrainState.evaluated` gives.
+    """Compile the evaluation step, (params, step_inputs, batch) -> `LossSums` with all metrics.
+
+    It takes the parameters that `TrainState.evaluated` returns.
 
     Args:
-        definition: the model.
-        abstract: shapes, dtypes and shardings of the state.
-        layout: how arrays lie on the mesh that the step is for.
-        run, batch: arrays or their shapes; the batch is the global one.
-        formats: how the training step takes its state, for parameters that lie in memory so; None: the default layouts.
+        abstract: Shapes, dtypes and shardings of the state.
+        layout: Layout of arrays on the mesh that the step is compiled for.
+        batch: Arrays of the global batch, or their shapes.
+        formats: Memory layouts in which the training step takes its state. `None` stands for the
+            default layouts.
     """
-    placed = shardings_of(abstract) if formats is None else formats
-    params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)
+    if formats is None:
+        param_formats = shardings_of(abstract).evaluated
+        param_shapes = abstract.evaluated
+    else:
+        param_formats = formats.evaluated
+        param_shapes = _unplaced(abstract.evaluated)
 
-    def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> LossSums:
-        return batch_sums(
-            definition, params, run, batch, metrics=on_devices(training=False), layout=layout
-        )
+    def evaluate(params: Arrays, step_inputs: StepInputs, batch: Batch) -> LossSums:
+        metrics = on_devices(training=False)
+        return batch_sums(definition, params, step_inputs, batch, metrics=metrics, layout=layout)
 
+    input_shardings = _shardings_of_inputs(step_inputs, abstract, layout)
     jitted = jax.jit(
         evaluate,
-        in_shardings=(
-            placed.evaluated,
-            _shardings_of_inputs(run, abstract, layout),
-            layout.batch(batch),
-        ),
+        in_shardings=(param_formats, input_shardings, layout.batch(batch)),
         out_shardings=layout.replicated,
     )
-    return jitted.lower(params, run, batch).compile()
+    return jitted.lower(param_shapes, step_inputs, batch).compile()
 
 
 def compile_logits(
-    definition: Definition, abstract: TrainState, layout: MeshLayout, run: StepInputs, batch: Batch
+    definition: Definition,
+    abstract: TrainState,
+    layout: MeshLayout,
+    step_inputs: StepInputs,
+    batch: Batch,
 ) -> jax.stages.Compiled:
-    """(params, run, batch) -> logits of the batch's inputs, float32 [B, classes], on every device.
+    """Compile a function (params, step_inputs, batch) -> logits, float32 [B, classes].
+
+    The logits are those of the batch's inputs. They are replicated on all devices.
 
     Args:
-        definition, abstract, layout, run, batch: as `compile_eval_step` takes them.
+        abstract: Shapes, dtypes and shardings of the state.
+        layout: Layout of arrays on the mesh that the function is compiled for.
+        batch: Arrays of the global batch, or their shapes.
     """
 
-    def logits(params: Arrays, run: StepInputs, batch: Batch) -> jax.Array:
-        return logits_of(definition, params, run, batch["inputs"], layout=layout)
+    def logits(params: Arrays, step_inputs: StepInputs, batch: Batch) -> jax.Array:
+        return logits_of(definition, params, step_inputs, batch["inputs"], layout=layout)
 
+    param_shardings = shardings_of(abstract).evaluated
+    input_shardings = _shardings_of_inputs(step_inputs, abstract, layout)
     jitted = jax.jit(
         logits,
-        in_shardings=(
-            shardings_of(abstract).evaluated,
-            _shardings_of_inputs(run, abstract, layout),
-            layout.batch(batch),
-        ),
+        in_shardings=(param_shardings, input_shardings, layout.batch(batch)),
         out_shardings=layout.replicated,
     )
-    return jitted.lower(abstract.evaluated, run, batch).compile()
+    return jitted.lower(abstract.evaluated, step_inputs, batch).compile()
 
 
-def _shardings_of_inputs(run: StepInputs, abstract: TrainState, layout: MeshLayout) -> StepInputs:
-    shardings: Any = jax.tree.map(lambda _: layout.replicated, run._replace(reference=None))
-    return (
-        shardings
-        if run.reference is None
-        else shardings._replace(reference=shardings_of(abstract).params)
-    )
+def _shardings_of_inputs(
+    step_inputs: StepInputs, abstract: TrainState, layout: MeshLayout
+) -> StepInputs:
+    """Return the shardings of step inputs: all replicated, but the reference sharded as params."""
+    without_reference = step_inputs._replace(reference=None)
+    shardings: Any = jax.tree.map(lambda _: layout.replicated, without_reference)
+    if step_inputs.reference is None:
+        return shardings
+    return shardings._replace(reference=shardings_of(abstract).params)
 
 
 def _unplaced(abstract: Any) -> Any:
+    """Return shapes and dtypes without shardings."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
 
 
 def logits_of(
     definition: Definition,
     params: Arrays,
-    run: StepInputs,
+    step_inputs: StepInputs,
     inputs: jax.Array,
     *,
     layout: Layout = ONE_DEVICE,
     **context: jax.Array,
 ) -> jax.Array:
-    """Return logits, float32 [B, T, V] or [B, V], less those of the reference if there is one (no gradient flows through it).
+    """Return logits, float32 [B, T, V] or [B, V].
+
+    With a centred output, the logits of the reference (initial) parameters are subtracted. No
+    gradient flows through them.
 
     Args:
-        definition, params, run, inputs: model, parameters as stored, factors of the forward pass, a batch's inputs.
-        layout: how arrays lie on devices.
-        **context: what else of a batch the model reads.
+        step_inputs: Has the multipliers and the reference parameters.
+        **context: Other arrays of a batch that the model reads, by name.
     """
-    multiplier, forward = run.factors.multiplier, run.factors.forward
+    multiplier = step_inputs.factors.multiplier
+    forward = step_inputs.factors.forward
     model = definition.model(params, multiplier, forward, layout=layout)
     logits = model(inputs, **context)
-    if run.reference is None:
+    if step_inputs.reference is None:
         return logits
-    initial = definition.model(run.reference, multiplier, forward, layout=layout)
-    return logits - jax.lax.stop_gradient(initial(inputs, **context))
+
+    reference_model = definition.model(step_inputs.reference, multiplier, forward, layout=layout)
+    reference_logits = reference_model(inputs, **context)
+    return logits - jax.lax.stop_gradient(reference_logits)
 
 
 def batch_sums(
     definition: Definition,
     params: Arrays,
-    run: StepInputs,
+    step_inputs: StepInputs,
     batch: Batch,
     *,
     z_loss: jax.Array | None = None,
     metrics: Mapping[str, Metric] = NO_METRICS,
     layout: Layout = ONE_DEVICE,
 ) -> LossSums:
-    """Return the summed cross-entropy (nats), and the sums of metrics, of one (micro)batch.
+    """Return the summed cross-entropy (nats) of a batch or microbatch, and sums of metrics.
 
     Args:
-        definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
-        z_loss, metrics: as `cross_entropy` takes them; an evaluation has no z-loss.
-        layout: how arrays lie on devices.
+        params: All parameters as stored, frozen ones too.
+        step_inputs: Has the multipliers and the reference parameters.
+        z_loss: Weight of the squared log-partition (`cross_entropy`), float32 []. Evaluations
+            leave it out.
+        metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
-    inputs, targets, weights, labels = (
-        batch["inputs"],
-        batch["targets"],
-        batch["weights"],
-        batch.get("labels"),
-    )
-    context = {
-        name: x
-        for name, x in batch.items()
-        if name not in ("inputs", "targets", "weights", "labels")
-    }
+    inputs = batch["inputs"]
+    targets = batch["targets"]
+    weights = batch["weights"]
+    labels = batch.get("labels")
+    context = {name: array for name, array in batch.items() if name not in _NOT_CONTEXT}
     chex.assert_equal_shape([targets, weights])
-    model = definition.model(params, run.factors.multiplier, run.factors.forward, layout=layout)
+
+    multiplier = step_inputs.factors.multiplier
+    forward = step_inputs.factors.forward
+    model = definition.model(params, multiplier, forward, layout=layout)
     read = readout_method(model)
-    if read is None:  # not one of the zoo's
-        logits = logits_of(definition, params, run, inputs, layout=layout, **context)
+    if read is None:
+        # A model from outside the zoo may have logits only.
+        logits = logits_of(definition, params, step_inputs, inputs, layout=layout, **context)
         chex.assert_shape(logits, (*targets.shape, None))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
+
     reference = None
-    if run.reference is not None:
-        whole = {name: x for name, x in context.items() if name != "scales"}
-        initial = definition.model(
-            run.reference, run.factors.multiplier, run.factors.forward, layout=layout
+    if step_inputs.reference is not None:
+        # Drop path ("scales") does not apply to the reference.
+        reference_context = {name: array for name, array in context.items() if name != "scales"}
+        reference_model = definition.model(
+            step_inputs.reference, multiplier, forward, layout=layout
         )
-        read_initial = readout_method(initial)
-        assert read_initial is not None  # it is of the same class
-        reference = read_initial(inputs, **whole)._replace(routing=None)
+        read_reference = readout_method(reference_model)
+        assert read_reference is not None  # both models are of one class
+        reference = read_reference(inputs, **reference_context)
+        reference = reference._replace(routing=None)
+
     readout_inputs = read(inputs, **context)
     routing = readout_inputs.routing
     sums = cross_entropy(
@@ -227,112 +265,154 @@ def batch_sums(
     )
     if routing is None:
         return sums
-    # Of the mean weight, so that every device's tokens count alike.
-    return sums._replace(routing=routing.weighed(layout.mean(sums.weight)))
+
+    # Under manual FSDP, routing statistics are means over this device's tokens, while `sums.weight`
+    # counts its targets. Devices have equally many tokens but not targets: weigh by the mean.
+    mean_weight = layout.mean(sums.weight)
+    return sums._replace(routing=routing.weighed(mean_weight))
 
 
 def gradients(
     definition: Definition,
     params: Arrays,
-    run: StepInputs,
+    step_inputs: StepInputs,
     batch: Batch,
     accumulation_steps: int,
     *,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Arrays, LossSums]:
-    """Return the gradient of the mean loss over the batch's targets, of the parameters that have a learning rate, and its `LossSums`.
+    """Return gradients of the mean loss over the batch's targets, and the sums over the batch.
 
     Args:
-        definition, params, run: as in `logits_of`; the names in `run.factors.lr` are trained.
-        batch, accumulation_steps: the global batch, and into how many microbatches, taken one after another, it is cut.
-        layout: how arrays lie on devices.
+        params: All parameters as stored. Gradients are taken for those with a learning rate
+            (`step_inputs.factors.lr`).
+        step_inputs: Has the multipliers, the reference parameters and the z-loss weight.
+        accumulation_steps: Number of microbatches, which run one after another.
     """
-    manual = _manual_layout(definition, layout)
-    if manual is None:
-        grads, sums = _summed_gradients(definition, params, run, batch, accumulation_steps, layout)
-    else:
-        specs = {name: manual.spec(spec.axes) for name, spec in definition.specs.items()}
-        whole = PartitionSpec()
-
-        def local(
-            params: Arrays, factors: Factors, reference: Arrays | None, z_loss: Any, batch: Batch
-        ) -> tuple[Arrays, LossSums]:
-            own = run._replace(factors=factors, reference=reference, z_loss=z_loss)
-            grads, sums = _summed_gradients(
-                definition, params, own, batch, accumulation_steps, manual
-            )
-            return grads, jax.lax.psum(sums, manual.batch)
-
-        inputs = (
-            specs,
-            whole,
-            specs if run.reference else whole,
-            whole,
-            PartitionSpec(manual.batch),
+    manual_layout = _manual_layout(definition, layout)
+    if manual_layout is None:
+        grads, sums = _summed_gradients(
+            definition, params, step_inputs, batch, accumulation_steps, layout
         )
-        outputs = ({name: spec for name, spec in specs.items() if name in run.factors.lr}, whole)
-        mapped = manual.shard_mapped(local, inputs, outputs)
-        grads, sums = mapped(params, run.factors, run.reference, run.z_loss, batch)
-    return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
+    else:
+        grads, sums = _sharded_gradients(
+            definition, params, step_inputs, batch, accumulation_steps, manual_layout
+        )
+    mean_grads = jax.tree.map(lambda grad: (grad / sums.weight).astype(grad.dtype), grads)
+    return mean_grads, sums
 
 
 def _manual_layout(definition: Definition, layout: Layout) -> ManualFsdpLayout | None:
-    """Return the layout inside of which gradients are summed by hand, or None if no parameter is split by the batch's devices."""
-    if not {name for axis in definition.sizes for name in layout.mesh_axes(axis)} & set(
-        layout.mesh_axes("batch")
-    ):
+    """Return the layout for manual FSDP, or `None` if no parameter is split by batch devices."""
+    batch_axes = set(layout.mesh_axes("batch"))
+    if not any(batch_axes.intersection(layout.mesh_axes(axis)) for axis in definition.sizes):
         return None
+
+    # Imported only here, because runs without FSDP do not need it.
     from mupax.zoo import manual
 
     return manual.inside(layout, definition)
 
 
+def _sharded_gradients(
+    definition: Definition,
+    params: Arrays,
+    step_inputs: StepInputs,
+    batch: Batch,
+    accumulation_steps: int,
+    layout: ManualFsdpLayout,
+) -> tuple[Arrays, LossSums]:
+    """Return the gradients and sums of `_summed_gradients` over all devices, under manual FSDP.
+
+    Inside `shard_map`, a device has its shard of every parameter and its examples of the batch.
+    """
+    replicated = PartitionSpec()
+    by_example = PartitionSpec(layout.batch)
+    param_specs = {name: layout.spec(spec.axes) for name, spec in definition.specs.items()}
+    trained_names = step_inputs.factors.lr
+    grad_specs = {name: spec for name, spec in param_specs.items() if name in trained_names}
+    reference_specs = param_specs if step_inputs.reference else replicated
+
+    def on_device(
+        params: Arrays, factors: Factors, reference: Arrays | None, z_loss: Any, batch: Batch
+    ) -> tuple[Arrays, LossSums]:
+        local_inputs = step_inputs._replace(factors=factors, reference=reference, z_loss=z_loss)
+        grads, sums = _summed_gradients(
+            definition, params, local_inputs, batch, accumulation_steps, layout
+        )
+        # Gradients are summed over devices already, each where its parameter was gathered.
+        return grads, jax.lax.psum(sums, layout.batch)
+
+    on_all_devices = layout.shard_mapped(
+        on_device,
+        (param_specs, replicated, reference_specs, replicated, by_example),
+        (grad_specs, replicated),
+    )
+    return on_all_devices(
+        params, step_inputs.factors, step_inputs.reference, step_inputs.z_loss, batch
+    )
+
+
 def _summed_gradients(
     definition: Definition,
     params: Arrays,
-    run: StepInputs,
+    step_inputs: StepInputs,
     batch: Batch,
     accumulation_steps: int,
     layout: Layout,
 ) -> tuple[Arrays, LossSums]:
     """Return gradients of the summed loss, not yet divided by the number of targets, and the sums.
 
-    Under a `ManualFsdpLayout` the gradients are already summed over devices; the sums are of this device's examples.
+    Under a `ManualFsdpLayout` the gradients are already summed over devices, and the sums cover
+    this device's examples only.
     """
-    trained = {name: w for name, w in params.items() if name in run.factors.lr}
+    trained_params = {name: w for name, w in params.items() if name in step_inputs.factors.lr}
     metrics = on_devices(training=True)
 
-    def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, LossSums]:
-        merged = {**params, **trained}
+    def objective(trained_params: Arrays, microbatch: Batch) -> tuple[jax.Array, LossSums]:
+        all_params = {**params, **trained_params}
         sums = batch_sums(
-            definition, merged, run, micro, z_loss=run.z_loss, metrics=metrics, layout=layout
+            definition,
+            all_params,
+            step_inputs,
+            microbatch,
+            z_loss=step_inputs.z_loss,
+            metrics=metrics,
+            layout=layout,
         )
-        total = sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
-        return total, sums if sums.z is None else sums._replace(
-            loss=sums.loss - run.z_loss * sums.z
-        )
+        total = sums.loss
+        if sums.routing is not None:
+            total = total + sums.routing.penalty
+        if sums.z is not None:
+            # Train on the z-loss, but report the loss without it.
+            sums = sums._replace(loss=sums.loss - step_inputs.z_loss * sums.z)
+        return total, sums
 
-    grad = jax.grad(summed, has_aux=True)
+    grad = jax.grad(objective, has_aux=True)
     if accumulation_steps == 1:
-        grads, sums = grad(trained, batch)
-    else:
-        # Microbatch i takes every accumulation_steps-th row, so that each device splits the rows it already holds.
-        micros = jax.tree.map(
-            lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch
-        )
-        shapes = jax.eval_shape(grad, trained, jax.tree.map(lambda x: x[0], micros))
-        zeros = jax.tree.map(_zeros, shapes)
+        return grad(trained_params, batch)
 
-        def add(total: Any, micro: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, grad(trained, micro)), None
+    # Microbatch i has every accumulation_steps-th row, starting at row i. Each device can then cut
+    # the rows that it already holds.
+    def split_rows(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, accumulation_steps, *array.shape[1:]).swapaxes(0, 1)
 
-        (grads, sums), _ = jax.lax.scan(add, zeros, micros)
+    def add_microbatch(total: Any, microbatch: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, grad(trained_params, microbatch)), None
+
+    microbatches = jax.tree.map(split_rows, batch)
+    first_microbatch = jax.tree.map(lambda array: array[0], microbatches)
+    result_shapes = jax.eval_shape(grad, trained_params, first_microbatch)
+    zeros = jax.tree.map(_zeros, result_shapes)
+    (grads, sums), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
     return grads, sums
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return zeros to which the results of microbatches are added."""
     # Sums of many microbatches are float32: bfloat16 would lose the small ones.
-    return jnp.zeros(shape.shape, jnp.float32 if shape.dtype == jnp.bfloat16 else shape.dtype)
+    dtype = jnp.float32 if shape.dtype == jnp.bfloat16 else shape.dtype
+    return jnp.zeros(shape.shape, dtype)
 
 
 def make_train_step(
@@ -341,67 +421,99 @@ def make_train_step(
     accumulation_steps: int = 1,
     layout: Layout = ONE_DEVICE,
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, inputs, batch) -> (state, metrics). A step that `check_step` rejects leaves all but its counters as they were.
+    """Return the training step, a function (state, step_inputs, batch) -> (state, metrics).
 
-    metrics: loss (mean nats per target, before the update), means over the targets of `METRICS` that are measured in training
-    (accuracy), grad_norm (before clipping), lr (peak x schedule), weight (targets counted), float32 []; of a model with experts
-    `Routing.metrics`; with a z-loss logit_z_loss, before its weight; verdict (left out, spike, left out in a row) int32 [3];
-    `squares`.
+    A step that `check_step` rejects changes only `step` and `health` of the state.
+
+    Metrics, float32 [] unless stated otherwise:
+
+    * loss: Mean cross-entropy per target in nats, before the update and without the z-loss.
+    * grad_norm: Global norm of the gradient, before clipping.
+    * weight: Sum of the targets' weights.
+    * Means over the targets of those `METRICS` that are measured in training (accuracy).
+    * `Routing.metrics`, for a model with experts.
+    * logit_z_loss: Mean squared log-partition, if there is a z-loss.
+    * lr: Peak learning rate times the schedule.
+    * verdict: int32 [3]: whether the update was skipped, whether the loss is a spike, and the
+      number of skipped updates in a row.
+    * squares: Squared gradient norms, one per parameter or layer, [n] (`state.squares`).
 
     Args:
-        definition, tx: the model, and the chain that turns gradients into updates (`optimizer.build`).
-        accumulation_steps: microbatches of a step; the loss stays the mean over all their targets.
-        layout: how arrays lie on devices.
+        tx: Optimizer (`optimizer.build`).
+        accumulation_steps: Number of microbatches per step. The loss is the mean over the targets
+            of all of them.
     """
 
     def step(
-        state: TrainState, run: StepInputs, batch: Batch
+        state: TrainState, step_inputs: StepInputs, batch: Batch
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        if run.drop is not None:
-            from mupax.zoo.layers import drop_path
-
-            scales = drop_path.scales(run.drop, state.step, len(batch["targets"]))
-            batch = {**batch, "scales": layout.constrain(scales, ("batch", None, None))}
+        if step_inputs.drop is not None:
+            batch = _with_drop_path(batch, step_inputs.drop, state.step, layout)
         grads, sums = gradients(
-            definition, state.params, run, batch, accumulation_steps, layout=layout
+            definition, state.params, step_inputs, batch, accumulation_steps, layout=layout
         )
         squares = core_state.squares(grads, definition.specs)
-        loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
-        keep, spike, health = core_state.check_step(state.health, run.limits, loss, grad_norm)
-        hyper = run.hyper.at(state.step)
+        loss = sums.loss / sums.weight
+        grad_norm = jnp.sqrt(jnp.sum(squares))
+        keep, spike, health = core_state.check_step(
+            state.health, step_inputs.limits, loss, grad_norm
+        )
+        hyper = step_inputs.hyper.at(state.step)
 
         def update(
-            trained: Arrays, opt_state: Any, average: Arrays | None
+            params: Arrays, opt_state: Any, ema: Arrays | None
         ) -> tuple[Arrays, Any, Arrays | None]:
-            moved, opt_state = apply_gradients(
+            new_params, opt_state = apply_gradients(
                 tx,
                 grads,
                 opt_state,
-                trained,
-                factors=run.factors,
+                params,
+                factors=step_inputs.factors,
                 hyper=hyper,
-                rounding_seed=run.rounding_seed,
+                rounding_seed=step_inputs.rounding_seed,
                 step=state.step,
             )
-            if average is not None:
-                average = averaged(average, {**state.params, **moved}, run.ema_decay, state.step)
-            return moved, opt_state, average
+            if ema is not None:
+                all_params = {**state.params, **new_params}
+                ema = averaged(ema, all_params, step_inputs.ema_decay, state.step)
+            return new_params, opt_state, ema
 
-        before = {name: state.params[name] for name in grads}, state.opt_state, state.ema
-        trained, opt_state, average = core_state.apply_if(
+        trained_params = {name: state.params[name] for name in grads}
+        before = (trained_params, state.opt_state, state.ema)
+        trained_params, opt_state, ema = core_state.apply_if(
             keep, update, before, platform=layout.platform
         )
-        params = {**state.params, **trained}
-        flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
-        metrics = {"loss": loss, "grad_norm": grad_norm, "weight": sums.weight}
-        metrics |= {name: total / sums.weight for name, total in sums.metrics.items()}
-        metrics |= {} if sums.routing is None else sums.routing.metrics(sums.weight)
-        metrics |= {} if sums.z is None else {"logit_z_loss": sums.z / sums.weight}
-        metrics |= {
-            "lr": hyper.peak_lr * hyper.schedule,
-            "verdict": jnp.stack(flags),
-            "squares": squares,
-        }
-        return TrainState(state.step + 1, params, opt_state, average, health), metrics
+
+        skipped = 1 - keep.astype(jnp.int32)
+        spiked = spike.astype(jnp.int32)
+        metrics = {"loss": loss, "grad_norm": grad_norm, **_metrics_of_sums(sums)}
+        metrics["lr"] = hyper.peak_lr * hyper.schedule
+        metrics["verdict"] = jnp.stack([skipped, spiked, health.in_a_row])
+        metrics["squares"] = squares
+
+        params = {**state.params, **trained_params}
+        new_state = TrainState(state.step + 1, params, opt_state, ema, health)
+        return new_state, metrics
 
     return step
+
+
+def _with_drop_path(batch: Batch, drop: Drop, step: jax.Array, layout: Layout) -> Batch:
+    """Add "scales" to the batch: a factor for every residual branch of every example."""
+    # Imported only here, because most runs have no drop path.
+    from mupax.zoo.layers import drop_path
+
+    batch_size = len(batch["targets"])
+    scales = drop_path.scales(drop, step, batch_size)
+    return {**batch, "scales": layout.constrain(scales, ("batch", None, None))}
+
+
+def _metrics_of_sums(sums: LossSums) -> dict[str, jax.Array]:
+    """Return those metrics of a step that follow from the sums over its batch alone."""
+    metrics = {"weight": sums.weight}
+    metrics |= {name: total / sums.weight for name, total in sums.metrics.items()}
+    if sums.routing is not None:
+        metrics |= sums.routing.metrics(sums.weight)
+    if sums.z is not None:
+        metrics["logit_z_loss"] = sums.z / sums.weight
+    return metrics

@@ -1,1 +1,1 @@
-"""What a step takes of a device, from sizes alone."""
+"""Memory that a step needs on a device, from sizes and from compiled programs."""

@@ -69,7 +69,7 @@ def work(config: Config, definition: Definition, layout: Layout) -> core_loss.Re
         width=definition.sizes["embed"],
         itemsize=jnp.dtype(config.model.compute.dtype).itemsize,
         platform=layout.platform,
-        kind=layout.device_kind,
+        device_kind=layout.device_kind,
         room=room(config, definition, layout),
     )
 

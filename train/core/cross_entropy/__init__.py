@@ -1,1 +1,1 @@
-"""Cross-entropy on one device, where all logits at once would be large: by chunks of tokens, or parts of the vocabulary."""
+"""Cross-entropy on one device in parts: chunks of tokens, or parts of the vocabulary."""

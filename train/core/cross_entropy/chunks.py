@@ -1,6 +1,6 @@
-"""Cross-entropy by chunks of tokens: a chunk's logits exist once, and gradients are taken with them (`mupax.train.core.loss`).
+"""Cross-entropy by chunks of tokens, on one device (`chunked` in `mupax.train.core.loss`).
 
-Suffixes: N tokens of a chunk, V vocabulary or classes.
+Shapes: N tokens of a chunk, D width, V vocabulary or classes of this device.
 """
 
 from __future__ import annotations
@@ -19,77 +19,93 @@ from mupax.zoo.layers.linear import ReadoutInputs
 
 
 class _Chunk(NamedTuple):
-    """Tokens of a chunk, or all of them with the chunks as a first dimension."""
+    """Tokens of a chunk, or of all chunks with the chunks as first dimension."""
 
     features: jax.Array
     reference: jax.Array | None
-    """Features of the reference."""
+    """Features of the reference. `None` without a centred output."""
     targets: jax.Array
     weights: jax.Array
 
 
-def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutInputs | None]:
-    """Return the sums over all devices, and the gradients of this device's part: chunks one after the other.
+def loss_on_device(
+    plan: Any, inputs: Any, with_grads: bool
+) -> tuple[LossSums, ReadoutInputs | None]:
+    """Return the loss sums over all devices, and the gradients of this device's arrays.
+
+    Chunks run one after another. The gradients are `None` without `with_grads`.
 
     Args:
-        plan: of the loss: rows of a device, the mesh axes that split the vocabulary and what is gathered, and the metrics.
-        inputs: `loss.LossInputs` of this device: targets and weights [B, T] or [B].
-        with_grads: whether gradients are computed, too.
+        plan: `loss.LossPlan`, the distribution of the loss over devices.
+        inputs: `loss.LossInputs` of this device, with targets and weights [B, T] or [B].
     """
-    chunks = math.ceil(plan.rows / plan.work.chunk)
-    readout_inputs, reference = inputs.readout_inputs, inputs.reference
-    readout_inputs = readout_inputs._replace(
-        weight=all_gather(readout_inputs.weight, plan.scattered, 0)
-    )
+    absent: Any = None
+    width = inputs.readout_inputs.features.shape[-1]
+    chunk_size = plan.shape.chunk
+    num_chunks = math.ceil(plan.rows / chunk_size)
+
+    readout_inputs = inputs.readout_inputs
+    weight = all_gather(readout_inputs.weight, plan.scatter_mesh_axes, 0)
+    readout_inputs = readout_inputs._replace(weight=weight)
+    reference = inputs.reference
     if reference is not None:
-        reference = reference._replace(weight=all_gather(reference.weight, plan.scattered, 0))
+        reference_weight = all_gather(reference.weight, plan.scatter_mesh_axes, 0)
+        reference = reference._replace(weight=reference_weight)
 
-    def cut(x: jax.Array, *trailing: int) -> jax.Array:
-        """All tokens in chunks; what fills up the last one counts nothing."""
-        x = jnp.pad(
-            x.reshape(plan.rows, *trailing),
-            [(0, chunks * plan.work.chunk - plan.rows), *[(0, 0)] * len(trailing)],
-        )
-        return x.reshape(chunks, plan.work.chunk, *trailing)
+    def split(array: jax.Array, *trailing: int) -> jax.Array:
+        # The last chunk is padded with zeros: a target of weight 0 does not count.
+        padding = (0, num_chunks * chunk_size - plan.rows)
+        no_padding = [(0, 0)] * len(trailing)
+        padded = jnp.pad(array.reshape(plan.rows, *trailing), [padding, *no_padding])
+        return padded.reshape(num_chunks, chunk_size, *trailing)
 
-    def add(
+    def add_chunk(
         total: tuple[LossSums, ReadoutInputs | None], chunk: _Chunk
     ) -> tuple[Any, jax.Array | None]:
         sums, grads = total
-        read = readout_inputs._replace(features=chunk.features)
-        start = None if reference is None else reference._replace(features=chunk.reference)
-        statistics, of_chunk = _of_chunk(plan, read, start, chunk, with_grads, inputs.z_loss)
-        sums = jax.tree.map(
-            jnp.add, sums, sums_of(statistics, chunk.weights, plan.metrics, inputs.z_loss)
+        chunk_inputs = readout_inputs._replace(features=chunk.features)
+        chunk_reference = None
+        if reference is not None:
+            chunk_reference = reference._replace(features=chunk.reference)
+        statistics, chunk_grads = _chunk_loss(
+            plan, chunk_inputs, chunk_reference, chunk, with_grads, inputs.z_loss
         )
-        if of_chunk is None:
+        chunk_sums = sums_of(statistics, chunk.weights, plan.metrics, inputs.z_loss)
+        sums = jax.tree.map(jnp.add, sums, chunk_sums)
+        if chunk_grads is None:
             return (sums, None), None
-        grads = jax.tree.map(jnp.add, grads, of_chunk._replace(features=None))  # pyright: ignore[reportArgumentType]
-        return (sums, grads), of_chunk.features
 
-    width = readout_inputs.features.shape[-1]
-    grads = None
+        # Gradients of the readout are added up. Those of the features are kept chunk by chunk.
+        grads = jax.tree.map(jnp.add, grads, chunk_grads._replace(features=absent))
+        return (sums, grads), chunk_grads.features
+
+    zero_grads = None
     if with_grads:
-        readout = readout_inputs._replace(features=None, cap=None)  # pyright: ignore[reportArgumentType]
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), readout)
+        readout = readout_inputs._replace(features=absent, cap=None)
+        zero_grads = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), readout)
     tokens = _Chunk(
-        features=cut(readout_inputs.features, width),
-        reference=None if reference is None else cut(reference.features, width),
-        targets=cut(inputs.targets),
-        weights=cut(inputs.weights),
+        features=split(readout_inputs.features, width),
+        reference=None if reference is None else split(reference.features, width),
+        targets=split(inputs.targets),
+        weights=split(inputs.weights),
     )
-    start = (no_sums(plan.metrics, inputs.z_loss), grads)
-    (sums, grads), by_chunk = jax.lax.scan(add, start, tokens)
-    sums = _psum(sums, plan.summed)
-    if grads is None or by_chunk is None:
+    zeros = (no_sums(plan.metrics, inputs.z_loss), zero_grads)
+    (sums, grads), feature_grads = jax.lax.scan(add_chunk, zeros, tokens)
+    sums = _psum(sums, plan.token_mesh_axes)
+    if grads is None or feature_grads is None:
         return sums, None
-    features = by_chunk.reshape(-1, width)[: plan.rows].reshape(readout_inputs.features.shape)
-    weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0, layout=plan.layout)
-    scale, bias = _psum((_psum(grads.scale, plan.over_vocab), grads.bias), plan.summed)
-    return sums, ReadoutInputs(_psum(features, plan.over_vocab), weight, scale, bias)
+
+    features = feature_grads.reshape(-1, width)[: plan.rows]
+    features = features.reshape(readout_inputs.features.shape)
+    weight = _psum(grads.weight, plan.reduce_mesh_axes)
+    weight = reduce_scatter(weight, plan.scatter_mesh_axes, 0, layout=plan.layout)
+    scale = _psum(grads.scale, plan.vocab_mesh_axes)
+    scale, bias = _psum((scale, grads.bias), plan.token_mesh_axes)
+    features = _psum(features, plan.vocab_mesh_axes)
+    return sums, ReadoutInputs(features, weight, scale, bias)
 
 
-def _of_chunk(
+def _chunk_loss(
     plan: Any,
     readout_inputs: ReadoutInputs,
     reference: ReadoutInputs | None,
@@ -97,53 +113,78 @@ def _of_chunk(
     with_grads: bool,
     z_loss: jax.Array | None,
 ) -> tuple[TokenStatistics, ReadoutInputs | None]:
-    """Return the statistics of a chunk's tokens, and the gradients of this device's part of the vocabulary."""
-    targets_N, weights_N = chunk.targets, chunk.weights
-    own_NV = logits_NV = readout_inputs.logits(plan.layout)
+    """Return statistics of a chunk's tokens, and gradients from this device's vocabulary."""
+    targets_N = chunk.targets
+    own_NV = readout_inputs.logits(plan.layout)
+    logits_NV = own_NV
     if reference is not None:
         logits_NV = logits_NV - reference.logits(plan.layout)
-    columns = logits_NV.shape[1]
-    offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
+
+    num_columns = logits_NV.shape[1]
+    offset = 0
+    if plan.vocab_mesh_axes:
+        offset = num_columns * jax.lax.axis_index(plan.vocab_mesh_axes)
     column_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) + offset
     label_NV = column_NV == targets_N[:, None]
+
     top_N = jnp.max(logits_NV, axis=1)
-    top_N = jax.lax.pmax(top_N, plan.over_vocab) if plan.over_vocab else top_N
+    if plan.vocab_mesh_axes:
+        top_N = jax.lax.pmax(top_N, plan.vocab_mesh_axes)
     exp_NV = jnp.exp(logits_NV - top_N[:, None])
-    exp_N, label_N = _psum(
-        (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)),
-        plan.over_vocab,
-    )
+    exp_N = jnp.sum(exp_NV, axis=1)
+    label_N = jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)
+    # Both sums in one collective per chunk.
+    exp_N, label_N = _psum((exp_N, label_N), plan.vocab_mesh_axes)
     partition_N = jnp.log(exp_N) + top_N
-    # The first of the largest, as argmax has it: all logits are equal where a readout starts at zero.
-    first_N = jnp.min(
-        jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1
-    )
-    first_N = jax.lax.pmin(first_N, plan.over_vocab) if plan.over_vocab else first_N
+
+    # The first of the largest logits, as argmax does: a readout that starts at zero has all equal.
+    no_column = jnp.iinfo(jnp.int32).max
+    top_column_NV = jnp.where(logits_NV == top_N[:, None], column_NV, no_column)
+    first_N = jnp.min(top_column_NV, axis=1)
+    if plan.vocab_mesh_axes:
+        first_N = jax.lax.pmin(first_N, plan.vocab_mesh_axes)
+
     statistics = TokenStatistics(
         loss=partition_N - label_N, log_partition=partition_N, correct=first_N == targets_N
     )
     if reads_ranks(plan.metrics):
         rank_N = count_ranks(logits_NV, label_N, column_NV, targets_N)
-        statistics = statistics._replace(counted_rank=_psum(rank_N, plan.over_vocab))
+        statistics = statistics._replace(counted_rank=_psum(rank_N, plan.vocab_mesh_axes))
     if not with_grads:
         return statistics, None
+
     probability_NV = exp_NV / exp_N[:, None]
-    if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
+    if z_loss is not None:
+        # The gradient of logsumexp^2 is 2 * logsumexp * softmax.
         probability_NV = probability_NV * (1 + 2 * z_loss * partition_N)[:, None]
-    slope_NV = readout_inputs.uncapped((probability_NV - label_NV) * weights_N[:, None], own_NV)
-    bias = None if readout_inputs.bias is None else jnp.sum(slope_NV, axis=0)
-    slope_NV = slope_NV.astype(readout_inputs.features.dtype)
+    slope_NV = (probability_NV - label_NV) * chunk.weights[:, None]
+    slope_NV = readout_inputs.uncapped(slope_NV, own_NV)
+    return statistics, _readout_gradients(readout_inputs, slope_NV)
+
+
+def _readout_gradients(readout_inputs: ReadoutInputs, slope_NV: jax.Array) -> ReadoutInputs:
+    """Return gradients of features, weight, scale and bias from those of the uncapped logits.
+
+    Args:
+        readout_inputs: Features of a chunk, [N, D], and the readout.
+        slope_NV: Gradient of the loss with respect to the logits before their soft cap, float32.
+    """
+    features_ND = readout_inputs.features
+    bias_V = None if readout_inputs.bias is None else jnp.sum(slope_NV, axis=0)
+
+    slope_NV = slope_NV.astype(features_ND.dtype)
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     features = product(slope_NV, readout_inputs.weight, (((1,), (1,)), ((), ())))
-    weight = product(readout_inputs.features, slope_NV, (((0,), (0,)), ((), ())))
+    weight = product(features_ND, slope_NV, (((0,), (0,)), ((), ())))
+
     scale = None
     if readout_inputs.scale is not None:
-        scale = jnp.sum(features * readout_inputs.features)
-        features, weight = readout_inputs.scale * features, readout_inputs.scale * weight
-    return statistics, ReadoutInputs(
-        features.astype(readout_inputs.features.dtype), weight, scale, bias
-    )
+        scale = jnp.sum(features * features_ND)
+        features = readout_inputs.scale * features
+        weight = readout_inputs.scale * weight
+    return ReadoutInputs(features.astype(features_ND.dtype), weight, scale, bias_V)
 
 
-def _psum(tree: Any, names: tuple[str, ...]) -> Any:
-    return jax.lax.psum(tree, names) if names else tree
+def _psum(tree: Any, mesh_axes: tuple[str, ...]) -> Any:
+    """Sum a tree of arrays over mesh axes, if there are any."""
+    return jax.lax.psum(tree, mesh_axes) if mesh_axes else tree

@@ -1,1 +1,1 @@
-"""A preset for a model of any framework: initial values, multipliers of the forward pass and an optax transformation."""
+"""Preset for a model of any framework: initial values, multipliers and an optax transformation."""

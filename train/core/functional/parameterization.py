@@ -1,9 +1,11 @@
-"""`parameterize`: what a preset gives a model of any framework, as the pytrees that its own training loop works with.
+"""`parameterize`: apply a preset to a model of any framework, as pytrees for any training loop.
 
-mup = parameterize(zoo.define_function(model.apply, shapes, SPECS), presets.get("mup", base=BASE), OptimizerConfig(peak_lr=0.01))
-params = mup.init(0)                       # the initial values, a tree like `shapes`
-tx = mup.optimizer(steps=1000)             # optax: rate, decay and eps of every parameter
-logits = mup.apply(params, tokens)         # the forward pass, multipliers included
+definition = zoo.define_function(model.apply, shapes, SPECS)
+preset = presets.get("mup", base=BASE)
+mup = parameterize(definition, preset, OptimizerConfig(peak_lr=0.01))
+params = mup.init(0)                 # initial values, a tree like `shapes`
+tx = mup.optimizer(steps=1000)       # optax chain: learning rate, decay and eps per parameter
+logits = mup.apply(params, tokens)   # forward pass with multipliers
 """
 
 from __future__ import annotations
@@ -17,80 +19,95 @@ import optax
 
 from mupax.presets import Preset
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core import factors as of_preset
-from mupax.train.core import optimizer as chains
-from mupax.train.core.factors import hyperparams
+from mupax.train.core.factors import Factors, check_run, hyperparams, init_stds, resolve
+from mupax.train.core.optimizer import build
 from mupax.zoo.definition import multiplied
 from mupax.zoo.functional.definition import FunctionDefinition
 
 
 class State(NamedTuple):
-    """State of `Parameterization.optimizer`: steps taken, int32 [], and the chain's over arrays by name."""
+    """State of `Parameterization.optimizer`."""
 
     step: jax.Array
+    """Number of steps done, int32 []."""
     chain: Any
+    """State of the optimizer chain, over arrays by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameterization:
-    """A preset at the sizes of a model. Made by `parameterize`.
+    """Preset at the sizes of a model, as `parameterize` returns it.
 
     Attributes:
-        definition: the model.
-        preset: relative to its base.
-        config: the optimizer.
-        factors: multipliers, rates, eps and decay of every parameter, by name.
-        stds: initial standard deviation of every parameter (of gains the value), by name.
+        definition: Model without parameters.
+        preset: Preset relative to its base.
+        config: Optimizer with its schedule.
+        factors: Multiplier, learning rate, eps and decay of every parameter, by name.
+        stds: Initial standard deviation (of gains: the value) of every parameter, by name.
     """
 
     definition: FunctionDefinition
     preset: Preset
     config: OptimizerConfig
-    factors: of_preset.Factors
+    factors: Factors
     stds: dict[str, Any]
 
     @property
     def scales(self) -> Any:
-        """A tree of the model's own kind with the `Scales` of every parameter: for an optax chain of one's own."""
-        each = self.definition.specs.values()
-        sizes, name, decay = self.definition.sizes, self.config.name, self.config.decay
-        scales = [self.preset.scales(spec, sizes, name, decay) for spec in each]
+        """`Scales` of every parameter in a tree like the model's, for your own optax chain."""
+        sizes = self.definition.sizes
+        name = self.config.name
+        decay = self.config.decay
+        scales = [
+            self.preset.scales(spec, sizes, name, decay) for spec in self.definition.specs.values()
+        ]
         return jax.tree.unflatten(self.definition.structure, scales)
 
     def init(self, seed: jax.Array | int) -> Any:
-        """Initial values, a tree of the model's own kind: gaussian matrices and embeddings, gains at their value, biases at 0."""
+        """Return initial parameters in a tree like the model's.
+
+        Matrices and embeddings are Gaussian, gains have their value, and biases are 0.
+        """
         return self.definition.tree(self.definition.initialize(seed, self.stds))
 
     def forward(self, params: Any) -> Any:
-        """The parameters as the model shall be called with them: each times its multiplier."""
+        """Return the parameters that the model is called with: each times its multiplier."""
         arrays = multiplied(self.definition.arrays(params), self.factors.multiplier)
         return self.definition.forward(arrays, self.factors.forward)
 
     def apply(self, params: Any, *inputs: Any) -> Any:
-        """Logits, float32: the model of `forward(params)`, times what a tied readout is multiplied by.
+        """Return logits, float32.
+
+        The model is called with `forward(params)`. Logits of a tied readout are also multiplied by
+        the readout's multiplier.
 
         Args:
-            params: as they are stored and trained.
-            *inputs: what the model's function takes beside them.
+            params: Parameters as they are stored and trained, without multipliers.
+            *inputs: Arguments of the model's function after the parameters, such as tokens [B, T].
         """
-        of, arrays = self.factors, self.definition.arrays(params)
-        return self.definition.model(arrays, of.multiplier, of.forward)(*inputs)
+        arrays = self.definition.arrays(params)
+        model = self.definition.model(arrays, self.factors.multiplier, self.factors.forward)
+        return model(*inputs)
 
     def optimizer(
         self, steps: int, peak_lr: jax.typing.ArrayLike | None = None
     ) -> optax.GradientTransformation:
-        """The config's optimizer over trees of the model's own kind: schedule, rate, decay and eps of every parameter.
+        """Return the config's optimizer, over trees like the model's.
+
+        It applies the schedule, and the learning rate, decay and eps of every parameter. Its update
+        needs the parameters.
 
         Args:
-            steps: of the run; the schedule keeps its last value.
-            peak_lr: in place of the config's; it may be traced, so that one program trains at many rates.
+            steps: Number of steps of the run. After them the schedule keeps its last value.
+            peak_lr: Peak learning rate. It may be traced, so that one program trains at many
+                learning rates. Default: that of the config.
         """
-        chain = chains.build(self.config, self.definition.specs)
-        with (
-            jax.ensure_compile_time_eval()
-        ):  # the schedule is a table on the host, also inside of a jitted function
+        chain = build(self.config, self.definition.specs)
+        # The schedule is an array on the host, also inside a jitted function.
+        with jax.ensure_compile_time_eval():
             hyper = hyperparams(self.config, steps)
-        hyper = hyper if peak_lr is None else hyper._replace(peak_lr=peak_lr)
+        if peak_lr is not None:
+            hyper = hyper._replace(peak_lr=peak_lr)
         arrays = self.definition.arrays
 
         def init(params: Any) -> State:
@@ -101,15 +118,16 @@ class Parameterization:
                 raise ValueError(
                     "the update reads the parameters: write tx.update(grads, state, params)"
                 )
-            moved: Any
-            moved, after = chain.update(
+            new_updates: Any
+            new_updates, chain_state = chain.update(
                 arrays(updates),
                 state.chain,
                 arrays(params),
                 factors=self.factors,
                 hyper=hyper.at(state.step),
             )
-            return self.definition.tree(moved, like=updates), State(state.step + 1, after)
+            new_state = State(state.step + 1, chain_state)
+            return self.definition.tree(new_updates, like=updates), new_state
 
         return optax.GradientTransformation(init, update)
 
@@ -117,22 +135,22 @@ class Parameterization:
 def parameterize(
     definition: FunctionDefinition, preset: Preset, config: OptimizerConfig
 ) -> Parameterization:
-    """A preset at the sizes of a model of any framework.
+    """Return a preset at the sizes of a model of any framework.
 
     Args:
-        definition: the model, from `mupax.zoo.define_function`.
-        preset: from `presets.get`, relative to a base.
-        config: the optimizer: its name, peak rate, schedule, decay, eps and moments.
+        definition: Model from `mupax.zoo.define_function`.
+        preset: Preset from `presets.get`, relative to a base.
+        config: Name of the optimizer, peak learning rate, schedule, decay, eps and moments.
 
     Raises:
-        presets.PresetError: no rule for the optimizer, a size that a rule needs, or a model that has grown as no rule covers.
+        presets.PresetError: The preset has no rule for the optimizer, a rule needs a size that the
+            model does not have, or the model has grown in a way that no rule covers.
     """
-    factors = of_preset.resolve(preset, definition, config.name, config.decay)
-    of_preset.check_run(preset, definition, factors, config)
-    stds = of_preset.init_stds(preset, definition)
-    jax.eval_shape(
-        definition.forward, definition.abstract, factors.forward
-    )  # refuses what no parameter can do
+    factors = resolve(preset, definition, config.name, config.decay)
+    check_run(preset, definition, factors, config)
+    stds = init_stds(preset, definition)
+    # Refuses factors that no parameter of the model can carry.
+    jax.eval_shape(definition.forward, definition.abstract, factors.forward)
     return Parameterization(
         definition=definition, preset=preset, config=config, factors=factors, stds=stds
     )
