@@ -1,4 +1,7 @@
-"""`Preset`: one table of rules, evaluated at sizes into numbers for every parameter."""
+"""`Preset`: a parameterization. It turns a table of rules and a base into values per parameter.
+
+`mupax.presets.get` makes one. The tables are in `mupax.presets.papers`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
+from mupax.presets import adapters
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.roles import (
     ADAPTERS,
@@ -30,26 +34,33 @@ class Preset:
     """A parameterization at a base size. Made by `presets.get`.
 
     Attributes:
-        name: as given to `presets.get`.
-        rule: the table, one `Rule` per spec, in the preset's native form.
-        logits: scale of attention logits relative to N_base^-1/2.
-        branch: scale of every residual branch (with `residual`: how it scales in the sizes).
-        native_form: the form of the source's table.
-        form: where multipliers sit; changes numbers, never training. None is the native form.
-        residual: (blocks, layer, branch, branches of a block) -> (skip, branch scale), for a rule that differs over depth.
-        no_rule: optimizer families that the source has no rule for, and why.
-        baseless: the source's numbers are absolute, and there is no relative form.
-        base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
-        zero_readout: start the readout at zero.
-        key_as_query: keys start as the queries' matrix (`choices`: key_start).
-        muon_rms: entries of Muon's steps are 0.2 at the base, in place of their spectral norm 1 (`choices`: muon_scale).
-        constants: of parameter groups (`constants`): COLUMN.GROUP to a factor.
-        choices: all constants this preset was made with, for printing.
-        warnings: what its source chose that a user should know, one sentence each.
-        vanishing: what the source lets vanish as sizes grow, and how fast (`mupax.presets.analysis.health` judges by it):
-            "features" (a lazy limit), "attention" (logits at initialization: heads collapse), "movement/GROUP" or "eps/GROUP".
-        uneven: eps follows the gradients also where F/D, N*H/D or H/H_kv grows.
-        by_gradients: SGD's rates and eps follow the size of gradients; False of `sp`, which has one of each for all.
+        name: Name as given to `presets.get`.
+        rule: The table. Returns the row of a declaration, in the preset's native form.
+        logits: Scale of attention logits relative to N_base^-1/2.
+        branch: Scale of every residual branch. `residual` replaces this law.
+        native_form: Form of the source's table.
+        form: Form to use. It changes values and never training. `None` is the native form.
+        residual: Function of (number of blocks, layer, branch, branches of a block) that returns
+            the pair (skip, branch scale). Only for a source whose scale differs over depth.
+        no_rule: Reason by optimizer family for which the source has no rule.
+        baseless: Whether the source's values are absolute, so that no base can be set.
+        base: Size of each axis at which every factor is 1. `None` is the absolute form, in which
+            every base size is 1.
+        zero_readout: Whether the readout starts at zero. A tied readout does not.
+        key_as_query: Whether the key matrix starts as a copy of the query matrix (constant
+            `key_start`).
+        muon_rms: Whether entries of Muon's steps have root mean square 0.2 at the base, instead of
+            the steps having spectral norm 1 (constant `muon_scale`).
+        constants: Constants of parameter groups, by "COLUMN.GROUP" (`mupax.presets.constants`).
+        choices: Constants that the preset was made with, for printing.
+        warnings: Choices of the source that a user should know, one sentence each.
+        vanishing: Law by name for everything that the source lets vanish as sizes grow. Names are
+            "features" (a lazy limit), "attention" (logits at initialization vanish, so that heads
+            collapse), "movement/GROUP" and "eps/GROUP". `mupax.presets.analysis.health` reads it.
+        uneven: Whether the rules of eps also hold if one width grows alone, so that F/D, N*H/D or
+            H/H_kv changes.
+        by_gradients: Whether SGD's learning rates and eps follow the size of gradients. `sp` has
+            one value of each for all parameters, so there it is false.
     """
 
     name: str
@@ -72,126 +83,128 @@ class Preset:
     uneven: bool = False
     by_gradients: bool = True
 
+    # The table: one row per parameter.
+
     def row(self, spec: ParamSpec) -> Rule:
-        """The spec's rule in this preset's form, with the constants of its group.
+        """Return the parameter's rule in this preset's form, with the constants of its group.
 
         Raises:
-            PresetError: plain form with a tied readout, which has no std of its own to carry the scale; table-9 without
-                an SGD rule to make global.
+            PresetError: The form is plain and the readout is tied: it has no std of its own to
+                carry the scale. Or the form is table-9 and the source has no rule for SGD.
         """
-        if (row := self._rows.get(spec)) is None:
-            row = self._rows[spec] = self._formed(spec).with_constants(spec, self.constants)
+        row = self._rows.get(spec)
+        if row is None:
+            rule = self._in_form(self._native_row(spec), spec)
+            row = rule.with_constants(spec, self.constants)
+            self._rows[spec] = row
         return row
 
     @functools.cached_property
     def _rows(self) -> dict[ParamSpec, Rule]:
-        """What `row` has said: theory asks for every one ten times."""
+        """Rows that were computed before, by declaration. Theory asks for each row ten times."""
         return {}
 
     def _table(self, spec: ParamSpec) -> Rule:
-        if spec.role not in ADAPTERS:
-            return self.rule(spec)
-        from mupax.presets import adapters
+        """Return the source's row of a parameter, or for an adapter the row derived from it."""
+        if spec.role in ADAPTERS:
+            return adapters.row(self.rule, spec)
+        return self.rule(spec)
 
-        return adapters.row(self.rule, spec)
-
-    def _formed(self, spec: ParamSpec) -> Rule:
-        if spec.moved_by_loads:  # which are of no size's order
+    def _native_row(self, spec: ParamSpec) -> Rule:
+        """Return the parameter's rule in the native form, for its own stack and shared axes."""
+        if spec.moved_by_loads:
+            # A router's bias moves by the loads of experts, which have the order of no size.
             return Rule(decays=False)
+
         rule = self._table(spec)
         if spec.blocks != OWN.axis:
             rule = rule.renamed(OWN.axis, spec.blocks)
         if spec.shared and self.by_gradients:
-            # Gradients along the shared axes are summed, and align in training as those of heads that share a QK-norm gain do.
-            # Adam's steps do not depend on a gradient's size.
+            # Gradients along the shared axes are summed, and align in training as the gradients of
+            # heads that share a QK-norm gain do. Adam's steps do not depend on a gradient's size.
             summed = product(spec.shared)
             rule = rule.times(sgd=ONE / summed, eps=summed)
-        if self.form is None or self.form == self.native_form:
+        return rule
+
+    def _in_form(self, rule: Rule, spec: ParamSpec) -> Rule:
+        """Return a rule of the native form in the preset's form."""
+        if spec.moved_by_loads or self.form is None or self.form == self.native_form:
             return rule
         if self.form == "table-9" and "sgd" in self.no_rule:
             raise PresetError(
-                f"{self.name} has no table-9 form: it has no SGD rates to make equal; write form 'plain'"
+                f"{self.name} has no table-9 form: it has no SGD rates to make equal; "
+                "write form 'plain'"
             )
         if not spec.tied:
             return rule.moved(theta(rule, spec, self.form))
+
         if self.form == "plain":
             raise PresetError(
-                f"{self.name}: a tied readout has no plain form, its table is the token embedding's; "
+                f"{self.name}: a tied readout has no plain form, "
+                "its table is the token embedding's; "
                 f"write form {self.native_form!r} or untie it"
             )
-        # The table's rates move with the embedding's theta. The readout's own multiplier stays: it acts on the table as the
-        # forward pass sees it, multiplied by theta and divided by it.
+        # A tied readout has no array of its own, so its learning rates move with the embedding's
+        # theta. Its multiplier stays: the forward pass sees the array multiplied by theta and
+        # divided by it.
         embedding = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=spec.axes)
         moved = rule.moved(theta(self.rule(embedding), embedding, self.form))
         return dataclasses.replace(moved, multiplier=rule.multiplier)
 
+    # Sizes relative to the base.
+
     def base_size(self, name: str, sizes: Mapping[str, int]) -> int:
-        """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite), or it is an adapter's rank.
+        """Return the base size of an axis.
+
+        An axis that the base does not name has the base size of the axis that it follows
+        (`roles.FOLLOWS`), or else its own size, so that it never counts as growing. The rank of an
+        adapter has its own size under every base. In the absolute form all other base sizes are 1.
 
         Args:
-            name: of a logical axis.
-            sizes: of every logical axis of the model.
+            sizes: Size of every logical axis of the model.
+
+        Raises:
+            PresetError: Neither the base nor `sizes` has the axis.
         """
         if name == RANK and name in sizes:
             return sizes[name]
         if self.base is None:
             return 1
-        size = self.base.get(name, self.base.get(FOLLOWS.get(name, name), sizes.get(name)))
-        if size is None:
-            raise PresetError(f"axis {name!r} has no size; the sizes given are {dict(sizes)}")
-        return size
+
+        followed = FOLLOWS.get(name, name)
+        if name in self.base:
+            return self.base[name]
+        if followed in self.base:
+            return self.base[followed]
+        if name in sizes:
+            return sizes[name]
+        raise PresetError(f"axis {name!r} has no size; the sizes given are {dict(sizes)}")
 
     def ratios(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """m_axis = size / base size of every axis in `sizes`; 1 for an axis the base does not name."""
+        """Return size / base size of every axis in `sizes`; 1 for a finite axis (`base_size`)."""
         return {name: size / self.base_size(name, sizes) for name, size in sizes.items()}
 
     def grows_evenly(self, sizes: Mapping[str, int]) -> bool:
-        """Whether embed and mlp grow with the heads or with their dimension alone, as the limits do that the rules are made for."""
+        """Return whether embed, mlp and either the heads or head_dim grow by one ratio.
+
+        The rules are derived for these two limits: more heads, or larger heads.
+        """
         ratios = self.ratios(sizes)
-        wide, heads, each = (
-            {ratios.get(a, 1) for a in s if a != "mlp" or a in ratios or "experts" not in ratios}
-            for s in (("embed", "mlp"), ("heads", "kv_heads"), ("head_dim",))
-        )
-        return len(wide) == 1 and (heads, each) in ((wide, {1}), ({1}, wide))
+        width = ratios.get("embed", 1)
+        mlp = ratios.get("mlp", 1)
+        if "mlp" not in ratios and "experts" in ratios:
+            # Every block has experts in place of an MLP.
+            mlp = width
+        if mlp != width:
+            return False
 
-    def factors(
-        self,
-        spec: ParamSpec,
-        sizes: Mapping[str, int],
-        optimizer: str = "adam",
-        decay: Decay = "coupled",
-    ) -> Scales:
-        """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off).
+        heads = {ratios.get("heads", 1), ratios.get("kv_heads", 1)}
+        head_dim = ratios.get("head_dim", 1)
+        more_heads = heads == {width} and head_dim == 1
+        larger_heads = heads == {1} and head_dim == width
+        return more_heads or larger_heads
 
-        Args:
-            spec: the parameter's declaration.
-            sizes: of the model.
-            optimizer: one of `optimizers`.
-            decay: coupled or independent.
-        """
-        family = self.family(optimizer)
-        return self.row(spec).factors(self.ratios(sizes), self.base or {}, family, decay)
-
-    @property
-    def optimizers(self) -> tuple[str, ...]:
-        """Names of the optimizers that the preset has a rule for."""
-        return tuple(
-            name for name, optimizer in OPTIMIZERS.items() if optimizer.family not in self.no_rule
-        )
-
-    def family(self, optimizer: str) -> Family:
-        """The column of the table that an optimizer follows.
-
-        Raises:
-            PresetError: the preset has no rule for it; the text says why where the source does.
-        """
-        if optimizer in self.optimizers:
-            return OPTIMIZERS[optimizer].family
-        entry = OPTIMIZERS.get(optimizer)
-        name = f"{optimizer!r} ({self.no_rule[entry.family]})" if entry else refused(optimizer)
-        raise PresetError(
-            f"{self.name} has no rule for the optimizer {name}; it has one for {', '.join(self.optimizers)}"
-        )
+    # Values of one parameter.
 
     def scales(
         self,
@@ -200,136 +213,223 @@ class Preset:
         optimizer: str = "adam",
         decay: Decay = "coupled",
     ) -> Scales:
-        """Numbers for one parameter at these sizes.
+        """Return the values of one parameter at these sizes: base values times factors.
 
         Args:
-            spec: the parameter's declaration.
-            sizes: size of every logical axis of the model.
-            optimizer: one of `optimizers`.
-            decay: coupled (w -= lr*wd*w) or independent (w -= wd*w, following the schedule).
+            sizes: Size of every logical axis of the model.
+            optimizer: Name in `Preset.optimizers`.
+            decay: "coupled" (w -= lr * wd * w) or "independent" (w -= wd * w, where wd follows the
+                schedule).
 
         Raises:
-            PresetError: no rule for the optimizer, or a size that the rule needs is missing.
+            PresetError: There is no rule for the optimizer, or a size that the rule needs is
+                missing.
         """
         if not isinstance(spec, ParamSpec):
             raise PresetError(
-                f"{spec!r} is no declaration; write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))"
+                f"{spec!r} is no declaration; "
+                "write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))"
             )
-        base, factors = self.base_values(spec, sizes), self.factors(spec, sizes, optimizer, decay)
-        if (
-            self.muon_rms
-            and self.family(optimizer) == "muon"
-            and self._table(spec).muon is not None
-        ):
-            fans = (
-                math.prod(self.base_size(axis, sizes) for axis in axes)
-                for axes in (spec.fan_in, spec.fan_out)
-            )
-            lr = 0.2 * max(fans) ** 0.5
-            base = dataclasses.replace(
-                base, lr=lr, weight_decay=1.0 if decay == "independent" else 1 / lr
-            )
-        return base.times(factors)
+        base_values = self.base_values(spec, sizes)
+        factors = self.factors(spec, sizes, optimizer, decay)
 
-    def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
-        """Values at base size: fan_in^-1/2 for matrices, 1 for embeddings and gains, 0 for biases; D_in^-1/2 on patches.
+        on_muon = self.muon_rms and self.family(optimizer) == "muon"
+        if on_muon and self._table(spec).muon is not None:
+            # Entries of an orthogonal matrix have root mean square max(fan_in, fan_out)^-1/2.
+            fan_in = math.prod(self.base_size(axis, sizes) for axis in spec.fan_in)
+            fan_out = math.prod(self.base_size(axis, sizes) for axis in spec.fan_out)
+            lr = 0.2 * max(fan_in, fan_out) ** 0.5
+            # Weight decay subtracts the same share of w as without this factor.
+            weight_decay = 1.0 if decay == "independent" else 1 / lr
+            base_values = dataclasses.replace(base_values, lr=lr, weight_decay=weight_decay)
+        return base_values.times(factors)
 
-        A tied readout has the embedding's std 1, so its fan_in^-1/2 sits in the multiplier.
+    def factors(
+        self,
+        spec: ParamSpec,
+        sizes: Mapping[str, int],
+        optimizer: str = "adam",
+        decay: Decay = "coupled",
+    ) -> Scales:
+        """Return one parameter's factors relative to the base.
+
+        At base size each is the constant of the parameter's group, which is exactly 1 unless set.
+        A weight decay that does not apply is 0.
 
         Args:
-            spec: the parameter's declaration.
-            sizes: of every logical axis of the model; only the base's count where it has them.
+            sizes: Size of every logical axis of the model.
+            optimizer: Name in `Preset.optimizers`.
+            decay: "coupled" or "independent", as in `scales`.
+        """
+        family = self.family(optimizer)
+        ratios = self.ratios(sizes)
+        return self.row(spec).factors(ratios, self.base or {}, family, decay)
+
+    def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
+        """Return the multiplier and initial std of a parameter at base size.
+
+        Matrices start with std fan_in^-1/2, embeddings and gains with 1, biases and `LORA_B` with
+        0. Patch embeddings have std 1 and the multiplier D_in^-1/2. The source's constant and a
+        gain's own start multiply the std.
+
+        Args:
+            sizes: Size of every logical axis of the model. It is read only for axes that the base
+                does not name.
         """
         root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
+        # A tied readout has the embedding's std 1, so its fan_in^-1/2 sits in the multiplier.
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
-        zero = spec.role in ZERO or (
-            spec.role is Role.READOUT and self.zero_readout and not spec.tied
-        )
-        std = 0.0 if zero else self._table(spec).init_constant * spec.start
-        return Scales(
-            multiplier=root if on_multiplier else 1.0,
-            init_std=std if on_multiplier or spec.role in VECTORS else std * root,
-        )
+
+        zero_readout = spec.role is Role.READOUT and self.zero_readout and not spec.tied
+        if spec.role in ZERO or zero_readout:
+            std = 0.0
+        else:
+            std = self._table(spec).init_constant * spec.start
+
+        if on_multiplier:
+            return Scales(multiplier=root, init_std=std)
+        if spec.role in VECTORS:
+            return Scales(init_std=std)
+        return Scales(init_std=std * root)
+
+    # The forward pass.
 
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
-        """What attention logits k.q are multiplied by: N_base^-1/2 at base size (-1 for keys that start as queries), N^-1/2 under `sp`."""
-        root = -1.0 if self.key_as_query else -0.5
-        return self.base_size("head_dim", sizes) ** root * self.logits(
-            self.ratios(sizes), self.base
-        )
+        """Return the factor on attention logits k.q.
+
+        At base size it is N_base^-1/2 times the constant of `logits`, or N_base^-1 times it if keys
+        start as queries.
+        """
+        # k.q is of size N^1/2 for independent vectors and of size N for equal ones.
+        exponent = -1.0 if self.key_as_query else -0.5
+        base_scale = self.base_size("head_dim", sizes) ** exponent
+        return base_scale * self.logits(self.ratios(sizes), self.base)
 
     def residual_scale(
         self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
     ) -> tuple[float, float]:
-        """(skip, branch) multipliers of one residual addition: h <- skip * h + branch * f(norm(h)).
+        """Return (skip, branch) of one residual addition: h <- skip * h + branch * f(norm(h)).
 
         Args:
-            sizes: of the model.
-            layer: from 0.
-            branch: of the block.
-            stack: that the block is of.
+            sizes: Size of every logical axis of the model.
+            layer: Index of the block, from 0.
+            branch: Branch of the block, such as "mlp".
+            stack: Stack that the block is in. The default is the stack of most models.
         """
         if self.residual is not None:
             return self.residual(sizes[stack.axis], layer, branch, stack.branches)
-        return 1.0, self.branch.renamed(OWN.axis, stack.axis)(self.ratios(sizes), self.base)
+        law = self.branch.renamed(OWN.axis, stack.axis)
+        return 1.0, law(self.ratios(sizes), self.base)
+
+    # Optimizers.
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """Names of the optimizers that the preset has a rule for."""
+        names = []
+        for name, optimizer in OPTIMIZERS.items():
+            if optimizer.family not in self.no_rule:
+                names.append(name)
+        return tuple(names)
+
+    def family(self, optimizer: str) -> Family:
+        """Return the optimizer's family, whose columns of the table it follows.
+
+        Raises:
+            PresetError: The preset has no rule for the optimizer. The message has the source's
+                reason.
+        """
+        if optimizer in self.optimizers:
+            return OPTIMIZERS[optimizer].family
+
+        if optimizer in OPTIMIZERS:
+            reason = self.no_rule[OPTIMIZERS[optimizer].family]
+            name = f"{optimizer!r} ({reason})"
+        else:
+            name = refused(optimizer)
+        raise PresetError(
+            f"{self.name} has no rule for the optimizer {name}; "
+            f"it has one for {', '.join(self.optimizers)}"
+        )
+
+    # Variants.
 
     def with_logits(self, logits: Power) -> Preset:
         """Return the same table with another scale of attention logits."""
         preset = dataclasses.replace(self, logits=logits)
-        preset._rows.update(self._rows)  # no row depends on this scale
+        # No row depends on this scale, so the computed rows stay valid.
+        preset._rows.update(self._rows)
         return preset
 
     def with_form(self, form: Form) -> Preset:
-        """The same training with multipliers in another place; raises PresetError where no form has this name."""
+        """Return the preset with its multipliers in another place, which trains the same.
+
+        Raises:
+            PresetError: `form` is none of `FORMS`.
+        """
         if form not in FORMS:
             raise PresetError(f"no form is named {form!r}; write {', '.join(map(repr, FORMS))}")
         return dataclasses.replace(self, form=form)
 
+    # Text.
+
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
-        """What to know before trusting the table at these sizes: growth it was not derived for, one sentence each.
+        """Return what to know before trusting the table at these sizes, one sentence each.
+
+        Sentences are the source's `warnings` and growth for which the table was not derived.
 
         Args:
-            sizes: of the model.
-            optimizer: whose updates.
+            sizes: Size of every logical axis of the model.
+            optimizer: Name in `Preset.optimizers`.
         """
-        m = self.ratios(sizes)
+        ratios = self.ratios(sizes)
         cautions = list(self.warnings)
-        if abs(m.get("active", 1) / m.get("experts", 1) - 1) > 0.01:
+        active_share = ratios.get("active", 1) / ratios.get("experts", 1)
+        if abs(active_share - 1) > 0.01:
             cautions.append(
-                f"active/experts is {m['active'] / m['experts']:.3g} times the base's; rules of experts hold at a fixed share"
+                f"active/experts is {active_share:.3g} times the base's; "
+                "rules of experts hold at a fixed share"
             )
-        if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():
+        if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= ratios.keys():
             return cautions
-        for above, below in (("mlp", "embed"), ("heads", "kv_heads")):
-            ratio = m[above] / m[below]
+
+        for numerator, denominator in (("mlp", "embed"), ("heads", "kv_heads")):
+            ratio = ratios[numerator] / ratios[denominator]
             if abs(ratio - 1) > 0.01:
                 cautions.append(
-                    f"{above}/{below} is {ratio:.3g} times the base's; transfer is not proved"
+                    f"{numerator}/{denominator} is {ratio:.3g} times the base's; "
+                    "transfer is not proved"
                 )
-        alpha_a, family = self.choices.get("alpha_a", 1.0), self.family(optimizer)
-        if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and family == "sgd":
+
+        family = self.family(optimizer)
+        alpha_a = self.choices.get("alpha_a", 1.0)
+        below_one = isinstance(alpha_a, float) and alpha_a < 1
+        if below_one and ratios["head_dim"] > 1 and family == "sgd":
             cautions.append(
-                f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: q, k gradients grow once they align"
+                f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: "
+                "q, k gradients grow once they align"
             )
         if family == "lion":
             cautions.append(
-                "Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)"
+                "Lion follows Adam's rule here, and a study found that it does not transfer "
+                "(2404.05728)"
             )
         return cautions
 
     @property
     def label(self) -> str:
-        """Name and the constants that are not its defaults."""
-        constants = (
-            f" {k}={v:g}" if isinstance(v, float) else f" {k}={v}" for k, v in self.choices.items()
-        )
-        return self.name + "".join(constants)
+        """Name and choices, such as "mup alpha_a=1"."""
+        words = [self.name]
+        for name, value in self.choices.items():
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words.append(f"{name}={text}")
+        return " ".join(words)
 
     def describe(self) -> str:
-        """One line: name, constants, form and base."""
-        base = (
-            "absolute"
-            if self.base is None
-            else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
-        )
+        """Return one line with name, choices, form and base."""
+        if self.base is None:
+            base = "absolute"
+        else:
+            sizes = [f"{name}={size}" for name, size in self.base.items()]
+            base = "base " + " ".join(sizes)
         return f"{self.label}, {self.form or self.native_form}, {base}"

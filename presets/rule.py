@@ -1,23 +1,24 @@
-"""`Rule`: one row of a preset's table as power laws, and `Scales`: the numbers it gives one parameter.
+"""Rows of a preset's table: `Rule` has a power law (`Power`) per column, `Scales` their values.
 
-The algebra is abc-parametrization (Yang & Hu, Tensor Programs IV): a parameter acts as multiplier * w, starts with
-std init_std, and trains at lr. `Rule.moved` is its symmetry: a form says where multipliers sit, and changing it never changes
-training.
+The algebra is the abc-parametrization of Tensor Programs IV (Yang & Hu): a parameter acts as
+multiplier * w, starts with standard deviation init_std and trains at learning rate lr. A factor can
+move between w and its multiplier without changing training (`Rule.moved`). A form says where these
+factors are kept:
 
-| form               | multiplier of a matrix or embedding | of the readout | source                                   |
-|--------------------|-------------------------------------|----------------|------------------------------------------|
-| plain              | 1                                   | 1              | Tensor Programs V, Table 3               |
-| readout-multiplier | 1                                   | its whole scale| Tensor Programs V, Table 8               |
-| mean-field         | its whole scale, std 1              | the same       | Bordelon et al. 2024, section 2.1        |
-| table-9            | what makes every SGD rate the same  | the same       | Tensor Programs V, Table 9               |
+| form               | multiplier of a matrix or embedding | multiplier of the readout    |
+|--------------------|-------------------------------------|------------------------------|
+| plain              | 1                                   | 1                            |
+| readout-multiplier | 1                                   | such that init_std is 1      |
+| mean-field         | such that init_std is 1             | such that init_std is 1      |
+| table-9            | such that the SGD lr is 1           | such that the SGD lr is 1    |
 
-The patch embedding keeps its D_in^-1/2 in the first two (D_in is finite). Gains and biases move in table-9 only.
-In the mean-field form queries and keys have std N^(1-alpha_a), as in the paper (`Rule.mean_field`).
+Sources: Tensor Programs V, Table 3 (plain), Table 8 (readout-multiplier) and Table 9 (table-9);
+Bordelon et al. 2024, section 2.1 (mean-field).
 
-Power laws in the logical sizes are the arithmetic of every preset's table.
-
-A `Power` is coefficient * product over axes of m_axis^exponent with m_axis = size / base size. It stays symbolic until
-sizes are given, so a rule can be evaluated, printed, or taken to a limit without running anything.
+The entries are powers of the sizes, relative to the base. Exceptions: the patch embedding keeps its
+own multiplier in plain and readout-multiplier, because its fan-in D_in is finite. Gains and biases
+move in table-9 only. In mean-field, queries and keys have std N^(1 - alpha_a), as in the paper
+(`Rule.mean_field`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
@@ -33,28 +33,48 @@ from mupax.presets.optimizers import Family
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 
 SYMBOLS = {
-    "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "N", "mlp": "F", "layers": "L", "patch": "D_in",
-    "memory": "D_e", "representation": "D_r", "encoder_layers": "L_e", "value_dim": "N_v",
-    "experts": "E", "active": "a", "expert_dim": "m",
-}  # fmt: skip
-"""Letters for axes in printed rules, after the papers."""
+    "embed": "D",
+    "heads": "H",
+    "kv_heads": "K",
+    "head_dim": "N",
+    "mlp": "F",
+    "layers": "L",
+    "patch": "D_in",
+    "memory": "D_e",
+    "representation": "D_r",
+    "encoder_layers": "L_e",
+    "value_dim": "N_v",
+    "experts": "E",
+    "active": "a",
+    "expert_dim": "m",
+}
+"""Letters for axes in printed rules, as in the papers."""
 
 Exponents = tuple[tuple[str, float], ...]
+"""Pairs of an axis and its exponent, sorted by axis."""
 
 Decay = Literal["coupled", "independent"]
+"""Ways in which weight decay enters: w -= lr * wd * w (coupled) or w -= wd * w (independent)."""
+
 Form = Literal["plain", "readout-multiplier", "mean-field", "table-9"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 Number = float | tuple[float, ...]
-"""One number, or one per layer of a stacked parameter (only measured tables have the latter)."""
+"""One value, or one per layer of a stacked parameter. Only measured tables have one per layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Power:
-    """coefficient * prod_axis m_axis ** exponent; immutable, exponents sorted by axis and never zero.
+    """Power law: coefficient * product over axes of (size / base size) ** exponent.
 
-    `clips` are further factors min(1, prod_axis size ** exponent) ** power of *sizes*; each counts as its value over its
-    value at base size, so that the whole is still the coefficient at the base.
+    A law is symbolic. It can be printed, multiplied or taken to a limit before any size is known.
+
+    Attributes:
+        coefficient: Value at base size.
+        exponents: Exponent of each axis, sorted by axis and without zeros.
+        clips: Pairs (inner, power) for factors min(1, product of size ** exponent) ** power, with
+            the exponents `inner`. A clip reads sizes, not ratios. Each is divided by its value at
+            base size, so that the law is still `coefficient` there.
     """
 
     coefficient: float = 1.0
@@ -64,10 +84,12 @@ class Power:
     def __mul__(self, other: Power | float) -> Power:
         if not isinstance(other, Power):
             return Power(self.coefficient * other, self.exponents, self.clips)
+
+        coefficient = self.coefficient * other.coefficient
         if not (other.exponents or other.clips):
-            return Power(self.coefficient * other.coefficient, self.exponents, self.clips)
+            return Power(coefficient, self.exponents, self.clips)
         return Power(
-            self.coefficient * other.coefficient,
+            coefficient,
             _collected(self.exponents + other.exponents),
             _collected(self.clips + other.clips),
         )
@@ -75,131 +97,181 @@ class Power:
     __rmul__ = __mul__
 
     def __pow__(self, exponent: float) -> Power:
-        exponents = tuple((axis, e * exponent) for axis, e in self.exponents if e * exponent)
-        clips = tuple((inner, power * exponent) for inner, power in self.clips if power * exponent)
+        exponents = _scaled(self.exponents, exponent)
+        clips = _scaled(self.clips, exponent)
         return Power(self.coefficient**exponent, exponents, clips)
 
     def __truediv__(self, other: Power | float) -> Power:
-        return self * (other**-1 if isinstance(other, Power) else 1.0 / other)
+        if isinstance(other, Power):
+            return self * other**-1
+        return self * (1.0 / other)
 
-    def renamed(self, before: str, after: str) -> Power:
-        """The same law in another axis.
+    def renamed(self, axis_name: str, new_name: str) -> Power:
+        """Return the law with one axis replaced by another.
 
         Args:
-            before: axis of the law.
-            after: what stands in its place.
+            axis_name: Axis to replace, such as `layers`.
+            new_name: Axis to write instead, such as `encoder_layers`.
         """
-
-        def moved(exponents: Exponents) -> Exponents:
-            return _collected(
-                tuple((after if axis == before else axis, e) for axis, e in exponents)
-            )
-
-        clips = tuple((moved(inner), power) for inner, power in self.clips)
-        return Power(self.coefficient, moved(self.exponents), clips)
+        exponents = _renamed(self.exponents, axis_name, new_name)
+        clips = tuple((_renamed(inner, axis_name, new_name), power) for inner, power in self.clips)
+        return Power(self.coefficient, exponents, clips)
 
     def growth(self, axes: Mapping[str, float]) -> float:
-        """The exponent of t as t -> infinity where each axis grows as t ** axes[axis] and the others stay."""
+        """Return the exponent of t with which the law grows as t goes to infinity.
+
+        Args:
+            axes: Exponent of t with which each axis grows. Axes that are not in it stay fixed.
+        """
         clipped: float = 0
         for inner, power in self.clips:
+            # A clip whose argument grows ends at 1.
             clipped += power * min(0.0, _slope(inner, axes))
         return _slope(self.exponents, axes) + clipped
 
     def __call__(
         self, ratios: Mapping[str, float], base: Mapping[str, float] | None = None
     ) -> float:
-        """The value at m_axis = ratios[axis]. Exactly the coefficient where every ratio is 1.
+        """Evaluate the law. The value is exactly `coefficient` if every ratio is 1.
 
         Args:
-            ratios: size over base size of every axis.
-            base: base sizes, for clips; an axis not in it has base 1.
+            ratios: Size divided by base size, by axis.
+            base: Base size by axis, which only clips read. An axis that is not in it has base 1.
 
         Raises:
-            PresetError: an axis of the rule has no ratio.
+            PresetError: `ratios` lacks an axis of the law.
         """
         value = self.coefficient
-        for axis, exponent in self.exponents:
-            value *= _ratio(axis, ratios) ** exponent
+        for axis_name, exponent in self.exponents:
+            value *= _ratio(axis_name, ratios) ** exponent
+
+        base = base or {}
         for inner, power in self.clips:
-            at_base = math.prod((base or {}).get(axis, 1) ** e for axis, e in inner)
-            at_size = at_base * math.prod(_ratio(axis, ratios) ** e for axis, e in inner)
-            value *= (min(1.0, at_size) / min(1.0, at_base)) ** power
+            at_base = math.prod(base.get(name, 1) ** exponent for name, exponent in inner)
+            growth = math.prod(_ratio(name, ratios) ** exponent for name, exponent in inner)
+            # Divided by the clip at base size, where the value must be the coefficient.
+            value *= (min(1.0, at_base * growth) / min(1.0, at_base)) ** power
         return value
 
     def __str__(self) -> str:
-        parts = [
-            f"min(1, {_text(inner)})" + (f"^{power:g}" if power != 1 else "")
-            for inner, power in self.clips
-        ]
+        factors = []
         if self.exponents:
-            parts.insert(0, _text(self.exponents))
-        if self.coefficient != 1 or not parts:
-            parts.insert(0, f"{self.coefficient:g}")
-        return " ".join(parts)
+            factors.append(_text(self.exponents))
+        for inner, power in self.clips:
+            clip = f"min(1, {_text(inner)})"
+            if power != 1:
+                clip += f"^{power:g}"
+            factors.append(clip)
+
+        if self.coefficient != 1 or not factors:
+            factors.insert(0, f"{self.coefficient:g}")
+        return " ".join(factors)
 
 
-@functools.lru_cache(4096)  # a table multiplies the same few laws for every parameter
+# Cached because a table multiplies the same few laws for every parameter.
+@functools.lru_cache(4096)
 def _collected(terms: tuple) -> tuple:
-    """Return exponents of equal keys added up, sorted, without zeros."""
+    """Return terms with the exponents of equal keys added up, sorted and without zeros."""
     total: dict = {}
     for key, exponent in terms:
         total[key] = total.get(key, 0.0) + exponent
-    return tuple(sorted((key, e) for key, e in total.items() if abs(e) > 1e-12))
+
+    # Sums such as 0.1 + 0.2 - 0.3 miss zero by rounding.
+    nonzero = [(key, exponent) for key, exponent in total.items() if abs(exponent) > 1e-12]
+    return tuple(sorted(nonzero))
 
 
-def _ratio(axis: str, ratios: Mapping[str, float]) -> float:
-    if axis not in ratios:
+def _scaled(terms: tuple, factor: float) -> tuple:
+    """Return terms with every exponent multiplied by `factor`, without zeros."""
+    scaled = [(key, exponent * factor) for key, exponent in terms]
+    return tuple((key, exponent) for key, exponent in scaled if exponent)
+
+
+def _renamed(exponents: Exponents, axis_name: str, new_name: str) -> Exponents:
+    """Return exponents with one axis replaced by another, added up if both are present."""
+    terms = []
+    for name, exponent in exponents:
+        if name == axis_name:
+            name = new_name
+        terms.append((name, exponent))
+    return _collected(tuple(terms))
+
+
+def _ratio(axis_name: str, ratios: Mapping[str, float]) -> float:
+    """Return one axis' ratio of size to base size, or refuse with a message."""
+    if axis_name not in ratios:
         raise PresetError(
-            f"the rule needs the size of axis {axis!r}; the sizes given are {dict(ratios)}"
+            f"the rule needs the size of axis {axis_name!r}; the sizes given are {dict(ratios)}"
         )
-    return ratios[axis]
+    return ratios[axis_name]
 
 
 def _slope(exponents: Exponents, axes: Mapping[str, float]) -> float:
-    """Return the exponent of a product of axes, each of which grows as `axes` says."""
+    """Return the exponent of t of a product of axes, each of which grows as t ** axes[axis]."""
     total: float = 0
-    for axis, exponent in exponents:
-        total += exponent * axes.get(axis, 0.0)
+    for axis_name, exponent in exponents:
+        total += exponent * axes.get(axis_name, 0.0)
     return total
 
 
 def _text(exponents: Exponents) -> str:
-    return " ".join(
-        f"{SYMBOLS.get(axis, axis)}^{exponent:g}" if exponent != 1 else SYMBOLS.get(axis, axis)
-        for axis, exponent in exponents
-    )
+    """Return a product of axes for printing, such as "D^-1 L"."""
+    factors = []
+    for axis_name, exponent in exponents:
+        factor = SYMBOLS.get(axis_name, axis_name)
+        if exponent != 1:
+            factor += f"^{exponent:g}"
+        factors.append(factor)
+    return " ".join(factors)
 
 
 ONE = Power()
 
 
 def axis(name: str) -> Power:
-    """m_name, the ratio of one axis' size to its base size."""
+    """Return the law size / base size of one axis."""
     return Power(1.0, ((name, 1.0),))
 
 
-def product(names: Iterable[str]) -> Power:
-    """The product of several axes' ratios; `product(spec.fan_in)` is m_in."""
-    return functools.reduce(operator.mul, (axis(name) for name in names), ONE)
+def product(axis_names: Iterable[str]) -> Power:
+    """Return the product of the laws of several axes.
+
+    `product(spec.fan_in)` is a matrix' fan-in divided by its fan-in at base size.
+    """
+    law = ONE
+    for name in axis_names:
+        law = law * axis(name)
+    return law
 
 
 def at_most_one(power: Power) -> Power:
-    """min(1, power), evaluated at sizes, not at ratios."""
+    """Return the law min(1, x), where x is a product of sizes with the exponents of `power`.
+
+    The sizes are absolute, so the clip sets in where x crosses 1, whatever the base. The result is
+    1 at base size. The coefficient and the clips of `power` are left out.
+    """
     return Power(1.0, (), ((power.exponents, 1.0),))
 
 
 def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
-    """Constants that are not their defaults, each (value, default), as `Preset.choices` has them."""
-    return {
-        name: value
-        for name, (value, default) in constants.items()
-        if value is not None and value != default
-    }
+    """Return the constants that differ from their defaults, by name, for `Preset.choices`.
+
+    Args:
+        **constants: Pairs (value, default). A value `None` is left out.
+    """
+    choices = {}
+    for name, (value, default) in constants.items():
+        if value is not None and value != default:
+            choices[name] = value
+    return choices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Numbers for one parameter. `lr`, `eps`, `weight_decay` multiply the optimizer's; `init_std` is absolute."""
+    """Values of one parameter.
+
+    `lr`, `eps` and `weight_decay` multiply the optimizer's own settings. `init_std` is absolute.
+    """
 
     multiplier: Number = 1.0
     init_std: Number = 1.0
@@ -208,30 +280,29 @@ class Scales:
     weight_decay: Number = 1.0
 
     def times(self, other: Scales) -> Scales:
-        """Columnwise product."""
-        return Scales(
-            **{
-                f.name: getattr(self, f.name) * getattr(other, f.name)
-                for f in dataclasses.fields(self)
-            }
-        )
+        """Return the product with `other`, column by column. Neither may have values per layer."""
+        names = [field.name for field in dataclasses.fields(self)]
+        products = {name: getattr(self, name) * getattr(other, name) for name in names}
+        return Scales(**products)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One row of a preset's table: how each column scales, as power laws.
+    """One row of a preset's table: a power law in the sizes for each column.
 
     Attributes:
-        multiplier: forward multiplier.
-        init_std: initial standard deviation (of a gain: its value).
-        sgd: learning rate under SGD and momentum.
-        adam: learning rate under Adam, AdamW and Lion.
-        muon: learning rate under Muon; None where the parameter stays on Adam.
+        multiplier: Forward multiplier.
+        init_std: Initial standard deviation. For a gain, its initial value.
+        sgd: Learning rate under SGD, with or without momentum.
+        adam: Learning rate under Adam, AdamW and Lion.
+        muon: Learning rate under Muon. `None` if Muon leaves the parameter to Adam.
         eps: Adam's eps.
-        decays: whether weight decay applies at all.
-        decay: independent weight decay; the coupled one is this over the learning rate, so that lr*wd is `decay`.
-        init_constant: a source's own constant on the initial std at base size.
-        mean_field: what the mean-field form has in the multiplier beyond multiplier * init_std.
+        decays: Whether weight decay applies.
+        decay: Share of w that weight decay subtracts at each step. Independent weight decay is this
+            column. Coupled weight decay is this column divided by the learning rate.
+        init_constant: The source's own constant on the initial std at base size.
+        mean_field: Extra factor on the multiplier in the mean-field form, where `init_std` is
+            divided by it.
     """
 
     multiplier: Power = ONE
@@ -246,166 +317,206 @@ class Rule:
     mean_field: Power = ONE
 
     def lr(self, family: Family) -> Power:
-        """The learning rate's column of an optimizer family."""
+        """Return the learning rate column of an optimizer family."""
+        # Lion takes the sign of a momentum: entries of its steps are of the same order as Adam's.
         muon = self.adam if self.muon is None else self.muon
-        return {"sgd": self.sgd, "adam": self.adam, "lion": self.adam, "muon": muon}[family]
+        columns = {"sgd": self.sgd, "adam": self.adam, "lion": self.adam, "muon": muon}
+        return columns[family]
 
     def eps_of(self, family: Family) -> Power:
-        """Adam's eps scales; Muon's orthogonalization, SGD and Lion have none that matters."""
-        on_adam = family == "adam" or (family == "muon" and self.muon is None)
-        return self.eps if on_adam else ONE
+        """Return the eps column, or 1 for an optimizer whose eps does not scale."""
+        left_to_adam = family == "muon" and self.muon is None
+        if family == "adam" or left_to_adam:
+            return self.eps
+        # SGD and Lion have no eps, and the eps of Muon's orthogonalization does not matter.
+        return ONE
 
     def moved(self, theta: Power) -> Rule:
-        """The same training with multiplier theta times larger: std/theta, SGD lr/theta^2, other lr/theta, eps*theta."""
+        """Return the rule with a multiplier `theta` times larger and the same training.
+
+        The weight w becomes w / theta. `Rule.decay` stays, because it is a share of w.
+        """
+        # All steps must shrink with w. The gradient with respect to w / theta is theta times
+        # larger, which SGD's learning rate must undo as well.
+        muon = None if self.muon is None else self.muon / theta
         return dataclasses.replace(
             self,
             multiplier=self.multiplier * theta,
             init_std=self.init_std / theta,
             sgd=self.sgd / theta**2,
             adam=self.adam / theta,
-            muon=None if self.muon is None else self.muon / theta,
+            muon=muon,
             eps=self.eps * theta,
         )
 
-    def renamed(self, before: str, after: str) -> Rule:
-        """The rule with one axis in place of another in every column.
+    def renamed(self, axis_name: str, new_name: str) -> Rule:
+        """Return the rule with one axis replaced by another in every column.
 
         Args:
-            before: axis of the rule.
-            after: what stands in its place.
+            axis_name: Axis to replace, such as `layers`.
+            new_name: Axis to write instead, such as `encoder_layers`.
         """
-        columns = {
-            name: x.renamed(before, after) for name, x in vars(self).items() if isinstance(x, Power)
-        }
+        columns = {}
+        for column, value in vars(self).items():
+            if isinstance(value, Power):
+                columns[column] = value.renamed(axis_name, new_name)
         return dataclasses.replace(self, **columns)
 
     def times(
         self, *, sgd: Power | float = 1.0, adam: Power | float = 1.0, eps: Power | float = 1.0
     ) -> Rule:
-        """The rule with factors on some columns; `adam` goes on Muon's rate too.
+        """Return the rule with some columns multiplied by a factor.
 
         Args:
-            sgd: on the rate of SGD.
-            adam: on those of Adam, Lion and Muon.
-            eps: on Adam's eps.
+            sgd: Factor on the learning rate under SGD.
+            adam: Factor on the learning rates under Adam, Lion and Muon.
         """
+        muon = None if self.muon is None else self.muon * adam
         return dataclasses.replace(
             self,
             sgd=self.sgd * sgd,
             adam=self.adam * adam,
-            muon=None if self.muon is None else self.muon * adam,
+            muon=muon,
             eps=self.eps * eps,
         )
 
     def with_constants(self, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
-        """The rule with the constants of the spec's group (`mupax.presets.constants`).
+        """Return the rule with the constants of the parameter's group multiplied in.
 
         Args:
-            spec: the parameter's declaration.
-            constants: COLUMN.GROUP to a factor.
+            constants: Values by name, such as "rates.readout" (`mupax.presets.constants`).
         """
-        columns = ("rates", "stds", "multipliers", "decays", "eps")
-        by = {column: constant_power(column, spec, constants) for column in columns}
-        if set(by.values()) == {ONE}:
+        rates = constant_power("rates", spec, constants)
+        stds = constant_power("stds", spec, constants)
+        multipliers = constant_power("multipliers", spec, constants)
+        decays = constant_power("decays", spec, constants)
+        eps = constant_power("eps", spec, constants)
+        if rates == stds == multipliers == decays == eps == ONE:
             return self
+
+        with_rates = self.times(sgd=rates, adam=rates, eps=eps)
         return dataclasses.replace(
-            self.times(sgd=by["rates"], adam=by["rates"], eps=by["eps"]),
-            multiplier=self.multiplier * by["multipliers"],
-            init_std=self.init_std * by["stds"],
-            decays=self.decays and by["decays"].coefficient > 0,
-            decay=self.decay * by["decays"],
+            with_rates,
+            multiplier=self.multiplier * multipliers,
+            init_std=self.init_std * stds,
+            decays=self.decays and decays.coefficient > 0,
+            # A share of w: constants of learning rates do not change it.
+            decay=self.decay * decays,
         )
 
     def factors(
         self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay
     ) -> Scales:
-        """Every column at these ratios of size to base size.
+        """Evaluate every column at a size, relative to the base.
 
         Args:
-            ratios: size over base size of every axis.
-            base: base size of every axis, for clips.
-            family: of the optimizer.
-            decay: coupled (the pull is lr * weight decay) or independent.
+            ratios: Size divided by base size, by axis.
+            base: Base size by axis. Only columns with a clip (`at_most_one`) read it.
+            family: Optimizer family, which chooses the columns of learning rate and eps.
+            decay: "coupled" if the optimizer subtracts lr * weight_decay * w, "independent" if it
+                subtracts weight_decay * w.
         """
-        lr = self.lr(family)(ratios, base)
-        wd = self.decay(ratios, base) / (lr if decay == "coupled" else 1.0) if self.decays else 0.0
+        lr_law = self.lr(family)
+        eps_law = self.eps_of(family)
+
+        lr = lr_law(ratios, base)
+        weight_decay = 0.0
+        if self.decays:
+            weight_decay = self.decay(ratios, base)
+            if decay == "coupled":
+                # lr * weight_decay is then the decay column.
+                weight_decay /= lr
         return Scales(
             multiplier=self.multiplier(ratios, base),
             init_std=self.init_std(ratios, base),
             lr=lr,
-            eps=self.eps_of(family)(ratios, base),
-            weight_decay=wd,
+            eps=eps_law(ratios, base),
+            weight_decay=weight_decay,
         )
 
 
-def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
-    """What the constants multiply one of the spec's columns by.
-
-    Args:
-        column: one of `mupax.presets.constants.COLUMNS`.
-        spec: the parameter's declaration.
-        constants: COLUMN.GROUP to a factor.
-    """
-    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in names(spec))
-
-
-def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> Power:
-    """Return what the constants multiply one of the spec's columns by, as a power law in the sizes.
-
-    Args:
-        column: one of `mupax.presets.constants.COLUMNS`.
-        spec: the parameter's declaration.
-        constants: COLUMN.GROUP to a factor, COLUMN.GROUP^AXIS to an exponent.
-    """
-    law = Power(constant(column, spec, constants))
-    if not any("^" in name for name in constants):
-        return law
-    for name in sorted(names(spec)):
-        prefix = f"{column}.{name}^"
-        for key, exponent in constants.items():
-            if key.startswith(prefix):
-                law = law * axis(key.removeprefix(prefix)) ** exponent
-    return law
-
-
 TIED = "tied_readout"
-"""Constants' name of a readout that shares the embedding's table. Its multiplier has the base's fan-in, one with a table has not."""
+"""Name by which constants refer to a readout that shares the token embedding's array.
+
+It is a name of its own because a tied readout has the fan-in of the base in its multiplier and a
+readout with its own array does not.
+"""
 EVERY = "all"
-"""Constants' name of every group."""
+"""Name by which constants refer to every group."""
 
 
-def parts(constant: str) -> tuple[str, str, str]:
-    """Return column, group and axis of a constant's name; the axis is empty where the constant is a factor."""
-    column, _, group = constant.partition(".")
+def parts(constant_name: str) -> tuple[str, str, str]:
+    """Return column, group and axis of a constant's name, COLUMN.GROUP or COLUMN.GROUP^AXIS.
+
+    The axis is empty if the constant is a factor and not an exponent.
+    """
+    column, _, group = constant_name.partition(".")
     group, _, axis_name = group.partition("^")
     return column, group, axis_name
 
 
 def names(spec: ParamSpec) -> set[str]:
-    """What constants call the spec's group; of a matrix its role will do."""
+    """Return the group names by which constants refer to a parameter.
+
+    A matrix or embedding can also be named by its role alone: "query" for "block.query".
+    """
     if spec.tied:
         return {spec.group, TIED, EVERY}
-    return {spec.group, EVERY} if spec.role in VECTORS else {spec.group, spec.role.value, EVERY}
+    if spec.role in VECTORS:
+        return {spec.group, EVERY}
+    return {spec.group, spec.role.value, EVERY}
+
+
+def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
+    """Return the factor that constants put on one column of a parameter; 1 if there is none.
+
+    Args:
+        column: Key of `mupax.presets.constants.COLUMNS`.
+        constants: Factors by name, "COLUMN.GROUP". Exponents ("COLUMN.GROUP^AXIS") are not read.
+    """
+    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in names(spec))
+
+
+def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> Power:
+    """Return the power law that constants put on one column of a parameter.
+
+    Args:
+        column: Key of `mupax.presets.constants.COLUMNS`.
+        constants: Factors by "COLUMN.GROUP" and exponents by "COLUMN.GROUP^AXIS".
+    """
+    law = Power(constant(column, spec, constants))
+    # Most presets have no exponents, and this runs for every column of every parameter.
+    if not any("^" in name for name in constants):
+        return law
+
+    for group in sorted(names(spec)):
+        prefix = f"{column}.{group}^"
+        for name, exponent in constants.items():
+            if name.startswith(prefix):
+                axis_name = name.removeprefix(prefix)
+                law = law * axis(axis_name) ** exponent
+    return law
 
 
 def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:
-    """How much larger the multiplier of `rule` is in `form`: the theta of `Rule.moved`.
+    """Return the factor by which the multiplier of `rule` grows in `form`.
+
+    `rule.moved(theta(rule, spec, form))` is the rule in that form.
 
     Args:
-        rule: the untied row, in whatever form its author wrote it.
-        spec: the parameter.
-        form: where the multiplier shall be.
+        rule: Row of a parameter that is not `tied`, in any form.
     """
     if form == "table-9":
+        # SGD's learning rate is divided by theta^2, which leaves 1.
         return rule.sgd**0.5
     if spec.role in VECTORS:
         return ONE
-    whole = rule.init_std
-    match form:
-        case "mean-field":
-            return whole * rule.mean_field
-        case "readout-multiplier" if spec.role is Role.READOUT:
-            return whole
-        case _ if spec.role is Role.PATCH_EMBEDDING:
-            return ONE
+
+    if form == "mean-field":
+        return rule.init_std * rule.mean_field
+    if form == "readout-multiplier" and spec.role is Role.READOUT:
+        return rule.init_std
+    if spec.role is Role.PATCH_EMBEDDING:
+        # Its fan-in is finite, so its multiplier need not be 1.
+        return ONE
     return ONE / rule.multiplier
