@@ -1,1 +1,1 @@
-"""What a preset does as a size grows: limits, verdicts and the printed table."""
+"""Theory of what a preset does as a size grows: limits, verdicts, and tables of them."""

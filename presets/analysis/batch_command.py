@@ -1,4 +1,4 @@
-"""`mupax presets joint`: rules for batch and tokens, and the flags that say how far a run is from its base."""
+"""`mupax presets joint`, and the flags for a run whose batch and tokens are not the base's."""
 
 from __future__ import annotations
 
@@ -16,36 +16,42 @@ from mupax.presets.roles import RUN_AXES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """How far a run is from the one that its numbers were tuned on."""
+    """Flags for the distance between a run and the base at which its values were tuned."""
 
     batch: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
-    """The base's batch and the run's, as 8:64."""
+    """Batch of the base and batch of the run, such as 8:64."""
     tokens: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
-    """The base's tokens and the run's, as 1:8."""
+    """Tokens of the base and tokens of the run, such as 1:8."""
     b1: float = 0.9
-    """Adam's at the base, to see whether a rule leaves (0, 1)."""
+    """Adam's b1 at the base. A rule is cautioned against if it takes b1 out of (0, 1)."""
     b2: float = 0.95
-    """The same."""
+    """Adam's b2 at the base. A rule is cautioned against if it takes b2 out of (0, 1)."""
 
     def ends(self) -> list[tuple[float, float]]:
-        """Batch and tokens, of the base and of the run; raises PresetError for texts that are none."""
+        """Return base and run as pairs of numbers: first of batch, then of tokens.
+
+        Raises:
+            PresetError: A flag is not FROM:TO with two numbers above 0.
+        """
         return [joint.ends("--batch", self.batch), joint.ends("--tokens", self.tokens)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joint(RunFlags):
-    """Rules for batch and tokens beside width and depth: formulas, values, and what each rests on.
+    """Rules for batch and tokens, in addition to width and depth: formulas, values and evidence.
 
-    B is batch over base batch, T tokens over base tokens. Rules contradict each other on T; --joint of a run applies one marked so.
+    B is batch over base batch, T is tokens over base tokens. Sources contradict each other on T.
+    `--joint NAME` of a run applies a rule. The rules that can be applied show this flag.
     """
 
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
-        ratios = {
-            name: stop / start for name, (start, stop) in zip(RUN_AXES, self.ends(), strict=True)
-        }
+        """Print the rules, and return 0."""
+        ratios = {}
+        for axis, (start, stop) in zip(RUN_AXES, self.ends(), strict=True):
+            ratios[axis] = stop / start
         if self.json:
             return print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
         print(joint_limits.joint_text(ratios, b1=self.b1, b2=self.b2))
@@ -53,6 +59,6 @@ class Joint(RunFlags):
 
 
 def print_json(value: Any) -> int:
-    """Prints a value as JSON: the exit code 0."""
+    """Print a value as indented JSON, and return the exit code 0."""
     print(json.dumps(value, indent=2))
     return 0

@@ -1,18 +1,23 @@
-"""Which dimensions of a transformer can be scaled, from a preset's rules alone: the desiderata of the feature speed formula by mapping.
+"""Dimensions of a transformer that can be scaled, computed from a preset's rules alone.
 
-At initialization, as one dimension grows alone, of all mappings that a block is cut into (`mappings`; entries are root mean squares):
+The desiderata of the feature speed formula are checked as one dimension grows alone. They are about
+the mappings into which `mappings` cuts a block, at initialization. Entries are root mean squares.
 
-* signal: entries of every mapping stay Theta(1).
-* speed: they move at Theta(1) by their own weights, where rates are such that every weight has an equal part of the loss's decay,
-  1/L of it in each of L layers. The formula (Chizat and Netrapalli 2023, 2311.18718) then has no rate in it:
-  |df| = part / (cos theta |b|), b the backward signal there, |.| over all entries.
-* balance: under the preset's own rates of SGD all those parts have one exponent.
-* loss decay: the largest of them is Theta(1).
+| desideratum | condition                                                                         |
+|-------------|-----------------------------------------------------------------------------------|
+| signal      | Entries of every mapping stay of order one.                                       |
+| speed       | Entries move by order one by their own weights, at learning rates that give every |
+|             | weight an equal part of the loss's decay: 1/L of it in each of L layers.          |
+| balance     | Under the preset's own SGD rates all parts of the decay have one exponent.        |
+| loss decay  | The largest of these parts is of order one.                                       |
 
-Where depth lets the stream grow, backward signals grow by powers that depend on the activation, and the last three are left open.
+By the formula (Chizat and Netrapalli 2023, 2311.18718) the speed has no learning rate in it:
+|df| = part / (cos theta |b|), with the backward signal b of the mapping and |.| over all entries.
+If the stream grows with depth, backward signals grow by powers that depend on the activation, and
+the last three desiderata are left open.
 
-The composition is derived here. These are desiderata of the first step: a mapping that fails one may train well, as logits that
-vanish at the start do.
+The composition is derived here. The desiderata are about the first step. A mapping that fails one
+of them may still train well, as logits do that vanish at initialization.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ GROWTHS: dict[str, dict[str, float]] = {
     "positions": {"position": 1.0},
     "depth": {"layers": 1.0},
 }
-"""Dimension to the axes that grow with it: each alone, but for width, which is heads with d_model and d_ff."""
+"""Axes that grow with each dimension of a decoder. Only "width" is several dimensions together."""
 
 ENCODED: dict[str, dict[str, float]] = {
     "d_k": GROWTHS["d_k"],
@@ -46,7 +51,11 @@ ENCODED: dict[str, dict[str, float]] = {
     "depth": GROWTHS["depth"],
     "encoder_depth": {"encoder_layers": 1.0},
 }
-"""The same of an encoder-decoder: widths of both stacks, targets and depth of the decoder alone, the encoder's depth alone."""
+"""Axes that grow with each dimension of an encoder-decoder.
+
+Widths are those of both stacks. "targets" and "depth" belong to the decoder alone, "encoder_depth"
+to the encoder alone.
+"""
 
 COLUMNS = ("signal", "speed", "balance", "loss decay")
 _TOLERANCE = 0.01
@@ -55,13 +64,13 @@ _PARTS = ("", "cross ", "encoder ")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One desideratum where one dimension grows.
+    """Result for one desideratum as one dimension grows.
 
     Attributes:
-        exponent: the farthest from 0 of `exponents`; None where there is none.
-        of: names of those that have it; empty where it is 0.
-        exponents: name to exponent, all that the desideratum is about.
-        why: there is none.
+        exponent: Exponent farthest from 0. `None` if there is no power law.
+        of: Names of mappings or weights that have this exponent. Empty if the desideratum holds.
+        exponents: Exponents of all mappings or weights that the desideratum is about, by name.
+        why: Reason why there is no exponent.
     """
 
     exponent: float | None
@@ -71,105 +80,115 @@ class Cell:
 
     @property
     def holds(self) -> bool:
+        """True if there is an exponent and it is 0."""
         return self.exponent is not None and not self.of
 
     @property
     def names(self) -> str:
-        """Those of `of`; with an encoder by part, where "every" is of the decoder, its cross-attention and the encoder, if they have it."""
-        parts = {
-            name: {part for part in _PARTS if part + name in self.exponents}
-            for name in map(_bare, self.exponents)
-        }
+        """Text of the names in `of`.
+
+        Names of an encoder-decoder are grouped by part. "every" stands for all parts that have the
+        name: decoder, cross-attention and encoder.
+        """
+        parts: dict[str, set[str]] = {}
+        for name in self.exponents:
+            bare = _without_part(name)
+            parts[bare] = {part for part in _PARTS if part + bare in self.exponents}
         if all(own == {""} for own in parts.values()):
             return ", ".join(self.of)
-        every = [
-            name
-            for name, own in parts.items()
-            if all(part + name in self.of for part in own) and len(own) > 1
-        ]
-        texts = [f"every {', '.join(every)}"] if every else []
+        every = []
+        for bare, own in parts.items():
+            if len(own) > 1 and all(part + bare in self.of for part in own):
+                every.append(bare)
+        texts = []
+        if every:
+            texts.append(f"every {', '.join(every)}")
         for part in _PARTS:
-            own = [name for name in parts if part + name in self.of and name not in every]
-            texts += [f"{part or 'decoder '}{', '.join(own)}"] if own else []
+            shown = [bare for bare in parts if part + bare in self.of and bare not in every]
+            if shown:
+                texts.append(f"{part or 'decoder '}{', '.join(shown)}")
         return "; ".join(texts)
 
     def text(self, dimension: str) -> str:
-        """yes, or what goes how, as `no: q, k go as d_k^-0.5`."""
+        """Return "yes", or the names and their exponent, such as "no: q, k d_k^-0.5".
+
+        Without a power law the text is the reason.
+
+        Args:
+            dimension: Dimension that grows, as the text shall call it.
+        """
         if self.exponent is None:
             return self.why
-        return "yes" if self.holds else f"no: {self.names} {dimension}^{self.exponent:+.3g}"
+        if self.holds:
+            return "yes"
+        return f"no: {self.names} {dimension}^{self.exponent:+.3g}"
 
 
-def _bare(name: str) -> str:
+def _without_part(name: str) -> str:
+    """Return the name of a mapping without the part of an encoder-decoder in front of it."""
     return name.removeprefix("cross ").removeprefix("encoder ")
 
 
 def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
-    """What is farthest from 0, the growing ones of two.
+    """Return the exponent farthest from 0, and the names that have it.
+
+    Of two exponents that are as far from 0, the positive one counts.
 
     Args:
-        exponents: name to exponent.
-        tolerance: that is 0.
+        exponents: Exponents by name of a mapping or weight.
+        tolerance: Largest size of an exponent that counts as 0. The default is for theory, whose
+            exponent is then exactly 0. At any other tolerance the measured exponent is kept.
     """
-    worst = max(exponents.values(), key=lambda x: (round(abs(x), 6), x))
+    worst = max(exponents.values(), key=lambda exponent: (round(abs(exponent), 6), exponent))
     if abs(worst) <= tolerance:
-        return Cell(0.0 if tolerance == _TOLERANCE else worst, (), exponents)
-    return Cell(
-        worst,
-        tuple(name for name, x in exponents.items() if abs(x - worst) <= tolerance),
-        exponents,
-    )
+        is_theory = tolerance == _TOLERANCE
+        return Cell(0.0 if is_theory else worst, (), exponents)
+    names = [name for name, exponent in exponents.items() if abs(exponent - worst) <= tolerance]
+    return Cell(worst, tuple(names), exponents)
 
 
 def growths(*, encoder: bool = False) -> dict[str, dict[str, float]]:
-    """Dimension to the axes that grow with it, and how fast.
-
-    Args:
-        encoder: of a model whose decoder reads an encoder.
-    """
+    """Return the axes that grow with each dimension, and their powers."""
     return ENCODED if encoder else GROWTHS
 
 
 def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict[str, Cell]:
-    """The four desiderata where a dimension of `growths` grows.
+    """Return the four desiderata of `COLUMNS` as one dimension grows.
 
     Args:
-        preset: in any form; balance and loss decay read its rates of SGD.
-        dimension: that grows.
-        encoder: of a decoder that reads an encoder, both stacks.
+        preset: Preset in any form. Balance and loss decay need its SGD learning rates.
+        dimension: Key of `growths`.
     """
     powers = exponents(preset, growths(encoder=encoder)[dimension], encoder=encoder)
+    signal = cell(powers.signal)
     if powers.grows:
-        why = Cell(None, why=f"no power law: the {powers.grows[0]} grows")
-        return {"signal": cell(powers.signal), **dict.fromkeys(COLUMNS[1:], why)}
-    rule, none = "sgd" not in preset.no_rule, Cell(None, why="no rule for SGD")
-    most = max(powers.parts.values())
+        unknown = Cell(None, why=f"no power law: the {powers.grows[0]} grows")
+        return {"signal": signal, "speed": unknown, "balance": unknown, "loss decay": unknown}
+    speed = cell(powers.speed)
+    if "sgd" in preset.no_rule:
+        unknown = Cell(None, why="no rule for SGD")
+        return {"signal": signal, "speed": speed, "balance": unknown, "loss decay": unknown}
+    largest = max(powers.parts.values())
+    relative = {name: part - largest for name, part in powers.parts.items()}
+    leading = {name: part for name, part in powers.parts.items() if part > largest - _TOLERANCE}
     return {
-        "signal": cell(powers.signal),
-        "speed": cell(powers.speed),
-        "balance": cell({name: x - most for name, x in powers.parts.items()}) if rule else none,
-        "loss decay": cell({name: x for name, x in powers.parts.items() if x > most - _TOLERANCE})
-        if rule
-        else none,
+        "signal": signal,
+        "speed": speed,
+        "balance": cell(relative),
+        "loss decay": cell(leading),
     }
 
 
 def rows(preset: Preset, *, encoder: bool = False) -> list[list[str]]:
-    """A table for a person: every dimension, whether it can be scaled, and what says so.
+    """Return a table of text: a header, then a row per dimension with a cell per desideratum.
 
     Args:
-        preset: the table that is asked.
-        encoder: of a decoder that reads an encoder.
+        preset: Preset in any form. Balance and loss decay need its SGD learning rates.
     """
     table = [["dimension", "scales", *COLUMNS]]
     for dimension in growths(encoder=encoder):
         cells = desiderata(preset, dimension, encoder=encoder)
         can = all(cells[column].holds for column in COLUMNS)
-        table.append(
-            [
-                dimension,
-                "can" if can else "cannot",
-                *(cells[column].text(dimension) for column in COLUMNS),
-            ]
-        )
+        texts = [cells[column].text(dimension) for column in COLUMNS]
+        table.append([dimension, "can" if can else "cannot", *texts])
     return table

@@ -1,16 +1,23 @@
-"""Whether a table is any good: what every row of it does to a model as sizes grow, against what training needs, whoever wrote it.
+"""Judgement of every row of a preset's table in one limit, whoever wrote the table.
 
-`limits` says what a table leads to, and a program that follows a wrong table agrees with it. Here each row is held against what
-does not depend on the table: activations neither grow nor fade at initialization, the steps of every parameter alone move the
-stream (the readout's the output) by as much at every size, and Adam's eps follows its gradient. What a source lets vanish on
-purpose is in `Preset.vanishing`. Derived here, after the conditions of Tensor Programs V and of 2405.15712.
+`limits` says what a table leads to, and a program that follows a wrong table agrees with it. Here
+each row is held against conditions that do not depend on the table:
+
+| column    | condition                                                                           |
+|-----------|-------------------------------------------------------------------------------------|
+| init_std  | Activations neither grow nor vanish at initialization.                              |
+| lr        | The steps of this parameter alone move the stream by as much at every size. The     |
+|           | steps of a readout move the output by as much.                                      |
+| eps       | Adam's eps follows the gradient.                                                    |
+
+`Preset.vanishing` has what a source lets vanish on purpose. The conditions are derived here, after
+those of Tensor Programs V and of 2405.15712. `mupax check` reports the troubles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -20,26 +27,29 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, EMBEDDINGS, ROUTED, VECTORS, ParamSpec, Role
 
 Column = Literal["init_std", "lr", "eps"]
-"""Of a row: initial size (multiplier and std), steps (multiplier and rate), Adam's eps."""
+"""Part of a row: initial size (multiplier, std), steps (multiplier, learning rate), Adam's eps."""
 
 ALONE = ("embed", "memory", "mlp", "heads", "kv_heads", "head_dim")
-"""Axes that a limit grows together: a fan-in of the wrong one shows where one grows alone."""
+"""Axes that limits grow together. A fan-in of the wrong axis shows if one of them grows alone."""
 
 _TOLERANCE = 0.01
-"""An exponent beyond this is not zero."""
+"""Exponents up to this size count as 0."""
+
+_BOUNDED_ROLES = frozenset(spec.role for spec in SPECS.values())
 
 Gradient = Callable[[ParamSpec, Limit], float | None]
-"""Exponent of a parameter's gradient as stored; None where theory has no word for it."""
+"""Function that returns the exponent of a stored parameter's gradient, or `None` if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a column of a row.
+    """Fault in one column of a row.
 
     Attributes:
-        word: explodes, vanishes, frozen, lazy, "eps dominates" or "eps fades".
-        exponent: of what should not depend on the size.
-        axis: that has to grow alone for it to show; None where it shows in the limit asked about.
+        word: "explodes", "vanishes", "frozen", "lazy", "eps dominates" or "eps fades".
+        exponent: Exponent of a quantity that should not depend on the size.
+        axis: Axis that has to grow alone for the fault to show. `None` if the fault shows in the
+            limit that was judged.
     """
 
     word: str
@@ -47,17 +57,19 @@ class Trouble:
     axis: str | None = None
 
     def __str__(self) -> str:
-        return self.word if self.axis is None else f"{self.word} where {self.axis} grows alone"
+        if self.axis is None:
+            return self.word
+        return f"{self.word} where {self.axis} grows alone"
 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Judges a table's rows in one limit.
+    """Judge of a table's rows in one limit.
 
     Attributes:
-        preset: the table, in any form.
-        limit: of this preset.
-        gradient: of a parameter, in any limit of this preset.
+        preset: Table to judge, in any form.
+        limit: Limit of this preset.
+        gradient: Function that returns exponents of gradients in any limit of this preset.
     """
 
     preset: Preset
@@ -65,124 +77,189 @@ class Health:
     gradient: Gradient
 
     def troubles(self, specs: Iterable[ParamSpec]) -> dict[tuple[str, Column], Trouble]:
-        """(`ParamSpec.group`, column) to what is wrong with it."""
-        specs = list({spec.group: spec for spec in specs}.values())
-        moves = {spec.group: self._moves(spec) for spec in specs}
-        weights = [moves[spec.group] for spec in specs if spec.role not in VECTORS | {Role.READOUT}]
-        lazy = max((move for move in weights if move is not None), default=0.0) < -_TOLERANCE
-        verdicts: dict[tuple[str, Column], Trouble | None] = {}
-        for spec in specs:
-            verdicts[spec.group, "init_std"] = self._initial(spec)
-            verdicts[spec.group, "lr"] = self._movement(spec, moves[spec.group], lazy)
-            verdicts[spec.group, "eps"] = self._eps(spec)
-        return {key: trouble for key, trouble in verdicts.items() if trouble is not None}
+        """Return the faults by (`ParamSpec.group`, column). Right columns have no entry.
 
-    def _initial(self, spec: ParamSpec) -> Trouble | None:
-        limit, start = self.limit, self._effective(spec, self.limit)
+        Args:
+            specs: Parameters of the model. The last one of a group stands for its group.
+        """
+        by_group = {spec.group: spec for spec in specs}
+        moves = {group: self._movement(spec) for group, spec in by_group.items()}
+        weight_moves = []
+        for group, spec in by_group.items():
+            if spec.role in VECTORS or spec.role is Role.READOUT:
+                continue
+            move = moves[group]
+            if move is not None:
+                weight_moves.append(move)
+        lazy = max(weight_moves, default=0.0) < -_TOLERANCE
+
+        found: dict[tuple[str, Column], Trouble] = {}
+        for group, spec in by_group.items():
+            verdicts: dict[Column, Trouble | None] = {
+                "init_std": self._judge_init_std(spec),
+                "lr": self._judge_lr(spec, moves[group], lazy),
+                "eps": self._judge_eps(spec),
+            }
+            for column, trouble in verdicts.items():
+                if trouble is not None:
+                    found[group, column] = trouble
+        return found
+
+    def _judge_init_std(self, spec: ParamSpec) -> Trouble | None:
+        """Return the fault in a parameter's initial size, if any."""
+        if spec.role in BIASES:
+            return None
+        exponent = self._initial_output(spec, self.limit)
         if spec.role in EMBEDDINGS:
-            start -= 0.0 if limit.layers else limit.stream
-        elif spec.role in (
-            Role.READOUT,
-            *ROUTED,
-        ):  # vanishing as D^-1/2 it starts at zero, as anything between may
-            start = max(start, 0.0) + min(start + 0.5, 0.0)
-        if spec.role in BIASES or abs(start) > _TOLERANCE:
-            return (
-                None
-                if spec.role in BIASES
-                else Trouble("explodes" if start > 0 else "vanishes", start)
-            )
-        if _bounded(spec):
-            return self._alone(lambda alone: max(0.0, self._effective(spec, alone)), "explodes")
+            # With depth the stream may grow by the blocks, which is no fault of the embedding.
+            if not self.limit.layers:
+                exponent -= self.limit.stream
+        elif spec.role is Role.READOUT or spec.role in ROUTED:
+            # An output of D^-1/2 is as good as a start at zero. Everything between D^-1/2 and order
+            # one is right, too.
+            exponent = max(exponent, 0.0) + min(exponent + 0.5, 0.0)
+        if abs(exponent) > _TOLERANCE:
+            return Trouble("explodes" if exponent > 0 else "vanishes", exponent)
+        if not _bounded(spec):
+            return None
+        for axis, alone in self._limits.items():
+            exponent = self._initial_output(spec, alone)
+            if exponent > _TOLERANCE:
+                return Trouble("explodes", exponent, axis)
         return None
 
-    def _effective(self, spec: ParamSpec, limit: Limit) -> float:
-        """W x at initialization for an x of entries Theta(1); a vector's own entries."""
-        row = self.preset.row(spec)
-        return limit.x(row.multiplier * row.init_std) + _axes(spec.fan_in, limit) / 2
+    def _initial_output(self, spec: ParamSpec, limit: Limit) -> float:
+        """Return the exponent of W x at initialization for entries of x of order one.
 
-    def _movement(self, spec: ParamSpec, move: float | None, lazy: bool) -> Trouble | None:
+        For a gain this is the exponent of its own entries.
+        """
+        row = self.preset.row(spec)
+        return limit.x(row.multiplier * row.init_std) + _product(spec.fan_in, limit) / 2
+
+    def _judge_lr(self, spec: ParamSpec, move: float | None, lazy: bool) -> Trouble | None:
+        """Return the fault in a parameter's steps, if any.
+
+        Args:
+            move: Result of `_movement`.
+            lazy: Whether the steps of all matrices and embeddings before the readout move the
+                stream less and less.
+        """
         if move is None:
             return None
         if move > _TOLERANCE:
             return Trouble("explodes", move)
-        if move < min(-_TOLERANCE, self._lets("movement", spec) - _TOLERANCE):
-            source = self._lets("features")
-            slower = source < 0 and move < source - _TOLERANCE
-            return Trouble("lazy" if (lazy or source < 0) and not slower else "frozen", move)
-        if _bounded(spec):
-            return self._alone(lambda alone: max(0.0, self._acts(spec, alone)), "explodes")
+        if move < min(-_TOLERANCE, self._conceded("movement", spec) - _TOLERANCE):
+            features = self._conceded("features")
+            slower_than_conceded = features < 0 and move < features - _TOLERANCE
+            if (lazy or features < 0) and not slower_than_conceded:
+                return Trouble("lazy", move)
+            return Trouble("frozen", move)
+        if not _bounded(spec):
+            return None
+        for axis, alone in self._limits.items():
+            exponent = self._step_output(spec, alone)
+            if exponent > _TOLERANCE:
+                return Trouble("explodes", exponent, axis)
         return None
 
-    def _acts(self, spec: ParamSpec, limit: Limit) -> float:
-        """dW x for an x of entries Theta(1) that made the update; 0 where right tables grow too: embed or, of SGD, key heads alone."""
+    def _step_output(self, spec: ParamSpec, limit: Limit) -> float:
+        """Return the exponent of dW x for one step dW and the x of order one that made the step.
+
+        Args:
+            limit: Limit in which one axis grows alone. The result is 0 for the axes along which the
+                steps of right tables grow, too.
+        """
         if "embed" in limit.growth and not self.preset.uneven:
             return 0.0
-        change = self._rate(spec, limit)
-        if (
-            self.limit.family == "muon" and self.preset.row(spec).muon is not None
-        ):  # orthogonal: a spectral norm of 1
-            return change + (_axes(spec.fan_in, limit) - _axes(spec.fan_out, limit)) / 2
+        exponent = self._rate(spec, limit)
+        if self.limit.family == "muon" and self.preset.row(spec).muon is not None:
+            # The step is orthogonal, of spectral norm 1.
+            fan_in = _product(spec.fan_in, limit)
+            fan_out = _product(spec.fan_out, limit)
+            return exponent + (fan_in - fan_out) / 2
         if self.limit.family == "sgd":
             gradient = self.gradient(spec, limit)
             if gradient is None or {"embed", "kv_heads"} & limit.growth.keys():
-                return 0.0  # there the steps of right tables grow too, as D^1/2 and G^1/2, but nowhere else
-            change += gradient
-        return change + _axes(spec.fan_in, limit)
+                # SGD's steps grow in right tables as D^1/2 and G^1/2 along these two axes only.
+                return 0.0
+            exponent += gradient
+        return exponent + _product(spec.fan_in, limit)
 
-    def _eps(self, spec: ParamSpec) -> Trouble | None:
-        over = self._over_eps(spec, self.limit)
-        if over is None:
+    def _judge_eps(self, spec: ParamSpec) -> Trouble | None:
+        """Return the fault in a parameter's eps, if any."""
+        exponent = self._gradient_over_eps(spec, self.limit)
+        if exponent is None:
             return None
-        lets = self._lets("eps", spec)
-        if over < min(lets, 0.0) - _TOLERANCE or over > max(lets, 0.0) + _TOLERANCE:
-            return Trouble("eps dominates" if over < 0 else "eps fades", over)
-        if self.preset.uneven and _bounded(spec):
-            return self._alone(
-                lambda alone: self._over_eps(spec, alone) or 0.0, "eps dominates", "eps fades"
-            )
-        return None
-
-    def _over_eps(self, spec: ParamSpec, limit: Limit) -> float | None:
-        """Exponent of gradient / eps; None where the optimizer has none, or theory no gradient."""
-        on_adam = limit.family == "adam" or (
-            limit.family == "muon" and self.preset.row(spec).muon is None
-        )
-        gradient = self.gradient(spec, limit) if on_adam else None
-        return None if gradient is None else gradient - limit.x(self.preset.row(spec).eps)
-
-    def _alone(self, exponent: Callable[[Limit], float], *words: str) -> Trouble | None:
-        """The trouble of one axis growing alone; of two words the first is for what falls."""
+        conceded = self._conceded("eps", spec)
+        least = min(conceded, 0.0) - _TOLERANCE
+        most = max(conceded, 0.0) + _TOLERANCE
+        if exponent < least or exponent > most:
+            return Trouble("eps dominates" if exponent < 0 else "eps fades", exponent)
+        if not self.preset.uneven or not _bounded(spec):
+            return None
         for axis, alone in self._limits.items():
-            x = exponent(alone)
-            if abs(x) > _TOLERANCE:
-                return Trouble(words[0] if x < 0 else words[-1], x, axis)
+            exponent = self._gradient_over_eps(spec, alone)
+            if exponent is not None and abs(exponent) > _TOLERANCE:
+                word = "eps dominates" if exponent < 0 else "eps fades"
+                return Trouble(word, exponent, axis)
         return None
+
+    def _gradient_over_eps(self, spec: ParamSpec, limit: Limit) -> float | None:
+        """Return the exponent of gradient over eps.
+
+        `None` means that the optimizer has no eps for this parameter, or that its gradient is
+        unknown.
+        """
+        row = self.preset.row(spec)
+        left_to_adam = limit.family == "muon" and row.muon is None
+        if limit.family != "adam" and not left_to_adam:
+            return None
+        gradient = self.gradient(spec, limit)
+        return None if gradient is None else gradient - limit.x(row.eps)
 
     @functools.cached_property
     def _limits(self) -> dict[str, Limit]:
-        """Every axis of `ALONE` growing alone."""
-        family, tied = self.limit.family, self.limit.tied
+        """Limits in which one axis of `ALONE` grows and no other, by axis."""
+        family = self.limit.family
+        tied = self.limit.tied
         return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied) for axis in ALONE}
 
-    def _lets(self, what: str, spec: ParamSpec | None = None) -> float:
-        """Exponent of what the preset's source lets vanish: of a parameter, the same in all parts of an encoder-decoder."""
-        key = what if spec is None else f"{what}/{dataclasses.replace(spec, part='').group}"
-        return self.limit.x(self.preset.vanishing[key]) if key in self.preset.vanishing else 0.0
+    def _conceded(self, what: str, spec: ParamSpec | None = None) -> float:
+        """Return the exponent of what the preset's source lets vanish; 0 if it lets nothing vanish.
+
+        Args:
+            what: Key of `Preset.vanishing` without a group: "features", "movement" or "eps".
+            spec: Declaration of a parameter, for "movement" and "eps". All parts of an
+                encoder-decoder share one concession.
+        """
+        key = what
+        if spec is not None:
+            group = dataclasses.replace(spec, part="").group
+            key = f"{what}/{group}"
+        if key not in self.preset.vanishing:
+            return 0.0
+        return self.limit.x(self.preset.vanishing[key])
 
     def _rate(self, spec: ParamSpec, limit: Limit) -> float:
+        """Return the exponent of the learning rate of multiplier * stored parameter."""
         row = self.preset.row(spec)
         return limit.x(row.multiplier) + limit.x(row.lr(limit.family))
 
-    def _moves(self, spec: ParamSpec) -> float | None:
-        """What the steps of this parameter alone do to the stream, or the readout's to the output: 0 in a good table."""
+    def _movement(self, spec: ParamSpec) -> float | None:
+        """Return the exponent by which the steps of one parameter alone move the stream.
+
+        The result is relative to the stream. For a readout it is the movement of the output. It is
+        0 in a good table, and `None` if it is unknown.
+        """
         limit = self.limit.of(spec.part)
         name = limit.names.get(spec.role)
         if spec.role is Role.READOUT:
             return limit.acts("readout")
         if name is not None and spec.in_block:
-            attention = limit.parts["attention logits"].get(name, -math.inf)
-            return max(attention, 0.0) or limit.parts["stream"][name] - limit.stream
+            attention = limit.parts["attention logits"].get(name, 0.0)
+            if attention > 0:
+                return attention
+            return limit.parts["stream"][name] - limit.stream
         change = self._rate(spec, limit)
         if limit.family == "sgd":
             gradient = self.gradient(spec, limit)
@@ -191,67 +268,84 @@ class Health:
             change += gradient
         if spec.role in EMBEDDINGS:
             return change - (limit.embedded if limit.layers else limit.stream)
-        if spec.role not in VECTORS:
-            change += _axes(spec.fan_in, limit)
-            return (
-                None
-                if limit.family == "muon"
-                else change + (limit.branch + limit.layers) * spec.in_block
-            )
-        return self._vector(spec, change, limit)
-
-    def _vector(self, spec: ParamSpec, change: float, limit: Limit) -> float | None:
-        """The same of a gain or bias whose entries move by this: as the product of its matrix would by a change so large.
-
-        None of what goes through both matrices of an MLP that grows alone: their norms are no bound that is ever reached.
-        """
-        branches = limit.branch + limit.layers - limit.stream
-
-        def through_logits(change: float) -> float:
-            return (
-                max(change, 0.0)
-                or min(change, 0.0) + limit.random("attention out", limit.v) + branches
-            )
-
-        match spec.of or spec.role:
-            case Role.QUERY | Role.KEY:
-                other = limit.k if spec.of is Role.QUERY else limit.q
-                return through_logits(limit.logits + limit.n + change + other)
-            case Role.RELATIVE_BIAS:
-                return through_logits(change)
-            case Role.NORM_GAIN if spec.part == "cross":  # queries alone read it
-                return through_logits(
-                    limit.logits + limit.n + limit.carried("query", change) + limit.k
-                )
-            case Role.VALUE:
-                return limit.carried("attention out", change) + branches
-            case Role.MLP_IN | Role.EXPERT_IN as role:
-                after = limit.names[Role.MLP_OUT if role is Role.MLP_IN else Role.EXPERT_OUT]
-                return limit.carried(after, change) + branches
-            case Role.READOUT:
-                return change
-            case Role.HIDDEN if not spec.in_block:
-                return change
-            case role if role in EMBEDDINGS:
-                return change - limit.stream
-            case Role.ATTENTION_OUT | Role.MLP_OUT | Role.EXPERT_OUT | Role.HIDDEN:
-                return change + branches
+        if spec.role in VECTORS:
+            return _vector_movement(spec, change, limit)
+        if limit.family == "muon":
+            return None
+        change += _product(spec.fan_in, limit)
         if spec.in_block:
-            readers = [
-                spec for spec in limit.specs.values() if spec.role in (Role.MLP_IN, Role.EXPERT_IN)
-            ]
-            if any(
-                _axes(spec.fan_out, limit) != limit.growth.get("embed", 0.0) for spec in readers
-            ):
-                return None
-            return limit.carried("MLP out", limit.carried("MLP in", change)) + branches
+            change += limit.branch + limit.layers
+        return change
+
+
+def _vector_movement(spec: ParamSpec, change: float, limit: Limit) -> float | None:
+    """Return the exponent by which a change of a gain or bias moves the stream.
+
+    A vector moves the stream as the product of its matrix does if it changes by as much.
+
+    Args:
+        change: Exponent of the change of its entries.
+        limit: Limit of the part that the vector is in.
+
+    Returns:
+        The exponent relative to the stream. `None` for a change that goes through both matrices of
+        an MLP that grows alone, because the bound by the product of their norms is never reached.
+    """
+    branches = limit.branch + limit.layers - limit.stream
+    match spec.of or spec.role:
+        case Role.QUERY | Role.KEY:
+            factor = limit.k if spec.of is Role.QUERY else limit.q
+            return _through_logits(limit.logits + limit.n + change + factor, limit)
+        case Role.RELATIVE_BIAS:
+            return _through_logits(change, limit)
+        case Role.NORM_GAIN if spec.part == "cross":
+            # Only queries read the norm before cross-attention.
+            query = limit.carried("query", change)
+            return _through_logits(limit.logits + limit.n + query + limit.k, limit)
+        case Role.VALUE:
+            return limit.carried("attention out", change) + branches
+        case Role.MLP_IN:
+            return limit.carried(limit.names[Role.MLP_OUT], change) + branches
+        case Role.EXPERT_IN:
+            return limit.carried(limit.names[Role.EXPERT_OUT], change) + branches
+        case Role.READOUT:
+            return change
+        case Role.HIDDEN if not spec.in_block:
+            return change
+        case role if role in EMBEDDINGS:
+            return change - limit.stream
+        case Role.ATTENTION_OUT | Role.MLP_OUT | Role.EXPERT_OUT | Role.HIDDEN:
+            return change + branches
+    if not spec.in_block:
         return limit.carried("readout", change)
+    for reader in limit.specs.values():
+        if reader.role in (Role.MLP_IN, Role.EXPERT_IN):
+            hidden = _product(reader.fan_out, limit)
+            if hidden != limit.growth.get("embed", 0.0):
+                return None
+    return limit.carried("MLP out", limit.carried("MLP in", change)) + branches
+
+
+def _through_logits(change: float, limit: Limit) -> float:
+    """Return the exponent by which a change of attention logits moves the stream.
+
+    A change that grows is returned as it is, because logits must not explode.
+    """
+    if change > 0:
+        return change
+    branches = limit.branch + limit.layers - limit.stream
+    return change + limit.random("attention out", limit.v) + branches
 
 
 def _bounded(spec: ParamSpec) -> bool:
-    """Whether its steps and start are bounded where one axis grows alone: matrices of a block, but experts, whose m/D is in them."""
-    return spec.in_block and any(spec.role is one.role for one in SPECS.values())
+    """Return whether the initial size and the steps are bounded if one axis grows alone.
+
+    They are for the matrices of a dense block. The rules of experts have m/D in them, which grows
+    without bound.
+    """
+    return spec.in_block and spec.role in _BOUNDED_ROLES
 
 
-def _axes(names: Iterable[str], limit: Limit) -> float:
-    return sum(limit.growth.get(name, 0.0) for name in names)
+def _product(axes: Iterable[str], limit: Limit) -> float:
+    """Return the exponent of a product of axes."""
+    return sum(limit.growth.get(axis, 0.0) for axis in axes)

@@ -1,9 +1,12 @@
-"""What Adam does over a run whose batch B or tokens T grow, computed from a joint rule alone: exponents, words, and the column to blame.
+"""Exponents of what Adam does over a run as batch B or tokens T grow, computed from a joint rule.
 
-Gradients are signal + noise B^-1/2, and the noise is the larger: entries of Adam's direction are of order one, and their mean is
-signal over noise, B^1/2. In T/B steps weights move by the direction's random sum and by its mean. After Malladi et al. 2022
-(2205.10287) and, for 1/tau, Wang and Aitchison 2024 (2405.13698); the composition is derived here, and measured by
-`mupax check RECIPE --grow batch`. In T it asks for a run that is one stretch of the dynamics, which sources contradict.
+Gradients are signal + noise B^-1/2, and the noise is the larger. Entries of Adam's direction are
+then of order one, and their mean is signal over noise, B^1/2. In T/B steps the weights move by the
+random sum of the directions and by their mean.
+
+Sources: Malladi et al. 2022 (2205.10287) and, for the decay over a run, Wang and Aitchison 2024
+(2405.13698). The composition is derived here. `mupax check RECIPE --grow batch` measures it. In T
+the theory needs a run that is one stretch of the dynamics, which some sources contradict.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula
 from mupax.presets.rule import ONE, Power, axis
 
 SYMBOLS = {"batch": "B", "tokens": "T"}
-"""What grows, and its letter."""
+"""Letters of the sizes that grow."""
 
 OBSERVABLES = {
     "displacement by noise": "lr",
@@ -28,13 +31,24 @@ OBSERVABLES = {
     "eps over noise": "eps",
     "warm-up": "durations",
 }
-"""What is looked at, and the column of a rule that is to blame: distances in units of the weights, 1/tau of weight decay, and as shares
-of the run, which are numbers of tokens over T, the steps that the moments average over and those of warm-up."""
+"""Columns of a joint rule by the observable that they decide.
+
+Displacement and drift are distances in units of the weights. Decay over the run is lr * weight
+decay * steps. The memories of b1 and b2 (the steps that the moments average over) and the warm-up
+are shares of the run's steps.
+"""
+
+_TOLERANCE = 0.01
+"""Exponents up to this size count as 0."""
 
 
 def observables(rule: JointRule) -> dict[str, Power]:
-    """How each goes with B and T under a rule; 1 stays."""
-    batch, steps = axis("batch"), axis("tokens") / axis("batch")
+    """Return every observable as a power law in batch B and tokens T under a joint rule.
+
+    A constant 1 means that the observable does not change.
+    """
+    batch = axis("batch")
+    steps = axis("tokens") / axis("batch")
     powers = {column: getattr(rule, column) or ONE for column in COLUMNS}
     lr = powers["lr"]
     return {
@@ -49,82 +63,98 @@ def observables(rule: JointRule) -> dict[str, Power]:
 
 
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
-    """Observable to what grows to exponent and word, the words those of widths (`mupax.presets.analysis.verdicts`)."""
-    return {
-        name: {grows: _entry(name, grows, power.growth({grows: 1.0})) for grows in SYMBOLS}
-        for name, power in observables(rule).items()
-    }
+    """Return exponent and word of every observable, by observable and by what grows.
+
+    The words are those of `mupax.presets.analysis.verdicts`.
+    """
+    table = {}
+    for name, power in observables(rule).items():
+        table[name] = {
+            growing: _entry(name, growing, power.growth({growing: 1.0})) for growing in SYMBOLS
+        }
+    return table
 
 
-def _entry(name: str, grows: str, exponent: float) -> Entry:
-    x = round(exponent, 10) + 0.0
-    if x == 0 or (x > 0 and (name, grows) == ("drift", "tokens")):  # what more tokens are for
-        return Entry(x, "stable")
-    if x > 0:
-        return Entry(x, "explodes")
-    return Entry(x, "frozen" if OBSERVABLES[name] == "lr" else "vanishes")
+def _entry(name: str, growing: str, exponent: float) -> Entry:
+    """Return an observable's rounded exponent with its word."""
+    rounded = round(exponent, 10) + 0.0
+    # A larger drift is what more tokens are for.
+    wanted = rounded > 0 and name == "drift" and growing == "tokens"
+    if rounded == 0 or wanted:
+        return Entry(rounded, "stable")
+    if rounded > 0:
+        return Entry(rounded, "explodes")
+    return Entry(rounded, "frozen" if OBSERVABLES[name] == "lr" else "vanishes")
 
 
 def troubles(rule: JointRule, grows: str) -> dict[str, str]:
-    """Observable to what is wrong with its own column where this grows, but for what the source lets go.
+    """Return the observables that a rule's own column gets wrong, with the word for each.
 
-    A wrong rate changes the pull of weight decay too, for which the rate alone is blamed.
+    What the source of the rule concedes is not reported. A wrong learning rate also changes
+    lr * weight decay; then only the learning rate is reported.
 
     Args:
-        rule: a joint rule.
-        grows: of `SYMBOLS`.
+        grows: Size that grows, a key of `SYMBOLS`.
     """
-    table, wrong = verdicts(rule), {}
-    of_rate = table["displacement by noise"][grows].exponent
-    for name, at in table.items():
-        x, concession = at[grows].exponent, rule.concessions.get(name, ONE).growth({grows: 1.0})
-        rest = x - of_rate if OBSERVABLES[name] == "weight_decay" else x
-        if (
-            at[grows].verdict != "stable"
-            and abs(rest) > 0.01
-            and not min(0, concession) <= x <= max(0, concession)
-        ):
-            wrong[name] = _entry(name, grows, rest).verdict
+    table = verdicts(rule)
+    lr_exponent = table["displacement by noise"][grows].exponent
+    wrong = {}
+    for name, by_size in table.items():
+        entry = by_size[grows]
+        own_exponent = entry.exponent
+        if OBSERVABLES[name] == "weight_decay":
+            own_exponent = entry.exponent - lr_exponent
+        conceded = rule.concessions.get(name, ONE).growth({grows: 1.0})
+        within = min(0, conceded) <= entry.exponent <= max(0, conceded)
+        if entry.verdict != "stable" and abs(own_exponent) > _TOLERANCE and not within:
+            wrong[name] = _entry(name, grows, own_exponent).verdict
     return wrong
 
 
 def limits_text(rule: JointRule) -> str:
-    """Every observable and what becomes of it as B and as T grow, and how far the rule holds."""
-    rows = [
-        [
-            "over a run, noise above the gradient",
-            *(f"{grows} ({symbol})" for grows, symbol in SYMBOLS.items()),
-        ]
-    ]
-    for name, at in verdicts(rule).items():
-        rows.append([name, *(cell(at[grows], symbol) for grows, symbol in SYMBOLS.items())])
-    slow = {"b1": rule.one_minus_b1, "b2": rule.one_minus_b2}
-    betas = " and ".join(
-        f"{formula(power)} (1 - {beta}) < 1" for beta, power in slow.items() if power is not None
-    )
-    holds = f"\nholds while {betas}, and for a batch well below the noise scale" if betas else ""
-    return f"under the joint rule {rule.name}\n{terminal.table(rows)}{holds}"
+    """Return a table of all observables as B and T grow, and the range in which the rule holds."""
+    headers = [f"{growing} ({symbol})" for growing, symbol in SYMBOLS.items()]
+    rows = [["over a run, noise above the gradient", *headers]]
+    for name, by_size in verdicts(rule).items():
+        cells = [cell(by_size[growing], symbol) for growing, symbol in SYMBOLS.items()]
+        rows.append([name, *cells])
+    bounds = []
+    for beta, power in (("b1", rule.one_minus_b1), ("b2", rule.one_minus_b2)):
+        if power is not None:
+            bounds.append(f"{formula(power)} (1 - {beta}) < 1")
+    text = f"under the joint rule {rule.name}\n{terminal.table(rows)}"
+    if bounds:
+        betas = " and ".join(bounds)
+        text += f"\nholds while {betas}, and for a batch well below the noise scale"
+    return text
 
 
 def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
-    """Every rule for a person: formulas, what goes how under those that can be applied, factors at some ratios, sources and cautions.
+    """Return all joint rules as text: formulas, observables, factors, sources and cautions.
+
+    Observables are those of rules that can be applied. Factors are left out at the base itself.
 
     Args:
-        ratios: of `batch` and `tokens` to the base's.
-        b1, b2: Adam's at the base, which a rule may take out of (0, 1).
+        ratios: "batch" and "tokens" of the run over the base's.
+        b1: Adam's b1 at the base. A rule is cautioned against if it takes b1 out of (0, 1).
+        b2: Adam's b2 at the base, likewise.
     """
-    rules = [each for each in RULES.values() if each.applied]
-    powers = [
-        ["rule", *OBSERVABLES],
-        *([each.name, *map(formula, observables(each).values())] for each in rules),
-    ]
-    what = "how distances of weights, and shares of the run, go where noise outweighs the gradient; 1 stays"
-    parts = [terminal.table(joint.rows()), f"{what}\n{terminal.table(powers)}"]
+    powers = [["rule", *OBSERVABLES]]
+    for rule in RULES.values():
+        if rule.applied:
+            formulas = [formula(power) for power in observables(rule).values()]
+            powers.append([rule.name, *formulas])
+    title = (
+        "how distances of weights, and shares of the run, go where noise outweighs the gradient; "
+        "1 stays"
+    )
+    parts = [terminal.table(joint.rows()), f"{title}\n{terminal.table(powers)}"]
     if set(ratios.values()) != {1.0}:
-        where = f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}"
-        parts.append(f"{where}\n{terminal.table(joint.rows(ratios))}")
-    lines = [each.described() for each in RULES.values()]
-    lines += [
-        f"caution: {x}" for each in RULES.values() for x in joint.doubts(each, ratios, b1=b1, b2=b2)
-    ]
-    return "\n\n".join([*parts, "\n".join(map(terminal.wrapped, lines))])
+        title = f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}"
+        parts.append(f"{title}\n{terminal.table(joint.rows(ratios))}")
+    lines = [rule.described() for rule in RULES.values()]
+    for rule in RULES.values():
+        for doubt in joint.doubts(rule, ratios, b1=b1, b2=b2):
+            lines.append(f"caution: {doubt}")
+    parts.append("\n".join(map(terminal.wrapped, lines)))
+    return "\n\n".join(parts)

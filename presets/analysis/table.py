@@ -1,4 +1,7 @@
-"""A preset as a table: one row per parameter of a model, as plain data and as text."""
+"""A preset as a table with one row per parameter of a model, as plain data and as text.
+
+`mupax presets table` and `mupax presets constants` print these texts.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +26,37 @@ def rows(
     *,
     absolute: bool = False,
 ) -> list[dict[str, Any]]:
-    """One dictionary per parameter: name, role, group (by which it has constants), shape and the five columns.
+    """Return one row per parameter: name, role, group, shape and the columns of `Scales`.
+
+    Constants refer to a parameter by its group.
 
     Args:
-        preset: what to tabulate.
-        specs: name to declaration.
-        sizes: size of every logical axis.
-        optimizer: whose lr and eps.
-        decay: coupled or independent weight decay.
-        absolute: values (base constant x factor) in place of factors relative to the base.
+        sizes: Size of every logical axis of the model.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
+        absolute: Whether to return values, base value * factor. The default is factors, which are
+            1 at the base.
     """
     evaluate = preset.scales if absolute else preset.factors
-    return [
-        {
+    table = []
+    for name, spec in specs.items():
+        row = {
             "name": name,
             "role": spec.role.value,
             "group": spec.group,
             "shape": [sizes[axis] for axis in spec.axes],
-            **dataclasses.asdict(evaluate(spec, sizes, optimizer, decay)),
         }
-        for name, spec in specs.items()
-    ]
+        scales = evaluate(spec, sizes, optimizer, decay)
+        table.append(row | dataclasses.asdict(scales))
+    return table
 
 
 def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
-    """Return what multiplies activations, in a sentence.
+    """Return a sentence with the multipliers of the forward pass.
 
-    It has the scale of attention logits, and those of residual branches and skips in the first and last block of every stack:
-    of a model without heads and without blocks nothing.
+    It has the scale of attention logits, and the scales of residual branches and skips in the first
+    and last block of every stack. A model without heads and blocks gives an empty text.
 
     Args:
-        preset: The preset of the forward pass.
         sizes: Size of every logical axis of the model.
     """
     parts = []
@@ -69,37 +72,36 @@ def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
 
 
 def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
-    blocks = range(sizes[stack.axis])
-    scales = [
-        preset.residual_scale(sizes, layer, branch, stack)
-        for layer in blocks
-        for branch in stack.branches
-    ]
-    (skip, branch), (last_skip, last_branch) = scales[0], scales[-1]
-    if set(scales) == {(1.0, branch)}:
-        return f"every residual branch x {branch:.4g}"
+    """Return the scales of branches and skips of one stack as text."""
+    scales = []
+    for layer in range(sizes[stack.axis]):
+        for branch in stack.branches:
+            scales.append(preset.residual_scale(sizes, layer, branch, stack))
+    first_skip, first_branch = scales[0]
+    last_skip, last_branch = scales[-1]
+    if set(scales) == {(1.0, first_branch)}:
+        return f"every residual branch x {first_branch:.4g}"
     return (
-        f"residual branches x {branch:.4g} (first attention) to {last_branch:.4g} (last MLP), "
-        f"skips x {skip:.4g} to {last_skip:.4g}"
+        f"residual branches x {first_branch:.4g} (first attention) "
+        f"to {last_branch:.4g} (last MLP), "
+        f"skips x {first_skip:.4g} to {last_skip:.4g}"
     )
 
 
 def rule_rows(
     preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam"
 ) -> list[dict[str, Any]]:
-    """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group.
+    """Return one row per parameter group: its rule as power laws in m = size / base size.
 
     Args:
-        preset: whose rules.
-        specs: parameter to its declaration; of a group that has several one is shown.
-        optimizer: whose rates and eps.
+        specs: Declarations by parameter name. The last parameter of a group stands for the group.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
     """
-    family, rules = (
-        preset.family(optimizer),
-        {spec.group: (spec, preset.row(spec)) for spec in specs.values()},
-    )
-    return [
-        {
+    family = preset.family(optimizer)
+    groups = {spec.group: (spec, preset.row(spec)) for spec in specs.values()}
+    table = []
+    for group, (spec, rule) in groups.items():
+        row = {
             "group": group,
             "fan_in": "*".join(spec.fan_in),
             "multiplier": str(rule.multiplier),
@@ -108,16 +110,15 @@ def rule_rows(
             "eps": str(rule.eps_of(family)),
             "decays": "yes" if rule.decays else "no",
         }
-        for group, (spec, rule) in rules.items()
-    ]
+        table.append(row)
+    return table
 
 
 def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
-    """What a preset takes, a line a constant, and under it the values that sources disagree on.
+    """Return a preset's constants as text, with the values of each on which sources disagree.
 
     Args:
-        preset: its name.
-        defaults: constant to its default.
+        preset: Name in `mupax.presets.papers.PRESETS`.
     """
     lines = []
     for constant, default in defaults.items():
@@ -125,28 +126,28 @@ def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
         for choice in choices.of(preset, constant):
             text = f"{cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
             lines.append(terminal.wrapped(f"  {text}"))
-    of_groups = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)
-    return "\n".join(
-        [
-            *lines,
-            terminal.wrapped(f"and of parameter groups {of_groups}, factors of 1 unless given"),
-        ]
-    )
+    columns = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)
+    of_groups = f"and of parameter groups {columns}, factors of 1 unless given"
+    lines.append(terminal.wrapped(of_groups))
+    return "\n".join(lines)
 
 
 def text(table: list[dict[str, Any]]) -> str:
-    """Rows as columns for the terminal or pipe, numbers to four digits."""
+    """Return rows as text columns for a terminal or pipe, numbers to four digits."""
     if not table:
         return ""
     columns = [column for column in table[0] if column != "role"]
-    cells = [columns, *([cell(row[column]) for column in columns] for row in table)]
+    cells = [columns]
+    for row in table:
+        cells.append([cell(row[column]) for column in columns])
     return terminal.table(cells, left=("name", "shape", "group", "fan_in", "holds"))
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: a shape as 2x3, one number per layer as first..last, others to four digits."""
+    """Return one value as text: shapes as 2x3, values per layer as first..last, to four digits."""
     if isinstance(value, list):
         return "x".join(map(str, value)) or "scalar"
-    if isinstance(value, tuple):  # one number per layer: first and last
+    if isinstance(value, tuple):
+        # One value per layer.
         return f"{value[0]:.4g}..{value[-1]:.4g}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

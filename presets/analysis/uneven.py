@@ -1,4 +1,4 @@
-"""Widths that grow apart, against those that a rule was made for: what they lead to is refused before a run."""
+"""Check before a run that its widths grow together, as the rules of its preset need."""
 
 from __future__ import annotations
 
@@ -11,46 +11,60 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 
 UNEVEN = 1.4
-"""How many times too large a change may become by widths that do not grow together: less than the steps of a rate's search."""
+"""Factor by which a change may be too large because widths do not grow together.
+
+It is smaller than the steps of a learning rate search.
+"""
+
+_WIDTHS = ("embed", "mlp", "heads", "kv_heads", "head_dim")
+_CHANGES = ("change of attention logits", "change of the stream", "change of the output")
 
 
 def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "adam") -> None:
-    """Raises PresetError where a change is more than `UNEVEN` times what it is where all widths grow together; names the axes.
+    """Raise an error if widths grow apart so far that a change in one step becomes too large.
 
-    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. Along any other line the same calculation says what moves; depth is
-    left as it is. It speaks of growth alone: where a width is below the base's, nothing is said.
+    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. The same calculation gives the changes
+    for widths that grow at any other speeds. Depth is left as it is. The calculation covers growth
+    only: a model with a width below the base's passes.
 
     Args:
-        preset: relative to a base.
-        sizes: of the model.
-        optimizer: whose updates: some growth is safe under SGD and not under Adam.
+        preset: Preset with a base. A preset without one passes.
+        sizes: Size of every logical axis of the model.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`. Some growth is safe under SGD and
+            not under Adam.
+
+    Raises:
+        PresetError: A change is more than `UNEVEN` times what it is if all widths grow together.
+            The message names the axes.
     """
     ratios = preset.ratios(sizes)
-    widths = {
-        axis: ratios[axis]
-        for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim")
-        if axis in ratios
-    }
-    if "experts" in ratios and "embed" in widths:  # an expert's hidden size may grow as it will
+    widths = {axis: ratios[axis] for axis in _WIDTHS if axis in ratios}
+    if "experts" in ratios and "embed" in widths:
+        # The hidden size of experts may grow at any speed.
         widths.setdefault("mlp", widths["embed"])
     largest = max(widths.values(), default=1.0)
     if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
         return
-    if preset.family(optimizer) != "sgd" and all(
-        ratio == 1.0 for axis, ratio in widths.items() if axis != "kv_heads"
-    ):
-        return  # they end at the heads; what moves most was measured flat over 8 times (K^0.01), and under SGD was not
+    family = preset.family(optimizer)
+    only_keys_grow = all(ratio == 1.0 for axis, ratio in widths.items() if axis != "kv_heads")
+    if only_keys_grow and family != "sgd":
+        # Key heads can only grow up to the number of heads. The change that moves most was measured
+        # flat over 8 times as many (K^0.01) under Adam. Under SGD it was not.
+        return
+
     growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
-    lines = (growth, LIMITS["head_dim"], LIMITS["heads"])
-    alone, *together = (
-        Limit(preset, preset.family(optimizer), line).observables() for line in lines
-    )
-    for row in ("change of attention logits", "change of the stream", "change of the output"):
-        beyond = alone[row] - max(max(at[row] for at in together), 0.0)
-        if largest**beyond > UNEVEN:
+    apart = Limit(preset, family, growth).observables()
+    by_head_dim = Limit(preset, family, LIMITS["head_dim"]).observables()
+    by_heads = Limit(preset, family, LIMITS["heads"]).observables()
+    for change in _CHANGES:
+        together = max(by_head_dim[change], by_heads[change])
+        excess = apart[change] - max(together, 0.0)
+        if largest**excess > UNEVEN:
             grown = ", ".join(f"{axis} x{ratio:.3g}" for axis, ratio in widths.items())
             fastest = max(widths, key=widths.__getitem__)
             raise PresetError(
-                f"{preset.name} under {optimizer} does not allow growing {grown}: {row} explodes as {fastest}^{alone[row]:.2g}; "
-                f"grow the widths together (head_dim or heads with embed and mlp), or take a base of the same proportions"
+                f"{preset.name} under {optimizer} does not allow growing {grown}: "
+                f"{change} explodes as {fastest}^{apart[change]:.2g}; "
+                f"grow the widths together (head_dim or heads with embed and mlp), "
+                f"or take a base of the same proportions"
             )

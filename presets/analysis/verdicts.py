@@ -1,8 +1,14 @@
-"""What the exponents of `mupax.presets.analysis.limits` mean to who trains: a word for each, tables of them, presets side by side.
+"""Words for the exponents of `mupax.presets.analysis.limits`, and tables of them.
 
-stable: does not depend on the size. explodes, vanishes: does. frozen: weights or logits stop moving. lazy: features stop
-moving while the output learns. heads collapse: all heads start with the same (no) logits and get the same dynamics.
-converges: a random quantity becomes the same for every initialization.
+| word             | meaning                                                                       |
+|------------------|-------------------------------------------------------------------------------|
+| stable           | The observable does not depend on the size.                                   |
+| explodes         | The observable grows with the size.                                           |
+| vanishes         | The observable shrinks with the size.                                         |
+| frozen           | Weights or logits stop moving.                                                |
+| lazy             | Features stop moving while the output learns.                                 |
+| heads collapse   | All heads start with logits of zero and get the same dynamics.                |
+| converges        | A random quantity becomes the same for every initialization.                  |
 """
 
 from __future__ import annotations
@@ -39,12 +45,12 @@ DESCRIPTIVE = (
     "signal into an encoder, at first",
     "weight movement, q, k",
 )
-"""Observables that describe a rule without speaking for or against it; the others judge it."""
+"""Observables that describe a rule without judging it. All other observables judge it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One observable in one limit: size^exponent, and the word for it."""
+    """One observable in one limit: its exponent of the size, and the word for it."""
 
     exponent: float
     verdict: str
@@ -53,207 +59,237 @@ class Entry:
 def verdicts(
     preset: Preset, optimizer: str = "adam", *, experts: bool = False
 ) -> dict[str, dict[str, Entry]]:
-    """Observable to limit to exponent and verdict.
+    """Return exponent and word of every observable in every limit.
 
     Args:
-        preset: any; form and base do not matter.
-        optimizer: whose updates.
-        experts: of a model that has experts for MLPs, in the limits of `EXPERT_LIMITS`.
+        preset: Preset in any form and with any base. Neither changes the result.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
+        experts: Whether the model has experts in place of MLPs. The limits are then those of
+            `EXPERT_LIMITS`.
+
+    Returns:
+        Entries by observable and limit.
 
     Raises:
-        PresetError: the preset has no rule for the optimizer.
+        PresetError: The preset has no rule for the optimizer.
     """
     family = preset.family(optimizer)
+    limits = LIMITS
+    part = ""
+    if experts:
+        limits = EXPERT_LIMITS
+        part = "experts"
     table: dict[str, dict[str, Entry]] = {}
-    for name, growth in (EXPERT_LIMITS if experts else LIMITS).items():
-        limit = Limit(preset, family, growth, part="experts" if experts else "")
-        for row, entry in entries(limit, name).items():
-            table.setdefault(row, {})[name] = entry
+    for name, growth in limits.items():
+        limit = Limit(preset, family, growth, part=part)
+        for observable, entry in entries(limit, name).items():
+            table.setdefault(observable, {})[name] = entry
     return table
 
 
 def entries(limit: Limit, name: str) -> dict[str, Entry]:
-    """Observable to exponent and verdict in one limit.
+    """Return exponent and word of every observable in one limit.
 
     Args:
-        limit: of any growth.
-        name: the limit of `LIMITS` or `EXPERT_LIMITS` whose words fit that growth.
+        name: Key of `LIMITS` or `EXPERT_LIMITS` whose words fit the growth of `limit`.
     """
-    column = limit.observables()
-    column |= {} if limit.routed else _of_cross(limit.of("cross")) | _into_encoder(limit)
-    rounded = {row: round(exponent, 10) + 0.0 for row, exponent in column.items()}
-    return {
-        row: Entry(x, _verdict(row, name, x, column, limit.family)) for row, x in rounded.items()
+    exponents = limit.observables()
+    if not limit.routed:
+        exponents |= _cross_attention(limit.of("cross"))
+        exponents |= _encoder_signal(limit)
+    table = {}
+    for observable, exact in exponents.items():
+        # Floating-point sums of exponents are not exact. Adding 0.0 turns -0.0 into 0.0.
+        exponent = round(exact, 10) + 0.0
+        word = _verdict(observable, name, exponent, exponents, limit.family)
+        table[observable] = Entry(exponent, word)
+    return table
+
+
+def _cross_attention(cross: Limit) -> dict[str, float]:
+    """Return the observables in which attention to an encoder may differ from self-attention."""
+    exponents = {
+        "cross-attention logits": cross.attention,
+        "change of cross-attention logits": cross.d_attention,
+        "change of cross-attention's v": cross.dv - cross.v,
     }
+    weights = ("query", "key", "value", "attention out")
+    on_adam = [weight for weight in weights if not cross.orthogonal(weight)]
+    if on_adam and cross.family in ("adam", "muon"):
+        over_eps = map(cross.gradient_over_eps, on_adam)
+        exponents["gradient over eps, cross-attention"] = min(over_eps)
+    return exponents
 
 
-def _of_cross(limit: Limit) -> dict[str, float]:
-    """Of a decoder's attention to an encoder's output: what may differ from its attention to itself."""
-    rows = {
-        "cross-attention logits": limit.attention,
-        "change of cross-attention logits": limit.d_attention,
-        "change of cross-attention's v": limit.dv - limit.v,
-    }
-    on_adam = [
-        name for name in ("query", "key", "value", "attention out") if not limit.orthogonal(name)
-    ]
-    if on_adam and limit.family in ("adam", "muon"):
-        over = (
-            limit.gradient[name] - limit.x(limit.rows[name].eps_of(limit.family))
-            for name in on_adam
-        )
-        rows["gradient over eps, cross-attention"] = min(over)
-    return rows
+def _encoder_signal(limit: Limit) -> dict[str, float]:
+    """Return the backward signal at an encoder's output over the signal at its decoder's output.
 
-
-def _into_encoder(limit: Limit) -> dict[str, float]:
-    """Backward signal at an encoder's output over that at its decoder's: a sum over the decoder's blocks, through W_V^T W_O^T of each.
-
-    At first they are independent, which makes it L^1/2 of them, later in concert, L, as far as they have moved. (Derived.)
+    It is a sum over the decoder's blocks, through W_V^T W_O^T of each block. (Derived.)
     """
-    cross, each = limit.of("cross"), limit.branch - limit.stream
-    first, moved = (
-        each + limit.layers / 2,
-        max(cross.movement("value"), cross.movement("attention out")),
-    )
-    later = max(first, each + limit.layers + min(moved, 0.0))
-    return {"signal into an encoder, at first": first, "signal into an encoder, aligned": later}
+    cross = limit.of("cross")
+    block = limit.branch - limit.stream
+    # Blocks are independent at first, L^1/2 of them, and later in concert, L, as far as they moved.
+    first = block + limit.layers / 2
+    moved = max(cross.movement("value"), cross.movement("attention out"))
+    aligned = max(first, block + limit.layers + min(moved, 0.0))
+    return {"signal into an encoder, at first": first, "signal into an encoder, aligned": aligned}
+
+
+_FROZEN = (
+    "weight movement",
+    "change of attention",
+    "change of router's scores",
+    "change of cross-attention logits",
+)
+"""Beginnings of observables that are frozen if they vanish."""
+
+_FEATURES = (
+    "change of v, MLP entries",
+    "change of what experts write",
+    "change of cross-attention's v",
+    "change of the stream",
+)
+"""Observables that are lazy if they vanish with width, and frozen if they vanish with depth."""
 
 
 def _verdict(
-    row: str, limit: str, exponent: float, column: Mapping[str, float], family: str
+    observable: str, limit: str, exponent: float, exponents: Mapping[str, float], family: str
 ) -> str:
-    if row == "one block's share of the stream":
-        return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
-    if row == "squared error of the kernel":
+    """Return the word for one observable.
+
+    Args:
+        observable: Key of `exponents`.
+        limit: Key of `LIMITS` or `EXPERT_LIMITS`.
+        exponents: Exponents of all observables in this limit.
+    """
+    if observable == "one block's share of the stream":
+        return "stable" if exponents["all blocks' share of the stream"] <= 0 else "explodes"
+    if observable == "squared error of the kernel":
         return "converges" if exponent < 0 else "stable"
-    if row.startswith("gradient over eps"):
+    if observable.startswith("gradient over eps"):
         return "vanishes" if exponent < 0 else "stable"
-    if row.startswith(("q, k backward signal", "signal into an encoder")):
-        # Adam divides by it; SGD's rate is set for one of the two and training goes from the first to the second.
+    if observable.startswith(("q, k backward signal", "signal into an encoder")):
+        # Adam divides by the signal. SGD's learning rate fits either the signal at first or the
+        # aligned one, and training goes from the first to the second.
         return "explodes" if exponent > 0 and family == "sgd" else "stable"
     if exponent > 0:
         return "explodes"
     if exponent == 0:
         return "stable"
-    if row in ("attention logits", "cross-attention logits") and limit == "head_dim":
+    return _word_for_decrease(observable, limit, exponents)
+
+
+def _word_for_decrease(observable: str, limit: str, exponents: Mapping[str, float]) -> str:
+    """Return the word for an observable whose exponent is negative."""
+    if observable in ("attention logits", "cross-attention logits") and limit == "head_dim":
         return "heads collapse"
-    if row == "weight movement, q, k" and column["change of attention logits"] >= 0:
-        return "vanishes"  # and the logits, a sum over many entries, move all the same
-    if row == "what an expert writes, at first":
-        return "vanishes"  # a mean-field start: its steps write as much at every size
-    if row.startswith(
-        (
-            "weight movement",
-            "change of attention",
-            "change of router's scores",
-            "change of cross-attention logits",
-        )
-    ):
+    if observable == "weight movement, q, k" and exponents["change of attention logits"] >= 0:
+        # The logits are a sum over many entries and move all the same.
+        return "vanishes"
+    if observable == "what an expert writes, at first":
+        # This is a mean-field start: steps of experts write as much at every size.
+        return "vanishes"
+    if observable.startswith(_FROZEN):
         return "frozen"
-    if row in (
-        "change of v, MLP entries",
-        "change of what experts write",
-        "change of cross-attention's v",
-        "change of the stream",
-    ):
+    if observable in _FEATURES:
         return "frozen" if limit == "depth" else "lazy"
     return "vanishes"
 
 
 def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, Entry]]]:
-    """Limit to the judging observables that are not stable in it, worst first.
+    """Return the judging observables that are not stable, by limit and worst first.
 
     Args:
-        preset: whose verdicts.
-        optimizer: whose steps change the model.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
     """
     unstable: dict[str, list[tuple[str, Entry]]] = {limit: [] for limit in LIMITS}
-    for row, at in verdicts(preset, optimizer).items():
-        for limit, entry in at.items():
-            if entry.verdict != "stable" and row not in DESCRIPTIVE:
-                unstable[limit].append((row, entry))
-    return {
-        limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict))
-        for limit, rows in unstable.items()
-    }
+    for observable, by_limit in verdicts(preset, optimizer).items():
+        for limit, entry in by_limit.items():
+            if entry.verdict != "stable" and observable not in DESCRIPTIVE:
+                unstable[limit].append((observable, entry))
+    for found in unstable.values():
+        found.sort(key=lambda pair: ORDER.index(pair[1].verdict))
+    return unstable
 
 
 def limits_rows(
     preset: Preset, optimizer: str = "adam", *, experts: bool = False
 ) -> list[list[str]]:
-    """Every observable and its cell per limit, with a header row.
+    """Return a table of text: a header, then a row per observable with a cell per limit.
 
     Args:
-        preset: whose observables.
-        optimizer: whose steps change the model.
-        experts: as `verdicts`.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
+        experts: Whether the model has experts in place of MLPs.
     """
     table = verdicts(preset, optimizer, experts=experts)
-    rows = [
-        ["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in next(iter(table.values())))]
-    ]
-    return [
-        *rows,
-        *(
-            [row, *(cell(entry, SYMBOLS[limit]) for limit, entry in at.items())]
-            for row, at in table.items()
-        ),
-    ]
+    limits = next(iter(table.values()))
+    rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in limits)]]
+    for observable, by_limit in table.items():
+        cells = [cell(entry, SYMBOLS[limit]) for limit, entry in by_limit.items()]
+        rows.append([observable, *cells])
+    return rows
 
 
 def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
-    """Presets side by side: a row per limit and judging observable that some preset does not keep stable, with a header row.
+    """Return a table of text that compares presets: a header, then a row per finding.
+
+    A finding is a limit and a judging observable that some preset does not keep stable.
 
     Args:
-        presets: a column each.
-        optimizer: whose steps change the models.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
     """
     tables = [verdicts(preset, optimizer) for preset in presets]
     rows = [["growing", "observable", *(preset.name for preset in presets)]]
     for limit in LIMITS:
-        for row in tables[0]:
-            entries = [table[row][limit] for table in tables]
-            if row not in DESCRIPTIVE and any(entry.verdict != "stable" for entry in entries):
-                rows.append([limit, row, *(cell(entry, SYMBOLS[limit]) for entry in entries)])
+        for observable in tables[0]:
+            found = [table[observable][limit] for table in tables]
+            unstable = any(entry.verdict != "stable" for entry in found)
+            if unstable and observable not in DESCRIPTIVE:
+                cells = [cell(entry, SYMBOLS[limit]) for entry in found]
+                rows.append([limit, observable, *cells])
     return rows
 
 
 def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
-    """A row per preset, a column per limit: each verdict but stable once, with the observable that shows it most.
+    """Return a table of text: a header, then a row per preset with a cell per limit.
+
+    A cell has each verdict other than stable once, with the observable that shows it most.
 
     Args:
-        presets: a row each.
-        optimizer: whose steps change the models.
+        optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
     """
     rows = [["preset", *(f"{limit} ({SYMBOLS[limit]}) grows" for limit in LIMITS)]]
     for preset in presets:
         cells = []
-        for limit, entries in wrong(preset, optimizer).items():
-            worst: dict[str, tuple[str, float]] = {}
-            for row, entry in entries:
-                if abs(entry.exponent) > abs(worst.get(entry.verdict, ("", 0.0))[1]):
-                    worst[entry.verdict] = (row, entry.exponent)
-            words = [
-                f"{word} ({row} {SYMBOLS[limit]}^{exponent:g})"
-                for word, (row, exponent) in worst.items()
-            ]
-            cells.append("; ".join(words) or "stable")
+        for limit, found in wrong(preset, optimizer).items():
+            cells.append(_summary(found, SYMBOLS[limit]))
         rows.append([preset.name, *cells])
     return rows
 
 
+def _summary(found: Sequence[tuple[str, Entry]], symbol: str) -> str:
+    """Return each verdict once, with the observable that has the largest exponent."""
+    worst: dict[str, tuple[str, float]] = {}
+    for observable, entry in found:
+        _, largest = worst.get(entry.verdict, ("", 0.0))
+        if abs(entry.exponent) > abs(largest):
+            worst[entry.verdict] = (observable, entry.exponent)
+    texts = []
+    for word, (observable, exponent) in worst.items():
+        texts.append(f"{word} ({observable} {symbol}^{exponent:g})")
+    return "; ".join(texts) or "stable"
+
+
 def cell(entry: Entry, symbol: str) -> str:
-    """Word and power of a letter, which a power of 0 leaves out.
+    """Return an entry as text, such as "explodes N^0.5"; the power is left out if it is 0.
 
     Args:
-        entry: of an observable.
-        symbol: of what grows.
+        symbol: Letter of the size that grows, such as "N".
     """
     return entry.verdict if entry.exponent == 0 else f"{entry.verdict} {symbol}^{entry.exponent:g}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table."""
+    """Return rows as a Markdown table, the first row as its header."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -1,1 +1,4 @@
-"""The infinitely wide transformer's own training, by arrays: the only room of `presets` that imports NumPy, and only where asked for."""
+"""Training of the infinitely wide transformer, with NumPy arrays.
+
+This is the only room of `presets` that imports NumPy, and no other room of `presets` imports it.
+"""

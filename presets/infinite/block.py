@@ -1,6 +1,7 @@
-"""One block of a network of dice, and the numbers that a model and its parameterization come to.
+"""One residual block of an infinitely wide transformer, and the config of the whole model.
 
-D draws, B examples, T positions, R = B T, N head dimension, H heads, F hidden. Square matrices, and those to and from F, are dice.
+Shapes: D draws, B examples, T positions, R = B T, N head dimension, H heads, F hidden size. All
+matrices of a block are lazy Gaussians (`dice`).
 """
 
 from __future__ import annotations
@@ -11,28 +12,32 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight
-from mupax.presets.infinite.layers import ACTIVATIONS, Back, attend, norm
+from mupax.presets.infinite.layers import ACTIVATIONS, Vjp, attend, norm
 
 BLOCK = ("query", "key", "value", "out", "up", "down")
+"""Names of a block's matrices, in the order of `Block.weights`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitConfig:
-    """Sizes and constants of the model whose infinite limit is trained, as its parameterization gives them.
+    """Sizes and constants of a model whose infinite limit is trained.
 
     Attributes:
-        head_dim, heads, depth: N, H and L; the width is N H.
-        mlp: F.
-        stds: of the entries of a parameter as the forward pass has it (its multiplier in it), at the start: by `BLOCK`'s
-            names a number per layer, and of patch, position and readout.
-        rates: learning rates of those, the peak's and the multiplier's square in them.
-        logit_scale: what q.k is multiplied by.
-        skip, branch: of the two additions of every block, [L, 2].
-        momentum: of heavy-ball SGD.
-        eps: of norms.
-        centred_norm: LayerNorm; RMSNorm without.
-        centred: whether the output at the start is subtracted.
-        activation: of the MLP.
+        head_dim, heads, depth: Sizes N, H and L. The width is N H.
+        mlp: Hidden size F of the MLP.
+        stds: Standard deviations at the start of the entries as the forward pass has them, that is,
+            times the multiplier. One value per layer by the names of `BLOCK`, and one value for
+            "patch", "position" and "readout".
+        rates: Learning rates by the same names. They include the peak learning rate and the square
+            of the multiplier.
+        logit_scale: Factor on the products q.k.
+        skip: Factors on the stream in the two additions of every block, [L, 2].
+        branch: Factors on the branch in the two additions of every block, [L, 2].
+        momentum: Momentum of heavy-ball SGD.
+        eps: Number added to the mean square in norms.
+        centred_norm: Whether norms are LayerNorm. The other norm is RMSNorm.
+        centred: Whether the output at the start is subtracted.
+        activation: Key of `layers.ACTIVATIONS`.
     """
 
     head_dim: int
@@ -52,101 +57,131 @@ class LimitConfig:
 
     @property
     def width(self) -> int:
+        """Width of the residual stream, N H."""
         return self.head_dim * self.heads
 
 
 class Block:
-    """One block's six matrices."""
+    """One residual block: attention, then an MLP, each after a norm.
+
+    Args:
+        layer: Index of the block, from 0.
+        basis: Function that makes an empty basis for vectors of a size.
+        responses: As in `LazyGaussian`.
+
+    Attributes:
+        weights: Matrices by the names of `BLOCK`.
+    """
 
     def __init__(
         self,
-        numbers: LimitConfig,
+        config: LimitConfig,
         layer: int,
         basis: Callable[[int], Basis],
         rng: np.random.Generator,
         *,
         responses: bool,
     ) -> None:
-        self.numbers, self.layer = numbers, layer
+        self.config = config
+        self.layer = layer
+        width = config.width
 
-        width, mlp = numbers.width, numbers.mlp
-        self.normed, self.mixed, self.normed_again, self.hidden = map(
-            basis, (width, width, width, mlp)
-        )
+        # Directions of what each matrix reads. Queries, keys and values share their inputs.
+        self._attention_inputs = basis(width)
+        self._attended = basis(width)
+        self._mlp_inputs = basis(width)
+        self._hidden = basis(config.mlp)
         inputs = {
-            **dict.fromkeys(("query", "key", "value"), self.normed), "out": self.mixed, "up": self.normed_again, "down": self.hidden,
-        }  # fmt: skip
-        self.weights = {
-            name: Weight(
-                LazyGaussian(
-                    inputs[name], basis(mlp if name == "up" else width), rng, responses=responses
-                ),
-                float(numbers.stds[name][layer]),
-                float(numbers.rates[name][layer]),
-                numbers.momentum,
-            )
-            for name in BLOCK
+            "query": self._attention_inputs,
+            "key": self._attention_inputs,
+            "value": self._attention_inputs,
+            "out": self._attended,
+            "up": self._mlp_inputs,
+            "down": self._hidden,
         }
+        self.weights: dict[str, Weight] = {}
+        for name in BLOCK:
+            outputs = basis(config.mlp if name == "up" else width)
+            self.weights[name] = Weight(
+                LazyGaussian(inputs[name], outputs, rng, responses=responses),
+                float(config.stds[name][layer]),
+                float(config.rates[name][layer]),
+                config.momentum,
+            )
 
     def forward(
         self, h: np.ndarray, examples: int, *, initial: bool
-    ) -> tuple[np.ndarray, np.ndarray, Back]:
-        """The stream [D, R, width] after the block, what `Snapshot.attention` has of it [D, 2], and the derivative.
+    ) -> tuple[np.ndarray, np.ndarray, Vjp]:
+        """Apply the block to the stream.
 
         Args:
-            h: the stream before it.
-            examples: B.
-            initial: with the weights of the start.
+            h: Stream before the block, [D, R, width].
+            examples: Number of examples B.
+            initial: Whether to use the weights before training.
+
+        Returns:
+            The stream after the block [D, R, width], the block's part of `Snapshot.attention`
+            [D, 2], and the function that takes the gradient of the output to that of the input and
+            keeps the gradients of the weights.
         """
-        n, w = self.numbers, self.weights
-        (skip, skip_again), (branch, branch_again) = n.skip[self.layer], n.branch[self.layer]
+        config = self.config
+        weights = self.weights
+        attention_skip, mlp_skip = config.skip[self.layer]
+        attention_branch, mlp_branch = config.branch[self.layer]
 
-        def product(name: str, at: np.ndarray) -> np.ndarray:
-            return w[name].forward(at, initial=initial)
-
-        z, back_norm = norm(h, n.eps, centred=n.centred_norm)
-        at_z = self.normed.coordinates(z)
-        q, k, v = (self._split(product(name, at_z), examples) for name in ("query", "key", "value"))
-        y, logits, back_attend = attend(q, k, v, n.logit_scale)
-        at_y = self.mixed.coordinates(self._joined(y))
-        middle = skip * h + branch * product("out", at_y)
-        z, back_norm_again = norm(middle, n.eps, centred=n.centred_norm)
-        at_x = self.normed_again.coordinates(z)
-        a, back_activation = ACTIVATIONS[n.activation](product("up", at_x))
-        at_a = self.hidden.coordinates(a)
-        after = skip_again * middle + branch_again * product("down", at_a)
-
-        def back(dh: np.ndarray) -> np.ndarray:
-            da = w["down"].backward(branch_again * dh, at_a)
-            dz = w["up"].backward(back_activation(da), at_x)
-            dh = skip_again * dh + back_norm_again(dz)
-            dy = w["out"].backward(branch * dh, at_y)
-            dq, dk, dv = (self._joined(part) for part in back_attend(self._split(dy, examples)))
-            dz = (
-                w["query"].backward(dq, at_z)
-                + w["key"].backward(dk, at_z)
-                + w["value"].backward(dv, at_z)
-            )
-            return skip * dh + back_norm(dz)
-
-        mean = logits.mean(-3)
-        return (
-            after,
-            np.stack([(logits**2).mean((-4, -3, -2, -1)), (mean**2).mean((-3, -2, -1))], -1),
-            back,
+        normed, attention_norm_vjp = norm(h, config.eps, centred=config.centred_norm)
+        attention_inputs = self._attention_inputs.coordinates(normed)
+        q = weights["query"].forward(attention_inputs, initial=initial)
+        k = weights["key"].forward(attention_inputs, initial=initial)
+        v = weights["value"].forward(attention_inputs, initial=initial)
+        y, logits, attend_vjp = attend(
+            self._split_heads(q, examples),
+            self._split_heads(k, examples),
+            self._split_heads(v, examples),
+            config.logit_scale,
         )
+        attended = self._attended.coordinates(self._join_heads(y))
+        attention = weights["out"].forward(attended, initial=initial)
+        middle = attention_skip * h + attention_branch * attention
+
+        normed, mlp_norm_vjp = norm(middle, config.eps, centred=config.centred_norm)
+        mlp_inputs = self._mlp_inputs.coordinates(normed)
+        up = weights["up"].forward(mlp_inputs, initial=initial)
+        activations, activation_vjp = ACTIVATIONS[config.activation](up)
+        hidden = self._hidden.coordinates(activations)
+        down = weights["down"].forward(hidden, initial=initial)
+        after = mlp_skip * middle + mlp_branch * down
+
+        def vjp(dafter: np.ndarray) -> np.ndarray:
+            dactivations = weights["down"].backward(mlp_branch * dafter, hidden)
+            dnormed = weights["up"].backward(activation_vjp(dactivations), mlp_inputs)
+            dmiddle = mlp_skip * dafter + mlp_norm_vjp(dnormed)
+            dattended = weights["out"].backward(attention_branch * dmiddle, attended)
+            dq, dk, dv = attend_vjp(self._split_heads(dattended, examples))
+            dnormed = (
+                weights["query"].backward(self._join_heads(dq), attention_inputs)
+                + weights["key"].backward(self._join_heads(dk), attention_inputs)
+                + weights["value"].backward(self._join_heads(dv), attention_inputs)
+            )
+            return attention_skip * dmiddle + attention_norm_vjp(dnormed)
+
+        mean_logits = logits.mean(-3)
+        square = (logits**2).mean((-4, -3, -2, -1))
+        square_of_mean = (mean_logits**2).mean((-3, -2, -1))
+        return after, np.stack([square, square_of_mean], -1), vjp
 
     def step(self) -> None:
-        """Move along the gradients kept."""
+        """Take a step with the gradients since the last step."""
         for weight in self.weights.values():
             weight.step()
 
-    def _split(self, x: np.ndarray, examples: int) -> np.ndarray:
-        """[D, R, width] to [D, B, H, T, N]."""
-        x = x.reshape(*x.shape[:-2], examples, -1, self.numbers.heads, self.numbers.head_dim)
+    def _split_heads(self, x: np.ndarray, examples: int) -> np.ndarray:
+        """Return [D, R, width] as [D, B, H, T, N]."""
+        heads = self.config.heads
+        x = x.reshape(*x.shape[:-2], examples, -1, heads, self.config.head_dim)
         return np.swapaxes(x, -2, -3)
 
-    def _joined(self, x: np.ndarray) -> np.ndarray:
-        """[D, B, H, T, N] to [D, R, width]."""
+    def _join_heads(self, x: np.ndarray) -> np.ndarray:
+        """Return [D, B, H, T, N] as [D, R, width]."""
         x = np.swapaxes(x, -2, -3)
-        return x.reshape(*x.shape[:-4], -1, self.numbers.width)
+        return x.reshape(*x.shape[:-4], -1, self.config.width)

@@ -1,15 +1,18 @@
-"""Gaussian matrices that are never made: each is drawn only along what it has acted on ("Householder dice", Lu 2021, 2101.07464).
+"""Gaussian matrices that are drawn only along the directions on which they act.
 
-W [m, n] has independent Normal(0, 1) entries. While W V = A and W' U = B are all that was asked of it, with orthonormal V and U, its law
-along a new direction v is
+This is the "Householder dice" method (Lu 2021, 2101.07464). W [m, n] has independent Normal(0, 1)
+entries. Suppose that only W V = A and W' U = B are known so far, with orthonormal V and U. Then W
+acts on a new direction v as
 
-    W v = U (B' v) + (1 - U U') g      with g fresh,
+    W v = U (B' v) + (1 - U U') g      with a fresh Gaussian g.
 
-the mean field theory's response term and its Gaussian field. Nothing is estimated and nothing iterated: what is revealed has the law
-of a matrix drawn at the start. A training step of gradient descent adds U M V', so a trained matrix is W + U M V' with a small M.
-Memory is O((m + n) r) and time O((m + n) r^2) after r directions, in place of m n.
+The two terms are the response term and the Gaussian field of mean field theory. Nothing is
+estimated and nothing is iterated: what is revealed has the law of a matrix that was drawn at the
+start. A step of gradient descent adds U M V', so a trained matrix is W + U M V' with a small M.
+After r directions the memory is O((m + n) r) and the time O((m + n) r^2), in place of m n.
 
-D draws (any leading axes: independent matrices side by side), R vectors, r directions, m outputs, n inputs. Vectors are rows.
+Shapes: D draws (any leading axes: independent matrices side by side), R vectors, r directions,
+m outputs, n inputs. Vectors are rows.
 """
 
 from __future__ import annotations
@@ -17,21 +20,25 @@ from __future__ import annotations
 import numpy as np
 
 ROUNDING = 30
-"""What of a vector lies outside of known directions by so many roundings of its length, is rounding."""
+"""Largest part of a vector outside of known directions that counts as rounding error.
+
+The unit is the rounding error of the vector's length.
+"""
 
 
 def transposed(x: np.ndarray) -> np.ndarray:
-    """[..., a, b] to [..., b, a]."""
+    """Return matrices [..., a, b] as [..., b, a]."""
     return np.swapaxes(x, -1, -2)
 
 
 class Basis:
-    """Orthonormal directions of one side of a matrix, [D..., r, size], which grow with the vectors that are looked at.
+    """Orthonormal directions of one side of a matrix, which grow with the vectors that are used.
 
     Args:
-        size: numbers of a vector.
-        draws: leading axes.
-        dtype: of all numbers.
+        draws: Leading axes [D...] of all arrays.
+
+    Attributes:
+        rows: Directions [D..., r, size].
     """
 
     def __init__(
@@ -43,100 +50,131 @@ class Basis:
         return self.rows.shape[-2]
 
     def coordinates(self, x: np.ndarray) -> np.ndarray:
-        """Coordinates [D..., R, r] of vectors [D..., R, size] in the directions, to which those are added that they lack."""
+        """Return the coordinates of vectors, after adding the directions that they need.
+
+        Args:
+            x: Vectors [D..., R, size].
+
+        Returns:
+            Coordinates [D..., R, r], where r counts the new directions, too.
+        """
         x = np.asarray(x, self.rows.dtype)
         inside = x @ transposed(self.rows)
-        q, t = np.linalg.qr(transposed(x - inside @ self.rows))
+        outside = x - inside @ self.rows
+        q, t = np.linalg.qr(transposed(outside))
+        # Singular values are lengths outside of the known directions.
         p, lengths, _ = np.linalg.svd(t)
-        least = ROUNDING * np.finfo(x.dtype).eps * np.sqrt((x**2).sum((-1, -2)).max())
-        count = min(int((lengths > least).sum(-1).max(initial=0)), x.shape[-1] - len(self))
+        length = np.sqrt((x**2).sum((-1, -2)).max())
+        least = ROUNDING * np.finfo(x.dtype).eps * length
+        missing = int((lengths > least).sum(-1).max(initial=0))
+        # There are no more directions than entries, whatever rounding says.
+        count = min(missing, x.shape[-1] - len(self))
         if not count:
             return inside
         new = transposed(q @ p[..., :count])
-        new = new - (new @ transposed(self.rows)) @ self.rows  # twice is enough
+        # One projection leaves a rounding error along the old directions; two are enough.
+        new = new - (new @ transposed(self.rows)) @ self.rows
         new = transposed(np.linalg.qr(transposed(new))[0])
         self.rows = np.concatenate([self.rows, new], axis=-2)
         return np.concatenate([inside, x @ transposed(new)], axis=-1)
 
 
 class LazyGaussian:
-    """A matrix W with independent Normal(0, 1) entries, revealed along the directions of its two sides as they grow.
+    """Matrix W with independent Normal(0, 1) entries, revealed as the directions of its sides grow.
 
     Args:
-        inputs: directions that W is applied to; several matrices may share them.
-        outputs: directions that W' is applied to.
-        rng: where from.
-        responses: whether products of one kind know of those of the other. Without, W and W' are two unrelated matrices: a
-            control that must not agree with a network.
+        inputs: Directions that W is applied to. Several matrices may share them.
+        outputs: Directions that W' is applied to, likewise.
+        responses: Whether products with W and with W' know of each other. Without responses W and
+            W' are two unrelated matrices, a control that must not agree with a network.
     """
 
     def __init__(
         self, inputs: Basis, outputs: Basis, rng: np.random.Generator, *, responses: bool = True
     ) -> None:
-        self.inputs, self.outputs, self.responses, self._rng = inputs, outputs, responses, rng
-        self._images = np.zeros(
-            (*inputs.rows.shape[:-2], 0, outputs.rows.shape[-1]), inputs.rows.dtype
-        )
-        self._preimages = np.zeros(
-            (*inputs.rows.shape[:-2], 0, inputs.rows.shape[-1]), inputs.rows.dtype
-        )
+        self.inputs = inputs
+        self.outputs = outputs
+        self.responses = responses
+        self._rng = rng
+        draws = inputs.rows.shape[:-2]
+        dtype = inputs.rows.dtype
+        self._images = np.zeros((*draws, 0, outputs.rows.shape[-1]), dtype)
+        self._preimages = np.zeros((*draws, 0, inputs.rows.shape[-1]), dtype)
 
     def forward(self, coordinates: np.ndarray) -> np.ndarray:
-        """W x [D..., R, m] of vectors with these `inputs.coordinates` [D..., R, r]."""
+        """Return the products W x [D..., R, m].
+
+        Args:
+            coordinates: Result of `inputs.coordinates` for x, [D..., R, r].
+        """
         self._images = self._revealed(self.inputs, self._images, self.outputs, self._preimages)
         return coordinates @ self._images[..., : coordinates.shape[-1], :]
 
     def backward(self, coordinates: np.ndarray) -> np.ndarray:
-        """W' y [D..., R, n] of vectors with these `outputs.coordinates` [D..., R, r]."""
+        """Return the products W' y [D..., R, n].
+
+        Args:
+            coordinates: Result of `outputs.coordinates` for y, [D..., R, r].
+        """
         self._preimages = self._revealed(self.outputs, self._preimages, self.inputs, self._images)
         return coordinates @ self._preimages[..., : coordinates.shape[-1], :]
 
     def matrix(self) -> np.ndarray:
-        """All of W [D..., m, n], which is small: it reveals what is left."""
+        """Reveal the rest of W, and return all of W [D..., m, n]. For small matrices."""
         *draws, _, size = self.inputs.rows.shape
-        return transposed(
-            self.forward(
-                self.inputs.coordinates(np.broadcast_to(np.eye(size), (*draws, size, size)))
-            )
-        )
+        units = np.broadcast_to(np.eye(size), (*draws, size, size))
+        columns = self.forward(self.inputs.coordinates(units))
+        return transposed(columns)
 
     def _revealed(
-        self, here: Basis, images: np.ndarray, there: Basis, preimages: np.ndarray
+        self, side: Basis, images: np.ndarray, far_side: Basis, far_images: np.ndarray
     ) -> np.ndarray:
-        """Images of all directions here, [D..., r, size there], with the `preimages` [D..., r', size here] of directions there."""
-        new = here.rows[..., images.shape[-2] :, :]
+        """Return the images of all directions of one side, drawing those that are missing.
+
+        Args:
+            side: Directions [D..., r, size] that are mapped.
+            images: Known images of the first directions of `side`, [D..., r, size of far side].
+            far_side: Directions [D..., r', size of far side] of the other side.
+            far_images: Known images of the first directions of `far_side`, [D..., r', size].
+        """
+        new = side.rows[..., images.shape[-2] :, :]
         if not new.shape[-2]:
             return images
-        fresh = self._rng.standard_normal((*new.shape[:-1], there.rows.shape[-1]), images.dtype)
+        fresh = self._rng.standard_normal((*new.shape[:-1], far_side.rows.shape[-1]), images.dtype)
         if self.responses:
-            directions = there.rows[..., : preimages.shape[-2], :]
-            fresh += (new @ transposed(preimages) - fresh @ transposed(directions)) @ directions
+            # Along known directions of the far side the image is known: replace the fresh part.
+            directions = far_side.rows[..., : far_images.shape[-2], :]
+            known = new @ transposed(far_images)
+            fresh += (known - fresh @ transposed(directions)) @ directions
         return np.concatenate([images, fresh], axis=-2)
 
 
 class Weight:
-    """A trained matrix, std * W at the start, and changed by heavy-ball gradient descent: std * W + U M V'.
+    """Matrix std * W + U M V' that is trained by heavy-ball gradient descent from std * W.
 
     Args:
-        dice: W.
-        std: of its entries at the start.
-        rate: learning rate.
-        momentum: decay of the sum of gradients.
+        std: Standard deviation of the entries at the start.
+        momentum: Factor on the running sum of gradients at every step.
     """
 
     def __init__(self, dice: LazyGaussian, std: float, rate: float, momentum: float = 0.0) -> None:
-        self.dice, self.std, self.rate, self.momentum = dice, std, rate, momentum
-        self._change = self._sum = np.zeros(
-            (*dice.inputs.rows.shape[:-2], 0, 0), dice.inputs.rows.dtype
-        )
+        self.dice = dice
+        self.std = std
+        self.rate = rate
+        self.momentum = momentum
+        # M, the running sum and the gradient in coordinates of the two sides, [D..., m side, n
+        # side]. They grow with the directions.
+        draws = dice.inputs.rows.shape[:-2]
+        self._change = np.zeros((*draws, 0, 0), dice.inputs.rows.dtype)
+        self._sum = self._change
         self._gradient = self._change
 
     def forward(self, coordinates: np.ndarray, *, initial: bool = False) -> np.ndarray:
-        """The product with vectors of these `inputs.coordinates`.
+        """Return the products of the matrix with vectors, [D..., R, m].
 
         Args:
-            coordinates: [D..., R, r].
-            initial: of the matrix as it was at the start.
+            coordinates: Result of `inputs.coordinates` for the vectors, [D..., R, r].
+            initial: Whether to use the matrix before training.
         """
         product = self.std * self.dice.forward(coordinates)
         rank = min(coordinates.shape[-1], self._change.shape[-1])
@@ -146,30 +184,34 @@ class Weight:
         return product + change @ self.dice.outputs.rows[..., : change.shape[-1], :]
 
     def backward(self, gradient: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
-        """The gradient of the input [D..., R, n]; keeps that of the matrix until `step`.
+        """Return the gradient of the input, and add up the gradient of the matrix until `step`.
 
         Args:
-            gradient: of the product, [D..., R, m].
-            coordinates: of the input.
+            gradient: Gradient of the product, [D..., R, m].
+            coordinates: Coordinates of the input, as for `forward`.
+
+        Returns:
+            Gradient of the input, [D..., R, n].
         """
-        back = self.dice.outputs.coordinates(gradient)
-        self._gradient = _sum(self._gradient, transposed(back) @ coordinates)
-        product = self.std * self.dice.backward(back)
-        rank = min(back.shape[-1], self._change.shape[-2])
-        change = back[..., :rank] @ self._change[..., :rank, :]
+        output_coordinates = self.dice.outputs.coordinates(gradient)
+        self._gradient = _padded_sum(self._gradient, transposed(output_coordinates) @ coordinates)
+        product = self.std * self.dice.backward(output_coordinates)
+        rank = min(output_coordinates.shape[-1], self._change.shape[-2])
+        change = output_coordinates[..., :rank] @ self._change[..., :rank, :]
         return product + change @ self.dice.inputs.rows[..., : change.shape[-1], :]
 
     def step(self) -> None:
-        """Move along the gradients kept since the last step."""
-        self._sum = _sum(self.momentum * self._sum, self._gradient)
-        self._change = _sum(self._change, -self.rate * self._sum)
+        """Take a step with the gradients since the last step."""
+        self._sum = _padded_sum(self.momentum * self._sum, self._gradient)
+        self._change = _padded_sum(self._change, -self.rate * self._sum)
         self._gradient = np.zeros_like(self._gradient)
 
 
-def _sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Of two matrices, each with zeros where the other is larger."""
-    shape = (*y.shape[:-2], *(max(pair) for pair in zip(x.shape[-2:], y.shape[-2:], strict=True)))
-    total = np.zeros(shape, y.dtype)
+def _padded_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the sum of two matrices, each filled with zeros to the larger size."""
+    rows = max(x.shape[-2], y.shape[-2])
+    columns = max(x.shape[-1], y.shape[-1])
+    total = np.zeros((*y.shape[:-2], rows, columns), y.dtype)
     total[..., : x.shape[-2], : x.shape[-1]] = x
     total[..., : y.shape[-2], : y.shape[-1]] += y
     return total

@@ -1,19 +1,25 @@
-"""One attention block with infinitely many heads of dimension N: only heads are sampled, the stream is exact.
+"""One attention block with infinitely many heads: heads are sampled, the stream is exact.
 
-    h~ = h + beta0 (N H)^(-1/2) sum over heads of W_O attention(q, k, v)      f = w . (mean over positions of h~) / (gamma0 N H)
+    h~ = h + beta0 (N H)^(-1/2) sum over heads of W_O attention(q, k, v)
+    f = w . (mean over positions of h~) / (gamma0 N H)
 
-The model of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), section 2.1, at L = 1 without an MLP and a last norm, its
-read-in frozen and its output centred; W_Q, W_K, W_V, W_O and w learn by gradient descent at the rate eta0 gamma0^2 N H. As H grows,
-q, k, v and o = (N H)^(-1/2) W_O' w become independent from head to head; the stream is linear in Gaussian vectors, so that it is
-kept as coordinates in them. W_O is revealed as in `mupax.presets.infinite.dice`, the dimension of its outputs infinite:
-what is fresh there is a coordinate of its own.
+This is the model of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), section 2.1, at L = 1.
+It has no MLP and no last norm, its read-in is frozen, and its output is centred. W_Q, W_K, W_V, W_O
+and w learn by gradient descent at the rate eta0 gamma0^2 N H.
 
-P examples, S positions, R = P S, G sampled heads, N head dimension, M coordinates of the stream. <a, b> is a mean over entries.
+As H grows, q, k, v and o = (N H)^(-1/2) W_O' w become independent from head to head. The stream is
+linear in Gaussian vectors, so its coordinates in these vectors are kept. W_O is revealed as in
+`mupax.presets.infinite.dice`. Its outputs have infinite dimension, so everything fresh is a
+coordinate of its own.
+
+Shapes: P examples, S positions, R = P S tokens, G sampled heads, N head dimension, M coordinates of
+the stream. <a, b> is a mean over entries.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +29,14 @@ from mupax.presets.infinite.layers import attend
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBlock:
-    """The model and its training.
+    """Model and learning rate.
 
     Attributes:
-        head_dim: N.
-        alpha_a: attention logits are N^-alpha_a q.k.
-        gamma0, beta0: of readout and branch.
-        rate: eta0, for the mean over examples of (f - target)^2 / 2.
+        head_dim: Head dimension N.
+        alpha_a: Attention logits are N^-alpha_a q.k.
+        gamma0: Divisor of the output.
+        beta0: Factor on the branch.
+        rate: Learning rate eta0, for the mean over examples of (f - target)^2 / 2.
     """
 
     head_dim: int
@@ -44,10 +51,10 @@ class Trajectory:
     """Outputs and kernels before each step of training.
 
     Attributes:
-        outputs: f, [steps, P].
-        kernels: <h~, h~'> of the means over positions, [steps, P, P].
-        attention: mean over heads of the logits' square, and square of their mean over heads, both mean over examples and pairs
-            of positions, [steps, 2].
+        outputs: Outputs f, [steps, P].
+        kernels: Products <h~, h~'> of the means over positions, [steps, P, P].
+        attention: Mean over heads of the squared logits, and square of the mean of the logits over
+            heads. Both are means over examples and pairs of positions, [steps, 2].
     """
 
     outputs: np.ndarray
@@ -56,49 +63,119 @@ class Trajectory:
 
 
 class Output:
-    """W_O / (N H)^(1/2) at the start: from vectors over heads [R, G N] to the stream [R, M], and back.
+    """Matrix W_O / (N H)^(1/2) at the start, from vectors over heads [R, G N] to the stream [R, M].
 
     Args:
-        sampled: G N.
-        coordinates: that the stream has before.
-        rng: where from.
-        responses: see `mupax.presets.infinite.dice.LazyGaussian`.
+        sampled: Number of entries over sampled heads, G N.
+        coordinates: Number of coordinates that the stream has before.
+        responses: As in `mupax.presets.infinite.dice.LazyGaussian`.
     """
 
     def __init__(
         self, sampled: int, coordinates: int, rng: np.random.Generator, *, responses: bool
     ) -> None:
-        self._rng, self._responses, self.coordinates = rng, responses, coordinates
-        self._heads, self._images = np.zeros((0, sampled)), np.zeros((0, coordinates))
-        self._stream, self._preimages = np.zeros((0, coordinates)), np.zeros((0, sampled))
+        self.coordinates = coordinates
+        self._rng = rng
+        self._responses = responses
+        # Directions over heads with their images, and of the stream with their preimages.
+        self._heads = np.zeros((0, sampled))
+        self._images = np.zeros((0, coordinates))
+        self._stream = np.zeros((0, coordinates))
+        self._preimages = np.zeros((0, sampled))
 
     def forward(self, y: np.ndarray) -> np.ndarray:
-        """[R, G N] to [R, M], with as many coordinates more as y has directions that are new."""
-        at, new = _coordinates(y, self._heads, y.shape[-1])
-        self._images, self._stream = (_widened(x, len(new)) for x in (self._images, self._stream))
+        """Return the products with vectors over heads, [R, M].
+
+        M grows by one coordinate for each new direction of y.
+
+        Args:
+            y: Vectors over heads [R, G N].
+        """
+        sampled = y.shape[-1]
+        coordinates, new = _coordinates(y, self._heads, sampled)
+        self._images = _widened(self._images, len(new))
+        self._stream = _widened(self._stream, len(new))
         fresh = np.eye(len(new), self.coordinates + len(new), self.coordinates)
         if self._responses:
-            fresh += (new @ self._preimages.T / y.shape[-1]) @ self._stream
+            fresh += (new @ self._preimages.T / sampled) @ self._stream
         self.coordinates += len(new)
-        self._heads, self._images = (
-            np.concatenate([self._heads, new]),
-            np.concatenate([self._images, fresh]),
-        )
-        return at @ self._images
+        self._heads = np.concatenate([self._heads, new])
+        self._images = np.concatenate([self._images, fresh])
+        return coordinates @ self._images
 
     def backward(self, w: np.ndarray) -> np.ndarray:
-        """Of one vector of the stream [M], [G N]."""
+        """Return the product of the transpose with one vector of the stream, [G N].
+
+        Args:
+            w: Vector [M]. Coordinates that it lacks are 0.
+        """
         w = _widened(w[None], self.coordinates - len(w))
-        at, new = _coordinates(w, self._stream, 1)
+        coordinates, new = _coordinates(w, self._stream, 1)
         sampled = self._heads.shape[-1]
         fresh = self._rng.standard_normal((len(new), sampled))
         if self._responses:
             fresh += (new @ self._images.T - fresh @ self._heads.T / sampled) @ self._heads
-        self._stream, self._preimages = (
-            np.concatenate([self._stream, new]),
-            np.concatenate([self._preimages, fresh]),
-        )
-        return (at @ self._preimages)[0]
+        self._stream = np.concatenate([self._stream, new])
+        self._preimages = np.concatenate([self._preimages, fresh])
+        return (coordinates @ self._preimages)[0]
+
+
+class _Change(NamedTuple):
+    """Change of W_O in one step: a sum over examples of readout times pooled values.
+
+    Attributes:
+        error: Targets minus outputs over the number of examples, [P].
+        readout: Readout w before the step, [M].
+        values: Attended values, a mean over positions, [P, G N].
+    """
+
+    error: np.ndarray
+    readout: np.ndarray
+    values: np.ndarray
+
+
+class TrainedOutput:
+    """Matrix W_O / (N H)^(1/2) in training: the start and one change per step."""
+
+    def __init__(self, initial: Output, rate: float) -> None:
+        self.initial = initial
+        self.rate = rate
+        self._changes: list[_Change] = []
+
+    def forward(self, y: np.ndarray) -> np.ndarray:
+        """Return the products with vectors over heads, [R, M].
+
+        Args:
+            y: Vectors over heads [R, G N].
+        """
+        branch = self.initial.forward(y)
+        for change in self._changes:
+            weights = self.rate * (change.error @ change.values @ y.T) / y.shape[-1]
+            missing = self.initial.coordinates - len(change.readout)
+            branch = branch + np.outer(weights, _widened(change.readout[None], missing))
+        return branch
+
+    def backward(self, w: np.ndarray) -> np.ndarray:
+        """Return the product of the transpose with the readout, [G N].
+
+        Args:
+            w: Readout [M], at least as long as those of earlier steps.
+        """
+        o = self.initial.backward(w)
+        for change in self._changes:
+            overlap = change.readout @ w[: len(change.readout)]
+            o = o + self.rate * overlap * (change.error @ change.values)
+        return o
+
+    def step(self, error: np.ndarray, readout: np.ndarray, values: np.ndarray) -> None:
+        """Take a step of gradient descent.
+
+        Args:
+            error: Targets minus outputs over the number of examples, [P].
+            readout: Readout before the step, [M].
+            values: Attended values, a mean over positions, [P, G N].
+        """
+        self._changes.append(_Change(error, readout, values))
 
 
 def train(
@@ -111,91 +188,104 @@ def train(
     rng: np.random.Generator,
     responses: bool = True,
 ) -> Trajectory:
-    """The course of the infinite model on all examples at every step.
+    """Train the infinite model on all examples at every step, and return its trajectory.
 
     Args:
-        block: the model.
-        kernel: <h, h'> of the stream before the block, [P, S, P, S].
-        targets: [P].
-        steps: of gradient descent.
-        heads: sampled heads G; what is left of the sampling goes as G^-1/2.
-        rng: where from.
-        responses: without, the control that must not agree.
+        kernel: Products <h, h'> of the stream before the block, [P, S, P, S].
+        targets: Targets [P].
+        steps: Number of steps of gradient descent.
+        heads: Number of sampled heads G. The sampling error goes as G^-1/2.
+        responses: As in `mupax.presets.infinite.dice.LazyGaussian`.
     """
     examples, positions = kernel.shape[:2]
-    tokens, n, scale = examples * positions, block.head_dim, block.rate * block.gamma0
+    tokens = examples * positions
+    n = block.head_dim
+    readout_rate = block.rate * block.gamma0
+    rate = readout_rate * block.beta0
+    # The gradients of queries and keys have the factor N^-alpha_a already; their rule is
+    # N^(2 alpha_a - 2).
+    logit_rate = rate * n ** (2 * block.alpha_a - 2)
+
     kernel = kernel.reshape(tokens, tokens)
     root = np.sqrt(np.diag(kernel))
     normed = kernel / np.outer(root, root)  # <LN h, LN h'>
-    factor = np.linalg.cholesky(normed + 1e-12 * np.eye(tokens))
-    # [G, P, S, N] each, correlated over tokens as the stream is.
+    # Tokens may be linearly dependent, which the Cholesky factors do not allow.
+    jitter = 1e-12 * np.eye(tokens)
+    factor = np.linalg.cholesky(normed + jitter)
+    # [G, R, N] each, correlated over tokens as the normed stream is.
     q, k, v = (factor @ rng.standard_normal((heads, tokens, n)) for _ in range(3))
-    stream = np.linalg.cholesky(kernel + 1e-12 * np.eye(tokens))  # h in coordinates [R, M]
+    stream = np.linalg.cholesky(kernel + jitter)  # h in coordinates [R, M]
     w = np.eye(1, tokens + 1, tokens)[0]
-    output = Output(heads * n, tokens + 1, rng, responses=responses)
-    pushes: list[
-        tuple[np.ndarray, np.ndarray, np.ndarray]
-    ] = []  # of W_O: errors [P], readout [M], pooled values [P, G N]
-    outputs, kernels, attention = [], [], []
+    output = TrainedOutput(Output(heads * n, tokens + 1, rng, responses=responses), rate)
 
     def pooled(x: np.ndarray) -> np.ndarray:
+        """Return the mean over positions: [R, ...] as [P, ...]."""
         return x.reshape(examples, positions, -1).mean(1)
 
-    def split(x: np.ndarray) -> np.ndarray:
-        return x.reshape(heads, examples, positions, n).swapaxes(0, 1)  # [P, G, S, N]
+    def by_example(x: np.ndarray) -> np.ndarray:
+        """Return [G, R, N] as [P, G, S, N]."""
+        return x.reshape(heads, examples, positions, n).swapaxes(0, 1)
 
-    def mixed(x: np.ndarray) -> np.ndarray:
-        """[P, G, S, N] to [G, R, N], each token's gradient seen by the tokens that it is correlated with."""
+    def correlated(x: np.ndarray) -> np.ndarray:
+        """Return gradients [P, G, S, N] as [G, R, N], as seen by all tokens that are correlated."""
         return normed @ x.swapaxes(0, 1).reshape(heads, tokens, n)
 
+    outputs = []
+    kernels = []
+    attention = []
     for _ in range(steps):
-        values, logits, back = attend(split(q), split(k), split(v), n**-block.alpha_a)
+        values, logits, vjp = attend(by_example(q), by_example(k), by_example(v), n**-block.alpha_a)
         y = values.transpose(0, 2, 1, 3).reshape(tokens, heads * n)
         branch = output.forward(y)
-        for error, readout, before in pushes:
-            change = scale * block.beta0 * (error @ before @ y.T) / (heads * n)
-            branch = branch + np.outer(
-                change, _widened(readout[None], output.coordinates - len(readout))
-            )
-        w, stream = (_widened(x, output.coordinates - x.shape[-1]) for x in (w[None], stream))
-        w, after = w[0], pooled(stream + block.beta0 * branch)
-        outputs.append(after @ w / block.gamma0)
-        kernels.append(after @ after.T)
+        # The branch has brought new coordinates.
+        missing = output.initial.coordinates - len(w)
+        w = _widened(w[None], missing)[0]
+        stream = _widened(stream, output.initial.coordinates - stream.shape[-1])
+        features = pooled(stream + block.beta0 * branch)
+        outputs.append(features @ w / block.gamma0)
+        kernels.append(features @ features.T)
         attention.append(((logits**2).mean(), (logits.mean(1) ** 2).mean()))
+
         error = (targets - outputs[-1]) / examples
         o = output.backward(w)
-        for before_error, readout, before in pushes:
-            o = o + scale * block.beta0 * (readout @ w[: len(readout)]) * (before_error @ before)
-        slopes = (error[:, None, None, None] * o.reshape(heads, 1, n) / positions) * np.ones(
-            (examples, heads, positions, n)
-        )
-        dq, dk, dv = back(slopes)
-        rate = scale * block.beta0
-        # Of queries and keys the gradient has N^-alpha_a already, their rule N^(2 alpha_a - 2).
-        q, k = (
-            q + rate * n ** (2 * block.alpha_a - 2) * mixed(dq),
-            k + rate * n ** (2 * block.alpha_a - 2) * mixed(dk),
-        )
-        v = v + rate * mixed(dv)
-        pushes.append((error, w, pooled(y)))
-        w = w + scale * error @ after
+        per_position = error[:, None, None, None] * o.reshape(heads, 1, n) / positions
+        dvalues = per_position * np.ones((examples, heads, positions, n))
+        dq, dk, dv = vjp(dvalues)
+        q = q + logit_rate * correlated(dq)
+        k = k + logit_rate * correlated(dk)
+        v = v + rate * correlated(dv)
+        output.step(error, w, pooled(y))
+        w = w + readout_rate * error @ features
     return Trajectory(np.array(outputs), np.array(kernels), np.array(attention))
 
 
 def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates of x [R, size] in `basis` [r, size] and what it adds, and those added; orthonormal under x.y / weight."""
+    """Return the coordinates of vectors in a basis, and the directions that it lacks.
+
+    Directions are orthonormal under x.y / weight.
+
+    Args:
+        x: Vectors [R, size].
+        basis: Directions [r, size].
+        weight: Divisor of the products x.y, such as the number of entries.
+
+    Returns:
+        Coordinates in old and new directions, and the new directions.
+    """
     root = np.sqrt(weight)
-    q, t = np.linalg.qr((x - (x @ basis.T / weight) @ basis).T / root)
+    outside = x - (x @ basis.T / weight) @ basis
+    q, t = np.linalg.qr(outside.T / root)
+    # Singular values are lengths outside of the known directions.
     p, lengths, _ = np.linalg.svd(t)
-    new = (
-        q
-        @ p[:, : int((lengths > ROUNDING * np.finfo(x.dtype).eps * np.linalg.norm(x) / root).sum())]
-    ).T * root
+    least = ROUNDING * np.finfo(x.dtype).eps * np.linalg.norm(x) / root
+    count = int((lengths > least).sum())
+    new = (q @ p[:, :count]).T * root
+    # A second projection takes out what rounding has left along the old directions.
     new = new - (new @ basis.T / weight) @ basis
     new = np.linalg.qr(new.T)[0].T * root
     return x @ np.concatenate([basis, new]).T / weight, new
 
 
-def _widened(x: np.ndarray, by: int) -> np.ndarray:
-    """[R, M] with so many coordinates more, which are 0."""
-    return np.pad(x, ((0, 0), (0, by)))
+def _widened(x: np.ndarray, count: int) -> np.ndarray:
+    """Return vectors [R, M] with `count` more coordinates, which are 0."""
+    return np.pad(x, ((0, 0), (0, count)))

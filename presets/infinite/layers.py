@@ -1,6 +1,8 @@
-"""What a transformer does beside its products, each with its derivative: y and the function from dL/dy to dL/dx.
+"""Layers of a transformer without weights, each with its derivative.
 
-D draws (any leading axes), B examples, T queries, S keys, H heads, N head dimension.
+A layer returns its output y and its vector-Jacobian product, which takes dL/dy to dL/dx.
+
+Shapes: D draws (any leading axes), B examples, T queries, S keys, H heads, N head dimension.
 """
 
 from __future__ import annotations
@@ -10,40 +12,44 @@ from typing import Any
 
 import numpy as np
 
-Back = Callable[[np.ndarray], Any]
-"""Gradient of an output to those of its inputs."""
+Vjp = Callable[[np.ndarray], Any]
+"""Function that takes the gradient of an output to the gradients of the inputs."""
 
-_ROOT, _CUBIC = np.sqrt(2 / np.pi), 0.044715
+_GELU_ROOT = np.sqrt(2 / np.pi)
+_GELU_CUBIC = 0.044715
 
 
-def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Back]:
-    """LayerNorm without parameters over the last axis; RMSNorm where the mean stays.
+def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Vjp]:
+    """Apply LayerNorm or RMSNorm without parameters over the last axis.
 
     Args:
-        x: [..., width].
-        eps: added to the mean square.
-        centred: whether the mean is subtracted.
+        x: Inputs [..., width].
+        eps: Number added to the mean square, 1e-5 in most models.
+        centred: Whether to subtract the mean first. LayerNorm does, RMSNorm does not.
     """
     y = x - x.mean(-1, keepdims=True) if centred else x
     scale = 1 / np.sqrt((y**2).mean(-1, keepdims=True) + eps)
     y = y * scale
 
-    def back(dy: np.ndarray) -> np.ndarray:
+    def vjp(dy: np.ndarray) -> np.ndarray:
         dx = dy - y * (dy * y).mean(-1, keepdims=True)
-        return scale * (dx - dy.mean(-1, keepdims=True) if centred else dx)
+        if centred:
+            dx = dx - dy.mean(-1, keepdims=True)
+        return scale * dx
 
-    return y, back
+    return y, vjp
 
 
-def gelu(x: np.ndarray) -> tuple[np.ndarray, Back]:
-    """GELU in the tanh form."""
-    t = np.tanh(_ROOT * (x + _CUBIC * x**3))
-    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * _ROOT * (1 + 3 * _CUBIC * x**2)
+def gelu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
+    """Apply GELU in the tanh form."""
+    t = np.tanh(_GELU_ROOT * (x + _GELU_CUBIC * x**3))
+    inner_slope = 1 + 3 * _GELU_CUBIC * x**2
+    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * _GELU_ROOT * inner_slope
     return 0.5 * x * (1 + t), lambda dy: dy * slope
 
 
-def relu(x: np.ndarray) -> tuple[np.ndarray, Back]:
-    """max(x, 0)."""
+def relu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
+    """Apply max(x, 0)."""
     return np.maximum(x, 0), lambda dy: dy * (x > 0)
 
 
@@ -52,36 +58,46 @@ ACTIVATIONS = {"gelu": gelu, "relu": relu}
 
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
-) -> tuple[np.ndarray, np.ndarray, Back]:
-    """Softmax attention: outputs [D..., B, H, T, N], logits [D..., B, H, T, S], and dL/d(outputs) to those of q, k and v.
+) -> tuple[np.ndarray, np.ndarray, Vjp]:
+    """Apply softmax attention without a mask.
 
     Args:
-        q, k, v: [D..., B, H, T or S, N].
-        scale: what q.k is multiplied by.
+        q: Queries [D..., B, H, T, N].
+        k: Keys [D..., B, H, S, N].
+        v: Values [D..., B, H, S, N].
+        scale: Factor on the products q.k, such as N^-1/2.
+
+    Returns:
+        Outputs [D..., B, H, T, N], logits [D..., B, H, T, S], and the function that takes the
+        gradient of the outputs to those of q, k and v.
     """
     logits = scale * q @ np.swapaxes(k, -1, -2)
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    out = p @ v
+    y = p @ v
 
-    def back(dy: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def vjp(dy: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         dp = dy @ np.swapaxes(v, -1, -2)
-        da = scale * p * (dp - (dp * p).sum(-1, keepdims=True))
-        return da @ k, np.swapaxes(da, -1, -2) @ q, np.swapaxes(p, -1, -2) @ dy
+        dlogits = scale * p * (dp - (dp * p).sum(-1, keepdims=True))
+        dq = dlogits @ k
+        dk = np.swapaxes(dlogits, -1, -2) @ q
+        dv = np.swapaxes(p, -1, -2) @ dy
+        return dq, dk, dv
 
-    return out, logits, back
+    return y, logits, vjp
 
 
 def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over examples in nats [D...], and its gradient.
+    """Return the mean loss over examples in nats, [D...], and its gradient, [D..., B, C].
 
     Args:
-        logits: [D..., B, C].
-        targets: [B] classes.
+        logits: Logits [D..., B, C] of C classes.
+        targets: Classes [B].
     """
     shifted = logits - logits.max(-1, keepdims=True)
     p = np.exp(shifted)
     p /= p.sum(-1, keepdims=True)
-    right = np.eye(logits.shape[-1], dtype=logits.dtype)[targets]
+    one_hot = np.eye(logits.shape[-1], dtype=logits.dtype)[targets]
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return -(right * log_p).sum(-1).mean(-1), (p - right) / logits.shape[-2]
+    loss = -(one_hot * log_p).sum(-1).mean(-1)
+    return loss, (p - one_hot) / logits.shape[-2]

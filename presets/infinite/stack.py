@@ -1,36 +1,41 @@
-"""A whole vision transformer of a width that no memory holds, trained exactly in law: SGD with momentum, centred output, any depth.
+"""Vision transformer of a width that no memory holds, trained exactly in law.
 
-    h = x W_patch + position      h <- s h + b O attention(Q z, K z, V z),  h <- s h + b W_down phi(W_up z),  z = norm(h)
-    f = mean over positions of norm(h) . W_readout - the same at the start
+Training is SGD with momentum at any depth, with a centred output:
 
-Square matrices are dice (`mupax.presets.infinite.dice`); patches, positions and readout have one finite side and are held whole.
-With F = D = N H the network of width D has the law of a dense one, and is away from H to infinity as that one is: by H^-1/2.
+    h = x W_patch + position
+    h <- s h + b O attention(Q z, K z, V z),  h <- s h + b W_down phi(W_up z),  z = norm(h)
+    f = mean over positions of norm(h) . W_readout - its value at the start
 
-D draws (networks side by side, on axis 0), B examples, T positions, R = B T, N head dimension, H heads, C classes, I numbers of a patch.
+Matrices of blocks are lazy Gaussians (`mupax.presets.infinite.dice`). Patches, positions and
+readout have one finite side, so all of their entries are held. With F = D = N H the network of
+width D has the law of a dense network. Like a dense one, it differs from H = infinity by H^-1/2.
+
+Shapes: D draws (networks side by side, on axis 0), B examples, T positions, R = B T, N head
+dimension, H heads, C classes, I numbers of a patch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from mupax.presets.infinite.block import Block, LimitConfig
 from mupax.presets.infinite.dice import Basis, transposed
-from mupax.presets.infinite.layers import Back, cross_entropy, norm
+from mupax.presets.infinite.layers import Vjp, cross_entropy, norm
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A network before a step, one entry per draw on axis 0.
+    """Networks before a step, one entry per draw on axis 0.
 
     Attributes:
-        loss: mean cross-entropy, nats [D].
-        logits: centred [D, B, C].
-        features: what the readout reads, [D, B, width].
-        attention: mean over heads of the attention logits' square, and square of their mean over heads, both mean over examples
-            and pairs of positions, [D, L, 2].
+        loss: Mean cross-entropy in nats, [D].
+        logits: Logits, centred if the config says so, [D, B, C].
+        features: Inputs of the readout, [D, B, width].
+        attention: Mean over heads of the squared attention logits, and square of the mean of the
+            logits over heads. Both are means over examples and pairs of positions, [D, L, 2].
     """
 
     loss: np.ndarray
@@ -39,42 +44,66 @@ class Snapshot:
     attention: np.ndarray
 
 
+class _Forward(NamedTuple):
+    """Result of a forward pass.
+
+    Attributes:
+        logits: Logits before centring, [D, B, C].
+        features: As in `Snapshot`.
+        attention: As in `Snapshot`.
+        vjp: Function that takes the gradient of the logits and keeps those of all parameters.
+    """
+
+    logits: np.ndarray
+    features: np.ndarray
+    attention: np.ndarray
+    vjp: Vjp
+
+
 class Dense:
-    """A trained matrix with a finite side, [D, inputs, outputs]."""
+    """Trained matrix with a finite side, all of whose entries are held.
+
+    Args:
+        value: Matrix at the start, [D, inputs, outputs].
+        momentum: Factor on the running sum of gradients at every step.
+    """
 
     def __init__(self, value: np.ndarray, rate: float, momentum: float) -> None:
-        self.start = self.value = value
-        self.rate, self.momentum = rate, momentum
-        self._sum, self._gradient = np.zeros_like(value), np.zeros_like(value)
+        self.start = value
+        self.value = value
+        self.rate = rate
+        self.momentum = momentum
+        self._sum = np.zeros_like(value)
+        self._gradient = np.zeros_like(value)
 
     def add(self, gradient: np.ndarray) -> None:
-        """Keep a gradient until `step`."""
+        """Add up a gradient until `step`."""
         self._gradient = self._gradient + gradient
 
     def step(self) -> None:
-        """Move along the gradients kept since the last step."""
+        """Take a step with the gradients since the last step."""
         self._sum = self.momentum * self._sum + self._gradient
         self.value = self.value - self.rate * self._sum
         self._gradient = np.zeros_like(self._gradient)
 
 
 class Stack:
-    """Some draws of a network with these numbers, and their training.
+    """Draws of one network, and their training.
 
     Args:
-        numbers: of model, preset and optimizer.
-        positions: T.
-        patch: numbers I of a patch.
-        classes: C.
-        draws: networks D.
-        rng: where from.
-        responses: see `LazyGaussian`.
-        dtype: of all numbers; float32 halves memory and time.
+        patch: Size I of a flattened patch, the last axis of `inputs`.
+        draws: Number D of networks, side by side on axis 0.
+        responses: As in `LazyGaussian`.
+        dtype: Type of all arrays. float32 halves memory and time.
+
+    Attributes:
+        patch, position, readout: Matrices with a finite side.
+        blocks: Residual blocks in order.
     """
 
     def __init__(
         self,
-        numbers: LimitConfig,
+        config: LimitConfig,
         *,
         positions: int,
         patch: int,
@@ -84,89 +113,101 @@ class Stack:
         responses: bool = True,
         dtype: type[np.floating] = np.float64,
     ) -> None:
-        self.numbers, self.dtype = numbers, dtype
+        self.config = config
+        self.dtype = dtype
 
         def dense(name: str, *shape: int) -> Dense:
-            value = rng.standard_normal((draws, *shape), dtype) * dtype(numbers.stds[name])
-            return Dense(value, float(numbers.rates[name]), numbers.momentum)
-
-        self.patch, self.position = (
-            dense("patch", patch, numbers.width),
-            dense("position", positions, numbers.width),
-        )
-        self.readout = dense("readout", numbers.width, classes)
+            value = rng.standard_normal((draws, *shape), dtype) * dtype(config.stds[name])
+            return Dense(value, float(config.rates[name]), config.momentum)
 
         def basis(size: int) -> Basis:
             return Basis(size, (draws,), dtype)
 
+        # The order of these three is the order of random numbers.
+        self.patch = dense("patch", patch, config.width)
+        self.position = dense("position", positions, config.width)
+        self.readout = dense("readout", config.width, classes)
         self.blocks = [
-            Block(numbers, layer, basis, rng, responses=responses) for layer in range(numbers.depth)
+            Block(config, layer, basis, rng, responses=responses) for layer in range(config.depth)
         ]
-        self._inputs, self._reference = np.zeros(0), np.zeros(0)
+        # Logits at the start for the inputs of the last batch.
+        self._inputs = np.zeros(0)
+        self._reference = np.zeros(0)
 
     def look(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
-        """What the network is on a batch.
+        """Evaluate the networks on a batch.
 
         Args:
-            inputs: patches [B, T, I].
-            targets: classes [B].
+            inputs: Patches [B, T, I].
+            targets: Classes [B].
         """
-        return self._looked(inputs, targets)[0]
-
-    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
-        """The same, of the network as it is before the step on this batch that it then takes.
-
-        Args:
-            inputs, targets: as `look` takes them.
-        """
-        snapshot, back = self._looked(inputs, targets)
-        back()
-        for each in (self.patch, self.position, self.readout, *self.blocks):
-            each.step()
+        snapshot, _, _ = self._evaluate(inputs, targets)
         return snapshot
 
-    def _looked(
+    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
+        """Take a training step on a batch, and return the networks before this step.
+
+        Args:
+            inputs: Patches [B, T, I].
+            targets: Classes [B].
+        """
+        snapshot, dlogits, vjp = self._evaluate(inputs, targets)
+        vjp(dlogits.astype(self.dtype))
+        for weights in (self.patch, self.position, self.readout, *self.blocks):
+            weights.step()
+        return snapshot
+
+    def _evaluate(
         self, inputs: np.ndarray, targets: np.ndarray
-    ) -> tuple[Snapshot, Callable[[], None]]:
+    ) -> tuple[Snapshot, np.ndarray, Vjp]:
+        """Return the networks on a batch, the gradient of the logits, and `_Forward.vjp`."""
         inputs = np.asarray(inputs, self.dtype)
-        if self.numbers.centred and not np.array_equal(inputs, self._inputs):
-            self._inputs, self._reference = inputs, self._forward(inputs, initial=True)[0]
-        logits, features, attention, back = self._forward(inputs)
-        logits = logits - self._reference if self.numbers.centred else logits
+        if self.config.centred and not np.array_equal(inputs, self._inputs):
+            # Batches are often repeated, and the logits at the start cost a forward pass.
+            self._inputs = inputs
+            self._reference = self._forward(inputs, initial=True).logits
+        forward = self._forward(inputs)
+        logits = forward.logits
+        if self.config.centred:
+            logits = logits - self._reference
         loss, dlogits = cross_entropy(logits, targets)
-        return Snapshot(loss, logits, features, attention), lambda: back(dlogits.astype(self.dtype))
+        snapshot = Snapshot(loss, logits, forward.features, forward.attention)
+        return snapshot, dlogits, forward.vjp
 
-    def _forward(
-        self, inputs: np.ndarray, *, initial: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Back]:
-        """Logits before centring, features, `Snapshot.attention`, and what takes the logits' gradient to every parameter."""
-        n, (examples, positions, size) = self.numbers, inputs.shape
-        patch, position, readout = (
-            each.start if initial else each.value
-            for each in (self.patch, self.position, self.readout)
-        )
+    def _forward(self, inputs: np.ndarray, *, initial: bool = False) -> _Forward:
+        """Run the networks on patches.
+
+        Args:
+            inputs: Patches [B, T, I].
+            initial: Whether to use the parameters before training.
+        """
+        config = self.config
+        examples, positions, size = inputs.shape
+        patch = self.patch.start if initial else self.patch.value
+        position = self.position.start if initial else self.position.value
+        readout = self.readout.start if initial else self.readout.value
         draws = len(patch)
-        h = (inputs @ patch[:, None] + position[:, None]).reshape(draws, -1, n.width)
-        attention, backs = [], []
+
+        h = (inputs @ patch[:, None] + position[:, None]).reshape(draws, -1, config.width)
+        attention = []
+        vjps = []
         for block in self.blocks:
-            h, of_block, back_block = block.forward(h, examples, initial=initial)
-            attention.append(of_block)
-            backs.append(back_block)
-        h, back_norm = norm(h, n.eps, centred=n.centred_norm)
-        pooled = h.reshape(draws, examples, positions, n.width).mean(-2)
+            h, attention_of_block, block_vjp = block.forward(h, examples, initial=initial)
+            attention.append(attention_of_block)
+            vjps.append(block_vjp)
+        h, norm_vjp = norm(h, config.eps, centred=config.centred_norm)
+        features = h.reshape(draws, examples, positions, config.width).mean(-2)
 
-        def back(dlogits: np.ndarray) -> None:
-            self.readout.add(transposed(pooled) @ dlogits)
-            dpooled = (dlogits @ transposed(readout))[..., None, :] / positions
-            dh = back_norm(
-                np.broadcast_to(dpooled, (draws, examples, positions, n.width)).reshape(h.shape)
-            )
-            for back_block in reversed(backs):
-                dh = back_block(dh)
-            dh = dh.reshape(draws, examples, positions, n.width)
+        def vjp(dlogits: np.ndarray) -> None:
+            self.readout.add(transposed(features) @ dlogits)
+            dfeatures = (dlogits @ transposed(readout))[..., None, :] / positions
+            shape = (draws, examples, positions, config.width)
+            dh = norm_vjp(np.broadcast_to(dfeatures, shape).reshape(h.shape))
+            for block_vjp in reversed(vjps):
+                dh = block_vjp(dh)
+            dh = dh.reshape(shape)
             self.position.add(dh.sum(1))
-            self.patch.add(
-                np.swapaxes(inputs.reshape(-1, size), 0, 1) @ dh.reshape(draws, -1, n.width)
-            )
+            patches = inputs.reshape(-1, size)
+            self.patch.add(np.swapaxes(patches, 0, 1) @ dh.reshape(draws, -1, config.width))
 
-        return pooled @ readout, pooled, np.stack(attention, -2), back
+        return _Forward(features @ readout, features, np.stack(attention, -2), vjp)

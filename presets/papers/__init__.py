@@ -1,10 +1,11 @@
-"""One file a source: the paper's table in its docstring and one pure function under it. `PRESETS` names them all.
+"""Presets of the papers, one file per source: its table, and the function that makes the preset.
 
-A function's arguments are the preset's constants, and its signature says which it takes and of what type.
+The arguments of such a function are the preset's constants. `PRESETS` has all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -16,28 +17,52 @@ from mupax.presets.roles import PresetError
 from mupax.table import LazyRegistry
 
 
-def _import_limits():
-    from mupax.presets.papers import infinite_limits
-
-    return infinite_limits
-
-
-def _import_effective_theory():
-    from mupax.presets.papers import effective_theory
-
-    return effective_theory
-
-
 def _import_sp():
     from mupax.presets.papers.standard import sp
 
     return sp
 
 
+def _import_mup():
+    from mupax.presets.papers.infinite_limits import mup
+
+    return mup
+
+
+def _import_mup_half():
+    from mupax.presets.papers.infinite_limits import mup_half
+
+    return mup_half
+
+
+def _import_depth_mup():
+    from mupax.presets.papers.infinite_limits import depth_mup
+
+    return depth_mup
+
+
 def _import_completep():
     from mupax.presets.papers.completep import completep
 
     return completep
+
+
+def _import_ntk():
+    from mupax.presets.papers.effective_theory import ntk
+
+    return ntk
+
+
+def _import_hybrid():
+    from mupax.presets.papers.effective_theory import hybrid
+
+    return hybrid
+
+
+def _import_maximal_update():
+    from mupax.presets.papers.effective_theory import maximal_update
+
+    return maximal_update
 
 
 def _import_u_mup():
@@ -61,37 +86,39 @@ def _import_sp_layerwise():
 PRESETS: LazyRegistry[..., Preset] = LazyRegistry(
     {
         "sp": _import_sp,
-        "mup": lambda: _import_limits().mup,
-        "mup-half": lambda: _import_limits().mup_half,
-        "depth-mup": lambda: _import_limits().depth_mup,
+        "mup": _import_mup,
+        "mup-half": _import_mup_half,
+        "depth-mup": _import_depth_mup,
         "completep": _import_completep,
-        "ntk": lambda: _import_effective_theory().ntk,
-        "hybrid": lambda: _import_effective_theory().hybrid,
-        "maximal-update": lambda: _import_effective_theory().maximal_update,
+        "ntk": _import_ntk,
+        "hybrid": _import_hybrid,
+        "maximal-update": _import_maximal_update,
         "u-mup": _import_u_mup,
         "spectral": _import_spectral,
         "sp-layerwise": _import_sp_layerwise,
     }
 )
-"""Name to what imports the function that makes the preset from its constants. To add one, write the function in a file here
-and a line."""
+"""Functions that make a preset from its constants, by the preset's name.
+
+To add a preset, write its function in a file of this folder, and add an import and a line here.
+"""
 
 ALIASES = {"standard": "sp"}
-"""Other names of presets, as papers and older files have them; nothing here writes them."""
+"""Other names of presets in papers and older files. mupax itself does not write them."""
 
 CONSTANT_FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 """Constants that have a flag of their own."""
 
 
 def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]) -> dict[str, Any]:
-    """NAME=VALUE texts as a dictionary, beside constants that have flags of their own; alpha-l is alpha_l.
+    """Return the constants of a command line by name.
 
     Args:
-        pairs: the texts.
-        flags: constant to its flag's value; None where the flag was left out.
+        pairs: Texts NAME=VALUE. A hyphen in NAME is read as an underscore.
+        flags: Values of the flags in `CONSTANT_FLAGS`. `None` is a flag that was left out.
 
     Raises:
-        PresetError: a text without "=", or a constant given twice.
+        PresetError: A text is not NAME=VALUE, or a constant is given twice.
     """
     values: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for pair in pairs:
@@ -110,14 +137,15 @@ def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]
 
 
 def make(preset: str, constants: Mapping[str, Any]) -> Preset:
-    """The preset in its absolute form.
+    """Return a preset in its absolute form.
 
     Args:
-        preset: a name in `PRESETS`.
-        constants: name to number or text; a text of a number will do. Those of parameter groups are named COLUMN.GROUP.
+        preset: Name in `PRESETS`.
+        constants: Values by name. A number may be given as a text. Constants of parameter groups
+            are named COLUMN.GROUP.
 
     Raises:
-        PresetError: the preset has no such constant, or a value cannot be one.
+        PresetError: The preset has no such constant, or a value is not allowed.
     """
     if not constants:
         return PRESETS[preset]()
@@ -125,40 +153,53 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
     from mupax.presets.papers.choices import listed
 
     parameters = inspect.signature(PRESETS[preset]).parameters
-    constants, groups = read(constants)
+    named, groups = read(constants)
     checked: dict[str, float | str] = {}
-    for name, value in constants.items():
+    for name, value in named.items():
         if name not in parameters:
-            owners = [
-                other
-                for other, make in PRESETS.items()
-                if name in inspect.signature(make).parameters
-            ]
-            hint = f"; {name} is a constant of {', '.join(owners)}" if owners else ""
-            raise PresetError(
-                f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}"
-            )
+            raise PresetError(_unknown_constant(preset, name))
         # Annotations are texts here: "float", "str" or "str | None".
-        words = str(parameters[name].annotation).startswith("str")
-        checked[name] = (
-            str(value) if words else _number(preset, name, value, parameters[name].default)
-        )
+        if str(parameters[name].annotation).startswith("str"):
+            checked[name] = str(value)
+        else:
+            checked[name] = _number(preset, name, value, parameters[name].default)
     listed(preset, **checked)
     absolute = PRESETS[preset](**checked)
-    return (
-        dataclasses.replace(absolute, constants=groups, choices={**absolute.choices, **groups})
-        if groups
-        else absolute
-    )
+    if not groups:
+        return absolute
+    return dataclasses.replace(absolute, constants=groups, choices={**absolute.choices, **groups})
+
+
+def _unknown_constant(preset: str, name: str) -> str:
+    """Return the message for a constant that a preset does not take."""
+    owners = []
+    for other, function in PRESETS.items():
+        if name in inspect.signature(function).parameters:
+            owners.append(other)
+    hint = f"; {name} is a constant of {', '.join(owners)}" if owners else ""
+    parameters = inspect.signature(PRESETS[preset]).parameters
+    return f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}"
 
 
 def _number(preset: str, name: str, value: Any, default: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    """Return a constant as a finite number.
+
+    Args:
+        preset: Name of the preset, for the message.
+        name: Name of the constant, for the message.
+        default: Number that the message gives as an example.
+
+    Raises:
+        PresetError: The value is not a finite number.
+    """
+    # float(True) is 1.0, which nobody means.
+    number = math.nan
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            number = float(value)
     if not math.isfinite(number):
         raise PresetError(
-            f"{preset}: {name}={value} is not a finite number; write one, such as {name}={default:g}"
+            f"{preset}: {name}={value} is not a finite number; "
+            f"write one, such as {name}={default:g}"
         )
     return number

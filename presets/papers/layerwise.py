@@ -1,4 +1,7 @@
-"""Standard parameterization with a rate per layer: `sp-layerwise` (Everett et al. 2024, 2407.05872), fan-in init with muP's reach.
+"""Standard parameterization with a learning rate per layer: `sp-layerwise`.
+
+Source: Everett et al. 2024 (2407.05872). Initialization is by fan-in, and learning rates reach as
+far as those of muP.
 
 | role                              | init std | Adam lr | SGD lr        | Adam eps |
 |-----------------------------------|----------|---------|---------------|----------|
@@ -6,9 +9,10 @@
 | every block matrix                | in^-1/2  | in^-1   | in^-1 D^1/2   | D^-1/2   |
 | readout                           | D^-1/2   | D^-1    | D^-1          | 1        |
 
-attention logits * N^-1/2, branches * 1, no depth rule. The paper's n is the width; in is a matrix' own fan-in.
-A QK-norm gain that heads share sums their gradients: SGD lr * N/D, eps * D/N (derived).
-The output at initialization stays Theta(1), so that gradients shrink as D^-1/2 and not as D^-1.
+Attention logits have the factor N^-1/2, branches 1, and there is no depth rule. The paper's n is
+the width; "in" is the fan-in of the matrix itself. A QK-norm gain that heads share sums their
+gradients: SGD lr * N/D, eps * D/N (derived). The output at initialization stays of order one, so
+gradients shrink as D^-1/2 and not as D^-1.
 """
 
 from __future__ import annotations
@@ -20,14 +24,17 @@ from mupax.presets.rule import Rule, product
 
 
 def sp_layerwise() -> Preset:
-    """Standard initialization with per-layer rates: the readout starts larger than in mup, updates scale as there."""
+    """SP with per-layer learning rates: larger initial readout than in mup, updates as large."""
 
     def rule(spec: ParamSpec) -> Rule:
-        gradient, m_in = D**-0.5, product(spec.fan_in)
+        # The output starts at order one, so the gradients before the readout shrink as D^-1/2.
+        gradient = D**-0.5
+        m_in = product(spec.fan_in)
         match spec.role:
             case Role.READOUT if spec.tied:
                 raise PresetError(
-                    "sp-layerwise: a tied readout would need two rates, 1 as embedding and D^-1/2 as readout; untie it"
+                    "sp-layerwise: a tied readout would need two rates, 1 as embedding and D^-1/2 "
+                    "as readout; untie it"
                 )
             case Role.READOUT:
                 return Rule(init_std=m_in**-0.5, sgd=m_in**-1, adam=m_in**-1)

@@ -1,4 +1,6 @@
-"""Standard parameterization: `sp`, what a trainer without a preset does; `standard` in the effective theory.
+"""Standard parameterization: `sp`, the behaviour of a trainer without a preset.
+
+It is `standard` in the effective theory.
 
 | role                             | multiplier | init std        | lr | eps | weight decay |
 |----------------------------------|------------|-----------------|----|-----|--------------|
@@ -8,9 +10,10 @@
 | readout tied to the embedding    | D^-1/2     | (the table's 1) | 1  | 1   | 1            |
 | gains; biases                    | 1          | 1; 0            | 1  | 1   | 0            |
 
-attention logits * N^-1/2, branches * 1. One learning rate for all, so the best one drifts as the model grows.
-`embedding_width`: 1 makes Adam's rate of every embedding m_D, as a control (Kalra and Barkeshli 2605.21486; `choices`).
-(Fan-in initialization; 0.02 everywhere, as in GPT-2, is another standard parameterization.)
+Attention logits have the factor N^-1/2, branches 1. All parameters have one learning rate, so the
+best one drifts as the model grows. `embedding_width` = 1 makes Adam's learning rate of every
+embedding m_D, as a control (Kalra and Barkeshli 2605.21486; `choices`). Initialization is by
+fan-in; 0.02 everywhere, as in GPT-2, is another standard parameterization.
 """
 
 from __future__ import annotations
@@ -21,21 +24,28 @@ from mupax.presets.rule import Rule, axis, changed, product
 
 
 def sp(*, embedding_width: float = 0.0) -> Preset:
-    """Standard parameterization: fan-in init, one learning rate, logits 1/sqrt(N); the best rate drifts with size."""
+    """SP: fan-in init, one learning rate, logits 1/sqrt(N). The best rate drifts with size.
+
+    Args:
+        embedding_width: Adam's learning rate of embeddings goes as D^embedding_width.
+    """
 
     def rule(spec: ParamSpec) -> Rule:
-        root = product(spec.fan_in) ** -0.5
         if spec.role in VECTORS:
             return Rule(decays=False)
         if spec.tied and embedding_width:
             raise PresetError(
-                "sp: a tied readout has one table, and embedding_width wants two rules for it; untie it"
+                "sp: a tied readout has one table, and embedding_width wants two rules for it; "
+                "untie it"
             )
+        root = product(spec.fan_in) ** -0.5
         if spec.role is Role.PATCH_EMBEDDING or spec.tied:
             row = Rule(multiplier=root)
         else:
             row = Rule(init_std=root)
-        return row.times(adam=axis("embed") ** embedding_width) if spec.role in EMBEDDINGS else row
+        if spec.role in EMBEDDINGS:
+            row = row.times(adam=axis("embed") ** embedding_width)
+        return row
 
     constants = changed(embedding_width=(embedding_width, 0.0))
     logits = axis("head_dim") ** -0.5
