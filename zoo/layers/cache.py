@@ -1,7 +1,8 @@
-"""Keys and values of what a decoder has read, so that its next token costs one position. All shapes are static.
+"""Cache of keys and values, so that a decoder's next token costs one position.
 
-L layers, B batch, K key heads, S longest context, N head dimension, H query heads, T new positions. Heads stand before
-positions: a product with the keys of one head then reads memory in order.
+All shapes are static. L layers, B batch, K key heads, S longest context, N head dimension, H query
+heads, G query heads per key head, T new positions, Q queries of a key head (G x T). Heads stand
+before positions, so that a product with the keys of one head reads memory in order.
 """
 
 from __future__ import annotations
@@ -16,40 +17,50 @@ from mupax.zoo.transformer import TransformerConfig
 
 
 class Cache(NamedTuple):
-    """Positions 0 to length - 1 hold what was read; the rest is whatever lies there, and no query sees it."""
+    """Keys and values of all layers, valid at positions 0 to length - 1.
+
+    Later positions can hold any numbers. Attention masks them.
+    """
 
     keys: jax.Array
-    """[L, B, K, S, N], rotated where positions are rotary."""
+    """[L, B, K, S, N], already rotated if positions are rotary."""
     values: jax.Array
-    """[L, B, K, S, N], or of a size of their own."""
+    """[L, B, K, S, N]. Their N can differ from that of the keys."""
     length: jax.Array
-    """int32 [], or int32 [B] where sequences that are read side by side have lengths of their own."""
+    """int32 [], or int32 [B] if sequences of a batch have different lengths."""
 
     def put(self, layer: jax.Array | int, k_BTKN: jax.Array, v_BTKN: jax.Array) -> Cache:
-        """The cache with T positions more from `length` on, which must fit; `length` stays.
+        """Return the cache with T more positions of one layer, written from `length` on.
+
+        The positions must fit into the cache. `length` does not change, so that all layers can be
+        written before it does.
 
         Args:
-            layer: whose they are, from 0.
-            k_BTKN: keys, rotated where positions are rotary.
-            v_BTKN: values.
+            layer: Index of the layer, from 0.
+            k_BTKN: Keys, already rotated if positions are rotary.
+            v_BTKN: Values, [B, T, K, N].
         """
 
-        def updated(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
-            new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
-            zero = jnp.int32(0)  # a plain 0 is an int64 under JAX_ENABLE_X64
+        def updated(cached_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
+            new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(cached_LBKSN.dtype)
+            # A plain 0 would be an int64 under JAX_ENABLE_X64.
+            zero = jnp.int32(0)
             layer_index = jnp.asarray(layer, jnp.int32)
             if self.length.ndim == 0:
                 start = (layer_index, zero, zero, self.length, zero)
-                return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, start)
-            # A slice per sequence is written in place. A scatter of all at once would copy the cache on CPU.
+                return jax.lax.dynamic_update_slice(cached_LBKSN, new_LBKTN, start)
+
+            # One slice per sequence is written in place. A scatter of all sequences at once would
+            # copy the cache on CPU.
             for row in range(new_BTKN.shape[0]):
                 start = (layer_index, jnp.int32(row), zero, self.length[row], zero)
-                all_LBKSN = jax.lax.dynamic_update_slice(
-                    all_LBKSN, new_LBKTN[:, row : row + 1], start
-                )
-            return all_LBKSN
+                row_LBKTN = new_LBKTN[:, row : row + 1]
+                cached_LBKSN = jax.lax.dynamic_update_slice(cached_LBKSN, row_LBKTN, start)
+            return cached_LBKSN
 
-        return self._replace(keys=updated(self.keys, k_BTKN), values=updated(self.values, v_BTKN))
+        keys = updated(self.keys, k_BTKN)
+        values = updated(self.values, v_BTKN)
+        return self._replace(keys=keys, values=values)
 
     def attend(
         self,
@@ -60,57 +71,65 @@ class Cache(NamedTuple):
         window: int | None = None,
         cap: float | None = None,
     ) -> jax.Array:
-        """softmax(q.k) v of T queries, at the positions from `length` on, over everything up to each of them.
+        """Return causal attention of T queries at the positions from `length` on, [B, T, H, N].
 
-        Their own keys and values are in the cache already. Logits are taken as they are; softmax is in float32.
+        A query sees all cached positions up to its own, whose key and value `put` has already
+        written. The softmax is in float32.
 
         Args:
-            layer: whose keys and values they see, from 0.
-            q_BTHN: queries, with the logit scale, and rotated as the keys are.
-            bias_HTS: added to logits, of all positions there is room for.
-            window: positions that a query sees, its own the last of them; all before it unless given.
-            cap: of logits, before what is added to them.
+            layer: Index of the layer, from 0.
+            q_BTHN: Queries, multiplied by the logit scale and rotated in the same way as the keys.
+            bias_HTS: Bias added to logits, for all S positions of the cache.
+            window: Number of positions that a query sees, including its own. Default: all.
+            cap: Soft cap of the logits, applied before the bias. Default: none.
         """
         batch, length, heads, size = q_BTHN.shape
-        k_BKSN, v_BKSN = self.keys[layer], self.values[layer]
+        k_BKSN = self.keys[layer]
+        v_BKSN = self.values[layer]
         kv_heads, source = k_BKSN.shape[1:3]
-        # The G queries that share a key head, side by side (Q is G x T): one product reads its keys once.
+
+        # All queries that share a key head are rows of one product, which reads its keys only once.
         q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
         q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
         logits_BKQS = jnp.einsum(
             "bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32
         )
-        # [], or [B, 1, 1, 1, 1] beside the logits where every sequence has its own.
-        before = self.length[:, None, None, None, None] if self.length.ndim else self.length
-        positions = before + jnp.arange(length)[:, None]
-        mask = jnp.arange(source) <= positions
+
+        start = self.length
+        if start.ndim > 0:
+            # [B, 1, 1, 1, 1], which broadcasts against the logits.
+            start = start[:, None, None, None, None]
+        query_positions = start + jnp.arange(length)[:, None]
+        mask = jnp.arange(source) <= query_positions
         if window is not None:
-            mask &= jnp.arange(source) > positions - window
-        logits_BKGTS = softcapped(logits_BKQS, cap).reshape(batch, kv_heads, -1, length, source)
+            mask &= jnp.arange(source) > query_positions - window
+
+        logits_BKQS = softcapped(logits_BKQS, cap)
+        logits_BKGTS = logits_BKQS.reshape(batch, kv_heads, -1, length, source)
         if bias_HTS is not None:
             logits_BKGTS = logits_BKGTS + bias_HTS.reshape(kv_heads, -1, length, source)
-        weights_BKGTS = jax.nn.softmax(
-            jnp.where(mask, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1
-        )
+        masked_BKGTS = jnp.where(mask, logits_BKGTS, jnp.finfo(jnp.float32).min)
+        weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1)
         weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
+
         y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
         y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, v_BKSN.shape[-1])
-        return (
-            y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, -1).astype(q_BTHN.dtype)
-        )
+        y_BTKGN = y_BKGTN.transpose(0, 3, 1, 2, 4)
+        return y_BTKGN.reshape(batch, length, heads, -1).astype(q_BTHN.dtype)
 
 
 def empty(config: TransformerConfig, batch: int) -> Cache:
-    """A cache with nothing read.
+    """Return a cache of length 0 for a decoder.
 
     Args:
-        config: of the decoder; S is its context.
-        batch: B, sequences read side by side.
+        config: Config of the decoder. S is its size of the axis "position".
+        batch: Number of sequences B that are decoded at the same time.
     """
-    shape, size = (
-        (config.depth, batch, config.kv_heads, config.sizes()["position"]),
-        config.heads_dim,
-    )
+    context = config.sizes()["position"]
+    key_size = config.heads_dim
+    value_size = config.value_dim or key_size
     dtype = jnp.dtype(config.compute.dtype)
-    keys, values = (jnp.zeros((*shape, n), dtype) for n in (size, config.value_dim or size))
+    shape = (config.depth, batch, config.kv_heads, context)
+    keys = jnp.zeros((*shape, key_size), dtype)
+    values = jnp.zeros((*shape, value_size), dtype)
     return Cache(keys, values, jnp.int32(0))

@@ -1,7 +1,7 @@
-"""Drop path (stochastic depth, Huang et al. 2016): a training step leaves out branches of the residual stack, example by example.
+"""Drop path (stochastic depth, Huang et al. 2016): factors that leave out residual branches.
 
-Which, is a function of (seed, step, row of the global batch): the same after a resume and on any mesh. What is kept is divided by
-the chance that it is, so a branch's expectation stays. An evaluation leaves nothing out.
+A training step draws the factors from (seed, step, row of the global batch). They are therefore the
+same after a resume and on any mesh. Evaluations leave nothing out.
 """
 
 from __future__ import annotations
@@ -12,29 +12,34 @@ import jax
 import jax.numpy as jnp
 
 BRANCHES = 2
-"""Of a block: attention and MLP, each left out by itself, as in timm."""
+"""Number of branches of a block, attention and MLP. Each is left out by itself, as in timm."""
 _STREAM = 0x64726F70
-"""Keeps these random numbers apart from those that initialize."""
+"""Number folded into the key, so that these draws differ from those of the initialization."""
 
 
 class Drop(NamedTuple):
-    """How often branches are left out, as data of the step."""
+    """Seed and rates of drop path, as data of the training step."""
 
     seed: Any
     """uint32 []."""
     rates: Any
-    """Chance that a branch of each block is left out, float32 [layers]."""
+    """Probability that a branch of each block is left out, float32 [layers]."""
 
 
 def scales(drop: Drop, step: jax.Array, batch_size: int) -> jax.Array:
-    """What every branch is taken times: 0 or 1 / (1 - rate), float32 [batch_size, layers, BRANCHES].
+    """Return the factor on every residual branch, float32 [batch_size, layers, BRANCHES].
+
+    A factor is 0 for a branch that is left out, otherwise 1 / (1 - rate).
 
     Args:
-        drop: of the run.
-        step: optimizer steps done, int32 [].
-        batch_size: examples of the global batch.
+        step: Number of finished optimizer steps, int32 [].
+        batch_size: Number of examples in the global batch.
     """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(drop.seed), _STREAM), step)
-    stays = 1 - drop.rates[:, None]
+    key = jax.random.key(drop.seed)
+    key = jax.random.fold_in(key, _STREAM)
+    key = jax.random.fold_in(key, step)
+    # Dividing by the probability of being kept preserves the expectation of a branch.
+    keep_probability = 1 - drop.rates[:, None]
     shape = (batch_size, drop.rates.shape[0], BRANCHES)
-    return jnp.where(jax.random.uniform(key, shape) < stays, 1 / stays, 0.0)
+    kept = jax.random.uniform(key, shape) < keep_probability
+    return jnp.where(kept, 1 / keep_probability, 0.0)

@@ -1,17 +1,17 @@
-"""softmax(q.k) v by the fastest implementation there is: cuDNN flash on GPU, splash (Pallas) on TPU, tiles of XLA on CPU, a ring.
+"""Attention softmax(q k) v, and the choice among its implementations.
 
-B batch, T query and S key positions, H heads, K key heads, G queries of each, N head dimension. Logits are taken as they are: any scale is
-already in q. Softmax is in float32.
+These are cuDNN flash (GPU), splash (a Pallas kernel, TPU), a ring over devices that split
+positions, and XLA's products. On CPU, batch and heads are merged into one dimension R, the layout that CPUs
+like best, and causal attention is computed tile by tile.
 
-On a CPU, batch and heads are merged into one dimension R, the layout that CPUs like best, and causal attention is computed in tiles.
+B batch, T query and S key positions, H heads, K key heads, G query heads per key head, N head
+dimension. Queries already include every scale of the logits. The softmax is in float32.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,30 @@ from mupax.zoo.families import AttentionName, ConfigError
 from mupax.zoo.layers.linear import SAVED, softcapped
 from mupax.zoo.partition import LANES, ONE_DEVICE, Layout
 
-TILE, MOST = 64, 8
-"""Fewest queries of a tile, where masked products cost less than tiles do, and most tiles, each of which is compiled."""
+TILE = 64
+"""Fewest queries of a tile. Below this number, products with masked keys cost less than tiles."""
+MAX_TILES = 8
+"""Largest number of tiles. Every tile is compiled separately."""
 
-Shaped = jax.Array | jax.ShapeDtypeStruct
+ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
 
 AUTO: dict[str, tuple[AttentionName, ...]] = {"tpu": ("ring", "splash"), "gpu": ("cudnn", "ring")}
-"""What auto tries, by platform, before XLA. On a GPU heads are exchanged for positions where they can be: whole kernels."""
+"""Implementations that auto tries by platform, in order, before XLA.
+
+On GPUs cuDNN comes before the ring: devices that split positions exchange them for heads, and the
+kernel then sees all positions at once.
+"""
 
 RING = 4096
-"""Positions of one device from which auto takes a ring on TPU: what a step of it saves grows with their square, what it costs to put
-its parts together with their number; the two are equal at about 2000 on v5p and 2800 on v5e (lm-8b at 131,072 and 32,768 tokens)."""
+"""Fewest positions per device for which auto uses a ring on TPU.
+
+The time that a ring saves grows with the square of the positions, and the cost of combining its
+parts only with their number. Both are equal at about 2000 positions on v5p and 2800 on v5e (lm-8b
+at 131,072 and 32,768 tokens).
+"""
+
+_HIDDEN = jnp.finfo(jnp.float32).min
+"""Logit of a key that a query does not see."""
 
 
 def merged_attention(
@@ -46,44 +59,44 @@ def merged_attention(
     bias_HTS: jax.Array | None = None,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention [B, T, H, N] by whole products.
+    """Return attention [B, T, H, N], computed by two products over all queries and keys.
+
+    Batch and heads are one dimension of these products.
 
     Args:
-        q_BTHN: queries, with the logit scale.
-        k_BSKN: keys; H is a multiple of K.
-        v_BSKN: values.
-        causal: query t sees keys 0..t, else all.
-        window: causal alone: of those the last so many.
-        cap: of logits, before what is added to them.
-        mask_BS: bool, keys that any query sees; all unless given.
-        bias_HTS: added to logits.
-        segments_BT: int32, of as many queries as keys, which see one another where theirs is the same; all unless given.
+        q_BTHN: Queries, which already include the logit scale.
+        k_BSKN: Keys. H is a multiple of K.
+        v_BSKN: Values, [B, S, K, N].
+        causal: `True` lets query t see keys 0..t, `False` all keys.
+        window: Number of keys that a query sees, its own and those before it. Default: all. Only
+            read if `causal`.
+        cap: Soft cap of the logits, applied before the bias. Default: none.
+        mask_BS: bool, `True` at keys that queries may see. Default: all.
+        bias_HTS: Bias added to the logits of every example. Default: none.
+        segments_BT: Document of each position, int32. Positions see only their own document.
+            Needs T = S. Default: one document.
     """
     heads = q_BTHN.shape[2]
+    q_RTN, k_RSN, v_RSN = _merge_batch_and_heads(q_BTHN, k_BSKN, v_BSKN)
+    logits_RTS = jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32)
+    logits_RTS = softcapped(logits_RTS, cap)
+    if bias_HTS is not None:
+        logits_BHTS = logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS
+        logits_RTS = logits_BHTS.reshape(logits_RTS.shape)
 
-    def products(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
-        logits_RTS = softcapped(
-            jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32), cap
-        )
-        if bias_HTS is not None:
-            logits_RTS = (logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS).reshape(
-                logits_RTS.shape
-            )
-        if mask_BS is not None:
-            mask_R1S = jnp.repeat(mask_BS, heads, axis=0)[:, None]
-            logits_RTS = jnp.where(mask_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
-        if segments_BT is not None:
-            segments_RT = jnp.repeat(segments_BT, heads, axis=0)
-            logits_RTS = jnp.where(within(segments_RT), logits_RTS, jnp.finfo(jnp.float32).min)
-        if causal:
-            mask_TS = jnp.tri(*logits_RTS.shape[1:], dtype=bool)
-            if window is not None:
-                mask_TS &= ~jnp.tri(*logits_RTS.shape[1:], k=-window, dtype=bool)
-            logits_RTS = jnp.where(mask_TS, logits_RTS, jnp.finfo(jnp.float32).min)
-        weights_RTS = jax.nn.softmax(logits_RTS, axis=-1).astype(v_RSN.dtype)
-        return jnp.einsum("bts,bsn->btn", weights_RTS, v_RSN)
+    if mask_BS is not None:
+        mask_R1S = jnp.repeat(mask_BS, heads, axis=0)[:, None]
+        logits_RTS = jnp.where(mask_R1S, logits_RTS, _HIDDEN)
+    if segments_BT is not None:
+        segments_RT = jnp.repeat(segments_BT, heads, axis=0)
+        logits_RTS = jnp.where(_same_segment(segments_RT), logits_RTS, _HIDDEN)
+    if causal:
+        _, queries, keys = logits_RTS.shape
+        logits_RTS = jnp.where(_causal_mask(queries, keys, window), logits_RTS, _HIDDEN)
 
-    return _in_rows(products, q_BTHN, k_BSKN, v_BSKN)
+    weights_RTS = jax.nn.softmax(logits_RTS, axis=-1).astype(v_RSN.dtype)
+    y_RTN = jnp.einsum("bts,bsn->btn", weights_RTS, v_RSN)
+    return _split_batch_and_heads(y_RTN, heads)
 
 
 def tiled_attention(
@@ -95,30 +108,38 @@ def tiled_attention(
     cap: float | None = None,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention in which query t sees keys 0..t, by tiles of queries: keys that none of a tile's sees are never multiplied.
+    """Return causal attention [B, T, H, N], computed by tiles of queries.
 
-    The gradient computes each tile's weights anew. Plain operations under `jax.checkpoint`: derivatives of any kind and
-    order go through.
+    A tile is not multiplied with keys that none of its queries sees. Its weights are recomputed for
+    the gradient. Tiles are plain operations under `jax.checkpoint`, so derivatives of every kind
+    and order work.
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, window, cap, segments_BT: as `merged_attention`.
+        q_BTHN, k_BSKN, v_BSKN, window, cap, segments_BT: Same as in `merged_attention`.
     """
+    heads = q_BTHN.shape[2]
+    q_RTN, k_RSN, v_RSN = _merge_batch_and_heads(q_BTHN, k_BSKN, v_BSKN)
+    length = q_RTN.shape[1]
+    tile_size = max(TILE, -(-length // MAX_TILES))
+    segments_RT = None
+    if segments_BT is not None:
+        segments_RT = jnp.repeat(segments_BT, heads, axis=0)
 
-    def tiles(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
-        length, policy = q_RTN.shape[1], jax.checkpoint_policies.save_only_these_names(SAVED)
-        count = max(TILE, -(-length // MOST))
-        segments_RT = (
-            None if segments_BT is None else jnp.repeat(segments_BT, q_BTHN.shape[2], axis=0)
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
+    outputs = []
+    for start in range(0, length, tile_size):
+        tile = functools.partial(
+            _tile,
+            start=start,
+            tile_size=tile_size,
+            window=window,
+            cap=cap,
+            segments_RT=segments_RT,
         )
-        same = functools.partial(
-            _tile, count=count, window=window, cap=cap, segments_RT=segments_RT
-        )
-        tile = [functools.partial(same, start=start) for start in range(0, length, count)]
-        return jnp.concatenate(
-            [jax.checkpoint(one, policy=policy)(q_RTN, k_RSN, v_RSN) for one in tile], axis=1
-        )
-
-    return _in_rows(tiles, q_BTHN, k_BSKN, v_BSKN)
+        recomputed_tile = jax.checkpoint(tile, policy=policy)
+        outputs.append(recomputed_tile(q_RTN, k_RSN, v_RSN))
+    y_RTN = jnp.concatenate(outputs, axis=1)
+    return _split_batch_and_heads(y_RTN, heads)
 
 
 def _tile(
@@ -127,65 +148,96 @@ def _tile(
     v_RSN: jax.Array,
     *,
     start: int,
-    count: int,
+    tile_size: int,
     window: int | None,
     cap: float | None,
     segments_RT: jax.Array | None,
 ) -> jax.Array:
-    """The outputs of `count` queries, or those there are, from `start` on: [R, count, N]."""
-    q_RTN = q_RTN[:, start : start + count]
-    first = 0 if window is None else max(0, start - window + 1)
-    k_RSN, v_RSN = (x_RSN[:, first : start + count] for x_RSN in (k_RSN, v_RSN))
-    # Keys before queries: sums and maxima over keys then run along vectors of queries.
-    logits_RST = softcapped(
-        jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32), cap
-    )
-    key_S1, query_T = (
-        first + jnp.arange(k_RSN.shape[1])[:, None],
-        start + jnp.arange(q_RTN.shape[1]),
-    )
+    """Return the outputs of queries start to start + tile_size, [R, tile_size, N].
+
+    The last tile can have fewer queries.
+    """
+    stop = start + tile_size
+    first_key = 0
+    if window is not None:
+        first_key = max(0, start - window + 1)
+    q_RTN = q_RTN[:, start:stop]
+    k_RSN = k_RSN[:, first_key:stop]
+    v_RSN = v_RSN[:, first_key:stop]
+
+    # Keys stand before queries, so that sums and maxima over keys run along vectors of queries.
+    logits_RST = jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32)
+    logits_RST = softcapped(logits_RST, cap)
+    key_S1 = first_key + jnp.arange(k_RSN.shape[1])[:, None]
+    query_T = start + jnp.arange(q_RTN.shape[1])
     mask_ST = key_S1 <= query_T
     if window is not None:
         mask_ST &= key_S1 > query_T - window
     if segments_RT is not None:
-        keys_RS, queries_RT = (segments_RT[:, i : start + count] for i in (first, start))
-        mask_ST &= keys_RS[:, :, None] == queries_RT[:, None, :]
-    logits_RST = jnp.where(mask_ST, logits_RST, jnp.finfo(jnp.float32).min)
-    most_R1T = checkpoint_name(
-        jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED
-    )
-    weights_RST = jnp.exp(logits_RST - most_R1T)
+        key_segments_RS = segments_RT[:, first_key:stop]
+        query_segments_RT = segments_RT[:, start:stop]
+        mask_ST &= key_segments_RS[:, :, None] == query_segments_RT[:, None, :]
+    logits_RST = jnp.where(mask_ST, logits_RST, _HIDDEN)
+
+    # The softmax's maximum and sum and the unnormalized outputs have the name `SAVED`, so that a
+    # remat policy can keep them and need not run the products of a tile again.
+    max_R1T = jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True))
+    max_R1T = checkpoint_name(max_R1T, SAVED)
+    weights_RST = jnp.exp(logits_RST - max_R1T)
     y_RTN = jnp.einsum(
         "rst,rsn->rtn", weights_RST.astype(v_RSN.dtype), v_RSN, preferred_element_type=jnp.float32
     )
     sum_RT1 = checkpoint_name(jnp.sum(weights_RST, axis=1)[..., None], SAVED)
-    return (checkpoint_name(y_RTN, SAVED) / sum_RT1).astype(v_RSN.dtype)
+    y_RTN = checkpoint_name(y_RTN, SAVED)
+    return (y_RTN / sum_RT1).astype(v_RSN.dtype)
 
 
-def within(segments_BT: jax.Array) -> jax.Array:
-    """Which positions are of one segment, bool [B, T, T]."""
+def _same_segment(segments_BT: jax.Array) -> jax.Array:
+    """Return which pairs of positions are of one segment, bool [B, T, T]."""
     return segments_BT[:, :, None] == segments_BT[:, None, :]
 
 
-def _in_rows(
-    core: Callable[..., jax.Array], q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
-) -> jax.Array:
-    batch, length, heads, size = q_BTHN.shape
-    groups = heads // k_BSKN.shape[2]
+def _causal_mask(queries: int, keys: int, window: int | None) -> jax.Array:
+    """Return which keys each query sees, bool [T, S]: at most `window`, up to its own position."""
+    mask_TS = jnp.tri(queries, keys, dtype=bool)
+    if window is not None:
+        mask_TS &= ~jnp.tri(queries, keys, k=-window, dtype=bool)
+    return mask_TS
 
-    def rows(x: jax.Array, repeat: int) -> jax.Array:
-        """[B, T, H, N] to [R, T, N]."""
-        x = jnp.repeat(x, repeat, axis=2) if repeat > 1 else x
-        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], size)
 
-    y_RTN = core(rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups))
-    return y_RTN.reshape(batch, heads, length, size).swapaxes(1, 2)
+def _merge_batch_and_heads(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return queries [R, T, N] and keys and values [R, S, N], with R = B * H."""
+    groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+
+    def merged(x: jax.Array, repeats: int) -> jax.Array:
+        if repeats > 1:
+            x = jnp.repeat(x, repeats, axis=2)
+        batch, length, heads, size = x.shape
+        return x.swapaxes(1, 2).reshape(batch * heads, length, size)
+
+    return merged(q_BTHN, 1), merged(k_BSKN, groups), merged(v_BSKN, groups)
+
+
+def _split_batch_and_heads(y_RTN: jax.Array, heads: int) -> jax.Array:
+    """Return [R, T, N] as [B, T, H, N]."""
+    rows, length, size = y_RTN.shape
+    y_BHTN = y_RTN.reshape(rows // heads, heads, length, size)
+    return y_BHTN.swapaxes(1, 2)
 
 
 def widened(*heads_BTHN: jax.Array) -> list[jax.Array]:
-    """Queries, keys and values with zeros, which change no product, up to the largest head dimension of them."""
-    most = max(x.shape[-1] for x in heads_BTHN)
-    return [jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in heads_BTHN]
+    """Pad queries, keys and values with zeros to the largest head dimension among them.
+
+    The zeros change no product.
+    """
+    largest = max(x_BTHN.shape[-1] for x_BTHN in heads_BTHN)
+    padded = []
+    for x_BTHN in heads_BTHN:
+        padding = (0, largest - x_BTHN.shape[-1])
+        padded.append(jnp.pad(x_BTHN, ((0, 0), (0, 0), (0, 0), padding)))
+    return padded
 
 
 def attend(
@@ -204,51 +256,114 @@ def attend(
     """Return attention [B, T, H, N] by the named implementation.
 
     Args:
-        q_BTHN: queries, with the logit scale.
-        k_BSKN: keys; H is a multiple of K.
-        v_BSKN: values.
-        causal: query t sees keys 0..t, else all.
-        window: causal alone: of those the last so many.
-        cap: of logits (`softcapped`); None: they are as they are.
-        implementation: as `chosen`.
-        block: positions on a side of a splash block; the chip's own unless given.
-        segments_BT: int32, of as many queries as keys, which see one another where theirs is the same; all unless given.
-        layout: how arrays lie on the devices that are compiled for.
+        q_BTHN: Queries, which already include the logit scale.
+        k_BSKN: Keys. H is a multiple of K.
+        v_BSKN: Values. Their N can differ from that of the keys.
+        causal: `True` lets query t see keys 0..t, `False` all keys.
+        window: Number of keys that a query sees, its own and those before it. Default: all. Only
+            with `causal`.
+        cap: Soft cap of the logits (`softcapped`). Default: none.
+        implementation: Name of an implementation, or auto for the one that `chosen` returns.
+        block: Positions on a side of a splash block. Default: the chip's own (`flash.block_of`).
+        segments_BT: Document of each position, int32. Positions see only their own document.
+            Needs T = S. Default: one document.
+        layout: Layout of the arrays on the devices that this is compiled for.
 
     Raises:
-        ConfigError: as `chosen`.
+        ConfigError: If the named implementation cannot compute this attention.
     """
-    options: dict[str, Any] = {"window": window, "cap": cap, "segments_BT": segments_BT}
-    on_devices: dict[str, Any] = {"causal": causal, "segments_BT": segments_BT, "layout": layout}
-    if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
-        wide = widened(q_BTHN, k_BSKN, v_BSKN)
+    value_size = v_BSKN.shape[-1]
+    if value_size != q_BTHN.shape[-1]:
+        q_BTHN, k_BSKN, v_BSKN = widened(q_BTHN, k_BSKN, v_BSKN)
         y_BTHN = attend(
-            *wide, window=window, cap=cap, implementation=implementation, block=block, **on_devices
+            q_BTHN,
+            k_BSKN,
+            v_BSKN,
+            causal=causal,
+            window=window,
+            cap=cap,
+            implementation=implementation,
+            block=block,
+            segments_BT=segments_BT,
+            layout=layout,
         )
-        return y_BTHN[..., :values]
-    apart = segments_BT is not None
+        return y_BTHN[..., :value_size]
+
+    has_segments = segments_BT is not None
     implementation = chosen(
-        implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout
+        implementation, q_BTHN, k_BSKN, causal, window, cap, has_segments, layout=layout
     )
-    # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
+    # Where positions are split, every device keeps its queries. A ring also keeps its keys and
+    # values, all other implementations gather them.
     source = "sequence" if implementation == "ring" else None
     k_BSKN = layout.constrain(k_BSKN, ("batch", source, "kv_heads", None))
     v_BSKN = layout.constrain(v_BSKN, ("batch", source, "kv_heads", None))
-    if implementation != "xla":
-        from mupax.zoo.layers import flash
 
-        if implementation == "cudnn":
-            return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, **on_devices)
-        if implementation == "ring":
-            return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, block=block, **on_devices)
-        return flash.splash_attention(
-            q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap, block=block, **on_devices
+    if implementation == "xla":
+        return _xla_attention(
+            q_BTHN,
+            k_BSKN,
+            v_BSKN,
+            causal=causal,
+            window=window,
+            cap=cap,
+            segments_BT=segments_BT,
+            layout=layout,
         )
+
+    # Imported only here, because models whose attention is XLA's do not need the kernels.
+    from mupax.zoo.layers import flash
+
+    if implementation == "cudnn":
+        return flash.cudnn_attention(
+            q_BTHN, k_BSKN, v_BSKN, causal=causal, segments_BT=segments_BT, layout=layout
+        )
+    if implementation == "ring":
+        return flash.ring_attention(
+            q_BTHN,
+            k_BSKN,
+            v_BSKN,
+            causal=causal,
+            block=block,
+            segments_BT=segments_BT,
+            layout=layout,
+        )
+    return flash.splash_attention(
+        q_BTHN,
+        k_BSKN,
+        v_BSKN,
+        causal=causal,
+        window=window,
+        cap=cap,
+        block=block,
+        segments_BT=segments_BT,
+        layout=layout,
+    )
+
+
+def _xla_attention(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    cap: float | None,
+    segments_BT: jax.Array | None,
+    layout: Layout,
+) -> jax.Array:
+    """Return attention by XLA's products: in tiles, merged, or with all dimensions separate."""
     if tiled(causal, q_BTHN.shape[1], layout=layout):
-        return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **options)
+        return tiled_attention(
+            q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap, segments_BT=segments_BT
+        )
     if merges_heads(layout):
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
-    return split_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
+        return merged_attention(
+            q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap, segments_BT=segments_BT
+        )
+    return split_attention(
+        q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap, segments_BT=segments_BT
+    )
 
 
 def split_attention(
@@ -261,59 +376,75 @@ def split_attention(
     cap: float | None = None,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Return attention [B, T, H, N] by XLA with dimensions as they are, so that devices may split any of them.
+    """Return attention [B, T, H, N] by XLA, with no dimensions merged.
+
+    Devices can split every dimension.
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, causal, window, cap, segments_BT: as `attend`.
+        q_BTHN, k_BSKN, v_BSKN, causal, window, cap, segments_BT: Same as in `attend`.
     """
-    mask_B1TS = None if segments_BT is None else within(segments_BT)[:, None]
+    mask_B1TS = None
+    if segments_BT is not None:
+        mask_B1TS = _same_segment(segments_BT)[:, None]
+
+    # JAX's own function has no soft cap.
     if cap is None:
-        how = {
-            "is_causal": causal,
-            "local_window_size": None if window is None else (window - 1, 0),
-        }
+        local_window = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
-            q_BTHN, k_BSKN, v_BSKN, None, mask_B1TS, scale=1.0, **how, implementation="xla"
+            q_BTHN,
+            k_BSKN,
+            v_BSKN,
+            None,
+            mask_B1TS,
+            scale=1.0,
+            is_causal=causal,
+            local_window_size=local_window,
+            implementation="xla",
         )
-    (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
-    q_BTKGN = q_BTHN.reshape(*lead, kv_heads, heads // kv_heads, size)
+
+    batch, length, heads, size = q_BTHN.shape
+    kv_heads = k_BSKN.shape[2]
+    q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, heads // kv_heads, size)
     logits_BKGTS = jnp.einsum(
         "btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32
     )
     logits_BKGTS = softcapped(logits_BKGTS, cap)
     if causal:
-        shape = logits_BKGTS.shape[-2:]
-        mask_TS = jnp.tri(*shape, dtype=bool)
-        mask_TS = mask_TS if window is None else mask_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
-        logits_BKGTS = jnp.where(mask_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
+        mask_TS = _causal_mask(length, k_BSKN.shape[1], window)
+        logits_BKGTS = jnp.where(mask_TS, logits_BKGTS, _HIDDEN)
     if mask_B1TS is not None:
-        logits_BKGTS = jnp.where(mask_B1TS[:, None], logits_BKGTS, jnp.finfo(jnp.float32).min)
+        mask_B11TS = mask_B1TS[:, None]
+        logits_BKGTS = jnp.where(mask_B11TS, logits_BKGTS, _HIDDEN)
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKN.dtype)
-    return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
+    y_BTKGN = jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN)
+    return y_BTKGN.reshape(q_BTHN.shape)
 
 
 def tiled(causal: bool, length: int, *, layout: Layout = ONE_DEVICE) -> bool:
-    """Return whether attention by XLA goes in tiles of queries (`tiled_attention`).
+    """Return whether XLA computes attention in tiles of queries (`tiled_attention`).
 
     Args:
-        causal: query t sees keys 0..t.
-        length: queries.
-        layout: as `attend`.
+        causal: Whether query t sees keys 0..t only.
+        length: Number of queries, `q_BTHN.shape[1]`.
+        layout: Layout of the arrays, `ONE_DEVICE` by default.
     """
     return causal and length > TILE and merges_heads(layout)
 
 
 def merges_heads(layout: Layout) -> bool:
-    """Return whether batch and heads can be one dimension: on a CPU that splits neither heads nor positions."""
-    return layout.platform == "cpu" and all(
-        layout.num_shards(axis) == 1 for axis in ("sequence", "heads", "kv_heads")
-    )
+    """Return whether batch and heads can be merged into one dimension.
+
+    They can on a CPU layout that splits neither heads nor positions.
+    """
+    if layout.platform != "cpu":
+        return False
+    return all(layout.num_shards(axis) == 1 for axis in ("sequence", "heads", "kv_heads"))
 
 
 def chosen(
     implementation: AttentionName,
-    q_BTHN: Shaped,
-    k_BSKN: Shaped,
+    q_BTHN: ArrayOrShape,
+    k_BSKN: ArrayOrShape,
     causal: bool,
     window: int | None = None,
     cap: float | None = None,
@@ -321,29 +452,40 @@ def chosen(
     *,
     layout: Layout = ONE_DEVICE,
 ) -> AttentionName:
-    """Return the implementation that attends: the named one, or with auto the first of the platform's that can (`AUTO`).
+    """Return the implementation that computes an attention.
+
+    It is the named one or, with auto, the first one in `AUTO` that can compute it, and otherwise
+    XLA.
 
     Args:
-        implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout: as `why_not`.
+        implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout: Same as in `why_not`.
+            `implementation` can also be auto.
 
     Raises:
-        ConfigError: the named one cannot do this; the text says why.
+        ConfigError: If the named implementation cannot compute it. The message has the reason.
     """
-    sight = {"causal": causal, "window": window, "cap": cap, "apart": apart, "layout": layout}
-    if implementation == "auto":
-        able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
-        if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.num_shards("sequence"):
-            able = able[able.index("ring") + 1 :]
-        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, **sight))
-    if reason := why_not(implementation, q_BTHN, k_BSKN, **sight):
-        raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
-    return implementation
+    if implementation != "auto":
+        reason = why_not(implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout)
+        if reason is not None:
+            raise ConfigError(
+                f"model.compute.attention {implementation}: {reason}; write auto or xla"
+            )
+        return implementation
+
+    is_short = q_BTHN.shape[1] < RING * layout.num_shards("sequence")
+    for name in AUTO.get(layout.platform, ()):
+        if name == "ring" and layout.platform == "tpu" and is_short:
+            continue
+        reason = why_not(name, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout)
+        if reason is None:
+            return name
+    return "xla"
 
 
 def why_not(
     implementation: AttentionName,
-    q_BTHN: Shaped,
-    k_BSKN: Shaped,
+    q_BTHN: ArrayOrShape,
+    k_BSKN: ArrayOrShape,
     causal: bool,
     window: int | None = None,
     cap: float | None = None,
@@ -351,62 +493,89 @@ def why_not(
     *,
     layout: Layout = ONE_DEVICE,
 ) -> str | None:
-    """Return why this implementation cannot attend, or None if it can.
+    """Return the reason why an implementation cannot compute an attention, or `None` if it can.
 
     Args:
-        implementation: that is asked about; xla always can.
-        q_BTHN: queries, of which shape and dtype count.
-        k_BSKN: keys, of which the shape does.
-        causal: whether a query sees only the keys up to its own.
-        window: of those how many; None: all.
-        cap: of logits; None: there is none.
-        apart: whether documents of one window do not see one another.
-        layout: as `attend`.
+        implementation: Name of an implementation. xla can always compute it.
+        q_BTHN: Queries, of which only shape and dtype are read.
+        k_BSKN: Keys, of which only the shape is read.
+        causal: Whether query t sees keys 0..t only.
+        window: Number of keys that a query sees. `None`: no window.
+        cap: Soft cap of the logits. `None`: no cap.
+        apart: Whether positions see only their own document.
+        layout: Layout of the arrays on the devices that this is compiled for.
     """
-    size = q_BTHN.shape[-1]
-    platform, ways = layout.platform, layout.num_shards("sequence")
     if cap is not None and implementation in ("ring", "cudnn"):
         return f"it has no cap of logits, and model.attention_softcap is {cap}"
-    match implementation:
-        case "ring":
-            # Causal, a device has two parts of as many.
-            parts, unit = ways * (2 if causal else 1), LANES if platform == "tpu" else 1
-            if window is not None:
-                return f"parts of keys go round whole, and model.window {window} hides most of them"
-            if ways == 1:
-                return "it is for positions that devices split, and mesh.sequence is 1"
-            if q_BTHN.shape[1] % (parts * unit) or k_BSKN.shape[1] != q_BTHN.shape[1]:
-                return f"{q_BTHN.shape[1]} positions are not {parts} parts of a multiple of {unit}"
-        case "splash":
-            if platform != "tpu":
-                return f"the kernel is for TPUs, and this is compiled for {platform}"
-            if q_BTHN.shape[1] % (LANES * ways) or k_BSKN.shape[1] % LANES:
-                return (
-                    f"a device's {q_BTHN.shape[1] // ways} positions are not a multiple of {LANES}"
-                )
-        case "cudnn":
-            if window is not None:
-                return f"it is not taken with a window, and model.window is {window}"
-            if platform != "gpu":
-                return f"the kernel is for GPUs, and this is compiled for {platform}"
-            if q_BTHN.dtype not in (jnp.bfloat16, jnp.float16):
-                return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
-            if apart and q_BTHN.shape[1] % 2:
-                return f"its mask of documents is for an even number of positions, not {q_BTHN.shape[1]}"
-            capabilities = {
-                str(d.compute_capability) for d in jax.local_devices() if d.platform == "gpu"
-            }
-            if foreign := next(
-                (name for name in capabilities if not re.fullmatch(r"\d+\.\d+", name)), None
-            ):
-                return f"the kernel is NVIDIA's, and a GPU here is a {foreign}"
-            generation = min((int(name.split(".")[0]) for name in capabilities), default=8)
-            if generation < 8:
-                return "the kernel needs compute capability 8.0 or later"
-            most = 256 if generation >= 9 else 128
-            if size % 8 or size > most:
-                return f"the head dimension {size} is not a multiple of 8 up to {most}"
-            heads = q_BTHN.shape[2] // layout.num_shards("heads")
-            if causal and heads % ways:
-                return f"split positions are exchanged for heads, and {ways} do not divide a device's {heads}"
+    if implementation == "ring":
+        return _why_not_ring(q_BTHN, k_BSKN, causal, window, layout)
+    if implementation == "splash":
+        return _why_not_splash(q_BTHN, k_BSKN, layout)
+    if implementation == "cudnn":
+        return _why_not_cudnn(q_BTHN, causal, window, apart, layout)
+    return None
+
+
+def _why_not_ring(
+    q_BTHN: ArrayOrShape, k_BSKN: ArrayOrShape, causal: bool, window: int | None, layout: Layout
+) -> str | None:
+    length = q_BTHN.shape[1]
+    shards = layout.num_shards("sequence")
+    # With a causal mask every device holds two parts of the positions (zig-zag).
+    parts = 2 * shards if causal else shards
+    unit = LANES if layout.platform == "tpu" else 1
+    if window is not None:
+        return f"parts of keys go round whole, and model.window {window} hides most of them"
+    if shards == 1:
+        return "it is for positions that devices split, and mesh.sequence is 1"
+    if length % (parts * unit) or k_BSKN.shape[1] != length:
+        return f"{length} positions are not {parts} parts of a multiple of {unit}"
+    return None
+
+
+def _why_not_splash(q_BTHN: ArrayOrShape, k_BSKN: ArrayOrShape, layout: Layout) -> str | None:
+    length = q_BTHN.shape[1]
+    shards = layout.num_shards("sequence")
+    if layout.platform != "tpu":
+        return f"the kernel is for TPUs, and this is compiled for {layout.platform}"
+    if length % (LANES * shards) or k_BSKN.shape[1] % LANES:
+        return f"a device's {length // shards} positions are not a multiple of {LANES}"
+    return None
+
+
+def _why_not_cudnn(
+    q_BTHN: ArrayOrShape, causal: bool, window: int | None, apart: bool, layout: Layout
+) -> str | None:
+    _, length, heads, size = q_BTHN.shape
+    if window is not None:
+        return f"it is not taken with a window, and model.window is {window}"
+    if layout.platform != "gpu":
+        return f"the kernel is for GPUs, and this is compiled for {layout.platform}"
+    if q_BTHN.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
+    if apart and length % 2:
+        return f"its mask of documents is for an even number of positions, not {length}"
+
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    # Major compute capability. A machine without a GPU compiles for one that the kernel supports.
+    generations = []
+    for capability in {str(gpu.compute_capability) for gpu in gpus}:
+        # GPUs of other vendors report names such as gfx90a.
+        if not re.fullmatch(r"\d+\.\d+", capability):
+            return f"the kernel is NVIDIA's, and a GPU here is a {capability}"
+        generations.append(int(capability.split(".")[0]))
+    generation = min(generations, default=8)
+    if generation < 8:
+        return "the kernel needs compute capability 8.0 or later"
+
+    largest_size = 256 if generation >= 9 else 128
+    if size % 8 or size > largest_size:
+        return f"the head dimension {size} is not a multiple of 8 up to {largest_size}"
+    shards = layout.num_shards("sequence")
+    device_heads = heads // layout.num_shards("heads")
+    if causal and device_heads % shards:
+        return (
+            f"split positions are exchanged for heads, and {shards} do not divide a device's "
+            f"{device_heads}"
+        )
     return None

@@ -1,6 +1,8 @@
-"""Matrix products, norms and rotary positions. Shapes: B batch, T positions, D width, N head dimension, H heads, I inputs, O outputs.
+"""Linear maps, norms and rotary positions, used by every model of the zoo.
 
-V is vocabulary or classes, R all leading dimensions in one; an argument without a suffix has any number of them.
+Shapes: B batch, T positions, D width, N head dimension, H heads, M half of N, I inputs, O outputs,
+V vocabulary or classes, R all leading dimensions merged into one. An array without a suffix has any
+number of leading dimensions.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import RopeScaling
 
 GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""Activation of an MLP's gate; gelu in the tanh form."""
+"""Activation of an MLP's gate. GELU is its tanh approximation."""
 
 SAVED = "attention"
-"""Name by which a remat policy may keep what a flash kernel's gradient needs: its output and the softmax's norm."""
+"""Checkpoint name of the arrays that the gradient of a flash kernel needs.
+
+These are the kernel's output and the log of its softmax sums. A remat policy can keep them by name.
+"""
 
 
 def project(
@@ -36,138 +41,170 @@ def project(
     kind: str | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Return the product of x and w over the last `inputs` dimensions of x and the first of w, [..., O].
+    """Return the matrix product of x and w, [..., O].
 
-    On CPU leading dimensions are merged into one before the product: two to three times faster. Elsewhere they stay, and
-    where positions are split over devices, which a merged dimension could not be.
+    The product sums over the last `inputs` dimensions of x and the first `inputs` dimensions of w.
 
     Args:
-        x: [..., I], whose dtype the product is computed in.
-        w: [I, O], each of one dimension or several.
-        inputs: dimensions that I is.
-        out_dtype: of the result; x's unless given.
-        kind: `product_dtype` of the model's compute; the result then has x's type.
-        layout: how x lies on devices.
+        x: Inputs, [..., I]. The product is computed in their dtype.
+        w: Weights, [I, O]. I and O can each be several dimensions.
+        inputs: Number of dimensions that I stands for.
+        out_dtype: Dtype of the result, by default that of x.
+        kind: `product_dtype` of the model's compute config. The result then has the dtype of x.
+        layout: Layout of x. Its platform and its split of positions select the implementation.
     """
-    lead, summed, out = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
-    contract = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+    num_leading = x.ndim - inputs
+    leading_shape = x.shape[:num_leading]
+    input_shape = w.shape[:inputs]
+    output_shape = w.shape[inputs:]
+    contracted = (tuple(range(num_leading, x.ndim)), tuple(range(inputs)))
+    dimension_numbers = (contracted, ((), ()))
+
     if kind is not None:
-        return _narrow(x, w.astype(x.dtype), (contract, ((), ())), kind)
+        return _quantized_product(x, w.astype(x.dtype), dimension_numbers, kind)
+
+    out_dtype = out_dtype or x.dtype
+    # On CPU the product is two to three times faster with all leading dimensions merged into one.
+    # A merged dimension cannot stay split by positions, so layouts that split them do not merge.
     if layout.platform != "cpu" or layout.num_shards("sequence") > 1:
         return jax.lax.dot_general(
-            x, w.astype(x.dtype), (contract, ((), ())), preferred_element_type=out_dtype or x.dtype
+            x, w.astype(x.dtype), dimension_numbers, preferred_element_type=out_dtype
         )
-    x_RI = x.reshape(math.prod(lead), math.prod(summed))
-    w_IO = w.astype(x.dtype).reshape(math.prod(summed), math.prod(out))
-    return jnp.matmul(x_RI, w_IO, preferred_element_type=out_dtype or x.dtype).reshape(*lead, *out)
+    x_RI = x.reshape(math.prod(leading_shape), math.prod(input_shape))
+    w_IO = w.astype(x.dtype).reshape(math.prod(input_shape), math.prod(output_shape))
+    y_RO = jnp.matmul(x_RI, w_IO, preferred_element_type=out_dtype)
+    return y_RO.reshape(*leading_shape, *output_shape)
 
 
-def _narrow(x: jax.Array, w: jax.Array, dimensions: Any, kind: str) -> jax.Array:
-    """The product of numbers rounded to 8 bits, each row of x and column of w over its largest; gradients are rounded likewise.
+def _quantized_product(x: jax.Array, w: jax.Array, dimensions: Any, kind: str) -> jax.Array:
+    """Return a product of numbers rounded to 8 bits. Gradients are rounded in the same way.
 
-    So a factor on x or w is one on the result, whatever the preset. Of float8 gradients have the type of the larger range.
+    Each row of x and each column of w is divided by its largest entry before it is rounded. A
+    factor on x or w is therefore exactly a factor on the result, under every preset.
     """
-    from qwix._src.core import dot_general_qt as qwix  # pyright: ignore[reportMissingImports]  # has no public function
+    # qwix has no public function for this product.
+    from qwix._src.core import dot_general_qt as qwix  # pyright: ignore[reportMissingImports]
 
-    back, kind = ("float8_e5m2", "float8_e4m3fn") if kind == "float8" else (kind, kind)
+    gradient_kind = kind
+    if kind == "float8":
+        kind = "float8_e4m3fn"
+        # Gradients have the float8 type of the larger range.
+        gradient_kind = "float8_e5m2"
     config = qwix.DotGeneralQtConfig(
-        lhs_qtype=kind, rhs_qtype=kind, dlhs_grad_qtype=back, drhs_grad_qtype=back
+        lhs_qtype=kind,
+        rhs_qtype=kind,
+        dlhs_grad_qtype=gradient_kind,
+        drhs_grad_qtype=gradient_kind,
     )
     return qwix.dot_general_qt(x, w, dimensions, config).astype(x.dtype)
 
 
 def product_kind(compute: ComputeConfig) -> str | None:
-    """`kind` of `project`.
+    """Return the argument `kind` of `project` for a compute config.
 
     Raises:
-        ConfigError: it needs a package that is not here.
+        ConfigError: If the config needs the extra `quantized` and it is not installed.
     """
     if compute.product_dtype is not None:
         from mupax import extras
 
-        extras.require(
-            "quantized", f"model.compute.product_dtype {compute.product_dtype}", ConfigError
-        )
+        setting = f"model.compute.product_dtype {compute.product_dtype}"
+        extras.require("quantized", setting, ConfigError)
     return compute.product_dtype
 
 
 def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """x + bias, in x's dtype.
+    """Return x + bias in the dtype of x.
 
     Args:
-        x: [..., O].
-        bias: [O]; None where the layer has none.
+        x: Outputs of a matrix, [..., O].
+        bias: Bias, [O]. `None` returns x.
     """
-    return x if bias is None else x + bias[...].astype(x.dtype)
+    if bias is None:
+        return x
+    return x + bias[...].astype(x.dtype)
 
 
 def adapted(
     y: jax.Array, x: jax.Array, lora: Callable[[jax.Array, int], jax.Array] | None, inputs: int = 1
 ) -> jax.Array:
-    """y with what its matrix' adapter adds.
+    """Return y plus the output of the low-rank adapter of its matrix.
 
     Args:
-        y: the product of x and the matrix, [..., O].
-        x: [..., I].
-        lora: the adapter (`mupax.zoo.lora.layer`); None where the matrix has none.
-        inputs: dimensions that I is.
+        y: Product of x and the matrix, [..., O].
+        x: Inputs of the matrix, [..., I].
+        lora: Adapter of the matrix (`mupax.zoo.lora.layer.Lora`). `None` returns y.
+        inputs: Number of dimensions that I stands for.
     """
-    return y if lora is None else y + lora(x, inputs)
+    if lora is None:
+        return y
+    return y + lora(x, inputs)
 
 
 def softcapped(logits: jax.Array, cap: jax.Array | float | None) -> jax.Array:
-    """cap * tanh(logits / cap), which is at most cap and near 0 the same.
+    """Return cap * tanh(logits / cap), a smooth clip to (-cap, cap).
 
     Args:
-        logits: float32.
-        cap: None: they stay as they are.
+        logits: Attention or output logits, float32.
+        cap: Bound of the result. `None` returns the logits unchanged.
     """
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    if cap is None:
+        return logits
+    return cap * jnp.tanh(logits / cap)
 
 
 class ReadoutInputs(NamedTuple):
-    """Features and readout of which a loss may compute logits in parts: scale * features @ weight + bias, in float32, capped."""
+    """Final features and readout matrix of a model, from which a loss forms logits in chunks.
+
+    The logits are softcapped(scale * features @ weight + bias), in float32.
+    """
 
     features: jax.Array
-    """[..., D], in the type that products are computed in."""
+    """Final hidden states, [..., D], in the dtype of products."""
     weight: jax.Array
-    """[D, V]."""
+    """Readout matrix, [D, V]."""
     scale: jax.Array | None = None
-    """[]; that of a readout through the embedding."""
+    """Factor on the logits of a tied readout, float32 []."""
     bias: jax.Array | None = None
-    """[V]."""
+    """Readout bias, [V]."""
     routing: Any = None
-    """What the model's routers did (`mupax.zoo.experts.routing.Routing`); None without experts."""
+    """Routing statistics (`mupax.zoo.experts.routing.Routing`). `None` without experts."""
     cap: jax.Array | None = None
-    """[]; of `softcapped`."""
+    """Soft cap of the logits (`softcapped`), float32 []."""
 
     def logits(self, layout: Layout = ONE_DEVICE) -> jax.Array:
-        """Return all logits, float32 [..., V].
-
-        Args:
-            layout: how the features lie on devices.
-        """
+        """Return all logits, float32 [..., V]."""
         logits = project(self.features, self.weight, out_dtype=jnp.float32, layout=layout)
         if self.scale is not None:
             logits = self.scale * logits
-        cap = None if self.cap is None else jax.lax.stop_gradient(self.cap)
-        return softcapped(logits if self.bias is None else logits + self.bias, cap)
+        cap = None
+        if self.cap is not None:
+            # The cap is a constant of the config, carried as an array.
+            cap = jax.lax.stop_gradient(self.cap)
+        if self.bias is not None:
+            logits = logits + self.bias
+        return softcapped(logits, cap)
 
     def uncapped(self, slope: jax.Array, logits: jax.Array) -> jax.Array:
-        """The gradient with respect to what is capped: a cap's slope is 1 - (logits / cap)^2.
+        """Return the gradient with respect to the logits before the soft cap.
+
+        The derivative of the cap is 1 - (logits / cap)^2.
 
         Args:
-            slope: the gradient with respect to the logits.
-            logits: of `logits`.
+            slope: Gradient with respect to the capped logits.
+            logits: Capped logits, as `logits` returns them.
         """
-        return slope if self.cap is None else slope * (1 - jnp.square(logits / self.cap))
+        if self.cap is None:
+            return slope
+        return slope * (1 - jnp.square(logits / self.cap))
 
 
 def readout_method(model: Any) -> Callable[..., ReadoutInputs] | None:
-    """Return the method by which a model gives `ReadoutInputs`, or None where a loss has only its logits.
+    """Return the model's method that gives `ReadoutInputs`, or `None` for a model without one.
 
     Args:
-        model: A module or its class. A method `reading`, as it was called before, is used too, and warns.
+        model: A module or its class. Its method can also have the earlier name `reading`, which
+            warns.
     """
     if hasattr(model, "readout_inputs"):
         return model.readout_inputs
@@ -175,7 +212,8 @@ def readout_method(model: Any) -> Callable[..., ReadoutInputs] | None:
         return None
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     warnings.warn(
-        f"{name}.reading is deprecated; call the method readout_inputs, which returns ReadoutInputs",
+        f"{name}.reading is deprecated; call the method readout_inputs, which returns "
+        "ReadoutInputs",
         DeprecationWarning,
         stacklevel=2,
     )
@@ -190,18 +228,31 @@ def __getattr__(name: str) -> Any:
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis in float32, with the gain and bias that its config declares, and GELU after it."""
+    """LayerNorm or RMSNorm over the last axis, computed in float32.
+
+    Gain and bias exist where the config declares them.
+
+    Args:
+        kind: "layernorm" or "rmsnorm". RMSNorm does not subtract the mean.
+        init: Scope of the parameters `gain` and `bias`.
+        eps: Constant added to the variance or mean square.
+        activation: "gelu" applies GELU after the norm, "none" applies nothing.
+    """
 
     def __init__(self, kind: str, init: Init, eps: float, activation: str = "none") -> None:
-        self.kind, self.eps, self.activation = kind, eps, activation
-        self.gain, self.bias = init.maybe("gain"), init.maybe("bias")
+        self.kind = kind
+        self.eps = eps
+        self.activation = activation
+        self.gain = init.maybe("gain")
+        self.bias = init.maybe("bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] to [..., D], in x's dtype."""
+        """Return normalized x, [..., D], in the dtype of x."""
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(mean_square + self.eps)
         if self.gain is not None:
             y = y * self.gain[...]
         if self.bias is not None:
@@ -212,14 +263,17 @@ class Norm(nnx.Module):
 
 
 def scaled_frequencies(frequency_M: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Angles per position, float32 [M], as Llama 3.1 (Meta's reference code, `apply_scaling`) or linear interpolation has them.
+    """Return rotary frequencies stretched for a longer context, float32 [M].
 
     Args:
-        frequency_M: plain ones.
-        scaling: of the model.
+        frequency_M: Unscaled frequencies, float32, in radians per position.
+        scaling: Linear interpolation (Chen et al. 2023), or the rule of Llama 3.1 (`apply_scaling`
+            in Meta's reference code).
     """
     if scaling.kind == "linear":
         return frequency_M / scaling.factor
+    # Llama 3.1 keeps frequencies that turn often within the original context and divides those that
+    # turn rarely. Between the two it interpolates.
     turns_M = scaling.original * frequency_M / (2 * math.pi)
     weight_M = jnp.clip((turns_M - scaling.low) / (scaling.high - scaling.low), 0, 1)
     return weight_M * frequency_M + (1 - weight_M) * frequency_M / scaling.factor
@@ -234,52 +288,65 @@ def rotary(
     *,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Turn the pairs (i, i + N/2) of x by position * theta^(-2i/N) (Su et al. 2021, in the half-split order of Llama).
+    """Rotate each pair of entries (i, i + N/2) by the angle position * theta^(-2i/N).
 
-    M is N / 2.
+    These are rotary positions (Su et al. 2021) in the half-split order of Llama.
 
     Args:
-        x_BTHN: queries or keys; N is even.
-        theta: base of the frequencies.
-        start: position of the first of them, int32 [] or, of each sequence, [B]; 0 unless given.
-        scaling: of the frequencies; None: they are the plain ones.
-        size: entries of each head that are turned, the first ones; all unless given.
-        layout: says which position lies where, and for which platform the rotation is compiled.
+        x_BTHN: Queries or keys, whose head dimension N is even.
+        start: Position of the first entry along T, int32 [], or int32 [B] with one for each
+            sequence. Default: positions of the layout, which begin at 0.
+        scaling: Stretching of the frequencies for a longer context. `None` leaves them unscaled.
+        size: Number of entries of each head to rotate, from the first. Default: all.
+        layout: Layout of positions on devices. Its platform selects the implementation.
     """
     if size not in (None, x_BTHN.shape[-1]):
-        turned_BTHN = rotary(x_BTHN[..., :size], theta, start, scaling, layout=layout)
-        return jnp.concatenate([turned_BTHN, x_BTHN[..., size:]], axis=-1)
-    length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
+        rotated_BTHN = rotary(x_BTHN[..., :size], theta, start, scaling, layout=layout)
+        return jnp.concatenate([rotated_BTHN, x_BTHN[..., size:]], axis=-1)
+
+    length = x_BTHN.shape[1]
+    half = x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    frequency_M = frequency_M if scaling is None else scaled_frequencies(frequency_M, scaling)
+    if scaling is not None:
+        frequency_M = scaled_frequencies(frequency_M, scaling)
     if start is None:
         positions_BT = layout.positions(length)[None]
     else:
         positions_BT = jnp.reshape(start, (-1, 1)) + jnp.arange(length)[None]
     angle_BTM = positions_BT.astype(jnp.float32)[..., None] * frequency_M
+
     if layout.platform == "tpu":
         return _turned(x_BTHN, jnp.cos(angle_BTM), jnp.sin(angle_BTM))
     cos_BTHM = jnp.cos(angle_BTM)[:, :, None]
     sin_BTHM = jnp.sin(angle_BTM)[:, :, None]
     a_BTHM, b_BTHM = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
-    turned = [a_BTHM * cos_BTHM - b_BTHM * sin_BTHM, b_BTHM * cos_BTHM + a_BTHM * sin_BTHM]
-    return jnp.concatenate(turned, axis=-1).astype(x_BTHN.dtype)
+    rotated_a_BTHM = a_BTHM * cos_BTHM - b_BTHM * sin_BTHM
+    rotated_b_BTHM = b_BTHM * cos_BTHM + a_BTHM * sin_BTHM
+    rotated_BTHN = jnp.concatenate([rotated_a_BTHM, rotated_b_BTHM], axis=-1)
+    return rotated_BTHN.astype(x_BTHN.dtype)
 
 
 @jax.custom_vjp
 def _turned(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> jax.Array:
-    """Return the rotation of `rotary` by a product: (a, b) is (-b, a) after a matrix of 0, 1 and -1, exactly.
+    """Return the rotation of `rotary`, computed with a matrix product.
 
-    On TPU half a row is half of a vector's 128 lanes: to cut and to join rows there takes five times as long as the product.
+    A product with a matrix of 0, 1 and -1 maps the halves (a, b) to (-b, a) without rounding.
     """
+    # Half a row is half of the 128 lanes of a TPU vector. Splitting and joining rows there takes
+    # five times as long as the product.
     half = cos_BTM.shape[-1]
     swap_NN = np.kron([[0, 1], [-1, 0]], np.eye(half))
-    exact = jax.lax.Precision.HIGHEST if x_BTHN.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if x_BTHN.dtype == jnp.float32 else None
     swapped_BTHN = jnp.matmul(
-        x_BTHN, swap_NN.astype(x_BTHN.dtype), precision=exact, preferred_element_type=jnp.float32
+        x_BTHN,
+        swap_NN.astype(x_BTHN.dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
-    cos_BTHN, sin_BTHN = (jnp.tile(x_BTM, 2)[:, :, None] for x_BTM in (cos_BTM, sin_BTM))
-    return (x_BTHN.astype(jnp.float32) * cos_BTHN + swapped_BTHN * sin_BTHN).astype(x_BTHN.dtype)
+    cos_BTHN = jnp.tile(cos_BTM, 2)[:, :, None]
+    sin_BTHN = jnp.tile(sin_BTM, 2)[:, :, None]
+    rotated_BTHN = x_BTHN.astype(jnp.float32) * cos_BTHN + swapped_BTHN * sin_BTHN
+    return rotated_BTHN.astype(x_BTHN.dtype)
 
 
 def _turned_forward(
@@ -289,10 +356,10 @@ def _turned_forward(
 
 
 def _turned_backward(
-    turn: tuple[jax.Array, jax.Array], gradient_BTHN: jax.Array
+    residuals: tuple[jax.Array, jax.Array], gradient_BTHN: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    """A rotation's transpose is the rotation back."""
-    cos_BTM, sin_BTM = turn
+    """Rotate the gradient back: the transpose of a rotation is its inverse."""
+    cos_BTM, sin_BTM = residuals
     return _turned(gradient_BTHN, cos_BTM, -sin_BTM), None, None
 
 

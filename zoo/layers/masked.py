@@ -1,4 +1,4 @@
-"""Attention with padding hidden and biases on logits, where `kernels.attend` has neither.
+"""Attention that hides padding and adds biases to logits, which `kernels.attend` cannot.
 
 B batch, T query and S key positions, H heads, K key heads, N head dimension.
 """
@@ -26,28 +26,41 @@ def attend(
     block: int | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Return attention [B, T, H, N], by XLA if there is a mask or a bias, else by the implementation that `kernels.attend` chooses.
+    """Return attention [B, T, H, N], with padding hidden and a bias added to logits.
+
+    With a mask or a bias it is computed by XLA, otherwise by `kernels.attend`.
 
     Args:
-        q_BTHN: queries, with the logit scale.
-        k_BSKN: keys; H is a multiple of K.
-        v_BSKN: values.
-        causal: query t sees keys 0..t, else all.
-        mask_BS: bool, keys that are no padding; at least one of an example.
-        bias_HTS: added to logits, float32.
-        implementation: as `kernels.attend`.
-        block: as `kernels.attend`.
-        layout: as `kernels.attend`.
+        q_BTHN: Queries, which already include the logit scale.
+        k_BSKN: Keys. H is a multiple of K.
+        v_BSKN: Values. Their N can differ from that of the keys.
+        causal: `True` lets query t see keys 0..t, `False` all keys.
+        mask_BS: bool, `True` at keys that are not padding. Every example has at least one.
+        bias_HTS: Bias added to logits, float32.
+        implementation: Implementation by name, as in `kernels.attend`.
+        block: Positions on a side of a splash block, as in `kernels.attend`.
+        layout: Layout of the arrays on devices, `ONE_DEVICE` by default.
 
     Raises:
-        ConfigError: a named kernel has no mask or bias.
+        ConfigError: If a kernel is named that has neither mask nor bias.
     """
-    if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
-        masks = {"causal": causal, "mask_BS": mask_BS, "bias_HTS": bias_HTS}
-        wide = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
-        return attend(*wide, **masks, implementation=implementation, block=block, layout=layout)[
-            ..., :values
-        ]
+    value_size = v_BSKN.shape[-1]
+    # The kernels need heads of one size. `widened` pads with zeros, which change no product.
+    if value_size != q_BTHN.shape[-1]:
+        q_BTHN, k_BSKN, v_BSKN = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
+        y_BTHN = attend(
+            q_BTHN,
+            k_BSKN,
+            v_BSKN,
+            causal=causal,
+            mask_BS=mask_BS,
+            bias_HTS=bias_HTS,
+            implementation=implementation,
+            block=block,
+            layout=layout,
+        )
+        return y_BTHN[..., :value_size]
+
     if mask_BS is None and bias_HTS is None:
         return kernels.attend(
             q_BTHN,
@@ -60,16 +73,23 @@ def attend(
         )
     if implementation not in ("auto", "xla"):
         raise ConfigError(
-            f"model.compute.attention {implementation}: the kernel hides no padding and adds no relative positions; write auto or xla"
+            f"model.compute.attention {implementation}: the kernel hides no padding and adds no "
+            "relative positions; write auto or xla"
         )
+
     k_BSKN = layout.constrain(k_BSKN, ("batch", None, "kv_heads", None))
     v_BSKN = layout.constrain(v_BSKN, ("batch", None, "kv_heads", None))
     if kernels.merges_heads(layout):
         return merged_attention(
             q_BTHN, k_BSKN, v_BSKN, causal=causal, mask_BS=mask_BS, bias_HTS=bias_HTS
         )
-    mask_B1TS = None if mask_BS is None else mask_BS[:, None, None, :]
-    bias_BHTS = None if bias_HTS is None else jnp.broadcast_to(bias_HTS, (1, *bias_HTS.shape))
+
+    mask_B1TS = None
+    if mask_BS is not None:
+        mask_B1TS = mask_BS[:, None, None, :]
+    bias_BHTS = None
+    if bias_HTS is not None:
+        bias_BHTS = jnp.broadcast_to(bias_HTS, (1, *bias_HTS.shape))
     return jax.nn.dot_product_attention(
         q_BTHN,
         k_BSKN,

@@ -1,13 +1,16 @@
-"""The residual stack: one pre-norm block of attention and MLP or experts, its parameters stacked over depth, run as a scan or unrolled.
+"""Residual stack of the transformers: pre-norm blocks of attention and an MLP or experts.
 
-Storage does not depend on how the stack runs, so checkpoints serve both. B batch, T query and S key positions, D width, F hidden, H heads,
-K key heads, N head dimension.
+The blocks' parameters are stacked over depth and applied by a scan or one after another. Both read
+the same checkpoints.
+
+B batch, T query and S key positions, D width, F hidden size, H heads, K key heads, G query heads
+per key head (in fused projections with a key and a value head), N head dimension, L layers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,120 +40,165 @@ if TYPE_CHECKING:
     from mupax.zoo.layers.cache import Cache
 
 BLOCK_INPUT = "block_input"
+"""Checkpoint name of the residual stream before a block."""
+
 UNROLLED_DEPTH = 16
-"""Deepest stack that auto unrolls on CPU: compile time grows with every block."""
+"""Deepest stack that auto unrolls on CPU. Compile time grows with every block."""
+
+WIDE = 4096
+"""Width from which an MLP's gate is computed outside of products on TPU (`_materialized`).
+
+At 4096 (lm-8b, v5e:16x16) it saves 4.6 of 53.3 M cycles of a layer's backward pass. At 2048
+(1.2 B, v5e:4x4) it would cost 3.7 of 36.8 M cycles of both passes.
+"""
 
 CUDNN = "dot_product_attention_fwd_wrapper"
-"""Name of the primitive of cuDNN's forward kernel in JAX, which names none of its outputs."""
+"""Name of the JAX primitive of cuDNN's forward kernel."""
 
 _policies = jax.checkpoint_policies
 
 
 class Attention(nnx.Module):
-    """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
+    """Multi-head attention softmax(logit_scale * q k) v, projected to the residual stream.
+
+    The preset's logit scale is applied here and nowhere else.
+    """
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.attention_specs = config.attention_specs
-        self.turns = tuple(config.rotary_of(spec) for spec in config.attention_specs)
+        # Base of the frequencies and their scaling, for each place of the period.
+        self.rotary_settings = tuple(config.rotary_of(spec) for spec in config.attention_specs)
         self.rotary_size = config.rotary_size
         self.at(0)
         self.implementation: AttentionName = config.compute.attention
         self.block = config.compute.attention_block
-        self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
-        self.query, self.key, self.value = (init.param(name) for name in ("query", "key", "value"))
+        self.fused = config.compute.projections == "fused"
+        self.kind = product_kind(config.compute)
+
+        # Parameters draw random keys in the order in which they are made.
+        self.query = init.param("query")
+        self.key = init.param("key")
+        self.value = init.param("value")
         self.out = init.param("out")
-        adapters = config.lora.modules(init, "query", "key", "value", "out")
-        self.query_lora, self.key_lora, self.value_lora, self.out_lora = adapters
-        self.query_bias, self.key_bias = init.maybe("query_bias"), init.maybe("key_bias")
-        self.value_bias, self.out_bias = init.maybe("value_bias"), init.maybe("out_bias")
-        eps = config.norm_eps
-        self.query_norm = (
-            Norm(config.qk_norm_kind, init.scope("query_norm"), eps) if config.qk_norm else None
+        self.query_lora, self.key_lora, self.value_lora, self.out_lora = config.lora.modules(
+            init, "query", "key", "value", "out"
         )
-        self.key_norm = (
-            Norm(config.qk_norm_kind, init.scope("key_norm"), eps) if config.qk_norm else None
-        )
+        self.query_bias = init.maybe("query_bias")
+        self.key_bias = init.maybe("key_bias")
+        self.value_bias = init.maybe("value_bias")
+        self.out_bias = init.maybe("out_bias")
+        if config.qk_norm:
+            kind = config.qk_norm_kind
+            self.query_norm = Norm(kind, init.scope("query_norm"), config.norm_eps)
+            self.key_norm = Norm(kind, init.scope("key_norm"), config.norm_eps)
+        else:
+            self.query_norm = None
+            self.key_norm = None
         self.logit_scale = init.factor("logit_scale")
 
     def at(self, place: int) -> None:
-        """Be the attention of layers at this place of the period."""
-        self.causal, self.window, self.cap = self.attention_specs[place]
-        self.rope_theta, self.rope_scaling = self.turns[place]
+        """Set mask, soft cap and rotary positions to those of the layers at a place of the period.
+
+        Args:
+            place: Index of a layer within the period, from 0.
+        """
+        spec = self.attention_specs[place]
+        self.causal = spec.causal
+        self.window = spec.window
+        self.cap = spec.cap
+        self.rope_theta, self.rope_scaling = self.rotary_settings[place]
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
+        return self._attended(q_BTHN, k_BSKN, v_BSKN, segments_BT)
+
+    def cached(
+        self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
+    ) -> tuple[jax.Array, Cache]:
+        """Attend from T new positions to the cached ones. Return the branch and the new cache.
+
+        The cache then has the keys and values of the new positions, but the same length.
+
+        Args:
+            x_BTD: Normed residual stream at the T new positions, [B, T, D].
+            cache: Cache of all layers, to which this layer writes at index `layer`.
+            layer: Index of this layer, from 0.
+            fresh: Whether the cache is empty, so that the new positions see only one another.
+        """
+        start = None if fresh else cache.length
+        q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, start)
+        cache = cache.put(layer, k_BTKN, v_BTKN)
+        if fresh:
+            return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
+        y_BTHN = cache.attend(layer, self._scaled(q_BTHN), window=self.window, cap=self.cap)
+        return self._projected_out(y_BTHN), cache
 
     def heads(
         self, x_BTD: jax.Array, start: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N].
+        """Return queries [B, T, H, N] without the logit scale, and keys and values [B, S, K, N].
 
         Args:
-            x_BTD: the stream after its norm.
-            start: position of the first of them, int32 []; 0 unless given.
+            x_BTD: Normed residual stream, [B, T, D].
+            start: Position of the first row of x, int32 [] or [B]. Default: 0.
         """
         q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
-            q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
+            q_BTHN = self.query_norm(q_BTHN)
+            k_BSKN = self.key_norm(k_BSKN)
         if self.rope_theta is not None:
-            q_BTHN = self._turned(q_BTHN, start)
-            k_BSKN = self._turned(k_BSKN, start)
-        return self.layout.constrain(q_BTHN, ("batch", "sequence", "heads", None)), k_BSKN, v_BSKN
+            q_BTHN = self._rotated(q_BTHN, start)
+            k_BSKN = self._rotated(k_BSKN, start)
+        q_BTHN = self.layout.constrain(q_BTHN, ("batch", "sequence", "heads", None))
+        return q_BTHN, k_BSKN, v_BSKN
 
-    def _turned(self, x_BTHN: jax.Array, start: jax.Array | None) -> jax.Array:
-        """Return queries or keys with rotary positions."""
+    def _rotated(self, x_BTHN: jax.Array, start: jax.Array | None) -> jax.Array:
+        """Return queries or keys with rotary positions applied."""
         assert self.rope_theta is not None
         return rotary(
             x_BTHN, self.rope_theta, start, self.rope_scaling, self.rotary_size, layout=self.layout
         )
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query_DHN, key_DKN, value_DKN = self.query[...], self.key[...], self.value[...]
+        """Return x multiplied by the query, key and value matrices, with adapters and biases."""
+        query_DHN = self.query[...]
+        key_DKN = self.key[...]
+        value_DKN = self.value[...]
         if self.fused:
-            # Every key head beside its queries, so that heads stay split as they are.
-            width, kv_heads, size = key_DKN.shape
-            query_DKGN = query_DHN.reshape(width, kv_heads, -1, size)
-            each_DKGN = jnp.concatenate(
-                [query_DKGN, key_DKN[:, :, None], value_DKN[:, :, None]], axis=2
-            )
-            y_BTKGN = project(x_BTD, each_DKGN, kind=self.kind, layout=self.layout)
-            q_BTHN = y_BTKGN[..., :-2, :].reshape(*x_BTD.shape[:-1], *query_DHN.shape[1:])
-            k_BSKN, v_BSKN = y_BTKGN[..., -2, :], y_BTKGN[..., -1, :]
+            q_BTHN, k_BSKN, v_BSKN = self._fused_projection(x_BTD, query_DHN, key_DKN, value_DKN)
         else:
-            q_BTHN, k_BSKN, v_BSKN = (
-                project(x_BTD, w, kind=self.kind, layout=self.layout)
-                for w in (query_DHN, key_DKN, value_DKN)
-            )
-        q_BTHN, k_BSKN = (
-            adapted(q_BTHN, x_BTD, self.query_lora),
-            adapted(k_BSKN, x_BTD, self.key_lora),
-        )
+            q_BTHN = project(x_BTD, query_DHN, kind=self.kind, layout=self.layout)
+            k_BSKN = project(x_BTD, key_DKN, kind=self.kind, layout=self.layout)
+            v_BSKN = project(x_BTD, value_DKN, kind=self.kind, layout=self.layout)
+
+        q_BTHN = adapted(q_BTHN, x_BTD, self.query_lora)
+        k_BSKN = adapted(k_BSKN, x_BTD, self.key_lora)
         v_BSKN = adapted(v_BSKN, x_BTD, self.value_lora)
-        return (
-            biased(q_BTHN, self.query_bias),
-            biased(k_BSKN, self.key_bias),
-            biased(v_BSKN, self.value_bias),
-        )
+        q_BTHN = biased(q_BTHN, self.query_bias)
+        k_BSKN = biased(k_BSKN, self.key_bias)
+        v_BSKN = biased(v_BSKN, self.value_bias)
+        return q_BTHN, k_BSKN, v_BSKN
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
-        return self._attended(*self.heads(x_BTD), segments_BT)
+    def _fused_projection(
+        self, x_BTD: jax.Array, query_DHN: jax.Array, key_DKN: jax.Array, value_DKN: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values from a single matrix product."""
+        width, kv_heads, size = key_DKN.shape
+        # Every key head lies next to its queries, so that devices split the fused heads in the same
+        # way as the separate ones.
+        query_DKGN = query_DHN.reshape(width, kv_heads, -1, size)
+        key_DK1N = key_DKN[:, :, None]
+        value_DK1N = value_DKN[:, :, None]
+        fused_DKGN = jnp.concatenate([query_DKGN, key_DK1N, value_DK1N], axis=2)
 
-    def cached(
-        self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
-    ) -> tuple[jax.Array, Cache]:
-        """The same for the T positions after those in the cache, and the cache with them.
-
-        Args:
-            x_BTD: inputs.
-            cache: of all layers.
-            layer: which of them this is.
-            fresh: the cache is empty: the new positions see only one another.
-        """
-        q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, None if fresh else cache.length)
-        cache = cache.put(layer, k_BTKN, v_BTKN)
-        if fresh:
-            return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
-        sight = {"window": self.window, "cap": self.cap}
-        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), **sight)), cache
+        y_BTKGN = project(x_BTD, fused_DKGN, kind=self.kind, layout=self.layout)
+        q_BTKGN = y_BTKGN[..., :-2, :]
+        q_BTHN = q_BTKGN.reshape(*x_BTD.shape[:-1], *query_DHN.shape[1:])
+        k_BSKN = y_BTKGN[..., -2, :]
+        v_BSKN = y_BTKGN[..., -1, :]
+        return q_BTHN, k_BSKN, v_BSKN
 
     def _attended(
         self,
@@ -159,6 +207,7 @@ class Attention(nnx.Module):
         v_BSKN: jax.Array,
         segments_BT: jax.Array | None = None,
     ) -> jax.Array:
+        """Return the branch [B, T, D] of queries, keys and values, as `heads` returns them."""
         y_BTHN = kernels.attend(
             self._scaled(q_BTHN),
             k_BSKN,
@@ -174,104 +223,118 @@ class Attention(nnx.Module):
         return self._projected_out(y_BTHN)
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
+        """Return queries multiplied by the logit scale."""
         return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
 
     def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
+        """Return the branch [B, T, D] of the heads' outputs."""
         y_BTHN = self.layout.constrain(y_BTHN, ("batch", "sequence", "heads", None))
         y_BTD = project(y_BTHN, self.out[...], inputs=2, kind=self.kind, layout=self.layout)
-        return biased(adapted(y_BTD, y_BTHN, self.out_lora, inputs=2), self.out_bias)
-
-
-WIDE = 4096
-"""Width from which a gate is kept out of products on TPU: at 4096 (lm-8b, v5e:16x16) it saves 4.6 of 53.3 M cycles of a layer's
-backward pass, at 2048 (1.2 B, v5e:4x4) it would cost 3.7 of 36.8 M of both passes."""
-
-
-def _alone(x: Any, width: int, platform: str) -> Any:
-    """Keep x in memory between products on TPU, where each would compute it anew, if the model is wide enough."""
-    return jax.lax.optimization_barrier(x) if platform == "tpu" and width >= WIDE else x
+        y_BTD = adapted(y_BTD, y_BTHN, self.out_lora, inputs=2)
+        return biased(y_BTD, self.out_bias)
 
 
 class MLP(nnx.Module):
-    """W_out act(W_in x), or W_out (silu(W_gate x) * W_up x)."""
+    """Two-layer MLP W_out act(W_in x), or the gated W_out (act(W_gate x) * W_up x)."""
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.activation = config.activation
-        self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
-        self.up, self.gate, self.down = init.param("up"), init.maybe("gate"), init.param("down")
+        self.fused = config.compute.projections == "fused"
+        self.kind = product_kind(config.compute)
+        self.up = init.param("up")
+        self.gate = init.maybe("gate")
+        self.down = init.param("down")
         self.up_lora, self.gate_lora, self.down_lora = config.lora.modules(
             init, "up", "gate", "down"
         )
-        self.up_bias, self.gate_bias = init.maybe("up_bias"), init.maybe("gate_bias")
+        self.up_bias = init.maybe("up_bias")
+        self.gate_bias = init.maybe("gate_bias")
         self.down_bias = init.maybe("down_bias")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF, g_BTF = self._projected(x_BTD)
-        if g_BTF is not None:
-            width, platform = x_BTD.shape[-1], self.layout.platform
-            h_BTF, g_BTF = _alone((h_BTF, g_BTF), width, platform)
-            h_BTF = _alone(GATES[self.activation](g_BTF) * h_BTF, width, platform)
+        up_BTF, gate_BTF = self._up_and_gate(x_BTD)
+        if gate_BTF is not None:
+            width = x_BTD.shape[-1]
+            platform = self.layout.platform
+            up_BTF, gate_BTF = _materialized((up_BTF, gate_BTF), width, platform)
+            h_BTF = GATES[self.activation](gate_BTF) * up_BTF
+            h_BTF = _materialized(h_BTF, width, platform)
         elif self.activation == "relu":
-            h_BTF = jax.nn.relu(h_BTF)
+            h_BTF = jax.nn.relu(up_BTF)
         else:
-            h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation != "gelu_exact")
+            h_BTF = jax.nn.gelu(up_BTF, approximate=self.activation != "gelu_exact")
+
         h_BTF = self.layout.constrain(h_BTF, ("batch", "sequence", "mlp"))
         y_BTD = project(h_BTF, self.down[...], kind=self.kind, layout=self.layout)
-        return biased(adapted(y_BTD, h_BTF, self.down_lora), self.down_bias)
+        y_BTD = adapted(y_BTD, h_BTF, self.down_lora)
+        return biased(y_BTD, self.down_bias)
 
-    def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Up and, where there is one, gate, both [B, T, F]."""
+    def _up_and_gate(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return W_up x and W_gate x, [B, T, F]. The latter is `None` for an MLP without a gate."""
         if self.gate is None:
             up_BTF = project(x_BTD, self.up[...], kind=self.kind, layout=self.layout)
             up_BTF = adapted(up_BTF, x_BTD, self.up_lora)
             return biased(up_BTF, self.up_bias), None
+
         if self.fused:
-            # Side by side on an axis of their own, so that F stays split as it is.
-            up_gate_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
-            pair_BT2F = project(x_BTD, up_gate_D2F, kind=self.kind, layout=self.layout)
-            up_BTF, gate_BTF = jnp.moveaxis(pair_BT2F, -2, 0)
+            # The two matrices lie along an axis of their own, so that devices split F as before.
+            fused_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
+            y_BT2F = project(x_BTD, fused_D2F, kind=self.kind, layout=self.layout)
+            up_BTF, gate_BTF = jnp.moveaxis(y_BT2F, -2, 0)
         else:
-            up_BTF, gate_BTF = (
-                project(x_BTD, w[...], kind=self.kind, layout=self.layout)
-                for w in (self.up, self.gate)
-            )
-        up_BTF, gate_BTF = (
-            adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora))
-        )
+            up_BTF = project(x_BTD, self.up[...], kind=self.kind, layout=self.layout)
+            gate_BTF = project(x_BTD, self.gate[...], kind=self.kind, layout=self.layout)
+        up_BTF = adapted(up_BTF, x_BTD, self.up_lora)
+        gate_BTF = adapted(gate_BTF, x_BTD, self.gate_lora)
         return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
 
 
+def _materialized(x: Any, width: int, platform: str) -> Any:
+    """Make the TPU compiler store x, if the model is at least `WIDE`. Otherwise return x."""
+    if platform != "tpu" or width < WIDE:
+        return x
+    # The compiler would otherwise compute the gate again inside of every product that reads it.
+    return jax.lax.optimization_barrier(x)
+
+
 def _experts(config: TransformerConfig, init: Init) -> Experts:
-    """The layer of experts, whose modules no model without experts loads."""
+    """Build the layer of experts."""
+    # Imported only here, because models without experts do not need the modules.
     from mupax.zoo.experts.layer import Experts
 
     return Experts(config, init)
 
 
 class Block(nnx.Module):
-    """h <- skip*h + branch*gain*norm(attention(norm(h))), then the same with the MLP; most have no outer norm, and no gain.
+    """Residual block h <- skip * h + branch * gain * norm(f(norm(h))), with f attention, then MLP.
 
-    Branch scales and gains are applied here only.
+    The outer norm and the gain exist only where the config declares them. Factors and gains of
+    branches are applied here and nowhere else.
     """
 
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        kind, eps, then = config.norm, config.norm_eps, config.branch_activation
-        self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, then)
+        kind = config.norm
+        eps = config.norm_eps
+        activation = config.branch_activation
+        self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, activation)
         self.attention = Attention(config, init.scope("attention"))
-        self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
+        self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, activation)
         self.mlp = MLP(config, init.scope("mlp")) if config.dense_dim else None
         self.experts = _experts(config, init.scope("experts")) if config.experts else None
-        self.attention_gain, self.mlp_gain = init.maybe("attention_gain"), init.maybe("mlp_gain")
+        self.attention_gain = init.maybe("attention_gain")
+        self.mlp_gain = init.maybe("mlp_gain")
         self.post_norm = Norm(kind, init.scope("post_norm"), eps) if config.post_norms else None
-        self.skip, self.branch = init.factor("skip"), init.factor("branch")
+        self.skip = init.factor("skip")
+        self.branch = init.factor("branch")
         self.parallel = config.parallel_branches
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
-        return self.routed(h_BTD)[0]
+        h_BTD, _ = self.routed(h_BTD)
+        return h_BTD
 
     def routed(
         self,
@@ -279,61 +342,75 @@ class Block(nnx.Module):
         segments_BT: jax.Array | None = None,
         scale_B2: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        """The stream after the block, and what its router did, None without experts.
+        """Return the residual stream after the block, and the routing statistics of its experts.
+
+        The statistics are `None` for a block without experts.
 
         Args:
-            h_BTD: the stream before it.
-            segments_BT: as `kernels.attend`.
-            scale_B2: what each branch is taken times for each example; as it is unless given.
+            h_BTD: Residual stream, [B, T, D].
+            segments_BT: Document of each position, int32. Default: one document.
+            scale_B2: Factor on the attention and MLP branch of every example, from drop path.
+                Default: 1.
         """
-        return self._after(
-            h_BTD, self.attention(self.attention_norm(h_BTD), segments_BT), scale_B2=scale_B2
-        )
+        attention_BTD = self.attention(self.attention_norm(h_BTD), segments_BT)
+        return self._add_branches(h_BTD, attention_BTD, scale_B2=scale_B2)
 
     @property
     def period(self) -> int:
-        """Layers after which what attention sees begins anew."""
+        """Number of layers after which masks and rotary positions repeat."""
         return len(self.attention.attention_specs)
 
     def at(self, layer: int) -> Block:
-        """This block as that of a layer, whose place within the period counts."""
+        """Set the block to a layer's mask and rotary positions, in place, and return the block.
+
+        Args:
+            layer: Index of the layer or its place within the period, from 0.
+        """
         self.attention.at(layer % self.period)
         return self
 
     def cached(
         self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
     ) -> tuple[jax.Array, Cache]:
-        """The same for the T positions after those in the cache, and the cache with them.
+        """Apply the block to T new positions. Return their residual stream and the new cache.
+
+        The positions follow those in the cache. Experts drop no tokens here.
 
         Args:
-            h_BTD: the stream at the new positions.
-            cache: of all layers.
-            layer: which of them this is.
-            fresh: as `Attention.cached`.
+            h_BTD: Residual stream at the T new positions, [B, T, D].
+            cache: Cache of all layers, to which this layer writes at index `layer`.
+            layer: Index of this layer, from 0.
+            fresh: Whether the cache is empty, so that the new positions see only one another.
         """
-        y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
-        return self._after(h_BTD, y_BTD, dropless=True)[0], cache
+        x_BTD = self.attention_norm(h_BTD)
+        attention_BTD, cache = self.attention.cached(x_BTD, cache, layer, fresh=fresh)
+        h_BTD, _ = self._add_branches(h_BTD, attention_BTD, dropless=True)
+        return h_BTD, cache
 
     def add_branch(
         self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, scale_B2: jax.Array | None = None
     ) -> jax.Array:
-        """Return the stream after a branch.
+        """Return the residual stream after a branch is added.
 
         Args:
-            h_BTD: the stream before it.
-            place: of the branch, 0 attention's and 1 the MLP's.
-            y_BTD: what it made of the stream.
-            scale_B2: as in `routed`.
+            h_BTD: Residual stream, [B, T, D].
+            place: 0 for the attention branch, 1 for the MLP branch.
+            y_BTD: Output of the branch, [B, T, D].
+            scale_B2: Factor on the two branches of every example. Default: 1.
         """
-        skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
-        gain = (self.attention_gain, self.mlp_gain)[place]
-        y_BTD = y_BTD if self.post_norm is None else self.post_norm(y_BTD)
-        y_BTD = y_BTD if gain is None else y_BTD * gain[...].astype(y_BTD.dtype)
+        skip = self.skip[...].astype(h_BTD.dtype)
+        branch = self.branch[...].astype(h_BTD.dtype)
+        gain = self.attention_gain if place == 0 else self.mlp_gain
+        if self.post_norm is not None:
+            y_BTD = self.post_norm(y_BTD)
+        if gain is not None:
+            y_BTD = y_BTD * gain[...].astype(y_BTD.dtype)
         if scale_B2 is not None:
-            y_BTD = y_BTD * scale_B2[:, place, None, None].astype(y_BTD.dtype)
+            scale_B11 = scale_B2[:, place, None, None]
+            y_BTD = y_BTD * scale_B11.astype(y_BTD.dtype)
         return skip[place] * h_BTD + branch[place] * y_BTD
 
-    def _after(
+    def _add_branches(
         self,
         h_BTD: jax.Array,
         attention_BTD: jax.Array,
@@ -341,29 +418,38 @@ class Block(nnx.Module):
         dropless: bool = False,
         scale_B2: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        before_BTD, h_BTD = h_BTD, self.add_branch(h_BTD, 0, attention_BTD, scale_B2)
-        x_BTD, routing = self.mlp_norm(before_BTD if self.parallel else h_BTD), None
+        """Add the attention branch, then compute and add the branch of MLP and experts."""
+        input_BTD = h_BTD
+        h_BTD = self.add_branch(h_BTD, 0, attention_BTD, scale_B2)
+        # Parallel branches both read the stream before the block.
+        x_BTD = self.mlp_norm(input_BTD if self.parallel else h_BTD)
+        routing = None
         if self.experts is None:
             assert self.mlp is not None
             y_BTD = self.mlp(x_BTD)
         else:
             y_BTD, routing = self.experts(x_BTD, dropless=dropless)
-            y_BTD = y_BTD if self.mlp is None else self.mlp(x_BTD) + y_BTD
+            if self.mlp is not None:
+                # The MLP holds the shared experts.
+                y_BTD = self.mlp(x_BTD) + y_BTD
         h_BTD = self.add_branch(h_BTD, 1, y_BTD, scale_B2)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None)), routing
 
 
-def _of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+    # JAX gives the outputs of cuDNN's kernel no checkpoint name, so its primitive is recognized.
     return primitive.name == CUDNN
 
 
-_attended = _policies.save_from_both_policies(_policies.save_only_these_names(SAVED), _of_cudnn)
+_save_attention = _policies.save_from_both_policies(
+    _policies.save_only_these_names(SAVED), _is_cudnn_forward
+)
 REMAT = {
     "none": None,
     "dots": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable, _attended
+        _policies.dots_with_no_batch_dims_saveable, _save_attention
     ),
-    "attention": _attended,
+    "attention": _save_attention,
     "block": _policies.nothing_saveable,
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -372,26 +458,30 @@ REMAT = {
         offload_dst="pinned_host",
     ),
 }
-"""What the backward pass may keep of a block; everything else it recomputes.
+"""Checkpoint policy by `compute.remat`: what the backward pass may keep of a block.
 
-none: everything. dots: matrix products, and what a flash kernel's gradient needs: its outputs and the softmax's norm. attention: the
-latter and the block's input, so that the kernel runs forward once. block: nothing but its input, which lies in the host's memory with
-offload.
+Everything else is recomputed. The input of a block is always kept.
+
+* none: Everything. Nothing is recomputed.
+* dots: Matrix products and what "attention" keeps.
+* attention: Output and softmax sums of the flash kernel, so that it runs forward only once.
+* block: Only the block's input.
+* offload: Only the block's input, moved to the host's memory.
 """
 
 
 def runs_as_scan(compute: ComputeConfig, depth: int, *, layout: Layout = ONE_DEVICE) -> bool:
-    """Return whether the stack is a loop.
-
-    auto: not on CPU, where a loop copies every layer's weights and gradients out of and into the stack, a tenth to a
-    quarter of a step (`python -m scripts.bench.step.layers`); elsewhere it is one, for the compile time of deep models.
+    """Return whether the stack is compiled as a loop over layers instead of being unrolled.
 
     Args:
-        compute: whose `layers` says auto, scan or unrolled.
-        depth: blocks in the stack.
-        layout: of the devices that the stack is compiled for.
+        compute: Compute config, whose `layers` is auto, scan or unrolled.
+        depth: Number of blocks. With auto, a CPU unrolls up to `UNROLLED_DEPTH`.
+        layout: Layout on the devices that the stack is compiled for.
     """
     if compute.layers == "auto":
+        # A loop keeps the compile time of deep models short. On CPU it copies every layer's weights
+        # out of the stack and gradients into it, a tenth to a quarter of a step
+        # (`python -m scripts.bench.step.layers`).
         return layout.platform != "cpu" or depth > UNROLLED_DEPTH
     return compute.layers == "scan"
 
@@ -403,40 +493,54 @@ def over_layers(
     depth: int,
     period: int = 1,
 ) -> tuple[Any, Any]:
-    """What comes out of the last layer, and what each gives, stacked.
+    """Apply a function to all layers in a loop. Return the last carry and all outputs, stacked.
 
-    A loop whose body is `period` layers, each with its own program; layers that are left over follow it.
+    The body of the loop is `period` layers, each with its own program. Layers that do not fill a
+    period follow after the loop.
 
     Args:
-        layer: (what comes in, its part of `stacked`, its place in the period) to what comes out, and what it gives.
-        first: what comes into the first layer.
-        stacked: arrays with a leading axis of layers.
-        depth: size of that axis.
-        period: layers after which programs begin anew.
+        layer: Function (carry, slice of `stacked`, place in the period) -> (carry, output).
+        first: Carry into the first layer, such as the residual stream [B, T, D].
+        stacked: Pytree of arrays with a leading axis of layers.
+        depth: Number of layers, the size of the leading axis.
+        period: Number of layers after which their programs repeat.
     """
     if period == 1:
-        return jax.lax.scan(lambda x, of: layer(x, of, 0), first, stacked)
 
-    def several(x: Any, of: Any, count: int) -> tuple[Any, Any]:
+        def single(carry: Any, layer_slice: Any) -> tuple[Any, Any]:
+            return layer(carry, layer_slice, 0)
+
+        return jax.lax.scan(single, first, stacked)
+
+    looped_depth = depth // period * period
+
+    def consecutive(carry: Any, group: Any, count: int) -> tuple[Any, Any]:
         outputs = []
         for place in range(count):
-            x, y = layer(x, jax.tree.map(lambda array, i=place: array[i], of), place)
-            outputs.append(y)
-        return x, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+            layer_slice = jax.tree.map(lambda array, index=place: array[index], group)
+            carry, output = layer(carry, layer_slice, place)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *arrays: jnp.stack(arrays), *outputs)
 
-    whole, parts = depth // period * period, []
-    if whole:
-        groups = jax.tree.map(
-            lambda array: array[:whole].reshape(-1, period, *array.shape[1:]), stacked
-        )
-        first, of_groups = jax.lax.scan(lambda x, of: several(x, of, period), first, groups)
-        parts.append(jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), of_groups))
-    if whole < depth:
-        first, rest = several(
-            first, jax.tree.map(lambda array: array[whole:], stacked), depth - whole
-        )
-        parts.append(rest)
-    return first, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+    def period_body(carry: Any, group: Any) -> tuple[Any, Any]:
+        return consecutive(carry, group, period)
+
+    def grouped(array: jax.Array) -> jax.Array:
+        return array[:looped_depth].reshape(-1, period, *array.shape[1:])
+
+    def ungrouped(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, *array.shape[2:])
+
+    carry = first
+    parts = []
+    if looped_depth > 0:
+        carry, outputs = jax.lax.scan(period_body, carry, jax.tree.map(grouped, stacked))
+        parts.append(jax.tree.map(ungrouped, outputs))
+    if looped_depth < depth:
+        remaining = jax.tree.map(lambda array: array[looped_depth:], stacked)
+        carry, outputs = consecutive(carry, remaining, depth - looped_depth)
+        parts.append(outputs)
+    return carry, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 def residual_stack(
@@ -450,16 +554,19 @@ def residual_stack(
     """Return the residual stream after `depth` blocks, [B, T, D].
 
     Args:
-        block: one module, its parameters stacked along a leading "layers" axis.
-        h_BTD: the stream before the first block.
-        depth: size of that axis.
-        compute: whether the stack is a loop, and what its backward pass keeps.
-        *context: what every block takes beside the stream.
-        layout: how arrays lie on devices; a block with a field `layout` has it there already.
+        block: One module, whose parameters are stacked along a leading axis "layers".
+        h_BTD: Residual stream, which the first block reads.
+        depth: Number of blocks, the size of the axis "layers".
+        compute: Compute config. `layers` selects scan or unrolled, `remat` the checkpoint policy.
+        *context: Arguments that every block takes after the stream.
+        layout: Layout of arrays on devices. A field `layout` of the block is not changed.
     """
-    return _stack(
-        block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute, layout
-    )[0]
+
+    def call(block: Any, h_BTD: jax.Array) -> tuple[jax.Array, None]:
+        return block(h_BTD, *context), None
+
+    h_BTD, _ = _stack(block, call, h_BTD, (), depth=depth, compute=compute, layout=layout)
+    return h_BTD
 
 
 def run_stack(
@@ -471,68 +578,116 @@ def run_stack(
     scale_BL2: jax.Array | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, Routing | None]:
-    """Apply all blocks.
+    """Apply all blocks. Return the residual stream and the routing statistics.
 
-    Return the residual stream and the routing statistics (averaged over blocks, counts summed), None without experts.
+    The statistics are averaged over blocks, except counts, which are summed. They are `None` for a
+    model without experts.
 
     Args:
-        block, h_BTD, depth, compute, *context, layout: as `residual_stack`.
-        scale_BL2: what every branch is taken times, of an example, a block and its two branches; each as it is unless given.
+        block, h_BTD, depth, compute, layout: Same as in `residual_stack`.
+        *context: Arguments that `Block.routed` takes after the stream.
+        scale_BL2: Factor on the two branches of every block and example. Default: 1.
     """
-    each = () if scale_BL2 is None else (jnp.swapaxes(scale_BL2, 0, 1),)
+    layer_inputs = ()
+    if scale_BL2 is not None:
+        scale_LB2 = jnp.swapaxes(scale_BL2, 0, 1)
+        layer_inputs = (scale_LB2,)
 
     def call(
         block: Block, h_BTD: jax.Array, scale_B2: jax.Array | None = None
     ) -> tuple[jax.Array, Routing | None]:
         return block.routed(h_BTD, *context, scale_B2=scale_B2)
 
-    return _stack(block, call, h_BTD, depth, compute, layout, block.period, *each)
+    return _stack(
+        block,
+        call,
+        h_BTD,
+        layer_inputs,
+        depth=depth,
+        compute=compute,
+        layout=layout,
+        period=block.period,
+    )
 
 
 def _stack(
     block: nnx.Module,
-    call: Callable,
+    call: Callable[..., tuple[jax.Array, Routing | None]],
     h_BTD: jax.Array,
+    layer_inputs: tuple[jax.Array, ...],
+    *,
     depth: int,
     compute: ComputeConfig,
     layout: Layout,
     period: int = 1,
-    *each_layer: jax.Array,
-) -> tuple:
-    """The stream after all blocks, and what they give beside it; of a period each is called as `Block.at` its place.
+) -> tuple[jax.Array, Routing | None]:
+    """Return the residual stream after all blocks and their routing statistics.
 
-    What is in `each_layer` has a first axis of layers, and every block takes its own.
+    Args:
+        block: One module, whose parameters are stacked along a leading axis "layers".
+        call: Function (block of one layer, stream, *inputs of the layer) -> (stream, statistics).
+        layer_inputs: Arrays with a leading axis of layers, of which every block takes its slice.
+        depth: Number of blocks, the size of the axis "layers".
+        compute: Compute config. `layers` selects scan or unrolled, `remat` the checkpoint policy.
+        layout: Layout on devices. Its method `layer` prepares the parameters of each block.
+        period: Number of layers after which masks repeat. Above 1 the block needs `Block.at`.
     """
     graph, state = nnx.split(block)
-    stacked = (state, *each_layer)
+    stacked = (state, *layer_inputs)
     scan = runs_as_scan(compute, depth, layout=layout)
 
     def layer(
-        place: int, h_BTD: jax.Array, of_layer: tuple[nnx.State, ...]
+        place: int, h_BTD: jax.Array, layer_slice: tuple[nnx.State, ...]
     ) -> tuple[jax.Array, Routing | None]:
-        state, *inputs = of_layer
-        own: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
-        return call(
-            own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT), *inputs
-        )
+        state, *inputs = layer_slice
+        layer_block: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
+        if period > 1:
+            layer_block = layer_block.at(place)
+        return call(layer_block, checkpoint_name(h_BTD, BLOCK_INPUT), *inputs)
 
-    layers = [functools.partial(layer, place) for place in range(period)]
-    if (policy := REMAT[compute.remat] or layout.policy) is not None:
-        # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.
-        layers = [jax.checkpoint(one, policy=policy, prevent_cse=not scan) for one in layers]
+    policy = REMAT[compute.remat] or layout.policy
+    layers = []
+    for place in range(period):
+        place_layer = functools.partial(layer, place)
+        if policy is not None:
+            # A scan by itself keeps XLA from merging the recomputation with the forward pass.
+            place_layer = jax.checkpoint(place_layer, policy=policy, prevent_cse=not scan)
+        layers.append(place_layer)
+
     if scan:
-        h_BTD, each = over_layers(
-            lambda x, of, place: layers[place](x, of), h_BTD, stacked, depth, period
-        )
-        return h_BTD, each and each.over_blocks()
-    # Split at once, so that gradients are written side by side at once: of a slice each, every one is added into a whole stack.
+
+        def layer_at(
+            h_BTD: jax.Array, layer_slice: tuple[nnx.State, ...], place: int
+        ) -> tuple[jax.Array, Routing | None]:
+            return layers[place](h_BTD, layer_slice)
+
+        h_BTD, routing = over_layers(layer_at, h_BTD, stacked, depth, period)
+    else:
+        h_BTD, routing = _unrolled(layers, h_BTD, stacked, depth)
+    if routing is None:
+        return h_BTD, None
+    return h_BTD, routing.over_blocks()
+
+
+def _unrolled(
+    layers: Sequence[Callable[..., tuple[jax.Array, Routing | None]]],
+    h_BTD: jax.Array,
+    stacked: Any,
+    depth: int,
+) -> tuple[jax.Array, Routing | None]:
+    """Apply the layers one after another. Return the stream and the stacked statistics."""
+    # One split per stacked array, whose gradient writes all slices side by side at once. With an
+    # index per layer, every slice's gradient would be added to a complete stack.
     leaves, structure = jax.tree.flatten(stacked)
-    each = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
+    split_leaves = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
     routings = []
-    for i, slices in enumerate(zip(*each, strict=True)):
-        of_layer = jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices])
-        h_BTD, routing = layers[i % period](h_BTD, of_layer)
-        routings += [] if routing is None else [routing]
-    return h_BTD, jax.tree.map(
-        lambda *numbers: jnp.stack(numbers), *routings
-    ).over_blocks() if routings else None
+    for index, slices in enumerate(zip(*split_leaves, strict=True)):
+        squeezed = [jnp.squeeze(array, 0) for array in slices]
+        layer_slice = jax.tree.unflatten(structure, squeezed)
+        h_BTD, routing = layers[index % len(layers)](h_BTD, layer_slice)
+        if routing is not None:
+            routings.append(routing)
+
+    if not routings:
+        return h_BTD, None
+    return h_BTD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *routings)
