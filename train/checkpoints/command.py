@@ -135,13 +135,13 @@ def main(argv: Sequence[str]) -> int:
 def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[str, Any]]:
     """One entry per checkpoint, oldest first, those set aside after the others."""
     from mupax.train.checkpoints.folder import CHECKPOINTS
-    from mupax.train.checkpoints.layout import aside
+    from mupax.train.checkpoints.layout import quarantined
 
     folder = workdir / CHECKPOINTS
     paths = sorted(
         (path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name)
     )
-    rejects = aside(folder)
+    rejects = quarantined(folder)
     paths = [path for path in paths if path not in rejects] + rejects
     entries = [_entry(path, verify, workdir, run) for path in paths]
     # One that the run has deleted since it was listed is not damaged.
@@ -156,7 +156,7 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
     """What the manifest and the sizes of its files say; with `verify` everything is read."""
     from mupax import disk
     from mupax.train.checkpoints import folder
-    from mupax.train.checkpoints.layout import is_aside, is_being_saved
+    from mupax.train.checkpoints.layout import is_being_saved, is_quarantined
 
     problems: list[str] = []
     arrays: int | None = None
@@ -180,7 +180,7 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
         "age_seconds": round(time.time() - max(file.st_mtime for file in files), 1)
         if files
         else None,
-        "set_aside": is_aside(checkpoint),
+        "set_aside": is_quarantined(checkpoint),
         "verified": verify,
         "being_saved": being_saved,
         "damaged": None if being_saved else folder.first_of(problems) or None,
@@ -199,7 +199,7 @@ def _health(
         arrays = len(content.arrays)
         problems: list[str] = []
         if not verify:
-            problems = folder.file_problems(checkpoint, content, contents=False)
+            problems = folder.file_problems(checkpoint, content, read_contents=False)
         elif wrong := folder.damaged_arrays(checkpoint, content.arrays):
             problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
         return arrays, problems + assets.problems(workdir, content.assets)

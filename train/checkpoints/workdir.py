@@ -29,7 +29,7 @@ from mupax.disk import is_remote, path_of, remove_tree
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import folder
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
-from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
+from mupax.train.checkpoints.layout import PROBES, locks_files, missing_capabilities
 from mupax.train.config import record as config_record
 from mupax.train.config.data import DataConfig
 from mupax.train.config.record import completed, differences, text_of, to_json
@@ -183,7 +183,7 @@ def _claim(config: Config) -> tuple[str, bool]:
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
     _check_storage(path)
-    if without := lacks(path, path / _LOCK):
+    if without := missing_capabilities(path, path / _LOCK):
         terminal.note(f"caution: {_shown(path)} does without {' and without '.join(without)}")
     if occupied:
         _check_same_run(config, path, before[0])
