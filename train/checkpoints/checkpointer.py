@@ -633,10 +633,10 @@ class Checkpoints(RankedFolder):
         self, manifest: Manifest, abstract: TrainState, facts: dict[str, Any] | None
     ) -> None:
         """Refuse a checkpoint that has other data or other arrays than this run."""
-        before = manifest.data
-        if facts is not None and before.get("digest") != facts.get("digest"):
+        saved = manifest.data
+        if facts is not None and saved.get("digest") != facts.get("digest"):
             raise WorkdirError(
-                f"the run was trained on {before.get('name')} with digest {before.get('digest')}, "
+                f"the run was trained on {saved.get('name')} with digest {saved.get('digest')}, "
                 f"this machine has {facts.get('name')} with digest {facts.get('digest')}; "
                 "restore that data, "
                 "or go on with these by --resume-change data, or start again with another --workdir"
