@@ -183,7 +183,7 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
         "alone": alone,
     }
     try:
-        with Checkpoints(workdir, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+        with Checkpoints(workdir, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
             state = checkpoints.restore(saved.abstract, saved.facts)
         step = int(state.step)
         right = step in saved.states and bits(state) == saved.states[step]

@@ -1,20 +1,21 @@
-"""Checkpoints: saved by orbax while training goes on, verified before they count.
+"""Saving, verifying and restoring the checkpoints of one run, and choosing one of them by its step.
 
-A checkpoint is written as STEP.saving. When its arrays were read back from the files and found to be those that were saved,
-it gets its manifest and its name STEP, and only then an older one is deleted: what an evaluation measured lies in its checkpoint
-before one that was better so far goes. What is found damaged is moved to set-aside/, and the one before it is used.
+Orbax writes the arrays while training goes on. The order of a save:
 
-In a save of several processes, one that cannot write tells the others, which wait for it inside orbax.
+1. The arrays are written into STEP.saving (in a bucket into STEP, see `layout.py`).
+2. They are read back from the files and compared with the arrays in memory.
+3. The evaluation of the step, if there is one, is written as evaluation.json into the folder.
+4. The manifest is written, and the folder gets the name STEP. From now on the checkpoint counts.
+5. Older checkpoints that need not stay are deleted.
 
-Steps of a run may be meant by something else than being the newest: the best by an evaluation, and one to go back to.
-
-What an evaluation measured is kept in the checkpoint of its step, as evaluation.json beside the manifest, so that which is the best
-is read from what is saved.
+A checkpoint that is found damaged is moved to set-aside/, and the one before it is used. The best
+checkpoint is found by the evaluation.json files alone, so that a copy of the folder is enough.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -40,208 +41,246 @@ from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
 
 FILE = "evaluation.json"
+"""File of a checkpoint with the metrics of its step."""
 BEST = "best"
+"""Word that a user writes in place of a step for the best checkpoint."""
 BRANCHES = "branches"
-"""Folder of a workdir with what came after steps that the run went back to: a workdir each."""
+"""Folder of a workdir with one workdir for each continuation that the run went back from."""
 
 MOST_FAILED = 2
-"""Saves of several processes that may fail one after another: the disk of one host does not get well by waiting."""
+"""Consecutive failed saves after which a run of several processes ends.
+
+The disk of one host does not get well by waiting."""
 _POLL_S = 0.5
-"""How often a process that saves looks whether another cannot."""
+"""Seconds between two looks of a saving process at whether another one has failed."""
 _UNSAVED = "mupax/unsaved"
+"""Key of the coordination service under which processes post why they cannot save."""
 
 _PATIENCE_S = 30.0
-"""How long training waits for the save before at the next one. A disk that takes longer must not stop it."""
+"""Seconds that training waits at a save for the previous one. A slower disk must not stop it."""
 _ORBAX = threading.Lock()
-"""Held while orbax saves or loads: it numbers its operations per process, and two at a time wait for each other's signals."""
+"""Lock held while orbax saves or loads.
+
+Orbax numbers its operations per process. Two at a time would wait for each other's signals."""
 
 
 class RankedFolder(CheckpointFolder):
-    """Checkpoints that hold the evaluations of their steps, so that the best can stay. Process 0 alone changes the folder.
+    """Folder of checkpoints that hold the evaluations of their steps, so that the best can stay.
 
-    The arguments are those of `CheckpointFolder`.
+    Process 0 alone changes the folder. The arguments are those of `CheckpointFolder`.
     """
 
     def __init__(
         self,
         workdir: Path,
         config: CheckpointConfig,
-        note: Callable[[str], None],
+        log: Callable[[str], None],
         renames: bool = True,
     ) -> None:
-        super().__init__(workdir, config, note, renames)
+        super().__init__(workdir, config, log, renames)
+        # The loop adds evaluations while the thread of a save publishes a checkpoint.
         self._lock = threading.Lock()
-        self._measured: dict[int, Metrics] = {}
-        """Evaluations that are not in their checkpoints yet."""
+        self._pending_metrics: dict[int, Metrics] = {}
+        """Evaluations by step that are not in their checkpoints yet."""
 
     def evaluated(self, measured: Mapping[int, Metrics]) -> None:
-        """Keep what evaluations measured, by step, each in the checkpoint of its step, now or when that is there."""
+        """Keep the metrics of evaluations, and delete the checkpoints that need not stay any more.
+
+        Metrics of a step are written into its checkpoint, now or when the checkpoint is published.
+        They are dropped if the run keeps no best checkpoints.
+        """
         if not self._config.ranks:
             return
         with self._lock:
-            self._measured.update(measured)
+            self._pending_metrics.update(measured)
             try:
-                for saved in [
-                    saved for saved in self._measured if counts(self.folder / str(saved))
-                ]:
-                    self._keep_measured(self.folder / str(saved), saved)
+                pending = self._pending_metrics
+                saved_steps = [step for step in pending if counts(self.folder / str(step))]
+                for step in saved_steps:
+                    self._write_metrics(self.folder / str(step), step)
                 self.prune()
-            except (
-                OSError,
-                disk.DiskError,
-            ) as error:  # the run goes on, and the next evaluation tries again
-                self._note(f"the best checkpoints are as they were: {error}")
+            except (OSError, disk.DiskError) as error:
+                # The run goes on. The next evaluation tries again.
+                self._log(f"the best checkpoints are as they were: {error}")
 
     def forget(self, step: int) -> None:
-        """A checkpoint of another state at that step is to come."""
-        self._measured.pop(step, None)
+        """Drop unwritten metrics of `step`, because another state is saved at that step."""
+        self._pending_metrics.pop(step, None)
 
-    def publish(self, content: Manifest) -> None:
+    def publish(self, manifest: Manifest) -> None:
+        """Write the metrics of the step into the checkpoint, and then let the checkpoint count."""
         with self._lock:
-            self._keep_measured(self.layout.written_at(content.step), content.step)
-            super().publish(content)
+            # Before `super().publish`, which may delete a checkpoint that was the best so far.
+            self._write_metrics(self.layout.written_at(manifest.step), manifest.step)
+            super().publish(manifest)
 
     def leaving(self, record: Mapping[str, Any] | None = None) -> list[int]:
         try:
             leaving = super().leaving(record)
         except disk.DiskError as error:
-            self._note(f"no checkpoint is deleted for now: {error}")
+            self._log(f"no checkpoint is deleted for now: {error}")
             return []
         # A checkpoint whose evaluation is not on disk yet may be the best.
-        return [step for step in leaving if step not in self._measured]
+        return [step for step in leaving if step not in self._pending_metrics]
 
     def measured(self, saved: list[int]) -> Measured:
         if not self._config.ranks:
             return {}
         return {step: read(self.folder / str(step)) for step in saved}
 
-    def _keep_measured(self, checkpoint: Path, step: int) -> None:
-        metrics = self._measured.get(step)
+    def _write_metrics(self, checkpoint: Path, step: int) -> None:
+        metrics = self._pending_metrics.get(step)
         if metrics is not None and read(checkpoint) != metrics:
             write(checkpoint, step, metrics)
-        self._measured.pop(step, None)
+        self._pending_metrics.pop(step, None)
 
 
 def write(checkpoint: Path, step: int, metrics: Metrics) -> None:
-    """Keep what an evaluation measured in its checkpoint, whole or not at all.
+    """Write the metrics of an evaluation into a checkpoint, whole or not at all.
 
     Args:
-        checkpoint: its folder, which may not have its name yet.
-        step: of the checkpoint.
-        metrics: what was measured.
+        checkpoint: Folder of the checkpoint. Its name may still end in `.saving`.
+        step: Optimizer steps done.
+        metrics: Values by metric. A value that is not finite is written as null.
 
     Raises:
-        DiskError: the disk does not take it.
+        DiskError: The file cannot be written.
     """
-    finite = {
-        name: value if value is not None and math.isfinite(value) else None
-        for name, value in metrics.items()
-    }
+    # JSON has no NaN and no infinity.
+    finite: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        is_finite = value is not None and math.isfinite(value)
+        finite[name] = value if is_finite else None
     content = {"step": step, "metrics": finite}
-    disk.write_whole(checkpoint / FILE, json.dumps({**content, "digest": _digest(content)}) + "\n")
+    signed = {**content, "digest": _digest(content)}
+    disk.write_whole(checkpoint / FILE, json.dumps(signed) + "\n")
 
 
 def read(checkpoint: Path) -> dict[str, float | None]:
-    """What an evaluation measured at a checkpoint; empty where none did, or the file is not as it was written.
+    """Return the metrics of the evaluation that a checkpoint holds.
+
+    Returns:
+        Values by metric. Empty if the checkpoint has no evaluation, or if the file is damaged or of
+        another step.
 
     Raises:
-        DiskError: the disk cannot read it.
+        DiskError: The disk cannot be read.
     """
     try:
         content = disk.read_json(checkpoint / FILE)
     except disk.JsonError:
         return {}
-    digest, metrics = content.pop("digest", None), content.get("metrics")
-    whole = (
-        digest == _digest(content)
-        and str(content.get("step")) == checkpoint.name.partition(".")[0]
-        and isinstance(metrics, dict)
-    )
-    return metrics if whole and isinstance(metrics, dict) else {}
+    digest = content.pop("digest", None)
+    if digest != _digest(content):
+        return {}
+    # The folder is called STEP, STEP.saving or, in set-aside/, STEP.NUMBER.
+    if str(content.get("step")) != checkpoint.name.partition(".")[0]:
+        return {}
+    metrics = content.get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
 
 
 def ranked(folder: Path, metric: str) -> list[int]:
-    """Return the steps of checkpoints that hold a finite value of a metric, the best first, of equal ones the earliest.
+    """Return the steps of checkpoints that hold a finite value of `metric`, the best step first.
 
     Args:
-        folder: of the checkpoints.
-        metric: of an evaluation.
+        folder: Folder `WORKDIR/checkpoints`.
+        metric: Name in an evaluation. Steps with equal values come in their order.
 
     Raises:
-        DiskError: the disk cannot read them.
+        DiskError: The disk cannot be read.
     """
-    return sections.ranked({step: read(folder / str(step)) for step in steps(folder)}, metric)
+    measured = {step: read(folder / str(step)) for step in steps(folder)}
+    return sections.ranked(measured, metric)
 
 
 def step_of(workdir: Path, choice: Step | None, metric: str) -> int:
-    """The step of a run that is meant.
+    """Return the step of the checkpoint that a user chose.
 
     Args:
-        workdir: of the run.
-        choice: a step, or best; None is the newest.
-        metric: by which the run says what is best.
+        choice: A step, "best", or `None` for the newest.
+        metric: Metric that ranks the checkpoints if `choice` is "best".
 
     Raises:
-        WorkdirError: it is not there.
-        DiskError: the disk cannot read what was measured.
+        WorkdirError: The run has no such checkpoint.
+        DiskError: The disk cannot be read.
     """
     saved = steps(workdir / CHECKPOINTS)
     if not saved:
         raise WorkdirError(f"{workdir} has no checkpoint yet; let the run write one first")
     listed = ", ".join(map(str, saved))
+    if choice is None:
+        return max(saved)
     if choice == BEST:
-        if best := ranked(workdir / CHECKPOINTS, metric):
+        best = ranked(workdir / CHECKPOINTS, metric)
+        if best:
             return best[0]
         raise WorkdirError(
-            f"{workdir} has no checkpoint with a finite {metric}, so none is the best; a run keeps its best with "
-            f"--checkpoint.keep-best 1. There are the steps {listed}"
+            f"{workdir} has no checkpoint with a finite {metric}, so none is the best; a run keeps "
+            f"its best with --checkpoint.keep-best 1. There are the steps {listed}"
         )
-    if choice is not None and choice not in saved:
+    if choice not in saved:
         raise WorkdirError(f"{workdir} has no checkpoint of step {choice}; there are {listed}")
-    return max(saved) if choice is None else choice
+    return choice
 
 
 def named_step(path: Path) -> tuple[Path, Step | None]:
-    """The workdir and the step that WORKDIR/checkpoints/STEP or WORKDIR/checkpoints/best names; any other path, and None."""
-    if path.parent.name == CHECKPOINTS and (path.name == BEST or re.fullmatch(r"\d+", path.name)):
-        return path.parent.parent, BEST if path.name == BEST else int(path.name)
+    """Split WORKDIR/checkpoints/STEP or WORKDIR/checkpoints/best into the workdir and the step.
+
+    Returns:
+        Workdir and step. Any other path is returned as it is, with `None`.
+    """
+    if path.parent.name != CHECKPOINTS:
+        return path, None
+    workdir = path.parent.parent
+    if path.name == BEST:
+        return workdir, BEST
+    if re.fullmatch(r"\d+", path.name):
+        return workdir, int(path.name)
     return path, None
 
 
 def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) -> str:
-    """Put what a run did after a step into a workdir of its own, from which it can be used and gone on with.
+    """Move what a run did after `step` into a workdir of its own below WORKDIR/branches.
 
-    Records first, then checkpoints, the newest first: a kill leaves the run with fewer of them, and the same command does the rest.
+    The new workdir can be evaluated and continued like any other. Process 0 alone calls this.
 
     Args:
-        checkpoints: of the run; process 0 alone calls this.
-        step: that the run goes back to.
-        files: its metrics and its record.
+        checkpoints: Checkpoints of the run. Those after `step` are moved.
+        step: Step that the run goes back to.
+        files: Metrics and record of the run, which are copied into the new workdir.
 
     Returns:
-        A line that says where it is; "" where nothing came after.
+        A line for the user that names the new workdir, or "" if no checkpoint is after `step`.
 
     Raises:
-        DiskError, OSError: it cannot be moved.
+        DiskError, OSError: A file cannot be copied or a checkpoint cannot be moved.
     """
-    workdir, later = (
-        checkpoints.folder.parent,
-        [saved for saved in steps(checkpoints.folder) if saved > step],
-    )
+    workdir = checkpoints.folder.parent
+    later = [saved for saved in steps(checkpoints.folder) if saved > step]
     if not later:
         return ""
-    name, branches = str(later[-1]), disk.names(workdir / BRANCHES)
-    number = sum(other.partition(".")[0] == name for other in branches)
+    name = str(later[-1])
+    branches = disk.names(workdir / BRANCHES)
+    number = sum(branch_name.partition(".")[0] == name for branch_name in branches)
     branch = workdir / BRANCHES / (f"{name}.{number}" if number else name)
     if not is_remote(branch):
         branch.mkdir(parents=True)
+
+    # Records first, then checkpoints, the newest first: a kill leaves the run with fewer
+    # checkpoints after `step`, and the same command moves the rest.
     for file in files:
         if disk.status(file) is not None:
             disk.write_whole(branch / file.name, disk.read_bytes(file))
     assets.copy(workdir, branch)
     for saved in reversed(later):
         checkpoints.layout.move(saved, branch / CHECKPOINTS / str(saved))
-    return f"what came after step {step} is set aside as a run of its own in {branch.relative_to(workdir)}: steps {', '.join(map(str, later))}"
+
+    place = branch.relative_to(workdir)
+    listed = ", ".join(map(str, later))
+    return (
+        f"what came after step {step} is set aside as a run of its own in {place}: steps {listed}"
+    )
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -249,47 +288,54 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 class ElsewhereError(Exception):
-    """Another process cannot save. The text says which, and why."""
+    """Failure of another process to save. The text names the process and the reason."""
 
 
 def wait(response: Any, processes: Processes, key: str) -> None:
-    """Wait for orbax, but not for its processes that wait there, for minutes, for one that has failed.
+    """Wait until orbax has saved, or until another process posts that it cannot save.
+
+    Inside orbax the processes wait for each other. If one fails there, the others would wait for
+    minutes. Its post (`tell`) ends their wait within seconds.
 
     Args:
-        response: of `save_async`. Where another process has failed, its threads are left to themselves.
-        processes: of the run.
-        key: of the save.
+        response: Result of `save_async`. If another process has failed, orbax' threads go on.
+        key: Name of the save, the same on all processes and used once.
 
     Raises:
-        ElsewhereError: another process has failed.
+        ElsewhereError: Another process has failed.
     """
     if processes.count == 1:
         return response.result()
+    # Orbax' result has no time limit, so a thread waits for it and this one looks at posts.
     ended: Future[None] = Future()
 
-    def result() -> None:
+    def wait_for_orbax() -> None:
         try:
             ended.set_result(response.result())
         except BaseException as error:
             ended.set_exception(error)
 
-    threading.Thread(target=result, name="orbax", daemon=True).start()
+    threading.Thread(target=wait_for_orbax, name="orbax", daemon=True).start()
     while not ended.done():
         with contextlib.suppress(TimeoutError):
             ended.exception(_POLL_S)
-        if not ended.done() and (reason := processes.posts(f"{_UNSAVED}/{key}")):
-            raise ElsewhereError(reason["first"])
+        if ended.done():
+            break
+        reasons = processes.posts(f"{_UNSAVED}/{key}")
+        if reasons:
+            raise ElsewhereError(reasons["first"])
     return ended.result()
 
 
 def tell(error: Exception, place: Path, processes: Processes, key: str) -> str:
-    """What to say of a save that failed, which the other processes are told unless one of them has failed before.
+    """Post to the other processes why this one could not save, and return that reason.
+
+    The first post of a save stays. Nothing is posted if `error` came from another process.
 
     Args:
-        error: what this process failed of.
-        place: folder of the checkpoints.
-        processes: of the run.
-        key: of the save, as the others give it to `wait`.
+        error: Failure of this process, or an `ElsewhereError` of `wait`.
+        place: Folder of the checkpoints, which is cut out of paths in the reason.
+        key: Name of the save, as `wait` takes it.
     """
     if isinstance(error, ElsewhereError):
         return str(error)
@@ -298,27 +344,33 @@ def tell(error: Exception, place: Path, processes: Processes, key: str) -> str:
     return reason
 
 
-def whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arrays and files of a checkpoint, of the parts that the processes have written.
+def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the arrays and files that the processes have written into those of the checkpoint.
+
+    Args:
+        parts: For each process, `arrays` and `files` as a manifest has them, or `error`. The first
+            one is changed in place and returned.
 
     Raises:
-        MupaxFailure: one of them could not.
+        MupaxFailure: One process could not save.
     """
-    if errors := [part["error"] for part in parts if "error" in part]:
+    errors = [part["error"] for part in parts if "error" in part]
+    if errors:
         raise MupaxFailure(errors[0])
-    first, *rest = parts
-    for part in rest:
-        first["files"] |= part["files"]
+    merged, *later_parts = parts
+    for part in later_parts:
+        merged["files"] |= part["files"]
         for name, entry in part["arrays"].items():
-            first["arrays"][name]["shards"] += entry["shards"]
-    return first
+            merged["arrays"][name]["shards"] += entry["shards"]
+    return merged
 
 
 class NamedSave:
-    """A save that orbax has begun, and the name that it writes under, which stays good until orbax has ended.
+    """Save that orbax has begun, with the name it writes under, which stays good until its end.
 
     Args:
-        naming: entered `plainly_named`.
+        response: Result of `save_async`.
+        naming: Stack with an entered `plainly_named`. `result` closes the stack.
     """
 
     def __init__(self, response: Any, naming: contextlib.ExitStack) -> None:
@@ -326,25 +378,43 @@ class NamedSave:
         self._naming = naming
 
     def result(self) -> None:
-        """Wait until orbax has ended, and raise what it failed of."""
+        """Wait until orbax has ended, and raise the error that it failed with."""
         with self._naming:
             self._response.result()
 
 
-class Checkpoints(RankedFolder):
-    """The checkpoints of one run, saved and restored, as a context manager that ends with every save on disk.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StartedSave:
+    """Save that `Checkpoints.save` began and its thread finishes."""
 
-    Every method is called by all processes of the run alike.
+    step: int
+    checkpoint: Path
+    """Folder that the arrays are written into."""
+    response: NamedSave | Exception
+    """Save in progress, or the error that it could not begin with."""
+    arrays: dict[str, Any]
+    """All arrays of the state by their names on disk."""
+    shards: list[layout.Shard]
+    """Shards of this process on the host. Cleared as soon as their digests are known."""
+    facts: dict[str, Any]
+    key: str
+    """Name of the save among the processes, used once."""
+
+
+class Checkpoints(RankedFolder):
+    """Context manager that saves and restores the checkpoints of one run.
+
+    All processes of the run call every method in the same order. The context ends when every save
+    is on disk.
 
     Args:
-        workdir: folder of the run.
-        config: which checkpoints stay.
-        processes: processes of the run; this one alone unless given.
-        note: prints what went wrong and what was done about it.
-        before: called on process 0 when a checkpoint is on disk and does not count yet; raises if it must not count.
+        processes: Processes of the run; by default this one alone.
+        log: Function that prints a line for the user; `print` by default.
+        before_publish: Function called on process 0 when a checkpoint is on disk and does not count
+            yet. If it raises, the save has failed. By default nothing is called.
 
     Raises:
-        WorkdirError: there are checkpoints, and none is whole.
+        WorkdirError: There are checkpoints, and all are damaged.
     """
 
     def __init__(
@@ -353,16 +423,18 @@ class Checkpoints(RankedFolder):
         config: CheckpointConfig,
         *,
         processes: Processes | None = None,
-        note: Callable[[str], None] = print,
-        before: Callable[[], object] = lambda: None,
+        log: Callable[[str], None] = print,
+        before_publish: Callable[[], object] = lambda: None,
     ) -> None:
         folder.quiet()
         self._processes = processes or Processes()
+        # Number of the next exchange between processes: a name of an exchange is used only once.
         self._exchanges = 0
-        self._failed_in_a_row = 0
-        super().__init__(workdir, config, note, self._broadcast(lambda: renames_folders(workdir)))
+        self._consecutive_failures = 0
+        renames = self._broadcast(lambda: renames_folders(workdir))
+        super().__init__(workdir, config, log, renames)
         self._saved = self.latest
-        self._before = before
+        self._before_publish = before_publish
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self.record = self._broadcast(lambda: recorded(workdir))
@@ -371,36 +443,41 @@ class Checkpoints(RankedFolder):
     def save(
         self, step: int, state: TrainState, facts: dict[str, Any], *, last: bool = False
     ) -> None:
-        """Start saving; the arrays are on the host before this returns, so that the next step may reuse their memory.
+        """Start to save the state, unless the newest save is of the same step.
 
-        Where it fails, now or later, the run is told and goes on; `wait` says so at the end.
+        The arrays are on the host when this returns, so that the next step may reuse their memory.
+        If the save fails, now or later, the user is told and the run goes on. `wait` returns the
+        failure.
 
         Args:
-            step: optimizer steps done; also the data position.
-            state: what to save.
-            facts: the data's facts, which `restore` compares.
-            last: wait for the save before however long it takes; otherwise this one is left out where that takes too long.
+            step: Optimizer steps done, which is also the position in the data.
+            facts: Facts of the data, which `restore` compares.
+            last: Wait for the previous save however long it takes. By default this save is left
+                out if the previous one is not on disk after 30 seconds.
         """
+        # Process 0 decides: its saves may fail alone, and all processes must save the same steps.
         if self._broadcast(lambda: step == self._saved):
             return
-        if not last and self._thread is not None:
-            self._thread.join(_PATIENCE_S)
-        if not last and self._broadcast(
-            lambda: self._thread is not None and self._thread.is_alive()
-        ):
-            self._note(
-                f"checkpoint {step} is left out: the disk has not yet taken the one of step {self._saved}"
+        if not last and self._previous_is_slow():
+            self._log(
+                f"checkpoint {step} is left out: the disk has not yet taken the one of step "
+                f"{self._saved}"
             )
             return
         self.wait()
-        self._saved, self._failure = step, None
+        self._saved = step
+        self._failure = None
         self.forget(step)
-        arrays, checkpoint = state.arrays(), self.layout.written_at(step)
-        named = layout.by_name(arrays)
-        _ORBAX.acquire()  # until `_finish` has the result
+
+        arrays = state.arrays()
+        checkpoint = self.layout.written_at(step)
+        named_arrays = layout.by_name(arrays)
+        shards: list[layout.Shard] = []
+        response: NamedSave | Exception
         naming = contextlib.ExitStack()
+        _ORBAX.acquire()  # `_finish` releases it, when orbax has ended
         try:
-            shards = layout.host_shards(named)
+            shards = layout.host_shards(named_arrays)
             if self._processes.leader:
                 self.layout.begin(step)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -408,197 +485,262 @@ class Checkpoints(RankedFolder):
             with self.layout.context():
                 response = NamedSave(ocp.save_async(plain_name, arrays), naming)
         except (OSError, ValueError, RuntimeError) as error:
-            shards, response = [], error
-            self._processes.end_all(
-                folder.reason(error, self.folder)
-            )  # others may wait for this one inside orbax
+            shards = []
+            response = error
+            # The other processes may already wait for this one inside orbax.
+            self._processes.end_all(folder.reason(error, self.folder))
         except BaseException:
             _ORBAX.release()
             raise
+
         self._exchanges += 1
-        work = (step, checkpoint, response, named, shards, facts, f"saved/{self._exchanges}")
+        started = _StartedSave(
+            step=step,
+            checkpoint=checkpoint,
+            response=response,
+            arrays=named_arrays,
+            shards=shards,
+            facts=facts,
+            key=f"saved/{self._exchanges}",
+        )
         self._thread = threading.Thread(
-            target=self._finish, args=work, name="checkpoint", daemon=True
+            target=self._finish, args=(started,), name="checkpoint", daemon=True
         )
         self._thread.start()
 
+    def _previous_is_slow(self) -> bool:
+        """Wait up to `_PATIENCE_S` for the previous save. Return whether it still goes on."""
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+        return self._broadcast(lambda: self._thread is not None and self._thread.is_alive())
+
     def wait(self) -> str | None:
-        """Wait for the save in progress; what the last save failed of, or None where it did not."""
+        """Wait for the save in progress. Return why the last save failed, or `None`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._failure
 
     def latest_of_all(self) -> int | None:
-        """Step of the newest checkpoint as process 0 sees it, on every process."""
+        """Return the step of the newest checkpoint that process 0 sees, on every process."""
         return self._broadcast(lambda: self.latest)
 
     def restore(
-        self, abstract: TrainState, facts: dict[str, Any] | None, at: int | None = None
+        self, abstract: TrainState, facts: dict[str, Any] | None, only_step: int | None = None
     ) -> TrainState:
-        """The newest state that is bitwise what was saved, each array restored straight into its sharding.
+        """Return the newest state that is bitwise as it was saved.
 
-        Whatever else is found on the way to it is set aside, and the run is told.
+        Each array is restored straight into its sharding. A damaged checkpoint on the way is set
+        aside, and the user is told.
 
         Args:
-            abstract: the state of this run.
-            facts: of its data; None where other data than the checkpoint's are meant.
-            at: the step of a checkpoint that is meant instead, and no other.
+            abstract: State of this run without values: shapes, dtypes and shardings.
+            facts: Facts of this run's data, or `None` to accept a checkpoint of any data.
+            only_step: Step of the only checkpoint to try. It is not set aside if it is damaged. By
+                default the newest is tried, then the one before it.
 
         Raises:
-            WorkdirError: no checkpoint is good, or it was trained on other data, or holds other arrays than this run's.
-            ForeignError, DiskError: a checkpoint is of another run or a newer version, or the disk cannot be read.
+            WorkdirError: All checkpoints are damaged, or the checkpoint has other data or other
+                arrays than this run.
+            ForeignError: A checkpoint is of another run or of a newer version.
+            DiskError: The disk cannot be read.
         """
         self.wait()
-        patience = disk.Patience(self._note, None if self._processes.count == 1 else 0.0)
-        while (step := self._broadcast(self.newest) if at is None else at) is not None:
+        # With several processes a load is one operation of all: none may repeat it alone.
+        seconds = None if self._processes.count == 1 else 0.0
+        patience = disk.Patience(self._log, seconds)
+        while True:
+            step = self._broadcast(self.newest) if only_step is None else only_step
+            if step is None:
+                raise self.none_good()
             checkpoint = self.folder / str(step)
-            content, problem = self._verified(checkpoint)
-            if content is not None and not problem:
-                self._check_fits(content, abstract, facts)
-                for _ in range(2):  # damage is what two reads agree on
-                    with _ORBAX:
-                        loaded = patience(
-                            lambda c=checkpoint: folder.loaded(c, abstract.arrays()), checkpoint
-                        )
-                    wrong = layout.check_loaded(layout.by_name(loaded), content.arrays)
-                    problem = folder.first_of(
-                        self._agreed([f"the array {name} is not what was saved" for name in wrong])
-                    )
-                    if not problem:
-                        self._saved = step
-                        return TrainState(**loaded)
-            if at is not None:
-                alternatives = (
-                    ", ".join(str(other) for other in folder.steps(self.folder) if other != at)
-                    or "none"
-                )
+            manifest, problem = self._verified(checkpoint)
+            if manifest is not None and not problem:
+                self._check_fits(manifest, abstract, facts)
+                arrays, problem = self._load(checkpoint, manifest, abstract, patience)
+                if arrays is not None:
+                    self._saved = step
+                    return TrainState(**arrays)
+            if only_step is not None:
+                saved = folder.steps(self.folder)
+                alternatives = ", ".join(str(step) for step in saved if step != only_step)
                 raise WorkdirError(
-                    f"checkpoint {at} is damaged: {problem}; nothing was changed. There are also: {alternatives}"
+                    f"checkpoint {only_step} is damaged: {problem}; nothing was changed. "
+                    f"There are also: {alternatives or 'none'}"
                 )
-            self._broadcast(lambda step=step, problem=problem: self.set_aside(step, problem))
-        raise self.none_good()
+            self._broadcast(lambda step=step, problem=problem: self.quarantine(step, problem))
+
+    def _load(
+        self, checkpoint: Path, manifest: Manifest, abstract: TrainState, patience: disk.Patience
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Load the arrays of a checkpoint, and compare them with the digests of its manifest.
+
+        Returns:
+            Arrays as `TrainState` takes them and "", or `None` and the problem, on every process.
+        """
+        problem = ""
+        for _ in range(2):  # damage is what two reads agree on
+            with _ORBAX:
+                arrays = patience(lambda: folder.loaded(checkpoint, abstract.arrays()), checkpoint)
+            wrong = layout.check_loaded(layout.by_name(arrays), manifest.arrays)
+            problems = self._agreed([f"the array {name} is not what was saved" for name in wrong])
+            problem = folder.first_of(problems)
+            if not problem:
+                return arrays, ""
+        return None, problem
 
     def _verified(self, checkpoint: Path) -> tuple[Manifest | None, str]:
-        """The manifest of a checkpoint, and what is wrong with its files, which is the same on every process."""
-        content: Manifest | None = None
+        """Read the manifest of a checkpoint, and compare its files with it.
+
+        Each process reads a part of the files.
+
+        Returns:
+            Manifest, or `None` if this process cannot read it, and what is wrong with the files.
+            The second is the same on every process, and "" if nothing is wrong.
+        """
+        manifest: Manifest | None = None
         try:
-            content = layout.read(checkpoint, self.record.get("run"))
-            problems = folder.file_problems(
-                checkpoint, content, (self._processes.index, self._processes.count)
-            )
+            manifest = layout.read(checkpoint, self.record.get("run"))
+            share = (self._processes.index, self._processes.count)
+            problems = folder.file_problems(checkpoint, manifest, share)
         except DamagedError as error:
             problems = [str(error)]
-        if not (problems := self._agreed(problems)):
-            return content, ""
-        return content, self._broadcast(
-            lambda: (
-                folder.damage(checkpoint, content, problems)
-                if content
-                else folder.first_of(problems)
-            )
-        )
+        problems = self._agreed(problems)
+        if not problems:
+            return manifest, ""
+
+        def describe() -> str:
+            if manifest is None:
+                return folder.first_of(problems)
+            return folder.describe_damage(checkpoint, manifest, problems)
+
+        return manifest, self._broadcast(describe)
 
     def _agreed(self, problems: list[str]) -> list[str]:
-        """The problems of all processes, on every one."""
+        """Return the problems of all processes, on every process."""
         self._exchanges += 1
         gathered = self._processes.gather(f"problems/{self._exchanges}", problems)
-        return self._broadcast(lambda: [line for part in gathered or () for line in part])
+
+        def flatten() -> list[str]:
+            lines: list[str] = []
+            for part in gathered or ():
+                lines += part
+            return lines
+
+        return self._broadcast(flatten)
 
     def _check_fits(
-        self, content: Manifest, abstract: TrainState, facts: dict[str, Any] | None
+        self, manifest: Manifest, abstract: TrainState, facts: dict[str, Any] | None
     ) -> None:
-        before = content.data
-        if facts is not None and before.get("digest") != facts.get("digest"):
+        """Refuse a checkpoint that has other data or other arrays than this run."""
+        saved = manifest.data
+        if facts is not None and saved.get("digest") != facts.get("digest"):
             raise WorkdirError(
-                f"the run was trained on {before.get('name')} with digest {before.get('digest')}, this machine has "
-                f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, "
+                f"the run was trained on {saved.get('name')} with digest {saved.get('digest')}, "
+                f"this machine has {facts.get('name')} with digest {facts.get('digest')}; "
+                "restore that data, "
                 "or go on with these by --resume-change data, or start again with another --workdir"
             )
-        leaves = layout.by_name(abstract.arrays()).items()
-        target = {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves}
-        stored = {
-            name: f"{entry['dtype']} {entry['shape']}" for name, entry in content.arrays.items()
-        }
-        if differing := sorted(
-            n for n in target.keys() | stored.keys() if target.get(n) != stored.get(n)
-        ):
+        target: dict[str, str] = {}
+        for name, leaf in layout.by_name(abstract.arrays()).items():
+            target[name] = f"{leaf.dtype} {list(leaf.shape)}"
+        stored: dict[str, str] = {}
+        for name, entry in manifest.arrays.items():
+            stored[name] = f"{entry['dtype']} {entry['shape']}"
+        names = sorted(target.keys() | stored.keys())
+        differing = [name for name in names if target.get(name) != stored.get(name)]
+        if differing:
             name = differing[0]
             raise WorkdirError(
-                f"checkpoint {content.step} has another state than this run: {name} is {stored.get(name, 'missing')} there and "
-                f"{target.get(name, 'missing')} here ({len(differing)} arrays differ); continue it with the flags and the "
+                f"checkpoint {manifest.step} has another state than this run: {name} is "
+                f"{stored.get(name, 'missing')} there and {target.get(name, 'missing')} here "
+                f"({len(differing)} arrays differ); continue it with the flags and the "
                 "version it was saved by, or start another run with --workdir"
             )
 
-    def _finish(
-        self,
-        step: int,
-        checkpoint: Path,
-        response: NamedSave | Exception,
-        named: dict[str, Any],
-        shards: list[layout.Shard],
-        facts: dict[str, Any],
-        key: str,
-    ) -> None:
-        """Wait for the data, verify it, publish the checkpoint. In a thread of its own, on every process."""
-        part: dict[str, Any]
+    def _finish(self, started: _StartedSave) -> None:
+        """Wait for orbax, verify the files, and publish the checkpoint.
+
+        Every process runs this in a thread. Process 0 publishes when it has all parts.
+        """
         processes = self._processes
+        part: dict[str, Any]
         try:
-            if isinstance(response, Exception):
-                raise response
-            arrays = layout.describe_arrays(named, shards)
-            shards.clear()
-            wait(response, processes, key)
-            files = folder.file_digests(checkpoint, processes.index, processes.count)
-            if wrong := folder.damaged_arrays(checkpoint, arrays):
-                raise OSError(
-                    f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}"
-                )
-            part = {"arrays": arrays, "files": files}
-        except Exception as error:  # of whatever kind: the run goes on
-            part = {"error": tell(error, self.folder, processes, key)}
+            part = self._written_part(started)
+        except Exception as error:  # of any kind: a failed save does not end the run
+            part = {"error": tell(error, self.folder, processes, started.key)}
             if processes.count == 1:
                 folder.end_threads()
         finally:
             _ORBAX.release()
         try:
-            parts = processes.gather(key, part)
-            if parts is None:
+            parts = processes.gather(started.key, part)
+            if parts is None:  # not process 0
                 self._failure = part.get("error")
                 return
-            complete = whole(parts)
-            content = Manifest(
-                step=step, data=facts, record=self.record, assets=self.assets, **complete
+            merged = merge_parts(parts)
+            manifest = Manifest(
+                step=started.step,
+                data=started.facts,
+                record=self.record,
+                assets=self.assets,
+                **merged,
             )
-            self._before()
-            self.publish(content)
-            self._failed_in_a_row = 0
+            self._before_publish()
+            self.publish(manifest)
+            self._consecutive_failures = 0
         except Exception as error:
-            self._failed(step, error)
+            self._handle_failure(started.step, error)
 
-    def _failed(self, step: int, error: Exception) -> None:
-        self._failure = f"checkpoint {step} could not be saved: {folder.reason(error, self.folder)}"
+    def _written_part(self, started: _StartedSave) -> dict[str, Any]:
+        """Wait for orbax. Return the arrays and files of this process for the manifest.
+
+        Raises:
+            OSError: The files hold other arrays than were saved.
+            Exception: Any error of orbax.
+        """
+        if isinstance(started.response, Exception):
+            raise started.response
+        arrays = layout.describe_arrays(started.arrays, started.shards)
+        started.shards.clear()
+        wait(started.response, self._processes, started.key)
+        files = folder.file_digests(
+            started.checkpoint, self._processes.index, self._processes.count
+        )
+        # After the digests: `file_digests` drops the files from memory, so this reads the disk.
+        wrong = folder.damaged_arrays(started.checkpoint, arrays)
+        if wrong:
+            raise OSError(
+                f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}"
+            )
+        return {"arrays": arrays, "files": files}
+
+    def _handle_failure(self, step: int, error: Exception) -> None:
+        """Log a failed save, delete what it wrote, and end a run whose saves keep failing."""
+        reason = folder.reason(error, self.folder)
+        self._failure = f"checkpoint {step} could not be saved: {reason}"
         if self._saved == step:
             self._saved = None
-        before = self.latest
-        newest = f"the last good one is {before}" if before is not None else "there is no other yet"
-        self._note(f"{self._failure}; {newest}")
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row == MOST_FAILED:
+        latest = self.latest
+        newest = "there is no other yet"
+        if latest is not None:
+            newest = f"the last good one is {latest}"
+        self._log(f"{self._failure}; {newest}")
+        self._consecutive_failures += 1
+        if self._consecutive_failures == MOST_FAILED:
             self._processes.end_all(f"{self._failure}, as was the one before it; {newest}")
-        if self._processes.leader:  # what was written of it takes room that the next one needs
-            self.layout.abandon(step)
+        if self._processes.leader:
+            self.layout.abandon(step)  # its files take disk space that the next save needs
 
-    def _broadcast(self, value: Callable[[], Any]) -> Any:
-        """What process 0 finds, on every process."""
+    def _broadcast(self, compute: Callable[[], Any]) -> Any:
+        """Call `compute` on process 0, and return its result on every process."""
         self._exchanges += 1
-        return self._processes.broadcast(f"checkpoints/{self._exchanges}", value)
+        return self._processes.broadcast(f"checkpoints/{self._exchanges}", compute)
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(
-            error, Exception
-        ):  # whoever stops the process at once does not wait
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        # After KeyboardInterrupt or SystemExit nobody waits for the disk.
+        if error is None or isinstance(error, Exception):
             self.wait()

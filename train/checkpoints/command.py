@@ -1,6 +1,6 @@
-"""`mupax checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health; and the flags of every command that reads one.
+"""Command `mupax checkpoints`, and the flags of every command that reads a checkpoint.
 
-Imports no arrays: `--help` answers within a second.
+JAX is imported only by functions, so that `--help` answers within a second.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ TEMPLATE_FLAG: Any = conf.arg(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
-    """Which parameters a command reads."""
+    """Flags that choose the parameters a command reads."""
 
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
     """Folder of a run, or WORKDIR/checkpoints/STEP."""
     step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
-    """Checkpoint, or the best by the run's evaluations (--checkpoint.keep-best); the newest unless given."""
+    """Step, or the best by evaluations (--checkpoint.keep-best). The newest by default."""
     ema: Switch = False
-    """The moving average of the parameters; what a run that keeps one is read by."""
+    """Read the moving average of the parameters. The default for a run that keeps one."""
     no_ema: Switch = False
-    """The parameters themselves, where the run keeps a moving average too."""
+    """Read the parameters themselves, also if the run keeps a moving average."""
 
     def __post_init__(self) -> None:
         if self.ema and self.no_ema:
@@ -51,30 +51,35 @@ class CheckpointFlags:
 
     @property
     def average(self) -> bool | None:
-        """Whether the moving average is asked for; None leaves it to what the run keeps."""
-        return True if self.ema else False if self.no_ema else None
+        """Choice of the moving average: True, False, or `None` for what the run keeps."""
+        if self.ema:
+            return True
+        if self.no_ema:
+            return False
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFlags(CheckpointFlags):
-    """Which parameters a command reads that takes weights from elsewhere, too."""
+    """Flags that choose the parameters of a run, of weights alone, or of a model of the hub."""
 
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR|ORG/NAME")]
-    """Folder of a run, WORKDIR/checkpoints/STEP, weights alone, or a model of the Hugging Face hub."""
+    """Run, WORKDIR/checkpoints/STEP, weights alone, or a model of the Hugging Face hub."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
-    """Of a model of the hub; main unless given."""
+    """Revision of a model of the hub; main by default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """The checkpoints of a run: steps, losses, sizes, age and health.
 
-    Losses are those of metrics.jsonl at the step, in nats per token, image or target. The best is that of
-    --checkpoint.best-metric among the checkpoints that are there; a run without evaluations has none. The column "stays as" says
-    why a checkpoint is kept: newest, best, or every N (--checkpoint.keep, keep-best and keep-every). One without a reason is
-    deleted at the next save.
-    Health is what the manifest says, the sizes of its files, and the run's assets; with --verify every file and every array is
-    read and compared with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
+    Losses are those of metrics.jsonl at the step, in nats per token, image or target. The best is
+    that of --checkpoint.best-metric among the checkpoints that are there; a run without evaluations
+    has none. The column "stays as" says why a checkpoint is kept: newest, best, or every N
+    (--checkpoint.keep, keep-best and keep-every). One without a reason is deleted at the next save.
+    Health compares the checkpoint with its manifest: the sizes of its files, and the run's assets.
+    With --verify every file and every array is read and compared with its digest. Nothing is
+    changed. Exit code 0 if all are good, 1 if one is damaged.
     """
 
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
@@ -86,10 +91,11 @@ class Checkpoints:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows the checkpoints; 0 where all are good, 1 where one is damaged.
+    """Print the checkpoints of a run. Return 0 if all are good, 1 if one is damaged.
 
     Raises:
-        UsageError, WorkdirError: wrong flags, or no run there.
+        UsageError: The flags are wrong.
+        WorkdirError: The folder holds no run.
     """
     args = command_line.parse(Checkpoints, "mupax checkpoints", argv)
 
@@ -97,9 +103,8 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.config import record as config_record
 
     record = workdir.read_record(args.workdir)
-    with contextlib.suppress(
-        PluginError
-    ):  # the list needs them only to mark the best by a metric of theirs
+    # Plugins are needed only to mark the best checkpoint by a metric of theirs.
+    with contextlib.suppress(PluginError):
         config_record.restore(record)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
@@ -111,52 +116,52 @@ def main(argv: Sequence[str]) -> int:
     if not rows:
         terminal.say(f"{args.workdir} has no checkpoint yet")
         return 0
-    columns = [
-        name
-        for name in dict.fromkeys(["loss", METRIC, metric])
-        if any(name in row["metrics"] for row in rows)
-    ]
+    metrics = dict.fromkeys(["loss", METRIC, metric])  # each once, in this order
+    columns = [name for name in metrics if any(name in row["metrics"] for row in rows)]
     mark = [""] if columns else []
     head = ["step", *columns, *mark, "size", "arrays", "age", "stays as", "health"]
-    terminal.say(
-        terminal.table(
-            [head, *(_cells(row, columns) for row in rows)], left=["health", "stays as", ""]
-        )
-    )
+    lines = [head, *(_cells(row, columns) for row in rows)]
+    terminal.say(terminal.table(lines, left=["health", "stays as", ""]))
     for row in rows:
         if row["best"]:
             value = row["metrics"][metric]
             terminal.say(
-                f"best by {metric}: step {row['step']}, {value:.4f}; use it with --step {row['step']}"
+                f"best by {metric}: step {row['step']}, {value:.4f}; use it with --step "
+                f"{row['step']}"
             )
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 
 def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[str, Any]]:
-    """One entry per checkpoint, oldest first, those set aside after the others."""
+    """Return one entry per checkpoint, oldest first. Those that were set aside come last.
+
+    Args:
+        run: Name of the run that the checkpoints must be of, or `None` for any.
+        verify: Read all files and arrays, not only the sizes of files.
+    """
     from mupax.train.checkpoints.folder import CHECKPOINTS
-    from mupax.train.checkpoints.layout import aside
+    from mupax.train.checkpoints.layout import quarantined
 
     folder = workdir / CHECKPOINTS
-    paths = sorted(
-        (path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name)
-    )
-    rejects = aside(folder)
-    paths = [path for path in paths if path not in rejects] + rejects
+    numbered = [path for path in folder.glob("*") if path.name.isdigit()]
+    numbered.sort(key=lambda path: int(path.name))
+    rejects = quarantined(folder)
+    paths = [path for path in numbered if path not in rejects] + rejects
+    # All are read before the first is looked for again.
     entries = [_entry(path, verify, workdir, run) for path in paths]
-    # One that the run has deleted since it was listed is not damaged.
-    return [
-        entry
-        for path, entry in zip(paths, entries, strict=True)
-        if not entry["damaged"] or path.exists()
-    ]
+    listed: list[dict[str, Any]] = []
+    for path, entry in zip(paths, entries, strict=True):
+        # A checkpoint that the run has deleted meanwhile is not damaged.
+        if not entry["damaged"] or path.exists():
+            listed.append(entry)
+    return listed
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
-    """What the manifest and the sizes of its files say; with `verify` everything is read."""
+    """Return step, size, age and health of one checkpoint."""
     from mupax import disk
     from mupax.train.checkpoints import folder
-    from mupax.train.checkpoints.layout import is_aside, is_being_saved
+    from mupax.train.checkpoints.layout import is_being_saved, is_quarantined
 
     problems: list[str] = []
     arrays: int | None = None
@@ -165,62 +170,77 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
         arrays, problems = _health(checkpoint, verify, workdir, run)
         # A run may have begun to delete the checkpoint meanwhile.
         being_saved = bool(problems) and is_being_saved(checkpoint)
-    name, _, _ = checkpoint.name.partition(".")
     files: list[os.stat_result] = []
     for path in checkpoint.rglob("*"):
         with contextlib.suppress(*disk.ABSENT):
             status = path.stat()
             if stat.S_ISREG(status.st_mode):
                 files.append(status)
+
+    name, _, _ = checkpoint.name.partition(".")
+    age: float | None = None
+    if files:
+        age = round(time.time() - max(file.st_mtime for file in files), 1)
+    damaged: str | None = None
+    if not being_saved:
+        damaged = folder.first_of(problems) or None
     return {
         "step": int(name) if name.isdigit() else None,
         "path": str(checkpoint.relative_to(workdir)),
         "bytes": sum(file.st_size for file in files),
         "arrays": arrays,
-        "age_seconds": round(time.time() - max(file.st_mtime for file in files), 1)
-        if files
-        else None,
-        "set_aside": is_aside(checkpoint),
+        "age_seconds": age,
+        "set_aside": is_quarantined(checkpoint),
         "verified": verify,
         "being_saved": being_saved,
-        "damaged": None if being_saved else folder.first_of(problems) or None,
+        "damaged": damaged,
     }
 
 
 def _health(
     checkpoint: Path, verify: bool, workdir: Path, run: str | None
 ) -> tuple[int | None, list[str]]:
-    """Return the number of arrays of a checkpoint, where its manifest says it, and what is wrong with it."""
+    """Compare a checkpoint with its manifest.
+
+    Returns:
+        Number of arrays, or `None` if the manifest cannot be read, and a line for each problem.
+    """
     from mupax.train.checkpoints import assets, folder, layout
 
     arrays: int | None = None
     try:
-        content = folder.verified(checkpoint, run) if verify else layout.read(checkpoint, run)
-        arrays = len(content.arrays)
+        manifest = folder.verified(checkpoint, run) if verify else layout.read(checkpoint, run)
+        arrays = len(manifest.arrays)
         problems: list[str] = []
-        if not verify:
-            problems = folder.file_problems(checkpoint, content, contents=False)
-        elif wrong := folder.damaged_arrays(checkpoint, content.arrays):
-            problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
-        return arrays, problems + assets.problems(workdir, content.assets)
+        if verify:
+            wrong = folder.damaged_arrays(checkpoint, manifest.arrays)
+            if wrong:
+                problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
+        else:
+            problems = folder.file_problems(checkpoint, manifest, read_contents=False)
+        return arrays, problems + assets.problems(workdir, manifest.assets)
     except (layout.DamagedError, layout.ForeignError) as error:
         return arrays, [str(error)]
 
 
 def _best_metric(config: Any) -> str:
-    """Return checkpoint.best_metric of a recorded config, which may be of another version."""
+    """Return checkpoint.best_metric of a recorded config, which may be of another version.
+
+    The default metric stands in for a config that does not have the field.
+    """
     section = config.get("checkpoint") if isinstance(config, dict) else None
     metric = section.get("best_metric") if isinstance(section, dict) else None
     return metric if isinstance(metric, str) else METRIC
 
 
 def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None:
-    """Give every entry the losses of its step as `metrics`, and mark the best one of those that are not set aside.
+    """Add the losses of its step to every entry as `metrics`, and mark the best entry as `best`.
+
+    Checkpoints that were set aside, and those that are being saved, are never the best.
 
     Args:
-        rows: entries of `_checkpoints`; changed in place.
-        workdir: has metrics.jsonl. Evaluations that checkpoints keep stand in for rows that were lost.
-        metric: of an evaluation, by which the best is told.
+        rows: Entries of `_checkpoints`, which are changed in place.
+        workdir: Folder with metrics.jsonl. Evaluations of the checkpoints stand in for lost rows.
     """
     from mupax.train.checkpoints import checkpointer
     from mupax.train.config.metrics import METRICS, metric_name
@@ -233,25 +253,27 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         row["best"] = False
     if metric_name(metric) not in METRICS:
         terminal.note(
-            f"{metric} is of a module that is not imported, so that no checkpoint is marked as the best"
+            f"{metric} is of a module that is not imported, so that no checkpoint is marked as "
+            "the best"
         )
         return
-    costs = [
-        (cost(metric, row["metrics"].get(metric)), row["step"], index)
-        for index, row in enumerate(rows)
-    ]
-    finite = [entry for entry in costs if math.isfinite(entry[0]) and _counts(rows[entry[2]])]
-    if finite:
-        rows[min(finite)[2]]["best"] = True
+    costs: list[tuple[float, int | None, int]] = []
+    for index, row in enumerate(rows):
+        value = cost(metric, row["metrics"].get(metric))
+        if math.isfinite(value) and _counts(row):
+            costs.append((value, row["step"], index))
+    if costs:
+        # Of equal values the earliest step.
+        _, _, index = min(costs)
+        rows[index]["best"] = True
 
 
 def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
-    """Give every entry the reason for which it stays as `stays_as`; None where it has none.
+    """Add to every entry the reason for which it stays, as `stays_as`. `None` means no reason.
 
     Args:
-        rows: entries of `_checkpoints` with their `metrics`, which are those of metrics.jsonl where a checkpoint has lost its
-            own: the run puts them back when it goes on. Changed in place.
-        record: content of the run's config.json.
+        rows: Entries of `_checkpoints` with their `metrics`; changed in place. If a checkpoint has
+            lost its own metrics, these are of metrics.jsonl, from which the run writes them again.
     """
     from mupax.train.config import sections
 
@@ -262,11 +284,15 @@ def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
 
 
 def _counts(row: dict[str, Any]) -> bool:
+    """Return whether an entry is of a checkpoint that a run can go on from."""
     return not row["set_aside"] and not row["being_saved"]
 
 
 def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
-    """Return losses and evaluations of every step in metrics.jsonl; None is a number that was not finite."""
+    """Return losses and evaluations of every step in metrics.jsonl.
+
+    `None` stands for a value that was not finite.
+    """
     from mupax import disk
 
     try:
@@ -281,17 +307,17 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
             continue  # the empty one at the end, or one that a kill has torn
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             continue
-        names = [name for name in row if name == "loss" or name.startswith(("eval_", "eval/"))]
-        values = {
-            name: row[name]
-            for name in names
-            if row[name] is None or type(row[name]) in (int, float)
-        }
+        values: dict[str, Any] = {}
+        for name, value in row.items():
+            is_metric = name == "loss" or name.startswith(("eval_", "eval/"))
+            if is_metric and (value is None or type(value) in (int, float)):
+                values[name] = value
         by_step.setdefault(row["step"], {}).update(values)
     return by_step
 
 
 def _metric_text(row: dict[str, Any], name: str) -> str:
+    """Return a metric of an entry as a cell of the table; empty if the entry does not have it."""
     if name not in row["metrics"]:
         return ""
     value = row["metrics"][name]
@@ -299,25 +325,33 @@ def _metric_text(row: dict[str, Any], name: str) -> str:
 
 
 def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
-    good = "good, every bit" if row["verified"] else "whole (--verify reads every bit)"
-    health = f"damaged: {row['damaged']}" if row["damaged"] else good
+    """Return a line of the table.
+
+    Args:
+        row: Entry of `_checkpoints`, with `best` and `stays_as`.
+    """
     if row["being_saved"]:
         health = "being saved (or left by a run that was ended, and deleted when it is resumed)"
-    aside = "set aside, " if row["set_aside"] else ""
-    age = str(datetime.timedelta(seconds=round(row["age_seconds"] or 0)))
+    elif row["damaged"]:
+        health = f"damaged: {row['damaged']}"
+    elif row["verified"]:
+        health = "good, every bit"
+    else:
+        health = "whole (--verify reads every bit)"
+    if row["set_aside"]:
+        health = f"set aside, {health}"
     losses = [_metric_text(row, name) for name in columns]
     mark: list[str] = []
     if columns:
         mark = ["best" if row["best"] else ""]
-    size = terminal.gib(row["bytes"])
-    reason = row["stays_as"] or "-"
+    age = datetime.timedelta(seconds=round(row["age_seconds"] or 0))
     return [
         str(row["step"]),
         *losses,
         *mark,
-        size,
+        terminal.gib(row["bytes"]),
         str(row["arrays"] or ""),
-        age,
-        reason,
-        aside + health,
+        str(age),
+        row["stays_as"] or "-",
+        health,
     ]

@@ -1,6 +1,6 @@
-"""The folder of a run's checkpoints: which there are, whether their files are whole, how one comes to count, is deleted or set aside.
+"""Folder of a run's checkpoints: list, verify, publish, delete and quarantine them.
 
-What saving or loading failed of is said in a line. Orbax says it in hundreds: each of its threads with a traceback of its own.
+`Checkpoints` saves and restores by these functions. The commands that read a run use them, too.
 """
 
 from __future__ import annotations
@@ -31,70 +31,81 @@ from mupax.train.checkpoints.layout import (
     Manifest,
     MarkerCommit,
     RenameCommit,
-    aside,
     counts,
-    is_aside,
+    is_quarantined,
+    quarantined,
 )
 from mupax.train.config import sections
 from mupax.train.config.sections import CheckpointConfig, Measured
 
 _ENDING_S = 5.0
-"""How long threads of a failed save may take to end: what they still write would come back after it is deleted."""
-_STATE = "state"  # folder of the arrays inside a checkpoint
+"""Seconds that the threads of a failed save may take to end.
+
+A file that they write after the failed save is deleted would come back."""
+_STATE = "state"
+"""Folder of the arrays inside a checkpoint."""
 
 CHECKPOINTS = "checkpoints"
-_AGAIN_S = 0.2  # until a file that looks damaged is read again
-_BLOCK = (
-    2**20
-)  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
+"""Folder of a workdir that holds the checkpoints."""
+_AGAIN_S = 0.2
+"""Seconds until a file that looks damaged is read again."""
+# Stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long.
+_BLOCK = 2**20
 
 
 def quiet() -> None:
-    """Keep from the terminal what orbax tells of every save and failure, and tensorstore to an event loop that has ended."""
+    """Keep the messages of orbax and tensorstore from the terminal.
+
+    Orbax logs every save, and a failure with a traceback of each of its threads. Tensorstore warns
+    about event loops that have ended.
+    """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    # Once per process, because every run in it calls this.
     if getattr(sys.unraisablehook, "func", None) is not _unraisable:
         sys.unraisablehook = partial(_unraisable, sys.unraisablehook)
 
 
-def _unraisable(before: Callable[[Any], Any], what: Any) -> None:
-    if not str(what.exc_value).startswith(
-        ("Event loop is closed", "Encountered error while reading array")
-    ):
-        before(what)
+def _unraisable(previous_hook: Callable[[Any], Any], unraisable: Any) -> None:
+    """Call the previous `sys.unraisablehook`, except for two known messages."""
+    known = ("Event loop is closed", "Encountered error while reading array")
+    if not str(unraisable.exc_value).startswith(known):
+        previous_hook(unraisable)
 
 
 def end_threads() -> None:
-    """End the threads of a save that has failed. Orbax lets them wait for minutes for files that will not come.
+    """End orbax' threads after a failed save, and wait up to 5 seconds for them.
 
-    The interpreter joins these threads at its end, so that a process would hang which has said why it failed. Nobody else
-    may save meanwhile.
+    Orbax lets them wait for minutes for files that will not come. The interpreter joins these
+    threads at its end, so the process would hang after its error message. No other save may run in
+    this process meanwhile.
     """
     from orbax.checkpoint._src.futures import future
 
     # No public interface reaches the threads of a `save_async` that has raised.
-    threads = [
-        thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)
-    ]
+    threads = []
+    for thread in threading.enumerate():
+        if isinstance(thread, future._SignalingThread):
+            threads.append(thread)
     for thread in threads:
         thread.cancel()
         future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
-    until = time.monotonic() + _ENDING_S
+    deadline = time.monotonic() + _ENDING_S
     for thread in threads:
-        # Its own `join` raises what the thread has failed of.
-        threading.Thread.join(thread, max(0.0, until - time.monotonic()))
+        # Its own `join` would raise the error of the thread.
+        threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
 def loaded(checkpoint: Path, abstract: Any) -> Any:
-    """The arrays of a checkpoint whose files are verified, by orbax.
+    """Load the arrays of a checkpoint with orbax, into the shardings of `abstract`.
 
     Args:
-        checkpoint: its folder.
-        abstract: what to load, which fits.
+        checkpoint: Folder of a checkpoint whose files are verified.
+        abstract: Tree of shapes, dtypes and shardings that fits the checkpoint.
 
     Raises:
-        OSError: the disk cannot read it. Orbax says then that there is no checkpoint, or another one.
+        OSError: The disk cannot read the arrays. Orbax would report that there is no checkpoint.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -102,16 +113,16 @@ def loaded(checkpoint: Path, abstract: Any) -> Any:
         with plainly_named(checkpoint) as name:
             return ocp.load(name, abstract)
     except Exception as error:
-        if (
-            not isinstance(error, ValueError | OSError) and type(error) is not Exception
-        ):  # which is what orbax raises
+        # Orbax raises these three, the last without a subclass, where it cannot read a file.
+        is_from_orbax = isinstance(error, ValueError | OSError) or type(error) is Exception
+        if not is_from_orbax:
             raise
         text = without_stand_ins(str(error)).splitlines()[0][:200]
         raise disk.system_error(error) or OSError(errno.EIO, text) from error
 
 
 def metadata(checkpoint: Path) -> Any:
-    """Return the arrays of a checkpoint without their values: a tree of shapes and types, by orbax."""
+    """Return the tree of shapes and dtypes of a checkpoint's arrays, read by orbax."""
     from orbax.checkpoint import v1 as ocp
 
     with plainly_named(checkpoint) as name:
@@ -119,73 +130,83 @@ def metadata(checkpoint: Path) -> Any:
 
 
 def reason(error: Exception, folder: Path) -> str:
-    """Why a save failed, in a line.
+    """Return why a save failed, in one line of at most 300 characters.
 
     Args:
-        error: of it.
-        folder: of the checkpoints, whose paths may be longer than what happened.
+        error: Error of the save. Orbax' messages have hundreds of lines, of which one is kept.
+        folder: Folder of the checkpoints, which is cut out of paths in the message.
     """
     cause = disk.system_error(error)
-    text = f"{type(error).__name__}: {error}"
-    if cause is not None or isinstance(error, MupaxFailure):
-        text = str(cause.strerror if cause else error)
+    if cause is not None:
+        text = str(cause.strerror)
+    elif isinstance(error, MupaxFailure):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
     return without_stand_ins(text).replace(f"{folder}/", "").splitlines()[0][:300]
 
 
 def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Names of the arrays whose files hold something else at two reads, made without a model or devices.
+    """Return the names of arrays whose files hold other values than were saved.
+
+    The files are read without a model and without devices. An array counts as damaged if two reads
+    agree.
 
     Args:
-        folder: of the checkpoint.
-        arrays: as its manifest has them (`describe_arrays`).
+        arrays: Arrays as the manifest lists them (`describe_arrays`).
 
     Raises:
-        DiskError: the disk cannot read them.
+        DiskError: The disk cannot be read.
     """
     with plainly_named(folder) as name:
         return _damaged_arrays(folder, storage_url(f"{name}/{_STATE}/"), arrays)
 
 
 def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Do what `damaged_arrays` does, by the URL of the arrays."""
+    """Return the names of damaged arrays, read from the URL `base`."""
     import tensorstore as ts
 
     patience = disk.Patience()
 
-    def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:
+    def is_as_saved(name: str, context: ts.Context) -> bool:
+        entry = arrays[name]
         spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
         try:
             stored = ts.open(spec, open=True, context=context).result()
-            return list(stored.shape) == entry["shape"] and all(
-                layout.array_digest(stored[tuple(slice(*axis) for axis in index)].read().result())
-                == digest
-                for index, digest in entry["shards"]
-            )
-        except Exception as error:  # whatever the library makes of damage
+            if list(stored.shape) != entry["shape"]:
+                return False
+            for index, digest in entry["shards"]:
+                slices = tuple(slice(*axis) for axis in index)
+                if layout.array_digest(stored[slices].read().result()) != digest:
+                    return False
+            return True
+        except Exception as error:
+            # Tensorstore raises errors of many types for damaged files. An error of the disk itself
+            # is no damage, and `patience` tries again.
             if isinstance(disk.system_error(error), (*disk.ABSENT, type(None))):
                 return False
             raise
 
-    wrong = list(arrays)
-    for context in (ts.Context(), ts.Context()):  # each with a cache of its own
-        look = partial(same, context=context)
-        good = layout.in_threads(
-            lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong
-        )
-        wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
-    return wrong
+    def patiently(name: str, context: ts.Context) -> bool:
+        return patience(lambda: is_as_saved(name, context), folder)
+
+    suspects = list(arrays)
+    for _ in range(2):
+        context = ts.Context()  # a new cache, so that the second read asks the disk again
+        good = layout.in_threads(patiently, suspects, [context] * len(suspects))
+        suspects = [name for name, ok in zip(suspects, good, strict=True) if not ok]
+    return suspects
 
 
 def check_storage(folder: Path, name: str) -> None:
-    """Write an array into a folder and read it back, by the libraries that save checkpoints there.
+    """Write a small array into a folder and read it back, with the libraries that save checkpoints.
 
     Args:
-        folder: exists.
-        name: of what is written in it, and deleted again.
+        name: Name of a subfolder that is made for the array and deleted at the end.
 
     Raises:
-        OSError: something else is read than was written, or nothing is where it should be.
-        Exception: whatever tensorstore raises.
+        OSError: The array that is read differs, or its files are not in the folder.
+        Exception: Any error of tensorstore.
     """
     import numpy as np
     import tensorstore as ts
@@ -193,69 +214,79 @@ def check_storage(folder: Path, name: str) -> None:
     probe = folder / name
     remove_tree(probe)
     try:
-        with plainly_named(probe) as named:
-            kvstore = {"driver": "ocdbt", "base": storage_url(f"{named}/"), "path": "array/"}
+        with plainly_named(probe) as plain_name:
+            kvstore = {"driver": "ocdbt", "base": storage_url(f"{plain_name}/"), "path": "array/"}
             spec = {"driver": "zarr3", "kvstore": kvstore}
+            new = {**spec, "metadata": {"shape": [8], "data_type": "uint8"}}
             content = np.arange(8, dtype=np.uint8)
-            array = ts.open(
-                {**spec, "metadata": {"shape": [8], "data_type": "uint8"}}, create=True
-            ).result()
+            array = ts.open(new, create=True).result()
             array.write(content).result()
-            again = ts.open(spec, open=True, context=ts.Context()).result().read().result()
-        if not np.array_equal(again, content) or "manifest.ocdbt" not in disk.names(probe):
+            # Another context has another cache.
+            reopened = ts.open(spec, open=True, context=ts.Context()).result()
+            stored = reopened.read().result()
+        if not np.array_equal(stored, content) or "manifest.ocdbt" not in disk.names(probe):
             raise OSError(errno.EIO, "what was written is not what is read")
     finally:
         remove_tree(probe)
 
 
 class WorkdirError(MupaxError):
-    """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
+    """Folder that a run must not write into, or run that cannot go on. The text says what to do."""
 
 
 class CheckpointFolder:
-    """Checkpoints on disk by their steps. Process 0 alone changes what is in it.
+    """Folder WORKDIR/checkpoints with its checkpoints by step.
+
+    Process 0 alone changes the folder.
 
     Args:
-        workdir: folder of the run.
-        config: which checkpoints stay.
-        note: prints what was found damaged and what was done about it.
-        renames: whether folders can be renamed there (`layout.py`).
+        log: Function that prints a line for the user.
+        renames: Whether folders can be renamed on this file system (`layout.py`).
     """
 
     def __init__(
         self,
         workdir: Path,
         config: CheckpointConfig,
-        note: Callable[[str], None],
+        log: Callable[[str], None],
         renames: bool = True,
     ) -> None:
         self.folder = workdir / CHECKPOINTS
         self._config = config
-        self._note = note
+        self._log = log
         self.layout = RenameCommit(self.folder) if renames else MarkerCommit(self.folder)
-        self._taken_back: set[Path] = set()
+        self._restored: set[Path] = set()
+        """Folders that were once restored from quarantine."""
         self._undeleted: dict[int, str] = {}
+        """Steps of checkpoints that could not be deleted, with the reasons."""
         self.record: dict[str, Any] = {}
-        """What config.json holds: goes into manifests."""
+        """Content of config.json, which goes into manifests."""
         self.assets: dict[str, list[Any]] = {}
-        """The run's assets with size and digest (`assets.write`): goes into manifests."""
+        """Size and digest of the run's assets (`assets.write`), which go into manifests."""
 
     @property
     def latest(self) -> int | None:
         """Step of the newest checkpoint."""
         return max(steps(self.folder), default=None)
 
-    def publish(self, content: Manifest) -> None:
-        """Let a checkpoint whose arrays are written count, by its manifest, and only then delete those that do not stay."""
-        layout.write(self.layout.written_at(content.step), content)
-        # One without a manifest, copied here by somebody.
-        if self.layout.renames and (self.folder / str(content.step)).exists():
-            self.set_aside(content.step, "another was saved")
-        self.layout.publish(content.step)
-        self.prune()  # raises nothing: the new checkpoint is whole whatever becomes of an older one
+    def publish(self, manifest: Manifest) -> None:
+        """Let a checkpoint count whose arrays are written, and delete those that need not stay.
+
+        The manifest is written before the checkpoint gets its name, and older checkpoints are
+        deleted last, so that a kill at any time leaves a complete checkpoint.
+        """
+        layout.write(self.layout.written_at(manifest.step), manifest)
+        # A folder of that name without a manifest, which somebody has copied here.
+        if self.layout.renames and (self.folder / str(manifest.step)).exists():
+            self.quarantine(manifest.step, "another was saved")
+        self.layout.publish(manifest.step)
+        self.prune()  # raises nothing: the new checkpoint is good whatever happens to an older one
 
     def prune(self) -> None:
-        """Delete the checkpoints that do not stay. One that cannot be deleted is noted, and tried again at the next save."""
+        """Delete the checkpoints that need not stay.
+
+        If one cannot be deleted, the user is told and the next save tries again.
+        """
         failed: dict[int, str] = {}
         try:
             for step in self.leaving():
@@ -271,54 +302,57 @@ class CheckpointFolder:
                 except (OSError, disk.DiskError) as error:
                     failed[step] = reason(error, self.folder)
         except (OSError, disk.DiskError) as error:
-            self._note(f"no checkpoint is deleted for now: {reason(error, self.folder)}")
+            self._log(f"no checkpoint is deleted for now: {reason(error, self.folder)}")
             return
         for step, cause in failed.items():
+            # Once for each reason, not at every save.
             if self._undeleted.get(step) != cause:
-                self._note(
-                    f"caution: the older checkpoint {self.folder / str(step)} cannot be deleted: {cause}; newer ones "
-                    "are saved all the same, and deleting it is tried again at every save"
+                self._log(
+                    f"caution: the older checkpoint {self.folder / str(step)} cannot be deleted: "
+                    f"{cause}; newer ones are saved all the same, and deleting it is tried again "
+                    "at every save"
                 )
         self._undeleted = failed
 
     def leaving(self, record: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the steps of the checkpoints that do not stay, oldest first.
+        """Return the steps of the checkpoints that need not stay, oldest first.
 
         Args:
-            record: content of config.json to decide by; the present one unless given.
+            record: Content of config.json whose settings decide; by default that of this run.
         """
         saved = steps(self.folder)
         parts = sections.run_parts(self.record if record is None else record, self._config)
-        stay = sections.staying(saved, self.measured(saved), parts)
-        return [step for step in saved if step not in stay]
+        staying = sections.staying(saved, self.measured(saved), parts)
+        return [step for step in saved if step not in staying]
 
     def measured(self, saved: list[int]) -> Measured:
-        """Return the evaluations that checkpoints hold."""
+        """Return the evaluations that the checkpoints of these steps hold, by step."""
         return {}
 
-    def set_aside(self, step: int, problem: str) -> None:
-        """Put a damaged checkpoint out of the way, and say so.
-
-        Args:
-            step: of the checkpoint.
-            problem: what is wrong with it.
+    def quarantine(self, step: int, problem: str) -> None:
+        """Set a damaged checkpoint aside, and tell the user.
 
         Raises:
-            WorkdirError: it cannot be moved.
+            WorkdirError: The checkpoint cannot be moved.
         """
         try:
-            mark = self.layout.set_aside(step, problem).relative_to(self.folder.parent)
+            mark = self.layout.quarantine(step, problem).relative_to(self.folder.parent)
         except OSError as error:
             raise WorkdirError(
                 f"checkpoint {step} is damaged ({problem}) and cannot be moved: {error.strerror}"
             ) from error
-        then = (
-            "no other is left" if self.latest is None else f"going back to checkpoint {self.latest}"
-        )
-        self._note(f"checkpoint {step} is damaged: {problem}; set aside as {mark}, {then}")
+        latest = self.latest
+        fallback = "no other is left"
+        if latest is not None:
+            fallback = f"going back to checkpoint {latest}"
+        self._log(f"checkpoint {step} is damaged: {problem}; set aside as {mark}, {fallback}")
 
     def tidy(self) -> None:
-        """Remove what interrupted saves left, set aside what has no manifest."""
+        """Delete what interrupted saves left, and set folders without a manifest aside.
+
+        Raises:
+            WorkdirError: There are checkpoints, and all are damaged.
+        """
         if not self.folder.is_dir():
             return
         names = disk.names(self.folder)
@@ -327,104 +361,115 @@ class CheckpointFolder:
                 self.layout.clear(name)
         for name in names:
             path = self.folder / name
-            if (
-                name.isdigit()
-                and disk.status(path)
-                and disk.status(path / layout.MANIFEST) is None
-                and not is_aside(path)
-            ):
-                self.set_aside(int(name), f"{layout.MANIFEST} is missing")
-        if self.newest() is None and aside(self.folder):
+            # `clear` may have deleted the folder.
+            if not name.isdigit() or not disk.status(path):
+                continue
+            if disk.status(path / layout.MANIFEST) is None and not is_quarantined(path):
+                self.quarantine(int(name), f"{layout.MANIFEST} is missing")
+        if self.newest() is None and quarantined(self.folder):
             raise self.none_good()
 
     def newest(self) -> int | None:
-        """Step of the newest checkpoint; where there is none, of those set aside that are whole, which are taken back."""
+        """Return the step of the newest checkpoint.
+
+        If there is none, all that were set aside are read again. Those that are good are restored
+        first: a disk that was unwell for a while makes good checkpoints look damaged.
+        """
         if self.latest is not None:
             return self.latest
-        for path in aside(self.folder):
-            step, shown = path.name.partition(".")[0], path.relative_to(self.folder)
-            moved = path != self.folder / step
-            if (
-                not step.isdigit()
-                or path in self._taken_back
-                or (moved and disk.status(self.folder / step) is not None)
-            ):
+        for path in quarantined(self.folder):
+            name = path.name.partition(".")[0]
+            if not name.isdigit() or path in self._restored:
+                continue
+            step = int(name)
+            is_moved = path != self.folder / name
+            if is_moved and disk.status(self.folder / name) is not None:
                 continue
             try:
-                whole = verified(path).step == int(step)
+                is_good = verified(path).step == step
             except (DamagedError, ForeignError):
                 continue
-            if whole:
-                self.layout.take_back(path, int(step))
-                self._taken_back.add(
-                    path
-                )  # once: what is whole and cannot be loaded comes here again
-                self._note(f"checkpoint {step}, set aside as {shown}, is whole: taken back")
+            if is_good:
+                shown = path.relative_to(self.folder)
+                self.layout.restore_quarantined(path, step)
+                # Only once: a checkpoint that is verified and cannot be loaded comes here again.
+                self._restored.add(path)
+                self._log(f"checkpoint {step}, set aside as {shown}, is whole: taken back")
         return self.latest
 
     def none_good(self) -> WorkdirError:
-        """The error of a run whose checkpoints are all damaged, those set aside too."""
+        """Return the error of a run whose checkpoints are all damaged, those set aside included."""
+        names = ", ".join(path.name for path in quarantined(self.folder))
         return WorkdirError(
-            f"no good checkpoint is left in {self.folder}; those set aside "
-            f"({', '.join(path.name for path in aside(self.folder))}) were read again and are damaged. Nothing was "
+            f"no good checkpoint is left in {self.folder}; those set aside ({names}) were read "
+            "again and are damaged. Nothing was "
             "overwritten: put a copy of a good one there, or start again with another --workdir"
         )
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first: those that have a manifest and were not set aside."""
-    candidates = [
-        int(name)
-        for name in disk.names(folder)
-        if name.isascii() and name.isdigit() and str(int(name)) == name
-    ]
+    """Return the steps of the checkpoints in a folder, oldest first.
+
+    A checkpoint has a manifest and was not set aside.
+    """
+    candidates = []
+    for name in disk.names(folder):
+        # Not 007 or other names that `str` of the step would not give back.
+        if name.isascii() and name.isdigit() and str(int(name)) == name:
+            candidates.append(int(name))
     return sorted(step for step in candidates if counts(folder / str(step)))
 
 
 def newest_record(folder: Path) -> dict[str, Any]:
-    """What config.json held when the newest checkpoint of a folder was saved; empty where no manifest says it."""
+    """Return the content of config.json in the newest manifest of a folder that has it.
+
+    Returns:
+        Content of config.json, or an empty dictionary if no readable manifest holds it.
+    """
     for step in reversed(steps(folder)):
         try:
-            if record := layout.read(folder / str(step)).record:
-                return record
+            record = layout.read(folder / str(step)).record
         except (DamagedError, ForeignError):
             continue
+        if record:
+            return record
     return {}
 
 
 def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[Any]]:
-    """Size in bytes and digest of the files that one process wrote, by their paths inside the checkpoint.
+    """Return size in bytes and digest of the files that one process wrote.
 
     Args:
-        checkpoint: its folder, with the arrays of all processes in it.
-        process: from 0; process 0 also does the files that no process' folder holds.
-        count: of processes.
+        checkpoint: Folder of the checkpoint, with the arrays of all processes in it.
+        process: Number of the process, from 0. Process 0 also gets the files that are in no
+            process' folder.
+
+    Returns:
+        Size and digest by the file's path inside the checkpoint.
     """
-    writers = {f"ocdbt.process_{i}": i for i in range(count)}
-    paths = [
-        path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()
-    ]
-    mine = [
-        str(p)
-        for p in paths
-        if next((writers[part] for part in p.parts if part in writers), 0) == process
-    ]
-    return dict(
-        zip(
-            mine, layout.in_threads(_file_digest, [checkpoint / path for path in mine]), strict=True
-        )
-    )
+    writers = {f"ocdbt.process_{index}": index for index in range(count)}
+    names = []
+    for path in sorted(checkpoint.rglob("*")):
+        if not path.is_file():
+            continue
+        relative = path.relative_to(checkpoint)
+        process_folders = [part for part in relative.parts if part in writers]
+        writer = writers[process_folders[0]] if process_folders else 0
+        if writer == process:
+            names.append(str(relative))
+    digests = layout.in_threads(_file_digest, [checkpoint / name for name in names])
+    return dict(zip(names, digests, strict=True))
 
 
 def _file_digest(path: Path) -> list[Any]:
-    hasher, size = xxhash.xxh3_128(), 0
+    """Return a file's size in bytes and its digest."""
+    hasher = xxhash.xxh3_128()
+    size = 0
     with path.open("rb") as file:
-        with contextlib.suppress(
-            AttributeError, OSError
-        ):  # no such call, or no file of this machine
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-            )  # from the disk, not from memory
+        # Drop the file from memory, so that the disk is read and not what was written to it.
+        # Missing on macOS, and refused for a file of a bucket.
+        with contextlib.suppress(AttributeError, OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while block := file.read(_BLOCK):
             hasher.update(block)
             size += len(block)
@@ -432,80 +477,86 @@ def _file_digest(path: Path) -> list[Any]:
 
 
 def file_problems(
-    checkpoint: Path, content: Manifest, part: tuple[int, int] = (0, 1), *, contents: bool = True
+    checkpoint: Path,
+    manifest: Manifest,
+    share: tuple[int, int] = (0, 1),
+    *,
+    read_contents: bool = True,
 ) -> list[str]:
-    """What is wrong with the files at two reads, one line each; nothing where all is as it was written.
+    """Return what is wrong with the files of a checkpoint, one line per file.
+
+    A file counts as damaged if two reads agree.
 
     Args:
-        checkpoint: its folder.
-        content: its manifest.
-        part: index and count, to look at every count-th file only.
-        contents: read the files too, not their sizes alone.
+        share: Index and count: every count-th file is read, from that index on. By default all.
+        read_contents: Compare sizes and digests. False compares sizes alone.
 
     Raises:
-        DiskError: the disk cannot read them.
+        DiskError: The disk cannot be read.
     """
     patience = disk.Patience()
 
-    def look(name: str) -> str | None:
-        path, (size, digest) = checkpoint / name, content.files[name]
+    def compare(name: str) -> str | None:
+        path = checkpoint / name
+        size, digest = manifest.files[name]
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is missing"
             if status.st_size != size:
                 return f"{name} has {status.st_size} bytes, not {size}"
-            if contents and _file_digest(path) != [size, digest]:
+            if read_contents and _file_digest(path) != [size, digest]:
                 return f"{name} has other contents than were written"
         except disk.ABSENT:
             return f"{name} is missing"
         return None
 
-    def problem(name: str) -> str | None:
-        if patience(lambda: look(name), checkpoint / name) is None:
+    def find_problem(name: str) -> str | None:
+        if patience(lambda: compare(name), checkpoint / name) is None:
             return None
         time.sleep(_AGAIN_S)
-        return patience(lambda: look(name), checkpoint / name)
+        return patience(lambda: compare(name), checkpoint / name)
 
-    return [
-        line for line in layout.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line
-    ]
+    index, count = share
+    names = list(manifest.files)[index::count]
+    return [line for line in layout.in_threads(find_problem, names) if line]
 
 
 def verified(checkpoint: Path, run: str | None = None) -> Manifest:
-    """The manifest of a checkpoint whose files are all as they were written.
+    """Read the manifest of a checkpoint, and compare all of its files with the manifest.
 
     Args:
-        checkpoint, run: as `read` of the manifest takes them.
+        run: Name of the run that the checkpoint must be of; by default any.
 
     Raises:
-        DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
-        ForeignError, DiskError: as `read` of the manifest.
+        DamagedError: A file is not as it was written. The text names the first files, and the
+            arrays that cannot be read from them.
+        ForeignError: The checkpoint is of another run, or of a newer version.
+        DiskError: The disk cannot be read.
     """
-    content = layout.read(checkpoint, run)
-    if problems := file_problems(checkpoint, content):
-        raise DamagedError(damage(checkpoint, content, problems))
-    return content
+    manifest = layout.read(checkpoint, run)
+    problems = file_problems(checkpoint, manifest)
+    if problems:
+        raise DamagedError(describe_damage(checkpoint, manifest, problems))
+    return manifest
 
 
-def damage(checkpoint: Path, content: Manifest, problems: list[str]) -> str:
-    """The first problems of the files, and the arrays that they no longer hold, in a line.
+def describe_damage(checkpoint: Path, manifest: Manifest, problems: list[str]) -> str:
+    """Return a line with the first problems of the files and the first arrays that they spoil.
 
     Args:
-        checkpoint, content: its folder and manifest.
-        problems: from `file_problems`.
+        problems: Lines of `file_problems`.
     """
-    arrays = damaged_arrays(checkpoint, content.arrays)
-    return first_of(problems) + (f", which spoils {first_of(arrays)}" if arrays else "")
+    arrays = damaged_arrays(checkpoint, manifest.arrays)
+    text = first_of(problems)
+    if arrays:
+        text += f", which spoils {first_of(arrays)}"
+    return text
 
 
 def first_of(problems: list[str], between: str = ", ") -> str:
-    """The first three in a line, and how many more there are.
-
-    Args:
-        problems: or names, a line each.
-        between: what joins them.
-    """
-    return between.join(problems[:3]) + (
-        f"{between}and {len(problems) - 3} more" if len(problems) > 3 else ""
-    )
+    """Join the first three of some lines or names, and add how many more there are."""
+    text = between.join(problems[:3])
+    if len(problems) > 3:
+        text += f"{between}and {len(problems) - 3} more"
+    return text

@@ -1,17 +1,22 @@
-"""How checkpoints lie in their folder, and the manifest of each: what must be in it, bitwise.
+"""Layout of checkpoints in their folder, and the manifest that says what is in each.
 
-What is not whole yet, what is being deleted and what was set aside do not count. A checkpoint without its whole manifest does
-not exist.
+A checkpoint without a complete manifest does not count. Neither do checkpoints that are being
+written or deleted, nor those that were set aside as damaged.
 
-Where folders can be renamed (`RenameCommit`), a checkpoint is written as STEP.saving and gets its name when it is whole; one that
-is deleted loses its name first; a damaged one is moved to set-aside/. In a bucket, and in some that are mounted, they cannot
-(`MarkerCommit`): a checkpoint is written where it stays, and its manifest, which comes last and goes first, makes it one. An empty
-file STEP.saving says that it is being written or deleted, and damaged.json in it that it was set aside.
+| | folders can be renamed (`RenameCommit`) | buckets, some mounts (`MarkerCommit`) |
+|---|---|---|
+| while it is written | STEP.saving | STEP, and an empty file STEP.saving |
+| complete | renamed to STEP | STEP with its manifest, which is written last |
+| while it is deleted | renamed to STEP.deleting | STEP without its manifest, which goes first |
+| set aside | moved to set-aside/ | damaged.json in it |
 
-It holds config.json as it then was, with the name of the run, and two lists of digests (xxh3_128, which finds accidents and
-is no signature). Every array has one of each shard, taken from memory when it was saved: what comes back is compared with
-what was there, whatever mesh it comes back to. Every file has its size and one, taken from the disk after the arrays were
-read back from it: damage is found before anything is loaded, without building the model.
+The manifest holds config.json as it was, with the name of the run, and two lists of digests
+(xxh3_128, which finds accidents and is no signature):
+
+* Every array has a digest of each shard, taken from memory when it was saved. What is loaded is
+  compared with what was in memory, on any mesh.
+* Every file has its size and a digest, taken from the disk. Damage is found before anything is
+  loaded, and without building the model.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,17 +45,23 @@ _FIELDS = {
     "mupax-checkpoint-2": {"step", "data", "record", "arrays", "files"},
     FORMAT: {"step", "data", "record", "assets", "arrays", "files"},
 }
-"""Format to its fields. A new one gets another number and a line here."""
+"""Fields of a manifest in each format. A new field needs another number and a line here."""
 
-SET_ASIDE, SAVING, DELETING = "set-aside", ".saving", ".deleting"
-MANIFEST, DAMAGED = "manifest.json", "damaged.json"
+QUARANTINE = "set-aside"
+"""Folder of checkpoints that were found damaged."""
+SAVING = ".saving"
+DELETING = ".deleting"
+MANIFEST = "manifest.json"
+DAMAGED = "damaged.json"
+"""File that sets a checkpoint aside where its folder cannot be moved."""
 ASSETS = "assets"
 ASSETS_RECORD = "assets.json"
-_OLD, _NEW = ".folder", ".renamed"
+_OLD = ".folder"
+_NEW = ".renamed"
 PROBES = (_OLD, _NEW)
-"""What a kill may leave of `renames_folders`."""
+"""Folders that a kill may leave of `renames_folders`."""
 
-_UNWELL = (
+_TEMPORARY_ERRORS = (
     errno.EIO,
     errno.ESTALE,
     errno.ENOSPC,
@@ -61,28 +71,29 @@ _UNWELL = (
     errno.EROFS,
     errno.EACCES,
 )
-"""What a disk says that could rename a folder at a better time; saving says it again."""
+"""Errors of a disk that can rename a folder at a better time. A save reports them again."""
 
 
 class DamagedError(MupaxError):
-    """A checkpoint that is not what was saved. The text names the file or array."""
+    """Checkpoint that is not what was saved. The text names the file or array."""
 
 
 class ForeignError(MupaxError):
-    """A checkpoint of another run or of a newer version, which may be whole: it is refused, and stays where it is."""
+    """Checkpoint of another run or of a newer version. It may be good, and stays where it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint, with a digest of each file and array shard.
 
     Attributes:
-        step: optimizer steps done, which is the checkpoint's name too.
-        data: the data's facts.
-        record: what config.json held, where the run has one; empty in the first format.
-        arrays: name to shape, dtype and shards, each an index with its digest.
-        files: path inside the checkpoint to size in bytes and digest.
-        assets: path inside the workdir to size in bytes and digest (`assets.py`); empty in older formats.
+        step: Optimizer steps done, which is the checkpoint's name too.
+        data: Facts of the data.
+        record: Content of config.json. Empty in the first format.
+        arrays: Shape, dtype and shards by name. A shard is its index and its digest.
+        files: Size in bytes and digest by the path inside the checkpoint.
+        assets: Size in bytes and digest by the path inside the workdir (`assets.py`). Empty in
+            older formats.
     """
 
     step: int
@@ -94,35 +105,32 @@ class Manifest:
 
     @property
     def run(self) -> str | None:
-        """Name of the run; None where it has none."""
+        """Name of the run, or `None` in a manifest without one."""
         return self.record.get("run")
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest whole or not at all.
+    """Write a manifest into the folder of its checkpoint, whole or not at all.
 
-    Args:
-        folder: of the checkpoint, whose arrays and files are already there.
-        manifest: what later reads are compared with.
+    The arrays and files of the checkpoint must already be there.
     """
     body = dataclasses.asdict(manifest)
-    disk.write_whole(
-        folder / MANIFEST,
-        json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}),
-    )
+    content = {"format": FORMAT, "digest": _digest_of(body), "manifest": body}
+    disk.write_whole(folder / MANIFEST, json.dumps(content))
 
 
 def read(folder: Path, run: str | None = None) -> Manifest:
-    """The manifest of a checkpoint, itself verified.
+    """Return the manifest of a checkpoint after checking its digest and its form.
 
     Args:
-        folder: of the checkpoint.
-        run: whose it must be, where the manifest names one; any unless given.
+        run: Name of the run that the checkpoint must be of. By default, and for a manifest without
+            a name, any run will do.
 
     Raises:
-        DamagedError: missing, edited, of another step than the folder's name says, or of another form; twice.
-        ForeignError: of another run, or in a format of another version.
-        DiskError: the disk cannot read it.
+        DamagedError: At two reads the manifest is missing, edited, of another form, or of another
+            step than the folder's name.
+        ForeignError: The checkpoint is of another run, or in a format of another version.
+        DiskError: The disk cannot be read.
     """
     try:
         manifest = _read(folder)
@@ -130,30 +138,34 @@ def read(folder: Path, run: str | None = None) -> Manifest:
         manifest = _read(folder)
     if None not in (run, manifest.run) and manifest.run != run:
         raise ForeignError(
-            f"checkpoint {folder} is of another run ({manifest.run}; the one in this workdir is {run}); nothing was "
+            f"checkpoint {folder} is of another run ({manifest.run}; the one in this workdir is "
+            f"{run}); nothing was "
             "changed: move it away, or give the workdir that it is from"
         )
     return manifest
 
 
 def _read(folder: Path) -> Manifest:
-    if disk.status(folder / MANIFEST) is None:
+    """Read a manifest once."""
+    path = folder / MANIFEST
+    if disk.status(path) is None:
         raise DamagedError(f"{MANIFEST} is missing")
     try:
-        content = read_json(folder / MANIFEST)
+        content = read_json(path)
     except JsonError as error:
-        raise DamagedError(
-            f"{MANIFEST}: {str(error).removeprefix(f'{folder / MANIFEST}: ')}"
-        ) from error
-    body, name = content.get("manifest"), str(content.get("format"))
+        raise DamagedError(f"{MANIFEST}: {str(error).removeprefix(f'{path}: ')}") from error
+    body = content.get("manifest")
+    name = str(content.get("format"))
     if name not in _FIELDS:
+        readable = ", ".join(_FIELDS)
         if re.fullmatch(r"mupax-checkpoint-\d{1,9}", name):
             raise ForeignError(
-                f"checkpoint {folder} has the format {name}, and this version reads {', '.join(_FIELDS)}; nothing was "
+                f"checkpoint {folder} has the format {name}, and this version reads {readable}; "
+                "nothing was "
                 "changed: go on with the version that wrote it, or a newer one"
             )
         raise DamagedError(
-            f"{MANIFEST} has format {disk.shown(name)}; this version reads {', '.join(_FIELDS)}"
+            f"{MANIFEST} has format {disk.shown(name)}; this version reads {readable}"
         )
     if not isinstance(body, dict) or content.get("digest") != _digest_of(body):
         raise DamagedError(f"{MANIFEST} does not have the digest it names")
@@ -166,6 +178,7 @@ def _read(folder: Path) -> Manifest:
         raise DamagedError(
             f"{MANIFEST} has another form than this version's: {error!s:.200}"
         ) from error
+    # A folder that is being saved or was set aside may have another name than the step.
     if folder.name.isdigit() and manifest.step != int(folder.name):
         raise DamagedError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -176,32 +189,35 @@ def _digest_of(body: Mapping[str, Any]) -> str:
 
 
 def _check_form(manifest: Manifest) -> None:
-    """A manifest of a stranger may carry a right digest of anything."""
-    objects = isinstance(manifest.data, dict) and isinstance(manifest.record, dict)
-    if type(manifest.step) is not int or not objects or not manifest.files:
+    """Refuse a manifest with impossible values.
+
+    The digest is no signature, so a stranger's manifest may carry a right digest of anything: paths
+    outside of the checkpoint, or shards outside of their arrays.
+
+    Raises:
+        TypeError, ValueError, AttributeError, KeyError: A value has another form.
+    """
+    has_objects = isinstance(manifest.data, dict) and isinstance(manifest.record, dict)
+    if type(manifest.step) is not int or not has_objects or not manifest.files:
         raise ValueError("step, data, record or files")
+
     for path, (size, digest) in [*manifest.files.items(), *manifest.assets.items()]:
         parts = PurePosixPath(path)
-        if (
-            parts.is_absolute()
-            or ".." in parts.parts
-            or type(size) is not int
-            or not isinstance(digest, str)
-        ):
+        leads_outside = parts.is_absolute() or ".." in parts.parts
+        if leads_outside or type(size) is not int or not isinstance(digest, str):
             raise ValueError(f"the file {path[:60]!a}")
+
     folder = f"{ASSETS}/"
     if not all(path.startswith(folder) for path in manifest.assets):
         raise ValueError(f"an asset outside {folder}")
     if manifest.assets and not any(path.endswith(f"/{ASSETS_RECORD}") for path in manifest.assets):
         raise ValueError(f"assets without {ASSETS_RECORD}")
+
     for name, entry in manifest.arrays.items():
-        axes = [
-            (size, axis)
-            for index, _ in entry["shards"]
-            for size, axis in zip(entry["shape"], index, strict=True)
-        ]
-        if not all(0 <= start <= stop <= size for size, (start, stop) in axes):
-            raise ValueError(f"the array {name[:60]!a}")
+        for index, _ in entry["shards"]:
+            for size, (start, stop) in zip(entry["shape"], index, strict=True):
+                if not 0 <= start <= stop <= size:
+                    raise ValueError(f"the array {name[:60]!a}")
 
 
 # Arrays
@@ -212,155 +228,178 @@ class Shard(NamedTuple):
 
     name: str
     index: tuple[tuple[int, int], ...]
-    """Start and stop of each axis: where it lies in its array."""
+    """Start and stop of the shard along each axis of its array."""
     data: np.ndarray
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by the names they have on disk: keys joined by dots."""
+    """Return the leaves of a tree by the names they have on disk: keys joined by dots."""
     import jax
 
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        leaves[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
+    return leaves
 
 
 def host_shards(arrays: Mapping[str, Any]) -> list[Shard]:
-    """The shards that this process saves, copied to the host; each part of an array on one process only."""
-    first = [
-        (name, a.shape, s)
-        for name, a in arrays.items()
-        for s in a.addressable_shards
-        if s.replica_id == 0
-    ]
-    for _, _, shard in first:
-        shard.data.copy_to_host_async()  # all at once; what is saved next finds them on the host
-    return [
-        Shard(name, _index(shard.index, shape), np.asarray(shard.data))
-        for name, shape, shard in first
-    ]
+    """Copy the shards that this process saves to the host.
+
+    Of several replicas of a shard only the first is saved, by the process that holds it.
+
+    Args:
+        arrays: Arrays on devices by their names on disk.
+    """
+    saved: list[tuple[str, Any]] = []
+    for name, array in arrays.items():
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                saved.append((name, shard))
+    # All copies begin at once. Orbax, which saves the same arrays next, finds them on the host.
+    for _, shard in saved:
+        shard.data.copy_to_host_async()
+    shards: list[Shard] = []
+    for name, shard in saved:
+        index = _index(shard.index, arrays[name].shape)
+        shards.append(Shard(name, index, np.asarray(shard.data)))
+    return shards
 
 
 def describe_arrays(
     arrays: Mapping[str, Any], shards: Sequence[Shard]
 ) -> dict[str, dict[str, Any]]:
-    """The manifest's list of arrays, with the shards of this process.
+    """Return the manifest's list of arrays, with the shards of this process.
 
     Args:
-        arrays: all of the state by their names on disk (`by_name`).
-        shards: those that this process saves (`host_shards`).
+        arrays: All arrays of the state by their names on disk (`by_name`).
+        shards: Shards that this process saves (`host_shards`).
     """
-    entries = {
-        name: {"shape": list(a.shape), "dtype": str(a.dtype), "shards": []}
-        for name, a in arrays.items()
-    }
-    for shard, digest in zip(
-        shards, in_threads(array_digest, [shard.data for shard in shards]), strict=True
-    ):
-        entries[shard.name]["shards"].append([[list(axis) for axis in shard.index], digest])
+    entries: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        entries[name] = {"shape": list(array.shape), "dtype": str(array.dtype), "shards": []}
+    digests = in_threads(array_digest, [shard.data for shard in shards])
+    for shard, digest in zip(shards, digests, strict=True):
+        index = [list(bounds) for bounds in shard.index]
+        entries[shard.name]["shards"].append([index, digest])
     return entries
 
 
 def array_digest(data: np.ndarray) -> str:
-    """xxh3_128 of an array's bytes in C order, in hexadecimal."""
+    """Return xxh3_128 of an array's bytes in C order, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
 def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Names of loaded arrays that are not those that were saved, as far as this process holds them.
+    """Return the names of loaded arrays that are not as they were saved.
 
-    The mesh may be another: a saved shard is looked for inside the array, or inside one of its shards that lie here.
+    The mesh may be another one. A saved shard is compared if it lies in one array or one shard of
+    this process.
 
     Args:
-        arrays: as they were loaded, by their names on disk.
-        saved: the manifest's `arrays`, which has all of these names.
+        arrays: Loaded arrays by their names on disk.
+        saved: Arrays of the manifest, which have all of these names.
     """
-    shards = [(name, *shard) for name in arrays for shard in saved[name]["shards"]]
-    local = [
-        (name, part, digest)
-        for name, i, digest in shards
-        if (part := _part(arrays[name], i)) is not None
-    ]
-    loaded = in_threads(array_digest, [part for _, part, _ in local])
-    return sorted(
-        {name for (name, _, saved), digest in zip(local, loaded, strict=True) if digest != saved}
-    )
+    parts: list[np.ndarray] = []
+    expected: list[tuple[str, str]] = []
+    for name, array in arrays.items():
+        for index, digest in saved[name]["shards"]:
+            part = _part(array, index)
+            if part is not None:
+                parts.append(part)
+                expected.append((name, digest))
+    wrong: set[str] = set()
+    digests = in_threads(array_digest, parts)
+    for (name, saved_digest), digest in zip(expected, digests, strict=True):
+        if digest != saved_digest:
+            wrong.add(name)
+    return sorted(wrong)
 
 
 def _part(array: Any, index: Sequence[Sequence[int]]) -> np.ndarray | None:
-    """The part of an array where a saved shard lay; None where this process does not hold it."""
+    """Return the part of an array at `index`, or `None` if this process does not hold all of it.
+
+    Args:
+        index: Start and stop along each axis, as `Shard.index` has them.
+    """
     if array.is_fully_addressable:
-        return np.asarray(array)[tuple(slice(*axis) for axis in index)]
+        return np.asarray(array)[tuple(slice(*bounds) for bounds in index)]
     for shard in array.addressable_shards:
-        axes = list(zip(index, _index(shard.index, array.shape), strict=True))
-        if all(low <= start and stop <= high for (start, stop), (low, high) in axes):
-            return np.asarray(shard.data)[
-                tuple(slice(start - low, stop - low) for (start, stop), (low, _) in axes)
-            ]
+        slices: list[slice] = []
+        shard_index = _index(shard.index, array.shape)
+        for (start, stop), (low, high) in zip(index, shard_index, strict=True):
+            if low <= start and stop <= high:
+                slices.append(slice(start - low, stop - low))
+        if len(slices) == len(index):
+            return np.asarray(shard.data)[tuple(slices)]
     return None
 
 
 def _index(slices: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(each.indices(size)[:2] for each, size in zip(slices, shape, strict=True))
+    """Return start and stop of slices of an array of this shape."""
+    return tuple(bounds.indices(size)[:2] for bounds, size in zip(slices, shape, strict=True))
 
 
 def in_threads(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """A call for every row. Hashing and reading files run outside Python's lock."""
+    """Call a function for each row of some columns in eight threads. Return the results in order.
+
+    Hashing and reading files do not hold Python's lock.
+    """
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(function, *columns))
 
 
 class RenameCommit:
-    """Commit of a checkpoint by renaming its folder, on a disk. Process 0 alone calls what changes something.
+    """Commit of a checkpoint by renaming its folder, on a disk.
+
+    Process 0 alone calls the methods that change something.
 
     Args:
-        folder: of the checkpoints.
+        folder: Folder `WORKDIR/checkpoints`.
     """
 
     renames = True
 
-    def context(self) -> Any:
-        """How orbax writes arrays: uncompressed, each shard by its first holder; what ends a save is a new name, or a file.
-
-        Weights hardly shrink, and packing them would take the cores from training. The first holder's copy is what is digested.
-        """
-        from orbax.checkpoint import v1 as ocp
-
-        options = ocp.options
-        saving = options.ArrayOptions.Saving(use_compression=False, use_replica_parallel=False)
-        mode = (
-            options.AtomicityMode.ATOMIC_RENAME
-            if self.renames
-            else options.AtomicityMode.COMMIT_FILE
-        )
-        arrays, ending = options.ArrayOptions(saving=saving), options.AtomicityOptions(mode=mode)
-        return ocp.Context(array_options=arrays, atomicity_options=ending)
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def context(self) -> Any:
+        """Return the orbax context in which arrays are saved."""
+        from orbax.checkpoint import v1 as ocp
+
+        # Uncompressed: weights hardly shrink, and packing would take the cores from training.
+        # Each shard is written by its first holder, whose copy is the one that is digested.
+        saving = ocp.options.ArrayOptions.Saving(use_compression=False, use_replica_parallel=False)
+        modes = ocp.options.AtomicityMode
+        mode = modes.ATOMIC_RENAME if self.renames else modes.COMMIT_FILE
+        return ocp.Context(
+            array_options=ocp.options.ArrayOptions(saving=saving),
+            atomicity_options=ocp.options.AtomicityOptions(mode=mode),
+        )
+
     def written_at(self, step: int) -> Path:
-        """Where the arrays of a checkpoint are written."""
+        """Return the folder that the arrays of a checkpoint are written into."""
         return self.folder / f"{step}{SAVING}"
 
     def begin(self, step: int) -> None:
-        """Make room for a checkpoint."""
+        """Delete what is in the way of a new checkpoint."""
         remove_tree(self.written_at(step))
 
     def abandon(self, step: int) -> None:
         """Delete what a failed save has written."""
-        for left in self.folder.glob(f"{step}{SAVING}*"):
-            remove_tree(left)
+        # Orbax has a temporary folder with a longer name until its save has ended.
+        for path in self.folder.glob(f"{step}{SAVING}*"):
+            remove_tree(path)
 
     def publish(self, step: int) -> None:
-        """Give a checkpoint that has its manifest its name."""
+        """Let a checkpoint count that has its manifest."""
         self.written_at(step).replace(self.folder / str(step))
         disk.sync_folder(self.folder)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint; half deleted, it does not look like one.
+        """Delete a checkpoint. It stops counting before its files are deleted.
 
         Raises:
-            OSError: it cannot be deleted, or not all of it.
+            OSError: The checkpoint, or a part of it, cannot be deleted.
         """
         doomed = self.folder / f"{step}{DELETING}"
         (self.folder / str(step)).replace(doomed)
@@ -368,14 +407,13 @@ class RenameCommit:
 
     def half_deleted(self) -> list[int]:
         """Return the steps of checkpoints that were not deleted completely."""
-        names = [name for name in disk.names(self.folder) if name.endswith(DELETING)]
-        return [int(step) for name in names if (step := name.removesuffix(DELETING)).isdigit()]
+        return _steps_with_ending(self.folder, DELETING)
 
     def delete_half(self, step: int) -> None:
         """Delete what is left of a checkpoint that was not deleted completely.
 
         Raises:
-            OSError: it cannot be deleted.
+            OSError: A file cannot be deleted.
         """
         delete_tree(self.folder / f"{step}{DELETING}")
 
@@ -383,52 +421,60 @@ class RenameCommit:
         """Move a checkpoint out of the folder.
 
         Args:
-            step: of the checkpoint.
-            target: where it is a checkpoint afterwards; nothing is there yet.
+            target: Path of the checkpoint afterwards. Nothing is there yet.
 
         Raises:
-            OSError: it cannot be moved, and is where it was.
+            OSError: The checkpoint cannot be moved, and is still in the folder.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         (self.folder / str(step)).replace(target)
+        # The new place first: a power cut between the two must not lose the checkpoint.
         disk.sync_folder(target.parent)
         disk.sync_folder(self.folder)
 
     def clear(self, name: str) -> None:
-        """Delete what an interrupted save or deletion has left, STEP.something."""
+        """Delete what an interrupted save or deletion has left under a name such as STEP.saving."""
         remove_tree(self.folder / name)
 
-    def set_aside(self, step: int, problem: str) -> Path:
-        """Put a damaged checkpoint out of the way; gives what marks it.
+    def quarantine(self, step: int, problem: str) -> Path:
+        """Set a damaged checkpoint aside, so that it does not count any more.
 
         Args:
-            step: of the checkpoint.
-            problem: what is wrong with it, in a line; recorded where the folder cannot be moved.
+            problem: Damage in one line. It is recorded only where the folder cannot be moved.
+
+        Returns:
+            Folder or file that shows that the checkpoint was set aside.
 
         Raises:
-            OSError: it cannot be moved or marked.
+            OSError: The folder cannot be moved or marked.
         """
-        aside = self.folder / SET_ASIDE
-        names = (str(step) if number == 0 else f"{step}.{number}" for number in itertools.count())
-        target = next(aside / name for name in names if not (aside / name).exists())
-        aside.mkdir(exist_ok=True)
+        quarantine = self.folder / QUARANTINE
+        target = quarantine / str(step)
+        number = 0
+        while target.exists():  # an earlier checkpoint of this step was damaged, too
+            number += 1
+            target = quarantine / f"{step}.{number}"
+        quarantine.mkdir(exist_ok=True)
         return (self.folder / str(step)).replace(target)
 
-    def take_back(self, aside: Path, step: int) -> None:
-        """Let one that was set aside count again.
+    def restore_quarantined(self, checkpoint: Path, step: int) -> None:
+        """Let a checkpoint that was set aside count again.
 
         Args:
-            aside: its folder, as `layout.aside` lists it.
-            step: the name it gets back; no checkpoint has it now.
+            checkpoint: Folder of the checkpoint, as `quarantined` lists it.
+            step: Name that the checkpoint gets back. No other checkpoint may have it.
         """
-        if aside.parent.name == SET_ASIDE:
-            aside.replace(self.folder / str(step))
+        if checkpoint.parent.name == QUARANTINE:
+            checkpoint.replace(self.folder / str(step))
         else:
-            (aside / DAMAGED).unlink()
+            (checkpoint / DAMAGED).unlink()
 
 
 class MarkerCommit(RenameCommit):
-    """Commit of a checkpoint by a manifest that is written last, where no folder can be renamed, as in a bucket."""
+    """Commit of a checkpoint by its manifest, which is written last.
+
+    Used where no folder can be renamed, as in a bucket.
+    """
 
     renames = False
 
@@ -436,7 +482,7 @@ class MarkerCommit(RenameCommit):
         return self.folder / str(step)
 
     def begin(self, step: int) -> None:
-        remove_tree(self.written_at(step))  # a damaged one, whose successor this is
+        remove_tree(self.written_at(step))  # a damaged one of the same step
         self.folder.mkdir(parents=True, exist_ok=True)
         self._marker(step).write_text("")
 
@@ -447,24 +493,26 @@ class MarkerCommit(RenameCommit):
         self._marker(step).unlink(missing_ok=True)
 
     def delete(self, step: int) -> None:
+        # The marker first: without it, a kill would leave a folder that looks damaged.
         self._marker(step).write_text("")
         (self.folder / str(step) / MANIFEST).unlink(missing_ok=True)
         self.delete_half(step)
 
     def half_deleted(self) -> list[int]:
-        names = [name for name in disk.names(self.folder) if name.endswith(SAVING)]
-        steps = [int(step) for name in names if (step := name.removesuffix(SAVING)).isdigit()]
+        steps = _steps_with_ending(self.folder, SAVING)
         return [step for step in steps if disk.status(self.folder / str(step) / MANIFEST) is None]
 
     def delete_half(self, step: int) -> None:
         delete_tree(self.folder / str(step))
+        # The marker last: it says that the folder is half deleted.
         delete_tree(self._marker(step))
 
     def move(self, step: int, target: Path) -> None:
         source = self.folder / str(step)
         for name in disk.names(source):
-            if name != MANIFEST:  # which comes last, and makes it a checkpoint
+            if name != MANIFEST:
                 copy(source / name, target / name)
+        # The manifest last: it makes the target a checkpoint.
         copy(source / MANIFEST, target / MANIFEST)
         self.delete(step)
 
@@ -474,90 +522,115 @@ class MarkerCommit(RenameCommit):
             remove_tree(checkpoint)
         remove_tree(self.folder / name)
 
-    def set_aside(self, step: int, problem: str) -> Path:
+    def quarantine(self, step: int, problem: str) -> Path:
         mark = self.folder / str(step) / DAMAGED
         disk.write_whole(mark, json.dumps({"step": step, "problem": problem}) + "\n")
         return mark
 
     def _marker(self, step: int) -> Path:
+        """Return the empty file that stands beside a checkpoint while it is written or deleted."""
         return self.folder / f"{step}{SAVING}"
 
 
+def _steps_with_ending(folder: Path, ending: str) -> list[int]:
+    """Return STEP for every name STEP plus `ending` in a folder."""
+    steps: list[int] = []
+    for name in disk.names(folder):
+        step = name.removesuffix(ending)
+        if name.endswith(ending) and step.isdigit():
+            steps.append(int(step))
+    return steps
+
+
 def counts(checkpoint: Path) -> bool:
-    """Whether a folder is a checkpoint: it has its manifest and was not set aside."""
-    return disk.status(checkpoint / MANIFEST) is not None and not is_aside(checkpoint)
+    """Return whether a folder is a checkpoint: it has a manifest and was not set aside."""
+    return disk.status(checkpoint / MANIFEST) is not None and not is_quarantined(checkpoint)
 
 
-def is_aside(checkpoint: Path) -> bool:
-    """Whether it was set aside."""
-    return checkpoint.parent.name == SET_ASIDE or disk.status(checkpoint / DAMAGED) is not None
+def is_quarantined(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was set aside as damaged."""
+    is_moved = checkpoint.parent.name == QUARANTINE
+    return is_moved or disk.status(checkpoint / DAMAGED) is not None
 
 
 def is_being_saved(checkpoint: Path) -> bool:
-    """Return True for a folder in which a checkpoint is being written or deleted, where folders cannot be renamed."""
+    """Return whether a checkpoint is being written or deleted where folders cannot be renamed."""
     marker = checkpoint.with_name(f"{checkpoint.name}{SAVING}")
     return disk.status(marker) is not None and disk.status(checkpoint / MANIFEST) is None
 
 
-def aside(folder: Path) -> list[Path]:
-    """The checkpoints of a folder that were set aside."""
-    marked = [
-        path for name in disk.names(folder) if name.isdigit() and is_aside(path := folder / name)
-    ]
-    return [*map((folder / SET_ASIDE).joinpath, disk.names(folder / SET_ASIDE)), *marked]
+def quarantined(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder that were set aside: those moved, then those marked."""
+    marked: list[Path] = []
+    for name in disk.names(folder):
+        if name.isdigit() and is_quarantined(folder / name):
+            marked.append(folder / name)
+    moved = [folder / QUARANTINE / name for name in disk.names(folder / QUARANTINE)]
+    return moved + marked
 
 
 def renames_folders(path: Path) -> bool:
-    """Whether a folder can be renamed in this one: not in a bucket, nor in every one that is mounted."""
+    """Return whether folders can be renamed in this folder, which is made if missing.
+
+    They cannot be renamed in a bucket, nor in every bucket that is mounted.
+    """
     if is_remote(path):
         return False
     try:
         path.mkdir(parents=True, exist_ok=True)
         _remove_probes(path)
         (path / _OLD).mkdir()
+        # With a file in it, which must have moved, too.
         (path / _OLD / DAMAGED).touch()
         (path / _OLD).replace(path / _NEW)
         return (path / _NEW / DAMAGED).is_file()
     except OSError as error:
-        return error.errno in _UNWELL
+        return error.errno in _TEMPORARY_ERRORS
     finally:
         _remove_probes(path)
 
 
 def _remove_probes(path: Path) -> None:
-    for folder in map(path.joinpath, PROBES):
+    for name in PROBES:
+        folder = path / name
         with contextlib.suppress(OSError):
             (folder / DAMAGED).unlink(missing_ok=True)
             folder.rmdir()
 
 
 def locks_files(file: Path) -> bool:
-    """Whether a file, made if missing, can be locked: not in a bucket, mounted or not, nor on some network file systems."""
+    """Return whether a file, which is made if missing, can be locked.
+
+    Files cannot be locked in a bucket, mounted or not, nor on some network file systems.
+    """
     if is_remote(file):
         return False
     with file.open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
+            return True  # another process has locked it
         except OSError:
             return False
     return True
 
 
-def lacks(path: Path, file: Path) -> list[str]:
-    """What a folder of this machine cannot do, and what a run does instead: a line each, none for a bucket.
+def missing_capabilities(path: Path, file: Path) -> list[str]:
+    """Return a line for each thing that the file system of a folder cannot do.
+
+    Each line says what the run does instead. A bucket has none.
 
     Args:
-        path: the folder, in which a probe is made and removed.
-        file: in it, made if missing: what a run locks.
+        path: Folder, in which a probe is made and removed.
+        file: File in the folder that a run locks; made if missing.
     """
     if is_remote(path):
         return []
-    texts = {
-        "renaming folders (a checkpoint is written where it stays)": renames_folders(path),
-        "file locks (an owner file keeps other runs out, unless they start in the same second)": locks_files(
-            file
-        ),
-    }
-    return [text for text, can in texts.items() if not can]
+    lines: list[str] = []
+    if not renames_folders(path):
+        lines.append("renaming folders (a checkpoint is written where it stays)")
+    if not locks_files(file):
+        lines.append(
+            "file locks (an owner file keeps other runs out, unless they start in the same second)"
+        )
+    return lines

@@ -1,8 +1,9 @@
-"""One run at a time where files cannot be locked, in a bucket say: an object that its owner goes on writing.
+"""Lock of a folder where files cannot be locked, as in a bucket: an object that its owner rewrites.
 
-It is made only where there is none (`if_generation_match=0` in a bucket), and says who has made it. Its owner writes it again
-every `BEAT_S`. Whoever finds it watches it: one that changes has a living owner and is refused; one that stays the same for
-`STALE_S` is taken over, and so is one whose process is known to have ended.
+The object is made only if there is none (`if_generation_match=0` in a bucket), and says who made
+it. The owner writes it again every `BEAT_S`. Another process that finds the object watches it. If
+it changes, the owner is alive and the process is refused. If it stays the same for `STALE_S`, or if
+its owner is known to have ended, the process takes it over.
 """
 
 from __future__ import annotations
@@ -24,97 +25,121 @@ from mupax.errors import MupaxError
 from mupax.train.checkpoints.folder import WorkdirError
 
 BEAT_S = 10.0
+"""Seconds between two writes of an owner."""
 STALE_S = 45.0
+"""Seconds without a write after which an object may be taken over."""
 _SETTLED_S = 0.5
+"""Seconds until two processes that wrote at once find out whose content stayed."""
 _LONG_S = 600.0
-"""Since the last beat by its owner's clock, which may be wrong by minutes: longer, and nobody watches it."""
+"""Age of a last write, in seconds, from which nobody watches the object any more.
 
-
-def _say(text: str) -> None:
-    terminal.note(text)
+The age is by the owner's clock, which may be wrong by minutes."""
 
 
 class Owned:
-    """The object while it is this process'; a context manager that gives it back.
+    """Context manager of an object that this process owns. The object is deleted at the end.
 
     Args:
-        folder: that it keeps for one run.
-        name: of the object.
-        lost: called, in a thread, with what to say when another has taken it over: this process was thought to be dead.
-        note: told what is waited for and what was taken over.
+        folder: Folder that is kept for one run.
+        name: Name of the object in the folder.
+        on_lost: Function called in a thread, with a message, when another process has taken the
+            object over because it heard nothing from this one.
+        log: Function that prints a line for the user: who is waited for, and who is replaced. By
+            default a line on standard error.
 
     Raises:
-        WorkdirError: another run has it.
+        WorkdirError: Another run owns the object.
     """
 
     def __init__(
         self,
         folder: Path,
         name: str,
-        lost: Callable[[str], None],
-        note: Callable[[str], None] = _say,
+        on_lost: Callable[[str], None],
+        log: Callable[[str], None] = terminal.note,
     ) -> None:
-        self._folder, self._name, self._lost, self._note = folder, name, lost, note
+        self._folder = folder
+        self._name = name
+        self._on_lost = on_lost
+        self._log = log
         self._naming = contextlib.ExitStack()
-        named = self._naming.enter_context(plainly_named(folder / name))
-        self._store = _store(named.removesuffix(name), is_remote(folder))
+        plain_name = self._naming.enter_context(plainly_named(folder / name))
+        self._store = _store(plain_name.removesuffix(name), is_remote(folder))
         self._token = secrets.token_hex(8)
+
         entry = self._free()
+        # Only if the object is still as it was read. A bucket checks that; a file system without
+        # locks may let two processes write at once.
         self._generation = self._write(entry.stamp.generation)
         if not is_remote(folder):
-            time.sleep(_SETTLED_S)  # without locks two may write at once: the last one has it
+            time.sleep(_SETTLED_S)  # the last one that wrote has it
         content = self._store.read(name).result().value
         if not self._generation or _owner(content)["token"] != self._token:
             raise self._in_use(content)
-        self._ended = threading.Event()
+        self._released = threading.Event()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _free(self) -> Any:
-        """The object as it was when it was there for nobody."""
+        """Wait until nobody owns the object. Return its entry in the store.
+
+        Raises:
+            WorkdirError: The owner is alive.
+        """
         entry = self._store.read(self._name).result()
         if entry.state != "value":
             return entry
         owner = _owner(entry.value)
-        if not (gone := _ended(owner)) and time.time() - owner["at"] < _LONG_S:
-            self._note(
-                f"{self._folder} was last held by {owner['who']}; waiting up to {STALE_S:.0f} s for a sign of life"
+        has_ended = _has_ended(owner)
+        if not has_ended and time.time() - owner["at"] < _LONG_S:
+            self._log(
+                f"{self._folder} was last held by {owner['who']}; waiting up to {STALE_S:.0f} s "
+                "for a sign of life"
             )
-            until = time.monotonic() + STALE_S
-            while time.monotonic() < until:
+            deadline = time.monotonic() + STALE_S
+            while time.monotonic() < deadline:
                 time.sleep(min(1.0, BEAT_S / 4))
-                now = self._store.read(self._name).result()
-                if now.state != "value":
-                    return now
-                if now.value != entry.value:
-                    raise self._in_use(now.value)
-        why = "has ended" if gone else "gives no sign of life"
-        self._note(f"{owner['who']}, which held {self._folder}, {why}; its lock is taken over")
+                current = self._store.read(self._name).result()
+                if current.state != "value":
+                    return current
+                if current.value != entry.value:
+                    raise self._in_use(current.value)
+        why = "has ended" if has_ended else "gives no sign of life"
+        self._log(f"{owner['who']}, which held {self._folder}, {why}; its lock is taken over")
         return entry
 
     def _write(self, generation: bytes) -> bytes:
-        """Its new generation; empty where it is no longer of the one that it was read at."""
-        machine = {
+        """Write the object if it is still of `generation`.
+
+        Returns:
+            New generation, or `b""` if another process has written the object meanwhile.
+        """
+        content = {
+            "token": self._token,
+            "at": time.time(),
             "machine": _machine(),
             "pid": os.getpid(),
             "who": f"process {os.getpid()} on {socket.gethostname()}",
         }
-        content = json.dumps({"token": self._token, "at": time.time(), **machine})
-        return self._store.write(self._name, content, if_equal=generation).result().generation
+        written = self._store.write(self._name, json.dumps(content), if_equal=generation)
+        return written.result().generation
 
     def _in_use(self, content: bytes) -> WorkdirError:
+        """Return the error that names the owner."""
         return WorkdirError(
             f"the workdir {self._folder} is in use by another run ({_owner(content)['who']}); "
             "wait for it or stop it, or give --workdir another folder"
         )
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
+        """Write the object every `BEAT_S`, until the end or until another process owns it."""
+        while not self._released.wait(BEAT_S):
             with contextlib.suppress(Exception):  # of the network; another beat follows
                 entry = self._store.read(self._name).result(timeout=BEAT_S)
                 if entry.state == "value" and _owner(entry.value)["token"] != self._token:
-                    who = _owner(entry.value)["who"]
-                    self._lost(
-                        f"the workdir {self._folder} was taken over by {who}, which did not hear of this run; it ends here"
+                    owner = _owner(entry.value)["who"]
+                    self._on_lost(
+                        f"the workdir {self._folder} was taken over by {owner}, which did not hear "
+                        "of this run; it ends here"
                     )
                     return
                 self._generation = self._write(entry.stamp.generation) or self._generation
@@ -123,41 +148,43 @@ class Owned:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._ended.set()
+        self._released.set()
+        # Without network the object stays, and the next run waits `STALE_S` for it.
         with contextlib.suppress(Exception):
             entry = self._store.read(self._name).result(timeout=BEAT_S)
             if entry.state == "value" and _owner(entry.value)["token"] == self._token:
-                self._store.write(self._name, None, if_equal=entry.stamp.generation).result(
-                    timeout=BEAT_S
-                )
+                # `if_equal`, so that an object that another process has just taken over stays.
+                deleted = self._store.write(self._name, None, if_equal=entry.stamp.generation)
+                deleted.result(timeout=BEAT_S)
         self._naming.close()
 
 
 def end_at_once(text: str) -> None:
-    """End this process, without a step or a file more."""
-    _say(f"error: {text}")
+    """Print an error and end this process with exit code 1, without another step or file."""
+    terminal.note(f"error: {text}")
     os._exit(1)
 
 
 @contextlib.contextmanager
 def workdir_lock(
-    folder: Path, name: str, lost: Callable[[str], None] = end_at_once
+    folder: Path, name: str, on_lost: Callable[[str], None] = end_at_once
 ) -> Iterator[None]:
     """Keep a folder for this process alone while entered.
 
     Args:
-        folder: to keep.
-        name: of the object in it.
-        lost: as `Owned` has it.
+        folder: Folder on a file system that cannot lock files.
+        name: Name of the object in the folder that serves as the lock.
+        on_lost: Function called when another process has taken the lock over, as `Owned` calls it.
+            By default this process ends.
 
     Raises:
-        WorkdirError: another run has it, or the object cannot be written.
+        WorkdirError: Another run has the folder, or the object cannot be written.
     """
     try:
-        owned = Owned(folder, name, lost)
+        owned = Owned(folder, name, on_lost)
     except MupaxError:
         raise
-    except Exception as error:  # whatever tensorstore makes of the network
+    except Exception as error:  # tensorstore raises many types for what the network does
         reason = str(error).splitlines()[0][:200]
         raise WorkdirError(
             f"cannot lock the workdir {folder}: {reason}; give --workdir another folder"
@@ -167,7 +194,11 @@ def workdir_lock(
 
 
 def _store(folder: str, remote: bool) -> Any:
-    """Open a folder, plainly named, for objects that are written if they have not changed."""
+    """Open a folder as a key-value store whose writes can depend on the content being unchanged.
+
+    Args:
+        folder: Plain name (`plainly_named`), with the separator at its end.
+    """
     import tensorstore as ts
 
     if remote:
@@ -177,21 +208,24 @@ def _store(folder: str, remote: bool) -> Any:
 
 
 def _owner(content: bytes) -> dict[str, Any]:
-    """Who wrote it; nobody known where a half of it is all there is."""
-    kinds = {"token": "", "at": 0.0, "machine": "", "pid": 0, "who": "an unknown process"}
+    """Return the owner that an object names, or an unknown process if the object is damaged."""
+    unknown = {"token": "", "at": 0.0, "machine": "", "pid": 0, "who": "an unknown process"}
     try:
-        owner = json.loads(content)
-        return {name: type(default)(owner.get(name, default)) for name, default in kinds.items()}
+        fields = json.loads(content)
+        owner: dict[str, Any] = {}
+        for name, default in unknown.items():
+            owner[name] = type(default)(fields.get(name, default))
+        return owner
     except (ValueError, TypeError, AttributeError, OverflowError):
-        return kinds
+        return unknown
 
 
-def _ended(owner: dict[str, Any]) -> bool:
-    """Whether the owner was a process of this machine, and has ended."""
+def _has_ended(owner: dict[str, Any]) -> bool:
+    """Return whether the owner was a process of this machine and has ended."""
     if not _machine() or owner["machine"] != _machine() or owner["pid"] < 1:
         return False
     try:
-        os.kill(owner["pid"], 0)
+        os.kill(owner["pid"], 0)  # sends nothing, and raises if there is no such process
     except ProcessLookupError:
         return True
     except OSError:
@@ -200,7 +234,10 @@ def _ended(owner: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """This start of this machine, and what numbers its processes; empty where it does not say."""
+    """Return a name of this machine since its last boot, together with its process namespace.
+
+    A process id means one process only within both. Empty if the machine does not tell.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,11 +1,15 @@
-"""Folders made whole or not at all: written under a temporary name, put on the disk, marked complete, and renamed last.
+"""Folders that a command makes whole or not at all, such as `mupax convert --out FOLDER`.
 
-    out is missing        written to .OUT.making beside it, which is renamed
-    out is empty          written to OUT/.making, whose entries are moved up while the mark of OUT says that it is not complete
-    out is in a bucket    written on this machine and copied, or written in place, under the same mark
+The content is written under a temporary name, put on the disk, marked complete (`workdir.MARK`) and
+renamed last:
 
-A command that is killed leaves a temporary folder or a mark that is not complete. The next command that makes the same folder
-deletes what is left, unless the first one still runs: `LOCK` tells.
+    target is missing      written to .TARGET.making beside it, which is renamed
+    target is empty        written to TARGET/.making, whose entries are moved up while the mark of
+                           TARGET says that it is not complete
+    target in a bucket     written on this machine and copied, or written in place, under that mark
+
+A command that is killed leaves a temporary folder, or a mark that is not complete. The next command
+that makes the same folder deletes what is left, unless the first one still runs (`LOCK`).
 """
 
 from __future__ import annotations
@@ -27,153 +31,174 @@ from mupax.train.checkpoints.layout import locks_files
 from mupax.train.checkpoints.workdir import MARK, HalfMadeError
 
 LOCK = ".mupax-making"
-"""File in a folder while a command makes it, deleted last of all (`finish`)."""
+"""File in a folder while a command makes it. `finish` deletes the file when all is done."""
 PART = ".making"
-"""Temporary folder, inside an empty one; ending of one that lies beside the folder to come."""
+"""Name of a temporary folder in an empty one, and ending of one beside a missing folder."""
 _HALF_MARK = f".{MARK}.partial"
-"""What a kill leaves of a mark that is being written."""
+"""File that a kill leaves of a mark that is being written."""
 _LAST = ("model.safetensors.index.json", "model.json", "config.json")
-"""Files by which programs take a folder for a model, in the order in which they come, behind all others."""
+"""Files by which programs take a folder for a model, in the order in which they are moved, last."""
 _SCRATCH = "mupax-scratch-"
 _RUNNING_S = 60.0
-"""Age from which a folder of `scratch` without a process is deleted: a new one is not locked yet."""
+"""Age in seconds from which a folder of `scratch` without a process is deleted.
+
+A new folder is not locked yet."""
 
 
 class OutError(MupaxError):
-    """A folder that cannot be made. The text says why."""
+    """Folder that cannot be made. The text says why."""
 
 
-def is_made(out: Path, command: Sequence[str]) -> bool:
-    """Refuse a folder that cannot be written to, before work is spent. Return True if this very command has just made it.
-
-    The second is so after a kill in the last moment, when the folder was complete and the command had not said so.
+def is_made(target: Path, command: Sequence[str]) -> bool:
+    """Refuse a folder that cannot be made, before work is spent on it.
 
     Args:
-        command: words of the command, as `making` takes them.
+        command: Words of the command, as `making` takes them.
+
+    Returns:
+        True if this very command made the folder, and was killed after the folder was complete and
+        before it told the user so (`finish`). Then nothing is left to do.
 
     Raises:
-        OutError: the folder holds something, or cannot be made.
-        HalfMadeError: another command makes it now.
+        OutError: The folder holds something, or cannot be made.
+        HalfMadeError: Another command is making the folder.
     """
-    if out.exists() and not out.is_dir():
-        raise OutError(f"--out {out} is no folder; give another one")
-    if not is_remote(out) and out.is_symlink() and not out.exists():
-        raise OutError(f"--out {out} is a link to nothing; give another folder")
-    mark = workdir.read_mark(out)
-    if mark is not None and mark["complete"] and disk.status(out / LOCK) is not None:
-        with _locked(out, out):
-            remove_tree(out / PART)
-            (out / LOCK).unlink(missing_ok=True)
-        if mark["command"] == shlex.join(command):
-            terminal.note(
-                f"{out} is complete: the command that made it was ended when all was written"
-            )
-            return True
-    if mark is not None and mark["complete"] and mark["command"] == shlex.join(command):
-        raise OutError(
-            f"--out {out} is complete: this command has made it; give another folder to make it again"
-        )
+    if target.exists() and not target.is_dir():
+        raise OutError(f"--out {target} is no folder; give another one")
+    if not is_remote(target) and target.is_symlink() and not target.exists():
+        raise OutError(f"--out {target} is a link to nothing; give another folder")
+    mark = workdir.read_mark(target)
     if mark is not None and mark["complete"]:
-        raise OutError(f"--out {out} is not an empty folder; give another one")
-    _check_own(out, () if mark is None else mark["names"])
-    _check_not_running(out)
-    if is_remote(out):
+        is_same_command = mark["command"] == shlex.join(command)
+        if disk.status(target / LOCK) is not None:
+            with _locked(target, target):
+                remove_tree(target / PART)
+                (target / LOCK).unlink(missing_ok=True)
+            if is_same_command:
+                terminal.note(
+                    f"{target} is complete: the command that made it was ended when all was written"
+                )
+                return True
+        if is_same_command:
+            raise OutError(
+                f"--out {target} is complete: this command has made it; give another folder to "
+                "make it again"
+            )
+        raise OutError(f"--out {target} is not an empty folder; give another one")
+
+    _check_own(target, () if mark is None else mark["names"])
+    _check_not_running(target)
+    if is_remote(target):
         return False
-    parent = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    # The nearest folder that exists: the others are made.
+    parent = target.absolute()
+    while not parent.exists():
+        parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutError(f"--out {out}: cannot write into {parent}; give another folder")
+        raise OutError(f"--out {target}: cannot write into {parent}; give another folder")
     return False
 
 
-def _check_not_running(out: Path) -> None:
-    """Refuse a folder that another command makes now, before work is spent."""
-    places = [out] if is_remote(out) else [out, _sibling(out)]
+def _check_not_running(target: Path) -> None:
+    """Refuse a folder that another command is making."""
+    places = [target] if is_remote(target) else [target, _sibling(target)]
     for folder in places:
         if disk.status(folder / LOCK) is not None:
-            with _locked(folder, out):
+            with _locked(folder, target):
                 pass
 
 
 @contextlib.contextmanager
-def making(out: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a folder to write into, which is `out` and complete when the block ends, and deleted when the block fails.
+def making(target: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield a folder to write into. It becomes `target` when the block ends.
+
+    If the block fails, what it wrote is deleted.
 
     Args:
-        out: missing, empty, or left by a command that was killed (`is_made`).
-        command: words to write again after a kill.
-        in_bucket: names that the block writes straight into a folder of a bucket; otherwise the block writes a folder of
-            this machine, which is copied.
+        target: Folder that is missing, empty, or left by a command that was killed (`is_made`).
+        command: Words that the user is told to write again after a kill.
+        in_bucket: Names that the block writes straight into a folder of a bucket. By default the
+            block writes a folder of this machine, which is copied.
 
     Raises:
-        HalfMadeError: another command makes the folder now.
-        OutError: something else came into the folder meanwhile.
-        DiskError: the disk is full or does not take the folder.
+        HalfMadeError: Another command is making the folder.
+        OutError: Something else has come into the folder meanwhile.
+        DiskError: The disk is full or cannot write the folder.
     """
     try:
-        if not is_remote(out):
-            with _made_here(out, command) as staging:
+        if not is_remote(target):
+            with _made_here(target, command) as staging:
                 yield staging
         elif in_bucket:
-            with _made_in_place(out, command, in_bucket):
-                yield out
+            with _made_in_place(target, command, in_bucket):
+                yield target
         else:
             with scratch() as folder:
                 yield folder
-                with _made_in_place(out, command, disk.names(folder)):
-                    _copy_entries(folder, out)
+                with _made_in_place(target, command, disk.names(folder)):
+                    _copy_entries(folder, target)
     except OSError as error:
         if error.errno not in disk.NO_ROOM:
             raise
         raise disk.DiskError(
-            f"{out} cannot be written: {error.strerror}. What was written of it is deleted; make room, then write the "
-            "same command again"
+            f"{target} cannot be written: {error.strerror}. What was written of it is deleted; "
+            "make room, then write the same command again"
         ) from error
 
 
-def finish(out: Path) -> None:
-    """Note that a command has told the user all. After a kill before this, `is_made` knows that nothing is left to do."""
-    if not is_remote(out):
-        (out / LOCK).unlink(missing_ok=True)
+def finish(target: Path) -> None:
+    """Delete the lock of a complete folder, when the command has told the user that it is done.
+
+    After a kill before this, `is_made` finds the lock and knows that nothing is left to do.
+    """
+    if not is_remote(target):
+        (target / LOCK).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _made_here(out: Path, command: Sequence[str]) -> Iterator[Path]:
+def _made_here(target: Path, command: Sequence[str]) -> Iterator[Path]:
     """Make a folder of this machine in a temporary one, beside it or inside it."""
-    inside = out.exists()
-    sibling = _sibling(out)
-    staging = out / PART if inside else sibling
-    locked = out if inside else sibling
+    inside = target.exists()
+    sibling = _sibling(target)
+    if inside:
+        staging = target / PART
+        locked = target
+    else:
+        staging = sibling
+        locked = sibling
     locked.mkdir(parents=True, exist_ok=True)
-    with _locked(locked, out):
+    with _locked(locked, target):
         if inside and disk.status(sibling) is not None:
-            with _locked(sibling, out):
-                _delete_temporary(sibling, out)
+            with _locked(sibling, target):
+                _delete_temporary(sibling, target)
                 remove_tree(sibling)
         try:
-            _delete_temporary(staging, out)
-            _delete_half(out)
+            _delete_temporary(staging, target)
+            _delete_half(target)
+            # Before anything else: the mark shows the next command that it may delete the rest.
             workdir.write_mark(locked, command, complete=False)
             staging.mkdir(exist_ok=True)
             yield staging
+            # On the disk before the mark says so.
             _sync(staging)
             if inside:
-                _move_up(staging, out, command)
+                _move_up(staging, target, command)
             else:
                 workdir.write_mark(staging, command, complete=True)
-                _rename(staging, out, command)
+                _rename(staging, target, command)
         except BaseException:
-            _clean_up(staging, out, locked)
+            _clean_up(staging, target, locked)
             raise
         remove_tree(staging)
 
 
-def _clean_up(staging: Path, out: Path, locked: Path) -> None:
-    """Delete what a command has made that fails. What cannot be deleted is deleted by the next command."""
+def _clean_up(staging: Path, target: Path, locked: Path) -> None:
+    """Delete what a failed command has made. The next command deletes what cannot be deleted."""
     for pause in (0.0, 0.2, 1.0):  # threads of a library may write a little longer
         time.sleep(pause)
         with contextlib.suppress(OSError, MupaxError):
-            _delete_temporary(staging, out)
-            _delete_half(out)
+            _delete_temporary(staging, target)
+            _delete_half(target)
         if disk.names(staging) in ([], [LOCK]):
             break
     with contextlib.suppress(OSError):
@@ -182,137 +207,155 @@ def _clean_up(staging: Path, out: Path, locked: Path) -> None:
 
 
 @contextlib.contextmanager
-def _made_in_place(out: Path, command: Sequence[str], names: Sequence[str]) -> Iterator[None]:
-    """Make a folder of a bucket, in which nothing can be renamed: the mark alone says whether it is complete."""
-    with _locked(out, out):
-        _delete_half(out)
-        workdir.write_mark(out, command, names, complete=False)
+def _made_in_place(target: Path, command: Sequence[str], names: Sequence[str]) -> Iterator[None]:
+    """Make a folder of a bucket, where only the mark says whether the folder is complete."""
+    with _locked(target, target):
+        _delete_half(target)
+        workdir.write_mark(target, command, names, complete=False)
         try:
             yield
         except BaseException:
             with contextlib.suppress(OSError, MupaxError):
-                _delete_half(out)
+                _delete_half(target)
             raise
-        workdir.write_mark(out, command, names, complete=True)
+        workdir.write_mark(target, command, names, complete=True)
 
 
-def _sibling(out: Path) -> Path:
-    """Return the temporary folder of one that is missing, on the same file system."""
-    return disk.hidden_beside(out.absolute(), PART)
+def _sibling(target: Path) -> Path:
+    """Return the temporary folder beside a missing one, on the same file system."""
+    return disk.hidden_beside(target.absolute(), PART)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, out: Path) -> Iterator[None]:
-    """Keep a folder that is being made for this process alone.
+def _locked(folder: Path, target: Path) -> Iterator[None]:
+    """Keep a folder that is being made for this process alone while entered.
+
+    Args:
+        folder: Folder to lock, which may be a temporary one.
 
     Raises:
-        HalfMadeError: another process has it, or has renamed it just now.
+        HalfMadeError: Another process has the folder, or has just renamed it.
     """
-    in_use = f"--out {out} is being made by another command; wait for it or stop it, or give another folder"
+    in_use = (
+        f"--out {target} is being made by another command; wait for it or stop it, or give another "
+        "folder"
+    )
     with contextlib.ExitStack() as stack:
         if is_remote(folder) or not locks_files(folder / LOCK):
             try:
                 stack.enter_context(lock.workdir_lock(folder, LOCK))
             except lock.WorkdirError as error:
-                raise HalfMadeError(
-                    in_use if "is in use" in str(error) else f"--out {out}: {error}"
-                ) from error
+                text = in_use if "is in use" in str(error) else f"--out {target}: {error}"
+                raise HalfMadeError(text) from error
         else:
             file = stack.enter_context((folder / LOCK).open("a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise HalfMadeError(in_use) from error
+        # The lock is of an open file. If the other process has renamed its folder meanwhile, this
+        # process has locked a file that is no longer here.
         if disk.status(folder / LOCK) is None:
             raise HalfMadeError(in_use)
         yield
 
 
-def _delete_temporary(staging: Path, out: Path) -> None:
-    """Delete what a killed command has left in its temporary folder, but for the lock that this process holds.
+def _delete_temporary(staging: Path, target: Path) -> None:
+    """Delete what a killed command has left in its temporary folder.
+
+    The lock stays, because this process holds it.
 
     Raises:
-        OutError: no command has made the temporary folder.
+        OutError: The temporary folder is not of a command: it has no mark.
     """
     names = [name for name in disk.names(staging) if name != LOCK]
-    marks = [folder / MARK for folder in (staging, out)]
-    if all(disk.status(mark) is None for mark in marks) and any(
-        name != _HALF_MARK for name in names
-    ):
+    marks = [folder / MARK for folder in (staging, target)]
+    has_mark = any(disk.status(mark) is not None for mark in marks)
+    has_content = any(name != _HALF_MARK for name in names)
+    if has_content and not has_mark:
         raise OutError(
-            f"{staging} is where --out {out} is to be made, and holds {names[0]}; move it away"
+            f"{staging} is where --out {target} is to be made, and holds {names[0]}; move it away"
         )
     for name in names:
         if name != MARK:
             remove_tree(staging / name)
     # The mark goes last: it says that the folder was made by a command.
-    if [name for name in disk.names(staging) if name not in (LOCK, MARK)] == []:
+    remaining = [name for name in disk.names(staging) if name not in (LOCK, MARK)]
+    if not remaining:
         remove_tree(staging / MARK)
 
 
-def _delete_half(out: Path) -> None:
-    """Delete what a killed command has made of a folder. What the mark does not name stays."""
-    mark = workdir.read_mark(out)
+def _delete_half(target: Path) -> None:
+    """Delete the entries that the mark of an incomplete folder names, and then the mark."""
+    mark = workdir.read_mark(target)
     if mark is None or mark["complete"]:
         return
-    _check_own(out, mark["names"])
+    _check_own(target, mark["names"])
     for name in mark["names"]:
-        remove_tree(out / name)
-    remove_tree(out / MARK)
+        remove_tree(target / name)
+    remove_tree(target / MARK)
 
 
-def _check_own(out: Path, names: Iterable[str]) -> None:
-    """Refuse a folder that holds something else than a killed command has left."""
+def _check_own(target: Path, names: Iterable[str]) -> None:
+    """Refuse a folder that holds something that no killed command has left.
+
+    Args:
+        names: Entries that the mark of the folder names.
+    """
     made_names = {*names, MARK, _HALF_MARK, LOCK, PART}
-    foreign = [name for name in disk.names(out) if name not in made_names]
-    if foreign and disk.status(out / MARK) is None:
-        raise OutError(f"--out {out} is not an empty folder; give another one")
+    foreign = [name for name in disk.names(target) if name not in made_names]
+    if foreign and disk.status(target / MARK) is None:
+        raise OutError(f"--out {target} is not an empty folder; give another one")
     if foreign:
         raise OutError(
-            f"--out {out} holds {foreign[0]}, in addition to what a command has left that was ended; "
-            "move it away, or give another folder"
+            f"--out {target} holds {foreign[0]}, in addition to what a command has left that was "
+            "ended; move it away, or give another folder"
         )
 
 
-def _move_up(staging: Path, out: Path, command: Sequence[str]) -> None:
-    """Move what was made into its folder, which is not complete until all of it is there."""
+def _move_up(staging: Path, target: Path, command: Sequence[str]) -> None:
+    """Move the entries of a temporary folder into `target`, and then mark `target` as complete."""
     names = [name for name in disk.names(staging) if name not in (LOCK, MARK)]
-    workdir.write_mark(out, command, names, complete=False)
+    workdir.write_mark(target, command, names, complete=False)
     for name in sorted(names, key=_rank):
-        if (out / name).exists():
-            raise OutError(f"{out / name} has come meanwhile; move it away, or give another folder")
+        if (target / name).exists():
+            raise OutError(
+                f"{target / name} has come meanwhile; move it away, or give another folder"
+            )
         try:
-            (staging / name).replace(out / name)
+            (staging / name).replace(target / name)
         except OSError as error:
             if error.errno in disk.NO_ROOM:
                 raise
-            copy(staging / name, out / name)  # a folder, in a bucket that is mounted
-    disk.sync_folder(out)
-    workdir.write_mark(out, command, names, complete=True)
+            # A mounted bucket does not rename folders.
+            copy(staging / name, target / name)
+    disk.sync_folder(target)
+    workdir.write_mark(target, command, names, complete=True)
 
 
-def _rename(staging: Path, out: Path, command: Sequence[str]) -> None:
-    """Give a complete folder its name; where no folder can be renamed, move what is in it."""
-    if out.exists():
-        raise OutError(f"{out} has come meanwhile; move it away, or give another folder")
+def _rename(staging: Path, target: Path, command: Sequence[str]) -> None:
+    """Rename a complete folder to `target`. If no folder can be renamed, move what is in it."""
+    if target.exists():
+        raise OutError(f"{target} has come meanwhile; move it away, or give another folder")
     try:
-        staging.replace(out)
-        disk.sync_folder(out.absolute().parent)
+        staging.replace(target)
+        disk.sync_folder(target.absolute().parent)
     except OSError as error:
         if error.errno in disk.NO_ROOM or not staging.exists():
             raise
-        out.mkdir()
-        _move_up(staging, out, command)
+        target.mkdir()
+        _move_up(staging, target, command)
         remove_tree(staging)
 
 
-def _copy_entries(folder: Path, out: Path) -> None:
-    """Copy what is in a folder of this machine into a bucket, the files that make it a model last."""
+def _copy_entries(folder: Path, target: Path) -> None:
+    """Copy the entries of a folder into a bucket, the files that make it a model last."""
     for name in sorted(disk.names(folder), key=_rank):
-        copy(folder / name, out / name)
+        copy(folder / name, target / name)
 
 
 def _rank(name: str) -> int:
+    """Return the rank of a name in the order in which the entries of a folder are moved."""
     return _LAST.index(name) if name in _LAST else -1
 
 
@@ -325,7 +368,10 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield an empty folder of this machine, deleted at the end; one that a killed process has left is deleted first."""
+    """Yield an empty folder of this machine, and delete it at the end.
+
+    Folders that killed processes have left are deleted first.
+    """
     root = Path(tempfile.gettempdir())
     for name in disk.names(root):
         if name.startswith(_SCRATCH):
@@ -334,9 +380,8 @@ def scratch() -> Iterator[Path]:
     folder = holder / "files"
     try:
         with (holder / LOCK).open("a") as file:
-            with contextlib.suppress(
-                OSError
-            ):  # no locks there: then nobody deletes what a kill leaves
+            # Without locks nobody deletes the folder while this process runs, nor after a kill.
+            with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder.mkdir()
             yield folder
@@ -345,7 +390,10 @@ def scratch() -> Iterator[Path]:
 
 
 def _delete_abandoned(holder: Path) -> None:
-    """Delete a folder of `scratch` whose process has ended. A running process holds its lock."""
+    """Delete a folder of `scratch` whose process has ended.
+
+    A running process holds the lock of its folder, so that `flock` raises and nothing is deleted.
+    """
     with contextlib.suppress(OSError):
         status = holder.stat()
         if status.st_uid != os.getuid() or time.time() - status.st_mtime < _RUNNING_S:

@@ -1,4 +1,7 @@
-"""A run's checkpoint opened for use: its config, its step, and its parameters or their average on a mesh."""
+"""Checkpoint of a run opened for use: its config, and its parameters or their average on a mesh.
+
+Used by the commands that read a run: `mupax eval`, `generate`, `predict`, `export` and others.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,32 @@ if TYPE_CHECKING:
 
 
 class LoadedRun(NamedTuple):
-    """A run of which one step is restored."""
+    """Run with one of its steps, whose arrays are loaded when they are asked for."""
 
     workdir: Path
     config: Config
-    """As the run recorded it; without an average where the plain parameters are meant."""
+    """Config that the run recorded. Without a moving average if the plain parameters are meant."""
     facts: dict[str, Any]
-    """What the run recorded of its data."""
+    """Facts of the data that the run recorded."""
     step: int
     weights: Literal["params", "ema"]
     run: str | None
-    """Name of the run."""
+    """Name of the run, or `None` for a run of an older version."""
 
     def assets(self) -> Assets | None:
-        """Return the run's own tokenizer, chat template and class names; None of a run that an older version wrote."""
+        """Return the run's tokenizer, chat template and class names, or `None` if it has none.
+
+        A run of an older version has none.
+        """
         return assets.find(self.workdir, self.step)
 
     def verified(self) -> Path:
-        """The folder of the step, every file as it was written.
+        """Compare all files of the step with their digests. Return the folder of the checkpoint.
 
         Raises:
-            WorkdirError: one is not.
-            ForeignError: the checkpoint is of another run or a newer version.
-            DiskError: the disk cannot read it.
+            WorkdirError: A file is not as it was written.
+            ForeignError: The checkpoint is of another run or of a newer version.
+            DiskError: The disk cannot be read.
         """
         checkpoint = self.workdir / CHECKPOINTS / str(self.step)
         try:
@@ -58,15 +64,16 @@ class LoadedRun(NamedTuple):
         return checkpoint
 
     def params(self, abstract: Any) -> Arrays:
-        """The weights, each array restored straight into its sharding.
+        """Load the parameters or their average, each array straight into its sharding.
 
         Args:
-            abstract: the state of a program of `config`.
+            abstract: State of a program of `config` without values: shapes, dtypes and shardings.
 
         Raises:
-            WorkdirError: the checkpoint is damaged, or is of another model.
-            ForeignError, DiskError: as `verified`.
-            MemoryLimitError: there is not enough memory for them.
+            WorkdirError: The checkpoint is damaged, or is of another model.
+            ForeignError: The checkpoint is of another run or of a newer version.
+            DiskError: The disk cannot be read.
+            MemoryLimitError: The arrays do not fit into memory.
         """
         import jax
         from orbax.checkpoint import v1 as ocp
@@ -85,54 +92,57 @@ class LoadedRun(NamedTuple):
             raise WorkdirError(
                 f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says"
             )
-        request = {
-            part: target if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
-            for part, tree in stored.items()
-        }
-        return dict(
-            patience(lambda: checkpoints_folder.loaded(checkpoint, request), checkpoint)[
-                self.weights
-            ]
-        )
+        # Orbax loads nothing for a placeholder: optimizer state stays on the disk.
+        request: dict[str, Any] = {}
+        for part, tree in stored.items():
+            if part == self.weights:
+                request[part] = target
+            else:
+                request[part] = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+        loaded = patience(lambda: checkpoints_folder.loaded(checkpoint, request), checkpoint)
+        return dict(loaded[self.weights])
 
 
 def find(path: Path, step: Step | None = None, ema: bool | None = None) -> LoadedRun:
-    """A step of a run, without its arrays.
+    """Find a step of a run, and read its config. No array is read.
 
     Args:
-        path: a run's workdir, or one of its steps (workdir/checkpoints/STEP, workdir/checkpoints/best).
-        step: of a workdir, or best; the newest unless given.
-        ema: whether the moving average is meant; where there is one, unless given.
+        path: Workdir of a run, or one of its steps: `WORKDIR/checkpoints/STEP` or
+            `WORKDIR/checkpoints/best`.
+        step: Step of a workdir, or "best"; by default the newest.
+        ema: Whether the moving average is meant; by default it is if the run keeps one.
 
     Raises:
-        WorkdirError: no run there, no such step, or no average.
-        ConfigError, JsonError: a record that is none.
+        WorkdirError: The folder holds no run, or the run has no such step or no average.
+        ConfigError, JsonError: The record of the run is damaged.
     """
-    folder, named = named_step(path)
-    if named is None:  # a name alone, typed inside of the folder of checkpoints
-        folder, named = named_step(path.absolute())
+    workdir, named = named_step(path)
+    if named is None:  # the step alone, typed inside of the folder of checkpoints
+        workdir, named = named_step(path.absolute())
     if named is not None and step not in (None, named):
         raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")
-    fields = read_record(folder)
+
+    fields = read_record(workdir)
     config = run_config(fields)
     facts = fields.get("data")
-    meant = step_of(
-        path if named is None else folder,
-        step if named is None else named,
-        config.checkpoint.best_metric,
-    )
-    if ema and config.ema.decay is None:
+    if named is None:
+        chosen = step_of(path, step, config.checkpoint.best_metric)
+    else:
+        chosen = step_of(workdir, named, config.checkpoint.best_metric)
+
+    has_average = config.ema.decay is not None
+    if ema and not has_average:
         raise WorkdirError(
             f"the run in {path} kept no moving average (ema.decay is None); leave --ema out"
         )
-    averaged = config.ema.decay is not None if ema is None else ema
-    config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
-    weights = "ema" if averaged else "params"
+    reads_average = has_average if ema is None else ema
+    if not reads_average:
+        config = dataclasses.replace(config, ema=EmaConfig())
     return LoadedRun(
-        folder.absolute(),
-        config,
-        facts if isinstance(facts, dict) else {},
-        meant,
-        weights,
-        fields.get("run"),
+        workdir=workdir.absolute(),
+        config=config,
+        facts=facts if isinstance(facts, dict) else {},
+        step=chosen,
+        weights="ema" if reads_average else "params",
+        run=fields.get("run"),
     )

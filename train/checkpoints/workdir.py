@@ -1,9 +1,9 @@
-"""The folder of a run: whether it may be used, and what it records about how the run was made.
+"""Folder of a run: claiming and locking it, and config.json, which records how the run was made.
 
-A folder that a command makes has a mark, `MARK`: it says whether the folder is complete, so that half of one is never read.
-
-The mark is written first, as not complete, and written again when everything else is on the disk. A folder without a mark is of an
-older version or of another program, and is read as it is. `mupax/train/checkpoints/making.py` makes such folders.
+Folders that other commands make (`making.py`) have a mark, `MARK`, so that nothing is read from a
+folder that is not complete. The mark is written first, as not complete, and written again when
+everything else is on the disk. A folder without a mark is of an older version or of another
+program, and is read as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mupax.disk import is_remote, path_of, remove_tree
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import folder
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
-from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
+from mupax.train.checkpoints.layout import PROBES, locks_files, missing_capabilities
 from mupax.train.config import record as config_record
 from mupax.train.config.data import DataConfig
 from mupax.train.config.record import completed, differences, text_of, to_json
@@ -38,25 +38,26 @@ from mupax.train.parallel.hardware import VARIABLES
 from mupax.train.parallel.processes import Processes
 
 MARK = ".mupax-made.json"
-
+"""File that says whether the folder is complete."""
 RECORD = "config.json"
-_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = (
-    ".shared",
-    ".lock",
-    ".owner",
-    ".writable",
-    f".{RECORD}.partial",
-)
+"""File with the resolved config, versions, data facts and earlier parts of a run."""
+_SHARED = ".shared"
+_LOCK = ".lock"
+_OWNER = ".owner"
+_PROBE = ".writable"
+_PARTIAL = f".{RECORD}.partial"
 _STORAGE = ".storage"
 _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _STORAGE, _PARTIAL, *PROBES, "attempts*.jsonl")
-"""What a run writes before its record: a kill leaves some of them in a folder that is still free."""
+"""Patterns of names that a run writes before its record.
+
+A kill leaves some of them in a folder that is still free."""
 _BEFORE_STEPS = (RECORD, "metrics.jsonl", "tensorboard", "assets", CHECKPOINTS)
-"""Everything else that a run writes before its first step is done."""
+"""Names of everything else that a run writes before its first step is done."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class HalfMadeError(MupaxError):
-    """A folder that no command has finished. The text names the command to write again."""
+    """Folder that no command has finished. The text names the command to write again."""
 
 
 def write_mark(
@@ -65,13 +66,14 @@ def write_mark(
     """Write the mark of a folder, whole or not at all.
 
     Args:
-        folder: exists, unless it is in a bucket.
-        command: words of the command that makes the folder.
-        names: entries of the folder that the command makes, which may be deleted while it is not complete.
-        complete: whether everything else in the folder is on the disk.
+        folder: Folder that exists, or any folder of a bucket.
+        command: Words of the command that makes the folder.
+        names: Entries of the folder that the command makes. They may be deleted while the folder is
+            not complete.
+        complete: Whether everything else in the folder is on the disk.
 
     Raises:
-        DiskError: the disk does not take it.
+        DiskError: The mark cannot be written.
     """
     content = {
         "complete": complete,
@@ -83,26 +85,26 @@ def write_mark(
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """Return what the mark of a folder says, or None if the folder has none.
+    """Return the content of a folder's mark, or `None` if the folder has none.
 
     Raises:
-        JsonError: the mark is damaged.
-        DiskError: the disk cannot read it.
+        JsonError: The mark is damaged.
+        DiskError: The disk cannot be read.
     """
-    if disk.status(folder / MARK) is None:
+    path = folder / MARK
+    if disk.status(path) is None:
         return None
-    content = disk.read_json(folder / MARK)
+    content = disk.read_json(path)
     names = content.get("names")
     has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if (
-        not has_names
-        or not isinstance(content.get("complete"), bool)
-        or not isinstance(content.get("command"), str)
-    ):
+    has_complete = isinstance(content.get("complete"), bool)
+    has_command = isinstance(content.get("command"), str)
+    if not (has_names and has_complete and has_command):
         raise disk.JsonError(
-            f"{folder / MARK}: not the mark of a folder; delete it if the folder is as it should be"
+            f"{path}: not the mark of a folder; delete it if the folder is as it should be"
         )
-    # One that an earlier version began is finished by the same command, however it is spelled now.
+    # A command that an earlier version began is finished by the same command, which may have
+    # another spelling now.
     return {**content, "command": spellings.current(content["command"])}
 
 
@@ -110,44 +112,53 @@ def check_complete(folder: Path) -> None:
     """Refuse a folder that a command has not finished, before anything is read from it.
 
     Raises:
-        HalfMadeError: the mark says so.
-        JsonError, DiskError: the mark is damaged or cannot be read.
+        HalfMadeError: The mark says that the folder is not complete.
+        JsonError, DiskError: The mark is damaged or cannot be read.
     """
     mark = read_mark(folder)
     if mark is not None and not mark["complete"]:
         raise HalfMadeError(
-            f"{folder} is not complete: it was not finished by `{mark['command']}`; write that command again, or wait "
-            "for it where it still runs"
+            f"{folder} is not complete: it was not finished by `{mark['command']}`; write that "
+            "command again, or wait for it where it still runs"
         )
 
 
 def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
-    """The run's folder, made by process 0 if missing, and whether an earlier part of the run lies in it.
+    """Make the folder of a run, or check that the run may go on in the folder that is there.
+
+    Process 0 does that. The others wait until they see its folder.
 
     Args:
-        config, processes: of the run; its `workdir`, and whether to `resume` in it.
+        config: Config of the run: its `workdir`, and whether to `resume` in it.
+        processes: All processes of the run, which call this together.
+
+    Returns:
+        Folder, and whether an earlier part of the run is in it.
 
     Raises:
-        WorkdirError: the folder holds something and `resume` was not asked for, holds no run, or cannot be written, or this
-            process does not see the folder that process 0 has.
+        WorkdirError: The folder cannot be used. It holds something and `resume` is off, it holds no
+            run, it cannot be written, or this process does not see the folder of process 0.
     """
-    where, resumed = processes.broadcast("workdir", lambda: _claim(config))
-    path = path_of(where)
+    name, resumed = processes.broadcast("workdir", lambda: _claim(config))
+    path = path_of(name)
     if processes.count == 1 or is_remote(path):
         return path, resumed
+
+    # All processes write into one folder. A file of process 0 shows that it is the same one.
     if processes.leader:
         (path / _SHARED).touch()
-    for _ in range(
-        20
-    ):  # a network file system may remember for some seconds that a file was missing
+    # Up to 10 seconds: a network file system may remember for a while that a file was missing.
+    for _ in range(20):
         if (path / _SHARED).exists():
             break
         time.sleep(0.5)
     else:
         raise WorkdirError(
-            f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
-            "of a checkpoint; give --workdir a bucket (gs://...) or a folder that all hosts share"
+            f"process {processes.index} does not see the workdir {path} of process 0, where all "
+            "processes save their part of a checkpoint; give --workdir a bucket (gs://...) or a "
+            "folder that all hosts share"
         )
+    # Only when all have seen the file it is deleted.
     processes.barrier("workdir")
     if processes.leader:
         (path / _SHARED).unlink()
@@ -155,13 +166,14 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
 
 
 def _claim(config: Config) -> tuple[str, bool]:
-    path = path_of(
-        config.workdir if config.workdir is not None else f"runs/{config.recipe}"
-    ).absolute()
+    """Do what `claim` does in process 0."""
+    name = config.workdir if config.workdir is not None else f"runs/{config.recipe}"
+    path = path_of(name).absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
     check_complete(path)
-    occupied = not all(any(map(Path(name).match, _FIRST)) for name in disk.names(path))
+
+    occupied = not all(_matches(name, _FIRST) for name in disk.names(path))
     if occupied and not config.resume and _unstarted(path):
         occupied = False  # `start_anew` empties the folder as soon as it is locked
     if occupied and not config.resume:
@@ -169,66 +181,77 @@ def _claim(config: Config) -> tuple[str, bool]:
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
             "or give --workdir another folder for a new one"
         )
-    before = _recorded(path) if occupied else ({}, "")
-    if occupied and not before[0]:
-        raise WorkdirError(
-            f"the workdir {_shown(path)} holds files but no run ({before[1]}); give --workdir another folder"
-        )
+    previous: dict[str, Any] = {}
+    problem = ""
+    if occupied:
+        previous, problem = _recorded(path)
+        if not previous:
+            raise WorkdirError(
+                f"the workdir {_shown(path)} holds files but no run ({problem}); give --workdir "
+                "another folder"
+            )
+
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / _PROBE).touch()
         (path / _PROBE).unlink()
     except OSError as error:
         raise WorkdirError(
-            f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
+            f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir "
+            "another folder"
         ) from error
     _check_storage(path)
-    if without := lacks(path, path / _LOCK):
-        terminal.note(f"caution: {_shown(path)} does without {' and without '.join(without)}")
+    missing = missing_capabilities(path, path / _LOCK)
+    if missing:
+        terminal.note(f"caution: {_shown(path)} does without {' and without '.join(missing)}")
+
     if occupied:
-        _check_same_run(config, path, before[0])
-        if before[1]:
-            terminal.note(f"caution: {before[1]}; written again as the newest checkpoint has it")
-            disk.write_whole(path / RECORD, json.dumps(before[0], indent=2) + "\n")
+        _check_same_run(config, path, previous)
+        if problem:
+            terminal.note(f"caution: {problem}; written again as the newest checkpoint has it")
+            disk.write_whole(path / RECORD, json.dumps(previous, indent=2) + "\n")
     return str(path), occupied
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name matches one of some patterns."""
+    return any(Path(name).match(pattern) for pattern in patterns)
+
+
 def _check_storage(path: Path) -> None:
-    """Raise WorkdirError where the libraries that save checkpoints cannot write into a folder, or read what they wrote."""
+    """Refuse a folder in which the libraries that save checkpoints do not read what they wrote."""
     try:
         folder.check_storage(path, _STORAGE)
-    except Exception as error:  # whatever tensorstore makes of a disk or a network
+    except Exception as error:  # tensorstore raises many types for what disk and network do
         raise WorkdirError(
-            f"checkpoints cannot be saved in the workdir {_shown(path)}: {folder.reason(error, path)}; "
-            "give --workdir another folder"
+            f"checkpoints cannot be saved in the workdir {_shown(path)}: "
+            f"{folder.reason(error, path)}; give --workdir another folder"
         ) from error
 
 
 def _unstarted(path: Path) -> bool:
-    """Return whether a folder holds nothing but a run that failed or was stopped before its first step was done."""
+    """Return whether a folder holds only a run that ended before its first step was done."""
     written_early = (*_FIRST, *_BEFORE_STEPS)
-    if not all(any(map(Path(name).match, written_early)) for name in disk.names(path)):
+    if not all(_matches(name, written_early) for name in disk.names(path)):
         return False
-    saves = [
-        name for name in disk.names(path / CHECKPOINTS) if not any(map(Path(name).match, PROBES))
-    ]
+    saves = [name for name in disk.names(path / CHECKPOINTS) if not _matches(name, PROBES)]
     metrics = disk.status(path / "metrics.jsonl")
     has_rows = metrics is not None and metrics.st_size > 0
     return not saves and not has_rows and disk.status(path / RECORD) is not None
 
 
 def start_anew(path: Path) -> None:
-    """Empty a locked folder of what a run has left that failed or was stopped before its first step was done.
+    """Delete what a run has left in a locked folder that ended before its first step was done.
 
     Raises:
-        WorkdirError: another run has done steps in the folder since it was claimed.
+        WorkdirError: Another run has done steps in the folder since it was claimed.
     """
     if not any(name in _BEFORE_STEPS for name in disk.names(path)):
         return
     if not _unstarted(path):
         raise WorkdirError(
-            f"another run has begun in the workdir {_shown(path)} meanwhile; add --resume to go on with it, or give "
-            "--workdir another folder"
+            f"another run has begun in the workdir {_shown(path)} meanwhile; add --resume to go on "
+            "with it, or give --workdir another folder"
         )
     terminal.note(f"{_shown(path)} holds a run that ended before its first step; starting it anew")
     for name in _BEFORE_STEPS:
@@ -237,13 +260,15 @@ def start_anew(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, processes: Processes) -> Iterator[None]:
-    """Keep the folder for this run alone while entered. Process 0 holds the lock, which ends with it however it ends.
+    """Keep the folder for this run alone while entered.
+
+    Process 0 holds the lock. The system gives the lock back when that process ends, even by a kill.
 
     Args:
-        path, processes: of the run; the folder as `claim` gives it.
+        path: Folder as `claim` returns it.
 
     Raises:
-        WorkdirError: another run has it.
+        WorkdirError: Another run has the folder.
     """
     if not processes.leader:
         yield
@@ -254,13 +279,15 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
         with lock.workdir_lock(path, _LOCK if is_remote(path) else _OWNER):
             yield
         return
+    # "a+" does not empty the file: until this process has the lock, its content is the owner's.
     with (path / _LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
+            owner = file.read(200).strip() or "unknown"
             raise WorkdirError(
-                f"the workdir {_shown(path)} is in use by another run ({file.read(200).strip() or 'unknown'}); "
+                f"the workdir {_shown(path)} is in use by another run ({owner}); "
                 "wait for it or stop it, or give --workdir another folder"
             ) from error
         file.truncate(0)
@@ -269,64 +296,80 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
         yield
 
 
-def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
-    """Refuse to continue a run whose arrays or batches would no longer mean the same."""
-    now = with_tokenizer_of_source(to_json(config), before["config"])
+def _check_same_run(config: Config, path: Path, previous: dict[str, Any]) -> None:
+    """Refuse to continue a run whose arrays or batches would have another meaning.
+
+    Raises:
+        WorkdirError: A field differs that must not change. The text names the flag.
+    """
+    current = with_tokenizer_of_source(to_json(config), previous["config"])
     effects = {field.path: field.affects for field in config_fields(config)}
-    for field, *values in differences(completed(before["config"], now), now):
+    for field, old, new in differences(completed(previous["config"], current), current):
         affects = effects.get(field)
-        # A model of a plugin declares nothing of its fields; every one may change what arrays mean.
-        refused = (
-            field.startswith("model.")
-            if affects is None
-            else affects.consequence.on_resume == "refused"
-        )
-        if refused:
-            flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
-            how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
+        if affects is None:
+            # A plugin's model declares no effects; each of its fields may change the arrays.
+            is_refused = field.startswith("model.")
+        else:
+            is_refused = affects.consequence.on_resume == "refused"
+        if is_refused:
+            flag = f"--{field.replace('_', '-')}"
+            old_text = text_of(old)
+            advice = f"with {flag} {old_text}"
+            if old_text == "nothing":
+                advice = f"without {flag}"
             raise WorkdirError(
-                f"the run in {_shown(path)} has {field} {was}, not {now_is}; continue it {how}, or start another with --workdir"
+                f"the run in {_shown(path)} has {field} {old_text}, not {text_of(new)}; continue "
+                f"it {advice}, or start another with --workdir"
             )
 
 
-def with_tokenizer_of_source(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resumed run's config with the tokenizer that it took from the weights it started from.
+def with_tokenizer_of_source(
+    current: dict[str, Any], previous: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a resumed run's config with the tokenizer of the weights that the run started from.
 
-    A run that names no tokenizer takes the one beside such weights at its start (`init_from.settled`).
+    At its start a run that names no tokenizer takes the one of those weights (`init_from.settled`).
+    The config that is asked for at a resume does not name it either. If it names another tokenizer,
+    it is returned as it is.
 
     Args:
-        now: the config as it was asked for, as JSON.
-        before: the recorded one.
+        current: Config as it is asked for, as JSON.
     """
-    data = before.get("data") or {}
-    source = (before.get("init") or {}).get("init_from")
+    data = previous.get("data") or {}
+    source = (previous.get("init") or {}).get("init_from")
     name = data.get("tokenizer")
     if source is None or name is None or Path(name).parent != Path(source):
-        return now
-    if now["data"]["tokenizer"] != DataConfig.tokenizer:
-        return now
-    tokenizer = {"tokenizer": name, "separator": now["data"]["separator"] or data.get("separator")}
-    return {**now, "data": {**now["data"], **tokenizer}}
+        return current
+    if current["data"]["tokenizer"] != DataConfig.tokenizer:
+        return current
+    tokenizer = {
+        "tokenizer": name,
+        "separator": current["data"]["separator"] or data.get("separator"),
+    }
+    return {**current, "data": {**current["data"], **tokenizer}}
 
 
 def surroundings(
     flags: Mapping[str, Any], environment: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what config.json says of the machine, the packages and the compiler.
+    """Return the part of config.json about the machine, the packages and the compiler.
 
     Args:
-        environment: facts of the process that trains (`parallel.environment`); `None` for a command that trains nothing.
+        environment: Facts of the process that trains (`parallel.environment`), or `None` for a
+            command that trains nothing.
     """
+    versions = {"python": platform.python_version(), "mupax": __version__}
+    for package in _PACKAGES:
+        versions[package] = version(package)
+    variables = {name: os.environ.get(name, "") for name in VARIABLES}
     content: dict[str, Any] = {
-        "xla": {"options": dict(flags), **{name: os.environ.get(name, "") for name in VARIABLES}},
-        "versions": {
-            "python": platform.python_version(),
-            "mupax": __version__,
-            **dict(zip(_PACKAGES, map(version, _PACKAGES), strict=True)),
-        },
+        "xla": {"options": dict(flags), **variables},
+        "versions": versions,
         "platform": f"{platform.system()} {platform.machine()}",
     }
-    return content if environment is None else {**content, "environment": dict(environment)}
+    if environment is not None:
+        content["environment"] = dict(environment)
+    return content
 
 
 def record(
@@ -338,19 +381,15 @@ def record(
     step: int = 0,
     environment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write config.json: the resolved config, the data's facts, versions, the environment, the git commit, the run's name.
+    """Write config.json, and return its content.
 
-    What it said before stays in it under `segments`, oldest first, each with the step at which the next part began. Gives
-    what it holds; the name, `run`, is random, and stays as it was.
+    The file has the resolved config, the data's facts, versions, the environment, the git commit
+    and the run's name. The name, `run`, is random and stays when the run goes on. Earlier parts of
+    the run stay under `segments` (`with_earlier_parts`).
 
     Args:
-        path: the run's folder.
-        config: of this part of the run.
-        data_facts: of its data.
-        preset: described in words.
-        flags: of the compiler.
-        step: at which this part begins.
-        environment: as `surroundings` takes it.
+        config: Config of this part of the run.
+        environment: Facts of the process, as `surroundings` takes them.
     """
     content = {
         "config": to_json(config),
@@ -362,9 +401,9 @@ def record(
     modules = config_record.record(config)
     if modules:
         content["plugins"] = modules
-    before = recorded(path)
-    content = with_earlier_parts(content, before, step)
-    run = before.get("run") or secrets.token_hex(8)
+    previous = recorded(path)
+    content = with_earlier_parts(content, previous, step)
+    run = previous.get("run") or secrets.token_hex(8)
     content = {"run": run, **content}
     config_record.remember_run(run, modules)
     disk.write_whole(path / RECORD, json.dumps(content, indent=2) + "\n")
@@ -372,36 +411,43 @@ def record(
 
 
 def with_earlier_parts(
-    content: Mapping[str, Any], before: Mapping[str, Any], step: int
+    content: Mapping[str, Any], previous: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
     """Return the record of a new part of a run with the parts before it under `segments`.
 
+    The segments are in order, the oldest first. Each has the step at which the next part began. A
+    part with the same settings as the new one is not listed.
+
     Args:
-        content: what the new part records.
-        before: content of config.json so far; empty for a new run.
-        step: steps done when the new part begins.
+        previous: Content of config.json so far. Empty for a new run.
+        step: Steps done when the new part begins.
     """
-    part = {name: value for name, value in before.items() if name not in ("run", "segments")}
-    segments = list(before.get("segments", ()))
-    if part and _lasting(part) != _lasting(json.loads(json.dumps(content))):
+    part = {name: value for name, value in previous.items() if name not in ("run", "segments")}
+    segments = list(previous.get("segments", ()))
+    # By way of JSON, which makes lists of tuples, as in `previous`.
+    as_json = json.loads(json.dumps(content))
+    if part and _lasting(part) != _lasting(as_json):
         segments.append({"until_step": step, **part})
     return {**content, "segments": segments} if segments else dict(content)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What config.json says of the run in this folder; where it is lost or damaged, what the newest checkpoint kept of it.
+    """Return the content of a run's config.json.
+
+    If the file is lost or damaged, the copy in the newest checkpoint is returned, and the user is
+    told.
 
     Raises:
-        WorkdirError: no run is there.
-        HalfMadeError: the command that makes the run has not finished it.
-        DiskError: the disk cannot read it.
+        WorkdirError: The folder holds no run.
+        HalfMadeError: The command that makes the run has not finished it.
+        DiskError: The disk cannot be read.
     """
     check_complete(path)
     return _read_record(path)
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Return what `read_record` returns, of a folder that is being made, too."""
+    """Return the record of a run, even if a command is still making its folder."""
     content, problem = _recorded(path)
     if not content:
         raise WorkdirError(f"{_shown(path)} holds no run ({problem}); write the workdir of one")
@@ -411,65 +457,61 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """Return the record of a run, also while its folder is being made; empty if no config.json and no checkpoint has one."""
-    return (
-        _read_record(path)
-        if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS)
-        else {}
-    )
+    """Return the record of a run, even if a command is still making its folder.
+
+    Returns:
+        Content of config.json, or of the copy in the newest checkpoint. Empty if there is neither.
+    """
+    if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS):
+        return _read_record(path)
+    return {}
 
 
 def _recorded(path: Path) -> tuple[dict[str, Any], str]:
-    """What is known of the run, and what is wrong with its config.json."""
+    """Return the record of a run, and what is wrong with its config.json, or "".
+
+    If something is wrong, the record is that of the newest checkpoint, or empty.
+    """
     try:
         content = disk.read_json(path / RECORD)
-        lists = {"segments": list, "run": str}
-        if isinstance(content.get("config"), dict) and all(
-            isinstance(content.get(n, k()), k) for n, k in lists.items()
-        ):
+        has_config = isinstance(content.get("config"), dict)
+        has_segments = isinstance(content.get("segments", []), list)
+        if has_config and has_segments and isinstance(content.get("run", ""), str):
             return content, ""
         problem = f"{RECORD} is not one of a run"
     except disk.JsonError as error:
-        missing = disk.status(path / RECORD) is None
-        problem = f"{RECORD} is missing" if missing else str(error).removeprefix(f"{path}/")
+        if disk.status(path / RECORD) is None:
+            problem = f"{RECORD} is missing"
+        else:
+            problem = str(error).removeprefix(f"{path}/")
     return newest_record(path / CHECKPOINTS), problem
 
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the flags that only say how this part of the run was started."""
+    """Return a record without the settings that only say how this part of the run was started."""
     session = {name for name, affects in declared(Config).items() if affects.effect == "session"}
-    return {
-        **record,
-        "config": {name: value for name, value in record["config"].items() if name not in session},
-    }
+    config = {name: value for name, value in record["config"].items() if name not in session}
+    return {**record, "config": config}
 
 
 def _git_commit() -> str | None:
-    """Commit of the project's checkout, with -dirty where files differ from it; None outside a checkout."""
-    here = Path(__file__).resolve().parent
-    command = [
-        "git",
-        "-C",
-        str(here),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    """Return the commit of this source checkout, with "-dirty" if a file differs from it.
+
+    Returns:
+        Commit of 40 digits, or `None` outside of a checkout.
+    """
+    source_folder = str(Path(__file__).resolve().parent)
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", source_folder, *describe]
     try:
-        return (
-            subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=10
-            ).stdout.strip()
-            or None
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip() or None
 
 
 def _shown(path: Path) -> str:
-    """The path as short as it can be said from here."""
+    """Return a path for messages, relative to the working directory if it is below it."""
     if is_remote(path):
         return str(path)
     try:

@@ -1,20 +1,20 @@
-"""The processes of one run, as one of them sees them, and the signals that stop them.
+"""Processes of a run as one of them sees them, how they are found, and the signals that stop them.
 
-JAX finds the coordinator where the environment names it; what is decided here is whether there is anything to join: TPU pods,
-SLURM, MPI, Kubernetes, or by hand. A plain process stays alone.
+**Joining** (`place`): a TPU pod, SLURM, Open MPI, or an address by hand. JAX finds the coordinator
+where the environment names it. A process without any of these stays alone.
 
-A run in training stops at the next boundary and saves. Before and after that it leaves at once.
+**Signals** (`StopRequest`): SIGINT, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1 (SLURM's
+`--signal=USR1@120`). A run in training stops at the next boundary and saves. Before and after that
+it ends at once. A second SIGINT or SIGTERM ends the process at once, whatever it waits for.
 
-SIGINT and SIGTERM do so, SIGHUP (a terminal that was closed) and SIGUSR1 (SLURM's `--signal=USR1@120`). A second SIGINT or
-SIGTERM ends the process at once, whatever it waits for.
+A thread receives the signals through the wake-up descriptor that Python's handlers write to. The
+main thread may be inside the compiler or a collective operation, where no handler runs, and where a
+handler that raised would end in a segmentation fault.
 
-Where the terminal is closed, a run goes on without its output (`lasting`).
+With several processes, one that receives a signal tells the others through the coordination
+service. All agree on how many programs (steps, batches of an evaluation) each runs before it stops.
 
-A thread of its own hears the signals, through the wake-up descriptor that Python's handlers write to: the main thread may be
-inside the compiler or a collective operation, where no handler runs, and where one that raised would end in a segmentation fault.
-
-Where there are several processes, one that hears a signal tells the others through the coordination service, and all agree
-on how many programs (steps, batches of an evaluation) each of them runs before it stops.
+**Output** (`lasting`): a run goes on without its output when its terminal is closed.
 """
 
 from __future__ import annotations
@@ -39,68 +39,90 @@ from mupax.train.config.run import DistributedConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
-"""Of which a second one ends the process. A closed terminal sends SIGHUP twice, and USR1 is a notice before SIGTERM."""
+"""Signals of which a second one ends the process.
+
+A closed terminal sends SIGHUP twice, and SIGUSR1 is a notice before SIGTERM."""
 _ONE_S = 0.3
-"""Signals so close together are one: `timeout` sends its own twice, srun and the step's daemon one each."""
+"""Seconds within which several signals count as one.
+
+`timeout` sends its signal twice; srun and the daemon of the step send one each."""
 _POLL_S = 0.25
-"""How often a process of several looks whether another was told to stop."""
+"""Seconds between two looks of a process at whether another one was told to stop."""
 _TOGETHER_S = 2.0
-"""How long process 0 waits for the others to leave before it."""
+"""Seconds that process 0 waits for the others to leave before it."""
 _STOP = "mupax/stop"
+"""Folder of the coordination service in which processes agree on a stop."""
 
 _BY_HAND = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
     "processes": "JAX_NUM_PROCESSES",
     "process": "JAX_PROCESS_ID",
 }
-"""Field of the config to the variable that stands for it."""
+"""Environment variable that stands for each field of the config."""
 _OPEN_MPI_5 = re.compile(r"prterun-(.+)-(\d+)@\d+$")
-"""What Open MPI 5 calls a job: the host of mpirun, and its process."""
+"""Name of an Open MPI 5 job: the host of mpirun, and the id of its process."""
 _FIRST_PORT = 61440
-"""Ports from here on are those that JAX takes for jobs of SLURM and Open MPI 4."""
+"""First of the ports that JAX takes for jobs of SLURM and Open MPI 4."""
 LEAD_S = 5.0
-"""Seconds that process 0 has to say alone what is wrong with a run's data."""
+"""Seconds that process 0 has alone to report what is wrong with a run's data."""
 
 
 class StopRequest:
-    """Listens while entered, in the main thread; elsewhere it never hears a signal itself."""
+    """Context manager that listens for signals that stop the run.
+
+    Entered in another thread than the main thread, it receives no signals itself.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        """The signal that the run stops by, on every process; None while there is none."""
+        """Signal that stops the run, the same on every process, or `None` while there is none."""
         self._processes = Processes()
-        self._saves = self._going = False
-        self._interactive = hasattr(sys, "ps1")  # a notebook outlives Ctrl-C, as it does elsewhere
-        self._done, self._insisted = 0, math.inf
+        self._saves = False
+        """Whether there is something to save, so that a first signal is only noted."""
+        self._is_running = False
+        """Whether a program is claimed and not dispatched yet."""
+        # A notebook outlives Ctrl-C, as it does without mupax.
+        self._interactive = hasattr(sys, "ps1")
+        self._num_done = 0
+        """Number of dispatched programs."""
+        self._first_insisting = math.inf
+        """Time of the first signal of `_INSISTING`."""
         self._bound: int | None = None
-        """Programs after which this process has promised to wait until all agree."""
+        """Number of programs after which this process has promised to wait until all agree."""
         self._agreed: int | None = None
+        """Number of programs that every process runs before it stops."""
         self._changed = threading.Condition()
         self._handlers_before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
-        self._ear, self._mouth = socket.socketpair()
+        # Python's handlers write the number of a signal into the second, `_listen` reads the first.
+        self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
     @property
     def exit_code(self) -> int:
-        """128 and the number of the signal, 143 for SIGTERM say; 0 when nothing was received."""
+        """128 plus the number of the signal, such as 143 for SIGTERM; 0 if none was received."""
         return 0 if self.received is None else 128 + self.received
 
     def join(self, processes: Processes) -> None:
-        """From now on the run has these processes, which stop together."""
+        """Let the run stop together with the other processes from now on."""
         self._processes = processes
         if processes.count > 1:
             threading.Thread(target=self._talk, name="stopping", daemon=True).start()
 
     def defer(self) -> None:
-        """From now on a first signal is only noted: there is something to save."""
+        """Only note a first signal from now on, because there is something to save."""
         self._saves = True
 
     def release(self) -> None:
-        """Everything is saved, on all processes: a signal, also one that was just noted, ends the process again."""
+        """Let a signal end the process again, because everything is saved on all processes.
+
+        Raises:
+            SystemExit: A signal was noted, and this process is alone.
+        """
         with self._changed:
-            self._saves, self._bound = False, None
+            self._saves = False
+            self._bound = None
         if self.received is not None and self._processes.count == 1:
             raise SystemExit(self.exit_code)
 
@@ -117,35 +139,43 @@ class StopRequest:
             self._saves = False
 
     def now(self) -> bool:
-        """Whether to stop here, with as many programs done as were claimed."""
+        """Return whether to stop after the programs that were dispatched so far."""
         if self._processes.count == 1:
             return self.received is not None
         with self._changed:
-            return self._agreed is not None and self._done >= self._agreed
+            return self._agreed is not None and self._num_done >= self._agreed
 
     def claim(self) -> bool:
-        """Whether this process may run one more program; `done` follows when it was dispatched.
+        """Return whether this process may run one more program. Call `done` when it is dispatched.
 
-        All processes claim the same programs in the same order. Where a stop is being agreed on, this waits for the others.
+        All processes claim the same programs in the same order. While a stop is agreed on, this
+        waits for the others: a program that only some of them ran would never end.
         """
         if self._processes.count == 1:
             return self.received is None
         with self._changed:
-            while self._bound is not None and self._done >= self._bound and self._agreed is None:
+            while self._must_wait():
                 self._changed.wait()
-            self._going = self._agreed is None or self._done < self._agreed
-            return self._going
+            self._is_running = self._agreed is None or self._num_done < self._agreed
+            return self._is_running
+
+    def _must_wait(self) -> bool:
+        """Return whether this process has run what it promised, and not all have agreed yet."""
+        has_reached_bound = self._bound is not None and self._num_done >= self._bound
+        return has_reached_bound and self._agreed is None
 
     def done(self) -> None:
-        """The program that was claimed is on its way."""
+        """Count the claimed program as dispatched."""
         with self._changed:
-            self._done, self._going = self._done + 1, False
+            self._num_done += 1
+            self._is_running = False
 
     def __enter__(self) -> StopRequest:
+        # Python lets only the main thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            self._mouth.setblocking(False)
+            self._wakeup_writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(
-                self._mouth.fileno(), warn_on_full_buffer=False
+                self._wakeup_writer.fileno(), warn_on_full_buffer=False
             )
             # `nohup` ignores SIGHUP, and a shell ignores SIGINT in the background jobs of a script.
             heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -153,64 +183,68 @@ class StopRequest:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
         if self._handlers_before:
             for number, handler in self._handlers_before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._wakeup_before)
-        self._mouth.send(b"\0")
+        # A number that is no signal, so that `_listen` sees the end.
+        self._wakeup_writer.send(b"\0")
         self._thread.join()
-        self._ear.close()
-        self._mouth.close()
+        self._wakeup_reader.close()
+        self._wakeup_writer.close()
 
     # In the main thread, as soon as it is back in Python
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interactive and (self.received or not self._saves):
+        """Note a signal, as its handler."""
+        is_first = not self.received
+        if number == signal.SIGINT and self._interactive and not (is_first and self._saves):
             raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(
-            number
-        )  # the thread may have noted it before
+        # The thread may have noted it before.
+        self.received = self.received or signal.Signals(number)
 
     # In the thread that listens
 
     def _listen(self) -> None:
+        """Handle signals until the context ends."""
         while not self._ended.is_set():
-            for number in self._ear.recv(64):
+            for number in self._wakeup_reader.recv(64):
                 if number in _SIGNALS:
                     self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
+        """Note a signal. End the process if there is nothing to save or if it is a second one."""
         if number == signal.SIGINT and self._interactive:
-            return
+            return  # `_note` handles it in the main thread
         self.received = self.received or number
-        now = time.monotonic()
+        heard_time = time.monotonic()
         if number in _INSISTING:
-            if now - self._insisted > _ONE_S:
+            if heard_time - self._first_insisting > _ONE_S:
                 self._leave_at_once(number)
-            self._insisted = min(self._insisted, now)
+            self._first_insisting = min(self._first_insisting, heard_time)
         if not self._saves:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
             if self._processes.closed:  # alone, or not joined yet, or not any more
                 leave(self.exit_code, text)
-            terminal.note(
-                text
-            )  # the other thread leaves with all processes, unless the network holds it
+            terminal.note(text)
+            # The thread of `_talk` leaves with all processes, unless the network holds it up.
             late = threading.Timer(2 * _TOGETHER_S, leave, (self.exit_code,))
             late.daemon = True
             late.start()
 
     def _leave_at_once(self, number: signal.Signals) -> None:
+        """End all processes, this one last, without saving."""
         text = f"stopped at once by a second {number.name}"
         if not self._processes.closed:
+            # In a thread, because the coordination service may not answer.
             tell = threading.Thread(target=self._processes.post_failure, args=(text,), daemon=True)
             tell.start()
             tell.join(_TOGETHER_S)
             if self._processes.leader:
-                time.sleep(
-                    _TOGETHER_S
-                )  # until the others have read it: process 0 takes the store with it
+                # Until the others have read it: the store ends with process 0.
+                time.sleep(_TOGETHER_S)
         leave(
             self.exit_code,
             f"{text}: what was being saved is lost, earlier checkpoints are as they were",
@@ -219,17 +253,27 @@ class StopRequest:
     # In the thread that talks to the other processes
 
     def _talk(self) -> None:
+        """Look for stops of other processes until the context or the run ends."""
         while not (self._ended.wait(_POLL_S) or self._processes.closed):
-            with contextlib.suppress(
-                Exception
-            ):  # of the network; `Processes` sees to a lost coordinator
+            # Errors are of the network; `Processes` ends the run if the coordinator is lost.
+            with contextlib.suppress(Exception):
                 self._confer()
 
     def _confer(self) -> None:
-        """Ask, promise, and learn what was agreed on."""
-        processes, posts = self._processes, self._processes.posts(_STOP)
+        """Do this process' next part in agreeing on a stop.
+
+        1. The first process that received a signal posts it (`by`).
+        2. Every process that saves posts the number of programs that it will have run (`at/N`), and
+           runs no more until all have posted.
+        3. All run as many programs as the process that is furthest ahead, and stop.
+
+        If one process has nothing to save (`leave`), all leave at once.
+        """
+        processes = self._processes
+        posts = processes.posts(_STOP)
         if self.received is not None and "by" not in posts:
             processes.post(f"{_STOP}/by", str(int(self.received)))
+            # Read again: another process may have posted first, and only the first post stays.
             posts = processes.posts(_STOP)
         if "by" not in posts:
             return
@@ -238,7 +282,8 @@ class StopRequest:
             if not self._saves:
                 processes.post(f"{_STOP}/leave", str(processes.index))
             elif self._bound is None:
-                self._bound = self._done + self._going
+                # A claimed program counts, because nothing can take it back.
+                self._bound = self._num_done + self._is_running
                 processes.post(f"{_STOP}/at/{processes.index}", str(self._bound))
         posts = processes.posts(_STOP)
         bounds = [int(value) for key, value in posts.items() if key.startswith("at/")]
@@ -250,75 +295,91 @@ class StopRequest:
                 self._changed.notify_all()
 
     def _leave_together(self) -> None:
-        """One process has nothing to save, so that no program of all of them can follow. Process 0 goes last."""
-        processes, until = self._processes, time.monotonic() + _TOGETHER_S
+        """End this process. Process 0 first waits up to 2 seconds for the others to end.
+
+        One process has nothing to save, so no program of all processes can follow.
+        """
+        processes = self._processes
+        deadline = time.monotonic() + _TOGETHER_S
         processes.post(f"{_STOP}/left/{processes.index}", "")
-        while processes.leader and time.monotonic() < until:
-            if sum(key.startswith("left/") for key in processes.posts(_STOP)) == processes.count:
+        # Process 0 keeps the store in which the others read that they leave.
+        while processes.leader and time.monotonic() < deadline:
+            left = [key for key in processes.posts(_STOP) if key.startswith("left/")]
+            if len(left) == processes.count:
                 break
             time.sleep(_POLL_S / 4)
         leave(self.exit_code)
 
 
 class DistributedError(MupaxError):
-    """Processes that cannot find each other. The text says what to write instead."""
+    """Failure of processes to find each other. The text says what to write instead."""
 
 
 class Processes:
-    """A process alone, which waits for nobody and talks to nobody. Several are a `distributed.Cluster`."""
+    """Processes of a run that has only this one: it waits for nobody and talks to nobody.
+
+    `distributed.Cluster` is the same for several processes.
+    """
 
     index = 0
     """Number of this process."""
     count = 1
-    """How many there are."""
+    """Number of processes."""
 
     @property
     def closed(self) -> bool:
-        """Whether there is nobody to talk to any more."""
+        """True if there is nobody to talk to, or nobody any more."""
         return True
 
     @property
     def name(self) -> str:
-        """Its number and host, for messages; nothing where there is only one."""
+        """Number and host of this process as the beginning of a message; empty if it is alone."""
         return f"process {self.index} ({socket.gethostname()}): " if self.count > 1 else ""
 
     @property
     def leader(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """True on process 0, which prints and writes."""
         return self.index == 0
 
-    def broadcast(self, name: str, value: Callable[[], Any], seconds: float | None = None) -> Any:
-        """What `value` returns on process 0, on every process; the others wait for it.
+    def broadcast(self, name: str, compute: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Call `compute` on process 0, and return its result on every process.
+
+        The other processes wait for it.
 
         Args:
-            name: used once in a run.
-            value: called by process 0 alone; its result must survive JSON.
-            seconds: how long to wait for it; a week unless given, since a process that fails ends all.
+            name: Name of this exchange, used once in a run.
+            compute: Function that process 0 alone calls. Its result must survive JSON.
+            seconds: Longest wait; by default a week, because a process that fails ends all.
 
         Raises:
-            DistributedError: that was too long.
+            DistributedError: The wait was too long.
         """
-        return value()
+        return compute()
 
     def gather(self, name: str, value: Any, seconds: float | None = None) -> list[Any] | None:
-        """On process 0, the values of all processes, in their order; None on the others, which do not wait.
+        """Return the values of all processes on process 0, in their order.
+
+        The other processes get `None`, and do not wait.
 
         Args:
-            name: used once in a run.
-            value: of this process; it must survive JSON.
-            seconds: how long to wait for each of the others; as in `broadcast`.
+            name: Name of this exchange, used once in a run.
+            value: Value of this process. It must survive JSON.
+            seconds: Longest wait for each of the others; by default a week.
 
         Raises:
-            DistributedError: that was too long.
+            DistributedError: The wait was too long.
         """
         return [value]
 
     def barrier(self, name: str) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this with the same name."""
 
     @contextlib.contextmanager
     def leader_first(self, name: str) -> Iterator[None]:
-        """Process 0 does what is inside; then the others do, or after `LEAD_S` to help it, and find what it has left for them."""
+        """Context manager of work that process 0 does first, and whose results the others find.
+
+        The others begin when process 0 is done, or after `LEAD_S` to help it.
+        """
         if not self.leader:
             with contextlib.suppress(DistributedError):
                 self.broadcast(name, lambda: None, LEAD_S)
@@ -327,98 +388,73 @@ class Processes:
             self.broadcast(name, lambda: None)
 
     def post(self, key: str, value: str) -> None:
-        """Leave a value for all processes; the first one under a key stays.
+        """Leave a value for all processes. The first value under a key stays.
 
         Args:
-            key: folders and a name, joined by `/`, so that `posts` of the folder has it.
-            value: what others read.
+            key: Folders and a name, joined by `/`, which `posts` of the folder returns.
         """
 
     def posts(self, folder: str) -> dict[str, str]:
-        """The values under a key, by what follows it."""
+        """Return the values of a folder by the rest of their keys."""
         return {}
 
     def post_failure(self, reason: str) -> None:
-        """Tell the others that this process ends, and why; they then end too, with exit code 1."""
+        """Tell the others that this process ends, and why. They then end with exit code 1."""
 
-    def end_stalled(self, beyond: Callable[[], float], seconds: float | None) -> None:
-        """From now on end all processes once every one of them waits for another and none goes on.
+    def end_stalled(self, excess: Callable[[], float], seconds: float | None) -> None:
+        """End all processes once every one waits for another and none goes on.
 
         Args:
-            beyond: returns for how many seconds this process has waited for a program on all devices, beyond the longest such wait.
-            seconds: most seconds beyond; None never ends them.
+            excess: Function that returns for how many seconds this process has waited for a program
+                on all devices, beyond its longest such wait so far.
+            seconds: Largest value of `excess` that is accepted. `None` never ends the processes.
         """
 
     def end_all(self, reason: str) -> None:
-        """End every process within seconds, this one too, with exit code 1 and the reason on its screen."""
+        """End every process within seconds with exit code 1, and print the reason on each."""
 
 
 def place(
     config: DistributedConfig, environ: Mapping[str, str] = os.environ, tpu: bool | None = None
 ) -> dict[str, Any] | None:
-    """What to tell `jax.distributed.initialize`, or None where this process is alone.
+    """Return the arguments of `jax.distributed.initialize`, or `None` if this process is alone.
 
     Args:
-        config: of the run; what it leaves out is looked for in the environment.
-        environ: variables of this process.
-        tpu: whether this is a host of Cloud TPUs, which knows its pod; found out unless given.
+        config: Settings of the run. The environment stands in for those that are `None`.
+        tpu: Whether this is a host of Cloud TPUs, which knows its pod. By default JAX finds out.
 
     Raises:
-        DistributedError: only a part of coordinator, number of processes and number of this one is given.
+        DistributedError: Only a part of coordinator, number of processes and number of this process
+            is given, or one of them is wrong.
     """
-    values: dict[str, Any] = {}
-    for field, variable in _BY_HAND.items():
-        value = environ.get(variable) if getattr(config, field) is None else getattr(config, field)
-        if field != "coordinator" and value is not None:
-            if not str(value).isdecimal():
-                raise DistributedError(f"{variable} is {value!r}; write a whole number")
-            value = int(value)
-        values[field] = value
+    values = _values_by_hand(config, environ)
     if values["processes"] == 1:
         return None
     missing = [field for field, value in values.items() if value is None]
     if not missing:
-        coordinator, processes, process = values.values()
-        host, _, port = coordinator.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise DistributedError(
-                f"distributed.coordinator is {coordinator!r}; write HOST:PORT of process 0"
-            )
-        if not 0 <= process < processes:
-            raise DistributedError(
-                f"distributed.process is {process} of {processes}; write a number from 0 to {processes - 1}"
-            )
-        return {
-            "coordinator_address": coordinator,
-            "num_processes": processes,
-            "process_id": process,
-        }
+        return _place_by_hand(**values)
+
     if tpu is None:
-        from jax._src import cloud_tpu_init  # what jax.distributed.initialize itself asks
+        from jax._src import cloud_tpu_init  # as jax.distributed.initialize does
 
         tpu = cloud_tpu_init.running_in_cloud_tpu_vm
     if tpu:
         return {}
+
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        # All GPUs of the node where SLURM starts one task on each; JAX alone would take the first and leave the others idle.
+        # All GPUs of the node if SLURM starts one task on each node. JAX alone would take the first
+        # GPU and leave the others idle.
         gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-        alone = environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_NODES")
-        return {"local_device_ids": list(range(int(gpus))) if alone and gpus.isdecimal() else None}
-    if (count := int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))) > 1:
-        launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
-        if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
-            return {}
-        # JAX knows Open MPI 4 alone; as there, the coordinator is on the host where mpirun was called.
-        address = (
-            values["coordinator"]
-            or f"{launcher[1]}:{_FIRST_PORT + int(launcher[2]) % (2**16 - _FIRST_PORT)}"
-        )
-        return {
-            "coordinator_address": address,
-            "num_processes": count,
-            "process_id": int(environ["OMPI_COMM_WORLD_RANK"]),
-            "local_device_ids": [int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])],
-        }
+        is_alone_on_node = environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_NODES")
+        device_ids = None
+        if is_alone_on_node and gpus.isdecimal():
+            device_ids = list(range(int(gpus)))
+        return {"local_device_ids": device_ids}
+
+    mpi_count = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if mpi_count > 1:
+        return _place_by_open_mpi(mpi_count, environ, values["coordinator"])
+
     if len(missing) < len(values):
         flags = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
         raise DistributedError(
@@ -427,48 +463,104 @@ def place(
     return None
 
 
+def _values_by_hand(config: DistributedConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return coordinator, number of processes and number of this one, each `None` if not given."""
+    values: dict[str, Any] = {}
+    for field, variable in _BY_HAND.items():
+        value = getattr(config, field)
+        if value is None:
+            value = environ.get(variable)
+        if field != "coordinator" and value is not None:
+            if not str(value).isdecimal():
+                raise DistributedError(f"{variable} is {value!r}; write a whole number")
+            value = int(value)
+        values[field] = value
+    return values
+
+
+def _place_by_hand(coordinator: str, processes: int, process: int) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize` from an address, after checking it."""
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise DistributedError(
+            f"distributed.coordinator is {coordinator!r}; write HOST:PORT of process 0"
+        )
+    if not 0 <= process < processes:
+        raise DistributedError(
+            f"distributed.process is {process} of {processes}; write a number from 0 to "
+            f"{processes - 1}"
+        )
+    return {
+        "coordinator_address": coordinator,
+        "num_processes": processes,
+        "process_id": process,
+    }
+
+
+def _place_by_open_mpi(
+    count: int, environ: Mapping[str, str], coordinator: str | None
+) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize` for a process that mpirun started."""
+    launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
+    if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
+        return {}  # Open MPI 4, which JAX knows
+    # As JAX does for Open MPI 4: the coordinator is on the host where mpirun was called.
+    port = _FIRST_PORT + int(launcher[2]) % (2**16 - _FIRST_PORT)
+    return {
+        "coordinator_address": coordinator or f"{launcher[1]}:{port}",
+        "num_processes": count,
+        "process_id": int(environ["OMPI_COMM_WORLD_RANK"]),
+        "local_device_ids": [int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])],
+    }
+
+
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Standard output and error that are no reason to end, while entered, when their terminal or pipe is closed."""
-    err = _Lasting(sys.stderr)
-    out = _Lasting(sys.stdout, note=lambda text: print(text, file=err))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
+    """Let the run go on, while entered, when the terminal or pipe of its output is closed."""
+    stderr: Any = _Lasting(sys.stderr)
+    stdout: Any = _Lasting(sys.stdout, log=lambda text: print(text, file=stderr))
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         yield
 
 
 class _Lasting:
-    """A stream for text that stays when its terminal or pipe goes: what is written after that is lost, and nothing fails.
+    """Text stream that drops what is written to it once its terminal or pipe is closed.
 
     Args:
-        stream: to write to.
-        note: told once that it is gone.
+        log: Function called once with a message when the stream is closed. By default none.
     """
 
-    def __init__(self, stream: TextIO, note: Callable[[str], None] = lambda text: None) -> None:
-        self._stream, self._note, self._gone = stream, note, False
+    def __init__(self, stream: TextIO, log: Callable[[str], None] = lambda text: None) -> None:
+        self._stream = stream
+        self._log = log
+        self._is_closed = False
 
     def write(self, text: str) -> int:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._lasting(lambda: self._stream.write(text.encode(encoding, "replace").decode(encoding)))
+
+        def write_encodable() -> None:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+
+        self._call(write_encodable)
         return len(text)
 
     def flush(self) -> None:
-        self._lasting(self._stream.flush)
+        self._call(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _lasting(self, write: Callable[[], object]) -> None:
-        if self._gone:
+    def _call(self, write: Callable[[], object]) -> None:
+        """Call a method of the stream, unless it is closed."""
+        if self._is_closed:
             return
         try:
             write()
-        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
-            self._gone = True
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # what it still holds must not fail either, at the end
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed the stream
+            self._is_closed = True
+            # What the stream still buffers must not fail at the end of the process either.
+            with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            self._note(
+            self._log(
                 f"standard output takes nothing any more ({error}); the run goes on without it"
             )

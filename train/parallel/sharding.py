@@ -1,6 +1,7 @@
-"""The device mesh of a run, and how every array lies on it: parameters by their specs, batches, and each process' part of every batch.
+"""Device mesh of a run, and the shardings of its parameters and batches.
 
-Its axes have names and cover all devices, the slow network outside and the fast one inside.
+The axes of the mesh have names and cover all devices. The outer ones cross the slow network between
+hosts or slices, the inner ones stay inside.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mupax.zoo.transformer import TransformerConfig
 
 
 class MeshError(MupaxError):
-    """A mesh that these devices, this model or this batch do not fit. The text says what divides."""
+    """Mesh that does not fit the devices, the model or the batch. The text says what divides."""
 
 
 def make_mesh(
@@ -42,26 +43,29 @@ def make_mesh(
     swept: bool = True,
     rings: bool = False,
 ) -> Mesh:
-    """The named mesh of a config over all devices.
+    """Return the mesh of a config over all devices, with named axes.
 
-    Devices joined by a fast network (one TPU slice, one host of GPUs) stay together: the slow network between such
-    islands is crossed by the outermost axes only, data and then fsdp, unless `config.slices` says which.
+    Devices joined by a fast network (one TPU slice, one host of GPUs) are an island. Only the
+    outermost axes cross the slow network between islands: data and then fsdp, or the axes that
+    `config.slices` names.
 
     Args:
-        config: devices along each axis, one of them -1 for what is left, and which axes cross islands.
-        devices: all that JAX sees unless given; every one gets a place.
-        swept: whether the mesh is of a sweep; the axis `sweep` of any other has size 1.
-        rings: fsdp alone on a torus goes along its dimensions in turn, as `zoo.collectives.torus` finds them, not in one ring.
+        config: Devices along each axis, at most one of them -1 for all that are left.
+        devices: Devices, each of which gets a place; by default all that JAX sees.
+        swept: Whether the mesh is of a sweep. The axis `sweep` of any other mesh has size 1.
+        rings: Lay fsdp, if it is alone on a torus, along the dimensions of the torus in turn, and
+            not in one ring (`zoo.collectives.torus`).
 
     Raises:
-        MeshError: sizes whose product is not the number of devices, more than one -1, a sweep axis where no sweep is, or
-            axes that cannot be laid over the islands.
+        MeshError: The product of the sizes is not the number of devices, more than one size is -1,
+            a mesh without a sweep has a sweep axis, or the axes do not divide over the islands.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
     if sizes["sweep"] > 1 and not swept:
         raise MeshError(
-            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `mupax sweep`"
+            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or "
+            "`mupax sweep`"
         )
     attribute, islands = _islands(devices)
     across = _across(config, sizes, len(islands))
@@ -69,82 +73,102 @@ def make_mesh(
         counts = ", ".join(f"{count} in {island}" for island, count in sorted(islands.items()))
         name = attribute.removesuffix("_index")
         raise MeshError(f"every {name} must have as many devices as the others; there are {counts}")
-    inside = tuple(size // across[axis] for axis, size in sizes.items())
 
-    torus, fsdp = _torus(devices), MESH_AXES.index("fsdp")
-    if rings and math.prod(torus) == inside[fsdp] > 1:
-        inside = (*inside[:fsdp], *torus, *inside[fsdp + 1 :])
-    outside = (*across.values(),)
-    outside = (*outside[: fsdp + 1], *[1] * (len(inside) - len(outside)), *outside[fsdp + 1 :])
+    # Shape of the mesh inside of an island, and number of islands along each of its dimensions.
+    inner_shape = [size // across[axis] for axis, size in sizes.items()]
+    outer_shape = list(across.values())
+    torus = _torus(devices)
+    fsdp = MESH_AXES.index("fsdp")
+    if rings and math.prod(torus) == inner_shape[fsdp] > 1:
+        # Each dimension of the torus is one of the mesh until the devices have their places.
+        inner_shape[fsdp : fsdp + 1] = torus
+        outer_shape[fsdp + 1 : fsdp + 1] = [1] * (len(torus) - 1)
 
-    def arranged(split: bool) -> np.ndarray:
-        """Neighbours in the mesh are neighbours in the network; `split`: also along a part of a torus' dimension."""
+    def arrange(split: bool) -> np.ndarray:
+        """Return the devices such that neighbours in the mesh are neighbours in the network.
+
+        Args:
+            split: Whether a mesh axis may take a part of a torus' dimension.
+        """
         if len(islands) == 1:
-            return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=split)
-        by_process = attribute == "process_index"
+            return mesh_utils.create_device_mesh(
+                tuple(inner_shape), devices, allow_split_physical_axes=split
+            )
         return mesh_utils.create_hybrid_device_mesh(
-            inside, outside, devices, process_is_granule=by_process, allow_split_physical_axes=split
+            tuple(inner_shape),
+            tuple(outer_shape),
+            devices,
+            process_is_granule=attribute == "process_index",
+            allow_split_physical_axes=split,
         )
 
+    # As `jax.make_mesh` does.
+    may_split = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
     try:
-        grid = arranged(
-            split=devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
-        )  # as jax.make_mesh does
-    except NotImplementedError:  # no whole dimensions have these sizes
-        grid = arranged(split=True)
-    return Mesh(
-        grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
-    )
+        grid = arrange(may_split)
+    except NotImplementedError:  # no product of complete dimensions has these sizes
+        grid = arrange(split=True)
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
+    return Mesh(grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=axis_types)
 
 
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
-    """What tells islands of devices apart, and how many devices each has."""
-    # TPU and GPU devices know their slice, which may hold many processes (TPU) or be one host (GPU).
-    attribute = (
-        "slice_index" if getattr(devices[0], "slice_index", None) is not None else "process_index"
-    )
-    if attribute == "process_index" and devices[0].platform == "tpu":
-        return "slice_index", Counter(
-            {0: len(devices)}
-        )  # a topology of one slice, compiled for from outside
+    """Return the attribute that tells islands of devices apart, and each island's device count."""
+    # TPU and GPU devices know their slice: of many processes on TPU, one host on GPU.
+    if getattr(devices[0], "slice_index", None) is not None:
+        attribute = "slice_index"
+    elif devices[0].platform == "tpu":
+        # A topology of one slice that is compiled for without having it.
+        return "slice_index", Counter({0: len(devices)})
+    else:
+        attribute = "process_index"
     return attribute, Counter(getattr(device, attribute) for device in devices)
 
 
 def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
-    """Sizes of the dimensions that the devices of an island are wired in; none where they do not say."""
-    places = np.array([getattr(device, "coords", ()) for device in devices])
-    return tuple(int(size) for size in np.ptp(places, axis=0) + 1 if size > 1)
+    """Return the sizes of the torus that the devices of an island are wired in.
+
+    Dimensions of size 1 are left out. Empty if the devices have no coordinates.
+    """
+    coordinates = np.array([getattr(device, "coords", ()) for device in devices])
+    extents = np.ptp(coordinates, axis=0) + 1
+    return tuple(int(size) for size in extents if size > 1)
 
 
-def _across(config: MeshConfig, sizes: dict[str, int], count: int) -> dict[str, int]:
-    """Islands along every mesh axis; their product is `count`, the number of islands."""
+def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict[str, int]:
+    """Return the number of islands along every mesh axis. The product is `num_islands`."""
     slices = parse_slices(config.slices)
     across = {axis: slices.get(axis, 1) for axis in MESH_AXES}
     if slices:
         for axis, number in slices.items():
             if sizes[axis] % number:
                 raise MeshError(
-                    f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} {sizes[axis]}"
+                    f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} "
+                    f"{sizes[axis]}"
                 )
-        if (total := math.prod(slices.values())) != count:
+        total = math.prod(slices.values())
+        if total != num_islands:
             raise MeshError(
-                f"mesh.slices {' '.join(config.slices)} means {total} slices; there are {count}"
+                f"mesh.slices {' '.join(config.slices)} means {total} slices; there are "
+                f"{num_islands}"
             )
         return across
-    left = count
+
+    remaining = num_islands
     for axis in ("data", "fsdp"):
-        across[axis] = math.gcd(left, sizes[axis])
-        left //= across[axis]
-    if left > 1:
+        across[axis] = math.gcd(remaining, sizes[axis])
+        remaining //= across[axis]
+    if remaining > 1:
         raise MeshError(
-            f"mesh.data {sizes['data']} and mesh.fsdp {sizes['fsdp']} do not spread over {count} slices or hosts, and other "
-            f"axes cross the slow network only where you say so; write --mesh.data {count}, or --mesh.slices tensor={count}"
+            f"mesh.data {sizes['data']} and mesh.fsdp {sizes['fsdp']} do not spread over "
+            f"{num_islands} slices or hosts, and other axes cross the slow network only where you "
+            f"say so; write --mesh.data {num_islands}, or --mesh.slices tensor={num_islands}"
         )
     return across
 
 
 def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Devices along every mesh axis, the one left open filled in."""
+    """Return the number of devices along every mesh axis, with -1 replaced."""
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -160,8 +184,8 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     if unknown:
         if devices % product:
             raise MeshError(
-                f"the mesh needs a multiple of {product} devices ({described(sizes)}); there are {devices}. "
-                "Write smaller axes, or --mesh.data -1 alone to use what there is"
+                f"the mesh needs a multiple of {product} devices ({described(sizes)}); there are "
+                f"{devices}. Write smaller axes, or --mesh.data -1 alone to use what there is"
             )
         sizes[unknown[0]] = devices // product
     elif product != devices:
@@ -173,12 +197,19 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def described(sizes: Mapping[str, int]) -> str:
-    """The mesh axes that split something, for people: `data 2 x fsdp 4`."""
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+    """Return the mesh axes of more than one device as a text such as `data 2 x fsdp 4`."""
+    split = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return " x ".join(split) or "one device"
 
 
 class MeshLayout(Layout):
-    """A mesh and the rules from logical axes to mesh axes."""
+    """Layout of a run: its mesh, and the rules from logical axes to mesh axes.
+
+    Args:
+        rules: Mesh axes by logical axis (`Layout`).
+        rings: Scatter sums along one dimension of a torus at a time (`--xla-flags scatter`).
+        gradient_dtype: Type in which gradients are sent, such as "bfloat16"; by default their own.
+    """
 
     def __init__(
         self,
@@ -189,29 +220,32 @@ class MeshLayout(Layout):
         gradient_dtype: str | None = None,
     ) -> None:
         super().__init__(mesh, rules)
-        self.per_axis_reduce_scatter, self.gradient_dtype = rings, gradient_dtype
+        self.per_axis_reduce_scatter = rings
+        self.gradient_dtype = gradient_dtype
 
     @property
     def replicated(self) -> NamedSharding:
-        """Return the sharding of what is whole on every device."""
+        """Sharding of arrays that are complete on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Shardings of a batch (`mupax.train.core.state.Batch`): what is [B, T] is split along both, anything else along B."""
+        """Return the shardings of a batch (`mupax.train.core.state.Batch`).
 
-        def second(name: str, x: Any) -> str | None:
-            return "sequence" if x.ndim == 2 and name != "labels" else None
-
-        return {
-            name: self.sharding(("batch", *[second(name, x)] * (x.ndim - 1)), x.shape)
-            for name, x in batch.items()
-        }
+        Every array is split along B, its first axis. Arrays [B, T] are also split along T.
+        """
+        shardings: dict[str, NamedSharding] = {}
+        for name, array in batch.items():
+            has_positions = array.ndim == 2 and name != "labels"
+            second = "sequence" if has_positions else None
+            axes = ("batch", *[second] * (array.ndim - 1))
+            shardings[name] = self.sharding(axes, array.shape)
+        return shardings
 
     def parameters(self, definition: Definition) -> dict[str, NamedSharding]:
-        """The sharding of every parameter, by name.
+        """Return the sharding of every parameter by name.
 
         Raises:
-            MeshError: an axis that must be split and is not divisible.
+            MeshError: The mesh does not divide an axis that must be split.
         """
         shardings: dict[str, NamedSharding] = {}
         for name, spec in definition.specs.items():
@@ -219,127 +253,150 @@ class MeshLayout(Layout):
             for axis, size in zip(spec.axes, shape, strict=True):
                 if size % self.num_shards(axis) and axis not in MAY_STAY_WHOLE:
                     raise MeshError(
-                        f"{self._named(axis)} does not divide axis {axis!r} of size {size} ({name}); "
-                        f"write {self._fitting(axis, size)}, or a model whose {axis} is a multiple of {self.num_shards(axis)}"
+                        f"{self._named(axis)} does not divide axis {axis!r} of size {size} "
+                        f"({name}); write {self._fitting(axis, size)}, or a model whose {axis} is "
+                        f"a multiple of {self.num_shards(axis)}"
                     )
             shardings[name] = self.sharding(spec.axes, shape)
         return shardings
 
     def check_positions(self, model: ModelConfig) -> None:
-        """Refuse a model whose positions do not split evenly, or whose experts take the first tokens of an example.
+        """Refuse a model that cannot be split along its positions as the mesh says.
 
-        Padding them would put a mask into every attention kernel, into the mean over patches and into every FLOP count,
-        to serve a CLS token that a model trained on split positions can do without.
+        Experts with a capacity take the first tokens of an example, which no device has in order if
+        positions are split.
 
         Raises:
-            MeshError: the positions are not a multiple of the devices that split them, or experts have a capacity.
+            MeshError: The number of positions is not a multiple of the devices that split them, or
+                positions are split and experts have a capacity.
         """
-        factor = model.routing.capacity_factor if isinstance(model, TransformerConfig) else None
-        if factor is not None and self.num_shards("sequence") > 1:
+        factor = None
+        if isinstance(model, TransformerConfig):
+            factor = model.routing.capacity_factor
+        num_parts = self.num_shards("sequence")
+        if factor is not None and num_parts > 1:
             raise MeshError(
-                f"model.routing.capacity_factor {factor} gives room to an example's first tokens, which no device has in order "
-                f"under {self._named('sequence')}; leave it out (no token is dropped), or write mesh.sequence 1"
+                f"model.routing.capacity_factor {factor} gives room to an example's first tokens, "
+                f"which no device has in order under {self._named('sequence')}; leave it out (no "
+                "token is dropped), or write mesh.sequence 1"
             )
-        sizes, ways = model.sizes(), self.num_shards("sequence")
-        for length in (sizes[axis] for axis in ("position", "source") if sizes.get(axis, 0) % ways):
-            made_of, instead = model.splitting_hint(ways)
-            raise MeshError(
-                f"{self._named('sequence')} does not divide the {length} positions{made_of}; "
-                f"write {self._fitting('sequence', length)}, or {instead}"
-            )
+        # Padding would put a mask into every attention kernel, into the mean over patches and into
+        # every FLOP count, for a CLS token that a model trained on split positions can do without.
+        sizes = model.sizes()
+        for axis in ("position", "source"):
+            length = sizes.get(axis, 0)
+            if length % num_parts:
+                made_of, alternative = model.splitting_hint(num_parts)
+                raise MeshError(
+                    f"{self._named('sequence')} does not divide the {length} positions{made_of}; "
+                    f"write {self._fitting('sequence', length)}, or {alternative}"
+                )
 
     def check_experts(self, model: ModelConfig) -> None:
-        """Refuse a mesh that splits experts of a model without any, or experts but not the examples that are sent to them.
+        """Refuse a split of experts that the model or the split of the batch does not allow.
 
         Raises:
-            MeshError: either; that experts do not split evenly is said by `parameters`.
+            MeshError: The model has no experts, or a mesh axis splits experts and not the batch.
+                `parameters` refuses experts that do not divide.
         """
-        if not (names := self.mesh_axes("experts")):
+        names = self.mesh_axes("experts")
+        if not names:
             return
         if "experts" not in model.sizes():
             raise MeshError(
-                f"{self._named('experts')} splits experts and the model has none; write --model.experts too, or --mesh.fsdp for more devices"
+                f"{self._named('experts')} splits experts and the model has none; write "
+                "--model.experts too, or --mesh.fsdp for more devices"
             )
-        if other := set(names) - set(self.mesh_axes("batch")):
+        unsplit = sorted(set(names) - set(self.mesh_axes("batch")))
+        if unsplit:
             raise MeshError(
-                f"mesh.rules splits experts over {', '.join(sorted(other))}, over which the batch is not split, and tokens are "
-                f"sent to experts from where they are; write batch={','.join((*self.rules['batch'], *sorted(other)))} too"
+                f"mesh.rules splits experts over {', '.join(unsplit)}, over which the batch is not "
+                "split, and tokens are sent to experts from where they are; write "
+                f"batch={','.join((*self.rules['batch'], *unsplit))} too"
             )
 
     def check_batch(
         self, batch_size: int, accumulation_steps: int, name: str = "data.batch_size"
     ) -> None:
-        """Refuse a batch that does not split evenly.
+        """Refuse a batch that devices and microbatches do not divide.
 
         Args:
-            batch_size: examples over all devices.
-            accumulation_steps: microbatches that it is cut into.
-            name: the field that an error says to change.
+            batch_size: Number of examples over all devices.
+            name: Field that the error tells the user to change.
 
         Raises:
-            MeshError: the batch is not a multiple of devices x microbatches; the text says which multiple.
+            MeshError: The batch is not a multiple of devices x microbatches. The text names a
+                multiple.
         """
-        needed = self.num_shards("batch") * accumulation_steps
+        num_shards = self.num_shards("batch")
+        needed = num_shards * accumulation_steps
         if batch_size % needed:
-            over = described({axis: self.mesh.shape[axis] for axis in self.rules["batch"]})
+            mesh = described({axis: self.mesh.shape[axis] for axis in self.rules["batch"]})
+            nearest = max(needed, batch_size // needed * needed)
             raise MeshError(
-                f"{name} {batch_size} does not split over {self.num_shards('batch')} devices ({over}) and {accumulation_steps} "
-                f"microbatches; write a multiple of {needed}, such as {max(needed, batch_size // needed * needed)}"
+                f"{name} {batch_size} does not split over {num_shards} devices ({mesh}) and "
+                f"{accumulation_steps} microbatches; write a multiple of {needed}, such as "
+                f"{nearest}"
             )
 
     def _named(self, axis: str) -> str:
-        """The mesh axes of a logical axis with their sizes, as they are written: mesh.data 2 x mesh.fsdp 4."""
+        """Return the mesh axes of a logical axis as a text: mesh.data 2 x mesh.fsdp 4."""
         return " x ".join(f"mesh.{name} {self.mesh.shape[name]}" for name in self.mesh_axes(axis))
 
     def _fitting(self, axis: str, size: int) -> str:
-        """What to write so that a logical axis of this size is divided."""
-        first, *rest = self.mesh_axes(axis)
-        if rest:
-            return f"sizes of {' and '.join(self.mesh_axes(axis))} whose product divides {size}"
-        return (
-            f"mesh.{first} {max(n for n in range(1, self.num_shards(axis) + 1) if size % n == 0)}"
-        )
+        """Return a text that names mesh sizes which divide a logical axis of this size."""
+        first, *further = self.mesh_axes(axis)
+        if further:
+            return f"sizes of {' and '.join([first, *further])} whose product divides {size}"
+        divisors = [n for n in range(1, self.num_shards(axis) + 1) if size % n == 0]
+        return f"mesh.{first} {max(divisors)}"
 
 
 class BatchSharding:
-    """Sharding of batches of one shape on a mesh.
+    """Sharding of batches of one shape on a mesh, and the rows that each process makes.
 
-    A process makes the rows that its own devices hold, and no others: one run of rows or several, depending on where its
-    devices lie in the mesh. Processes that split positions or heads make the same rows.
+    A process makes the rows that its own devices hold, and no others. They are one run of rows or
+    several, depending on where its devices lie in the mesh. Processes that split positions or heads
+    make the same rows.
 
     Args:
-        abstract: shapes of the global batch.
-        layout: how it lies on the mesh.
+        abstract: Shapes and dtypes of the global batch by name.
     """
 
     def __init__(self, abstract: Mapping[str, Any], layout: MeshLayout) -> None:
         self.abstract = dict(abstract)
         """Shapes of the global batch."""
         self._shardings = layout.batch(abstract)
+        # All arrays of a batch have the same rows, so the first one stands for all.
         name, leaf = next(iter(abstract.items()))
         indices = self._shardings[name].addressable_devices_indices_map(leaf.shape).values()
+        bounds = {index[0].indices(leaf.shape[0])[:2] for index in indices if index is not None}
         self._offsets: dict[int, int] = {}
-        """Where a run of rows of the global batch begins among this process' rows."""
+        """First row of a run of rows in the global batch, and its place in this process' rows."""
         rows: list[slice] = []
         count = 0
-        for start, stop in sorted(
-            {index[0].indices(leaf.shape[0])[:2] for index in indices if index is not None}
-        ):
+        for start, stop in sorted(bounds):
             self._offsets[start] = count
             count += stop - start
             if rows and rows[-1].stop == start:
-                start = rows.pop().start
-            rows.append(slice(start, stop))
+                rows[-1] = slice(rows[-1].start, stop)
+            else:
+                rows.append(slice(start, stop))
         self.rows = tuple(rows)
         """Rows of the global batch that this process makes, in this order."""
 
     def shard_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return the global batch on the mesh, made from this process' rows of it."""
+        """Return the global batch on the mesh, made from the rows of all processes.
+
+        Args:
+            batch: Arrays of this process, with its `rows` one after another.
+        """
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)
         return {name: self._global(name, array) for name, array in batch.items()}
 
     def _global(self, name: str, array: np.ndarray) -> jax.Array:
+        """Return one array of the global batch, made from this process' rows of the array."""
         shape = self.abstract[name].shape
 
         def part(index: Any) -> np.ndarray:
@@ -353,17 +410,18 @@ class BatchSharding:
 def abstract_batch(
     model: ModelConfig, batch_size: int, data: DataConfig | None = None
 ) -> dict[str, Any]:
-    """Shapes and dtypes of a batch of the model's examples.
+    """Return the shapes and dtypes of a batch of a model's examples.
 
     Args:
-        model: says what one example is.
-        batch_size: examples over all devices.
-        data: what else it says of an example (`DataConfig.more_of`); nothing unless given.
+        model: Config of the model, which says what one example is.
+        batch_size: Number of examples over all devices.
+        data: Settings that add arrays to an example (`DataConfig.more_of`); by default none.
     """
     example = model.example()
-    example = example if data is None else example | data.more_of(example["inputs"])
-    arrays = example.items()
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype))
-        for name, of in arrays
-    }  # pyright: ignore
+    if data is not None:
+        example = example | data.more_of(example["inputs"])
+    batch: dict[str, Any] = {}
+    for name, spec in example.items():
+        dtype = jax.numpy.dtype(spec.dtype)  # pyright: ignore
+        batch[name] = jax.ShapeDtypeStruct((batch_size, *spec.shape), dtype)
+    return batch

@@ -95,7 +95,7 @@ def seconds(workdir: str, size: int) -> float:
             raise OSError("it is nearly full")
     probe = folder / f".speed-{secrets.token_hex(4)}"
     try:
-        with Checkpoints(probe, CheckpointConfig(keep=1), note=lambda text: None) as checkpoints:
+        with Checkpoints(probe, CheckpointConfig(keep=1), log=lambda text: None) as checkpoints:
             first, whole = (
                 _saved(checkpoints, step, content) for step, content in enumerate((1, part), 1)
             )

@@ -97,8 +97,8 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
                 rt.folder,
                 rt.config.checkpoint,
                 processes=rt.processes,
-                note=rt.console.print,
-                before=rt.send,
+                log=rt.console.print,
+                before_publish=rt.send,
             ) as checkpoints,
             out_of_memory(program),
         ):

@@ -15,7 +15,7 @@ from mupax.train.checkpoints import command
 from mupax.train.checkpoints import layout as checkpoints_layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
-from mupax.train.checkpoints.layout import aside, renames_folders
+from mupax.train.checkpoints.layout import quarantined, renames_folders
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.config.sections import CheckpointConfig
 from tests.fixtures.emulator import bucket, emulator
@@ -144,7 +144,7 @@ def test_a_damaged_one_is_marked_and_taken_back_once_whole(
     assert "checkpoint 5 is damaged" in notes[0]
     assert "set aside as checkpoints/5/damaged.json, going back to checkpoint 3" in notes[0]
     assert json.loads((folder / "5" / "damaged.json").read_text())["step"] == 5
-    assert (steps(folder), [path.name for path in aside(folder)]) == ([3], ["5"])
+    assert (steps(folder), [path.name for path in quarantined(folder)]) == ([3], ["5"])
     assert command.main([str(saved)]) == 0
     assert "set aside, " in capsys.readouterr().out
     flip(data_file_of(folder / "3"))
@@ -165,7 +165,7 @@ def test_the_next_of_the_same_step_takes_the_place_of_a_damaged_one(saved: Path)
         checkpoints.save(5, state_at(5), FACTS)
         assert checkpoints.wait() is None
     assert same(restored(saved)[0], state_at(5))
-    assert aside(saved / "checkpoints") == []
+    assert quarantined(saved / "checkpoints") == []
 
 
 def test_a_manifest_that_somebody_deleted_is_damage(saved: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_checkpoint_is_saved_whatever_becomes_of_an_older_one(
     half: bool, two_saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    with Checkpoints(two_saved, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+    with Checkpoints(two_saved, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
         layout = type(checkpoints.layout)
 
         def refuse(*_: object) -> None:

@@ -97,7 +97,7 @@ def flip(path: Path, bit: int = 4001) -> None:
 
 def restored(workdir: Path, like: TrainState | None = None) -> tuple[TrainState, list[str]]:
     notes: list[str] = []
-    with Checkpoints(workdir, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
         return checkpoints.restore(abstract(like or state_at(0)), FACTS), notes
 
 
@@ -326,7 +326,7 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr(
                 layout,
@@ -359,7 +359,7 @@ def test_a_disk_that_gives_back_something_else_is_found_before_an_older_one_is_d
         return file_digests(folder, process, count)
 
     monkeypatch.setattr(disk, "file_digests", broken)
-    with Checkpoints(run, CheckpointConfig(keep=1), note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=1), log=notes.append) as checkpoints:
         checkpoints.save(6, state_at(6), FACTS)
         assert "gives back other arrays than it was given" in (checkpoints.wait() or "")
     assert steps(run / "checkpoints") == [3, 5]
@@ -378,7 +378,7 @@ def test_a_disk_that_is_too_slow_does_not_stop_training(
 
     monkeypatch.setattr(layout, "write", slow)
     monkeypatch.setattr(checkpointer, "_PATIENCE_S", 0.1)
-    with Checkpoints(run, CheckpointConfig(keep=3), note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=3), log=notes.append) as checkpoints:
         checkpoints.save(6, state_at(6), FACTS)
         checkpoints.save(7, state_at(7), FACTS)
         assert notes == ["checkpoint 7 is left out: the disk has not yet taken the one of step 6"]
@@ -392,7 +392,7 @@ def save_under_a_limit(run: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     notes: list[str] = []
-    with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
         checkpoints.save(6, state_at(6), FACTS)
         assert checkpoints.wait()

@@ -69,7 +69,7 @@ class Arrays:
 def save(workdir: Path) -> Path:
     """Save three numbers as checkpoint 3 of a workdir, and return its folder."""
     notes: list[str] = []
-    with Checkpoints(workdir, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
         state = cast("TrainState", Arrays({"a": jnp.arange(3.0)}))
         checkpoints.save(3, state, {}, last=True)
         assert checkpoints.wait() is None

@@ -58,7 +58,7 @@ def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
                 control.arm(kind, effect, 0, times)
                 try:
                     with Checkpoints(
-                        workdir, CheckpointConfig(keep=2), note=lambda _: None
+                        workdir, CheckpointConfig(keep=2), log=lambda _: None
                     ) as checkpoints:
                         state = checkpoints.restore(target, FACTS)
                     outcome = "right" if same(state, state_at(5, 1)) else "wrong"
@@ -111,7 +111,7 @@ def test_what_was_set_aside_and_is_whole_is_taken_back(saved: Path, tmp_path: Pa
         (folder / step).rename(folder / "set-aside" / step)
     flip(data_file(folder / "set-aside" / "5"))
     notes: list[str] = []
-    with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
         assert same(checkpoints.restore(abstract(state_at(0, 1)), FACTS), state_at(3, 1))
     assert notes == ["checkpoint 3, set aside as set-aside/3, is whole: taken back"]
     assert steps(folder) == [3]

@@ -53,7 +53,7 @@ def test_two_runs_in_one_process_take_turns_with_orbax(
     notes: list[str] = []
 
     def run(name: str) -> bool:
-        with Checkpoints(tmp_path / name, CheckpointConfig(keep=1), note=notes.append) as saves:
+        with Checkpoints(tmp_path / name, CheckpointConfig(keep=1), log=notes.append) as saves:
             for step in (1, 2, 3):
                 saves.save(step, state_at(step, devices=1), FACTS, last=True)
             return same(

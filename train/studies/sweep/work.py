@@ -129,7 +129,7 @@ class Work:
             self.batches.of(points[0]),
         )
         losses, done = np.full((steps, trainer.count), np.nan), 0
-        with Checkpoints(folder, CheckpointConfig(keep=1), note=self.watcher.note) as saves:
+        with Checkpoints(folder, CheckpointConfig(keep=1), log=self.watcher.note) as saves:
             state, step_inputs = trainer.begin(points)
             if saves.latest is not None:
                 restored = saves.restore(trainer.abstract, data.facts)
