@@ -284,7 +284,8 @@ def _check_unread(
     dropped = [
         name for name in sorted(unread) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
     ]
-    copies: set[str] = set(COPIES)
+    # A model of images has no token embedding, and so no copies of one.
+    copies: set[str] = set(COPIES) if "token" in params else set()
     if model.tied_readout:
         copies.add(LM_HEAD)
     unread_copies = sorted(copies.intersection(unread))

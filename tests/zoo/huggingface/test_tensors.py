@@ -71,6 +71,12 @@ def test_tokens_beside_the_patches_are_rows_of_the_positions(tmp_path: Path) -> 
         np.testing.assert_array_equal(position, expected)
 
 
+def test_an_image_model_with_a_table_of_tokens_is_refused_by_its_name(tmp_path: Path) -> None:
+    table = {"encoder.embed_tokens.weight": np.zeros((8, 6), np.float32)}
+    with pytest.raises(TensorFileError, match=r"such as encoder\.embed_tokens\.weight; the model"):
+        read(written(VIT, tmp_path, **table), to_huggingface(VIT))
+
+
 def test_names_are_those_of_the_files() -> None:
     llama = [
         name for name, _ in weights.to_huggingface(LLAMA, random_params(LLAMA)) if ".1." not in name
