@@ -237,6 +237,7 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
             (workdir / folder / name).unlink(missing_ok=True)
     for path, entry in entries.items():
         content = files[_name(path)]
+        # The first is so for an assets.json of another version, which stays as it was written.
         if entry != _entry(content) or _problem(workdir / path, entry) is None:
             continue
         (workdir / path).parent.mkdir(parents=True, exist_ok=True)
