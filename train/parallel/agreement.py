@@ -128,60 +128,60 @@ def first_difference(parts: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _other_flags(found: _Difference) -> str:
+def _other_flags(difference: _Difference) -> str:
     return (
-        f"{found.process} has {found.path} {text_of(found.value)} and {found.leader} has "
-        f"{text_of(found.leader_value)}; start all processes with the same flags"
+        f"{difference.process} has {difference.path} {text_of(difference.value)} and {difference.leader} has "
+        f"{text_of(difference.leader_value)}; start all processes with the same flags"
     )
 
 
-def _other_version(found: _Difference) -> str:
+def _other_version(difference: _Difference) -> str:
     return (
-        f"{found.process} has {found.path} {found.value} and {found.leader} has "
-        f"{found.leader_value}; install the same versions on all hosts"
+        f"{difference.process} has {difference.path} {difference.value} and {difference.leader} has "
+        f"{difference.leader_value}; install the same versions on all hosts"
     )
 
 
-def _other_code(found: _Difference) -> str:
+def _other_code(difference: _Difference) -> str:
     # The value is the digest of a file, or nothing if the process does not have the file.
-    if found.value and found.leader_value:
-        file = f"another {found.path} than"
-    elif found.value:
-        file = f"a {found.path}, other than"
+    if difference.value and difference.leader_value:
+        file = f"another {difference.path} than"
+    elif difference.value:
+        file = f"a {difference.path}, other than"
     else:
-        file = f"no {found.path}, other than"
+        file = f"no {difference.path}, other than"
     suffix = ""
-    if found.count > 1:
-        suffix = f", and {found.count - 1} more files differ"
-    return f"{found.process} has {file} {found.leader}{suffix}; run the same code on all hosts"
+    if difference.count > 1:
+        suffix = f", and {difference.count - 1} more files differ"
+    return f"{difference.process} has {file} {difference.leader}{suffix}; run the same code on all hosts"
 
 
-def _other_option(found: _Difference) -> str:
+def _other_option(difference: _Difference) -> str:
     return (
-        f"{found.process} has JAX's option {found.path} {found.value} and {found.leader} has "
-        f"{found.leader_value}; set the variable {found.path.upper()} to one value in all "
+        f"{difference.process} has JAX's option {difference.path} {difference.value} and {difference.leader} has "
+        f"{difference.leader_value}; set the variable {difference.path.upper()} to one value in all "
         "processes, or in none"
     )
 
 
-def _other_environment(found: _Difference) -> str:
+def _other_environment(difference: _Difference) -> str:
     return (
-        f"{found.process} has {found.path}={found.value!r} and {found.leader} has "
-        f"{found.path}={found.leader_value!r}; set the same in all processes"
+        f"{difference.process} has {difference.path}={difference.value!r} and {difference.leader} has "
+        f"{difference.path}={difference.leader_value!r}; set the same in all processes"
     )
 
 
-def _other_devices(found: _Difference) -> str:
-    if found.path == "instructions":
-        lacks = " ".join(sorted(set(found.leader_value) ^ set(found.value)))
+def _other_devices(difference: _Difference) -> str:
+    if difference.path == "instructions":
+        lacks = " ".join(sorted(set(difference.leader_value) ^ set(difference.value)))
         return (
-            f"{found.process} has a processor with other vector instructions than {found.leader} "
+            f"{difference.process} has a processor with other vector instructions than {difference.leader} "
             f"({lacks}); start all processes on the same "
             "hardware, or set XLA_FLAGS=--xla_cpu_max_isa=AVX2 in all of them"
         )
     return (
-        f"{found.process} has devices of another {found.path}, {found.value}, than "
-        f"{found.leader}, {found.leader_value}; start all processes on the same hardware"
+        f"{difference.process} has devices of another {difference.path}, {difference.value}, than "
+        f"{difference.leader}, {difference.leader_value}; start all processes on the same hardware"
     )
 
 

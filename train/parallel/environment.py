@@ -127,8 +127,8 @@ def _flags(text: str) -> str:
         except OSError:
             return text
     flags = {flag.partition("=")[0]: flag for flag in text.split()}
-    kept = [flag for name, flag in sorted(flags.items()) if not _HARMLESS_FLAG.match(name)]
-    return " ".join(kept)
+    numeric = [flag for name, flag in sorted(flags.items()) if not _HARMLESS_FLAG.match(name)]
+    return " ".join(numeric)
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
