@@ -190,6 +190,7 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
         DiskError: The disk cannot be read.
     """
     entries = _named(workdir, step)
+    # Somebody may have put files into the folder of a run whose manifests list none.
     if not entries:
         names = disk.names(workdir / FOLDER)
         for name in (TOKENIZER, CHAT_TEMPLATE, RECORD):
@@ -319,13 +320,13 @@ def _content(workdir: Path, path: str, entry: list[Any]) -> bytes:
 
 
 def _problem(path: Path, entry: list[Any]) -> str | None:
-    """Return what is wrong with a file, or `None`. Damage is what two reads agree on.
+    """Return what is wrong with a file, or `None`.
 
     Args:
         entry: Size and digest. If empty, the file only has to be there.
     """
     problem = None
-    for _ in range(2):
+    for _ in range(2):  # damage is what two reads agree on
         try:
             content = disk.read_bytes(path)
         except disk.ABSENT:

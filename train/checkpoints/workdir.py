@@ -406,6 +406,7 @@ def record(
         content["plugins"] = modules
     previous = recorded(path)
     content = with_earlier_parts(content, previous, step)
+    # Random, so that checkpoints of another run are told apart whatever their config is.
     run = previous.get("run") or secrets.token_hex(8)
     content = {"run": run, **content}
     config_record.remember_run(run, modules)

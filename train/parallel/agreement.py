@@ -128,60 +128,60 @@ def first_difference(parts: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _other_flags(difference: _Difference) -> str:
+def _other_flags(diff: _Difference) -> str:
     return (
-        f"{difference.process} has {difference.path} {text_of(difference.value)} and {difference.leader} has "
-        f"{text_of(difference.leader_value)}; start all processes with the same flags"
+        f"{diff.process} has {diff.path} {text_of(diff.value)} and {diff.leader} has "
+        f"{text_of(diff.leader_value)}; start all processes with the same flags"
     )
 
 
-def _other_version(difference: _Difference) -> str:
+def _other_version(diff: _Difference) -> str:
     return (
-        f"{difference.process} has {difference.path} {difference.value} and {difference.leader} has "
-        f"{difference.leader_value}; install the same versions on all hosts"
+        f"{diff.process} has {diff.path} {diff.value} and {diff.leader} has "
+        f"{diff.leader_value}; install the same versions on all hosts"
     )
 
 
-def _other_code(difference: _Difference) -> str:
+def _other_code(diff: _Difference) -> str:
     # The value is the digest of a file, or nothing if the process does not have the file.
-    if difference.value and difference.leader_value:
-        file = f"another {difference.path} than"
-    elif difference.value:
-        file = f"a {difference.path}, other than"
+    if diff.value and diff.leader_value:
+        file = f"another {diff.path} than"
+    elif diff.value:
+        file = f"a {diff.path}, other than"
     else:
-        file = f"no {difference.path}, other than"
+        file = f"no {diff.path}, other than"
     suffix = ""
-    if difference.count > 1:
-        suffix = f", and {difference.count - 1} more files differ"
-    return f"{difference.process} has {file} {difference.leader}{suffix}; run the same code on all hosts"
+    if diff.count > 1:
+        suffix = f", and {diff.count - 1} more files differ"
+    return f"{diff.process} has {file} {diff.leader}{suffix}; run the same code on all hosts"
 
 
-def _other_option(difference: _Difference) -> str:
+def _other_option(diff: _Difference) -> str:
     return (
-        f"{difference.process} has JAX's option {difference.path} {difference.value} and {difference.leader} has "
-        f"{difference.leader_value}; set the variable {difference.path.upper()} to one value in all "
+        f"{diff.process} has JAX's option {diff.path} {diff.value} and {diff.leader} has "
+        f"{diff.leader_value}; set the variable {diff.path.upper()} to one value in all "
         "processes, or in none"
     )
 
 
-def _other_environment(difference: _Difference) -> str:
+def _other_environment(diff: _Difference) -> str:
     return (
-        f"{difference.process} has {difference.path}={difference.value!r} and {difference.leader} has "
-        f"{difference.path}={difference.leader_value!r}; set the same in all processes"
+        f"{diff.process} has {diff.path}={diff.value!r} and {diff.leader} has "
+        f"{diff.path}={diff.leader_value!r}; set the same in all processes"
     )
 
 
-def _other_devices(difference: _Difference) -> str:
-    if difference.path == "instructions":
-        lacks = " ".join(sorted(set(difference.leader_value) ^ set(difference.value)))
+def _other_devices(diff: _Difference) -> str:
+    if diff.path == "instructions":
+        lacks = " ".join(sorted(set(diff.leader_value) ^ set(diff.value)))
         return (
-            f"{difference.process} has a processor with other vector instructions than {difference.leader} "
+            f"{diff.process} has a processor with other vector instructions than {diff.leader} "
             f"({lacks}); start all processes on the same "
             "hardware, or set XLA_FLAGS=--xla_cpu_max_isa=AVX2 in all of them"
         )
     return (
-        f"{difference.process} has devices of another {difference.path}, {difference.value}, than "
-        f"{difference.leader}, {difference.leader_value}; start all processes on the same hardware"
+        f"{diff.process} has devices of another {diff.path}, {diff.value}, than "
+        f"{diff.leader}, {diff.leader_value}; start all processes on the same hardware"
     )
 
 
