@@ -190,6 +190,7 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
         DiskError: The disk cannot be read.
     """
     entries = _named(workdir, step)
+    # Somebody may have put files into the folder of a run whose manifests list none.
     if not entries:
         names = disk.names(workdir / FOLDER)
         for name in (TOKENIZER, CHAT_TEMPLATE, RECORD):
@@ -237,6 +238,7 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
             (workdir / folder / name).unlink(missing_ok=True)
     for path, entry in entries.items():
         content = files[_name(path)]
+        # The first is so for an assets.json of another version, which stays as it was written.
         if entry != _entry(content) or _problem(workdir / path, entry) is None:
             continue
         (workdir / path).parent.mkdir(parents=True, exist_ok=True)
@@ -318,13 +320,13 @@ def _content(workdir: Path, path: str, entry: list[Any]) -> bytes:
 
 
 def _problem(path: Path, entry: list[Any]) -> str | None:
-    """Return what is wrong with a file, or `None`. Damage is what two reads agree on.
+    """Return what is wrong with a file, or `None`.
 
     Args:
         entry: Size and digest. If empty, the file only has to be there.
     """
     problem = None
-    for _ in range(2):
+    for _ in range(2):  # damage is what two reads agree on
         try:
             content = disk.read_bytes(path)
         except disk.ABSENT:

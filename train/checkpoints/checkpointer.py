@@ -98,6 +98,7 @@ class RankedFolder(CheckpointFolder):
                 saved_steps = [step for step in pending if counts(self.folder / str(step))]
                 for step in saved_steps:
                     self._write_metrics(self.folder / str(step), step)
+                # A new best checkpoint may make an older one superfluous.
                 self.prune()
             except (OSError, disk.DiskError) as error:
                 # The run goes on. The next evaluation tries again.
@@ -433,6 +434,7 @@ class Checkpoints(RankedFolder):
         self._consecutive_failures = 0
         renames = self._broadcast(lambda: renames_folders(workdir))
         super().__init__(workdir, config, log, renames)
+        # Step of the save that is on disk or in progress; `None` after a failure.
         self._saved = self.latest
         self._before_publish = before_publish
         self._thread: threading.Thread | None = None
@@ -493,6 +495,7 @@ class Checkpoints(RankedFolder):
             _ORBAX.release()
             raise
 
+        # All processes count alike, so the name of the save is the same on all of them.
         self._exchanges += 1
         started = _StartedSave(
             step=step,
@@ -503,6 +506,7 @@ class Checkpoints(RankedFolder):
             facts=facts,
             key=f"saved/{self._exchanges}",
         )
+        # A daemon, so that a process that is stopped at once does not wait for a slow disk.
         self._thread = threading.Thread(
             target=self._finish, args=(started,), name="checkpoint", daemon=True
         )
@@ -678,6 +682,7 @@ class Checkpoints(RankedFolder):
             if parts is None:  # not process 0
                 self._failure = part.get("error")
                 return
+            # From here on process 0 acts alone. The others have ended with their part.
             merged = merge_parts(parts)
             manifest = Manifest(
                 step=started.step,
@@ -719,6 +724,7 @@ class Checkpoints(RankedFolder):
         """Log a failed save, delete what it wrote, and end a run whose saves keep failing."""
         reason = folder.reason(error, self.folder)
         self._failure = f"checkpoint {step} could not be saved: {reason}"
+        # So that a later call of `save` tries the same step again.
         if self._saved == step:
             self._saved = None
         latest = self.latest

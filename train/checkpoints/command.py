@@ -304,7 +304,7 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # the empty one at the end, or one that a kill has torn
+            continue  # the empty one at the end, or half of one after a kill
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             continue
         values: dict[str, Any] = {}

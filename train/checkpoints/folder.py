@@ -69,8 +69,8 @@ def quiet() -> None:
 
 def _unraisable(previous_hook: Callable[[Any], Any], unraisable: Any) -> None:
     """Call the previous `sys.unraisablehook`, except for two known messages."""
-    known = ("Event loop is closed", "Encountered error while reading array")
-    if not str(unraisable.exc_value).startswith(known):
+    known_messages = ("Event loop is closed", "Encountered error while reading array")
+    if not str(unraisable.exc_value).startswith(known_messages):
         previous_hook(unraisable)
 
 

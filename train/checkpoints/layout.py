@@ -393,6 +393,7 @@ class RenameCommit:
     def publish(self, step: int) -> None:
         """Let a checkpoint count that has its manifest."""
         self.written_at(step).replace(self.folder / str(step))
+        # Without this a power cut may bring back the old name.
         disk.sync_folder(self.folder)
 
     def delete(self, step: int) -> None:
@@ -401,6 +402,7 @@ class RenameCommit:
         Raises:
             OSError: The checkpoint, or a part of it, cannot be deleted.
         """
+        # Renamed first: half of a checkpoint under its own name would look damaged.
         doomed = self.folder / f"{step}{DELETING}"
         (self.folder / str(step)).replace(doomed)
         delete_tree(doomed)
@@ -517,6 +519,7 @@ class MarkerCommit(RenameCommit):
         self.delete(step)
 
     def clear(self, name: str) -> None:
+        # With its manifest the checkpoint is complete, and only the marker was left.
         checkpoint = self.folder / name.partition(".")[0]
         if disk.status(checkpoint / MANIFEST) is None:
             remove_tree(checkpoint)

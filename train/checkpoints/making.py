@@ -184,6 +184,7 @@ def _made_here(target: Path, command: Sequence[str]) -> Iterator[Path]:
             if inside:
                 _move_up(staging, target, command)
             else:
+                # Complete before the rename, which is the last step: the name makes it count.
                 workdir.write_mark(staging, command, complete=True)
                 _rename(staging, target, command)
         except BaseException:
@@ -215,6 +216,7 @@ def _made_in_place(target: Path, command: Sequence[str], names: Sequence[str]) -
         try:
             yield
         except BaseException:
+            # The mark stays if this fails, and the next command deletes the rest.
             with contextlib.suppress(OSError, MupaxError):
                 _delete_half(target)
             raise
@@ -316,6 +318,7 @@ def _check_own(target: Path, names: Iterable[str]) -> None:
 def _move_up(staging: Path, target: Path, command: Sequence[str]) -> None:
     """Move the entries of a temporary folder into `target`, and then mark `target` as complete."""
     names = [name for name in disk.names(staging) if name not in (LOCK, MARK)]
+    # With the names, so that the next command can delete what a kill leaves of them.
     workdir.write_mark(target, command, names, complete=False)
     for name in sorted(names, key=_rank):
         if (target / name).exists():
@@ -329,6 +332,7 @@ def _move_up(staging: Path, target: Path, command: Sequence[str]) -> None:
                 raise
             # A mounted bucket does not rename folders.
             copy(staging / name, target / name)
+    # The entries are on the disk before the mark says that they are complete.
     disk.sync_folder(target)
     workdir.write_mark(target, command, names, complete=True)
 
@@ -341,6 +345,7 @@ def _rename(staging: Path, target: Path, command: Sequence[str]) -> None:
         staging.replace(target)
         disk.sync_folder(target.absolute().parent)
     except OSError as error:
+        # Without the staging folder, the rename was done and the disk failed to note it.
         if error.errno in disk.NO_ROOM or not staging.exists():
             raise
         target.mkdir()

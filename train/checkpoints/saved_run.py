@@ -80,6 +80,7 @@ class LoadedRun(NamedTuple):
 
         from mupax.train.core.costs import fit
 
+        # Before anything is read: a clear error in place of a process that the system kills.
         target = getattr(abstract, self.weights)
         fit.check_arrays(
             target, f"the parameters of {self.workdir}", "Take a machine with more memory"

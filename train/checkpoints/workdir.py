@@ -191,6 +191,7 @@ def _claim(config: Config) -> tuple[str, bool]:
                 "another folder"
             )
 
+    # Up to here nothing was written: a folder that is refused stays as it is.
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / _PROBE).touch()
@@ -248,6 +249,7 @@ def start_anew(path: Path) -> None:
     """
     if not any(name in _BEFORE_STEPS for name in disk.names(path)):
         return
+    # Again, because the folder was not locked when `claim` looked at it.
     if not _unstarted(path):
         raise WorkdirError(
             f"another run has begun in the workdir {_shown(path)} meanwhile; add --resume to go on "
@@ -290,6 +292,7 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
                 f"the workdir {_shown(path)} is in use by another run ({owner}); "
                 "wait for it or stop it, or give --workdir another folder"
             ) from error
+        # For the message of a process that is refused; the lock itself is not in the content.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -403,6 +406,7 @@ def record(
         content["plugins"] = modules
     previous = recorded(path)
     content = with_earlier_parts(content, previous, step)
+    # Random, so that checkpoints of another run are told apart whatever their config is.
     run = previous.get("run") or secrets.token_hex(8)
     content = {"run": run, **content}
     config_record.remember_run(run, modules)
@@ -416,7 +420,7 @@ def with_earlier_parts(
     """Return the record of a new part of a run with the parts before it under `segments`.
 
     The segments are in order, the oldest first. Each has the step at which the next part began. A
-    part with the same settings as the new one is not listed.
+    part with the same record as the new one, apart from how it was started, is not listed.
 
     Args:
         previous: Content of config.json so far. Empty for a new run.

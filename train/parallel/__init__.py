@@ -1,1 +1,1 @@
-"""Devices and processes: meshes, shardings, hardware, signals, and the way of batches to devices."""
+"""Devices and processes of a run: meshes, shardings, hardware, signals, and several processes."""

@@ -1,4 +1,7 @@
-"""What all processes of a run must have alike, compared before anything is compiled: flags, code, versions, options, devices."""
+"""Comparison of the processes of a run before anything is compiled.
+
+Flags, code, versions, options of JAX, environment variables and devices must be the same in all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import platform
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,45 +32,49 @@ _PACKAGES = (
     "libtpu",
 )
 _PATIENCE_S = 120.0
-"""How long a process that has joined may take to say what it is. One of another version may never do."""
+"""Seconds that a process may take to send its facts. One of another version may never send them."""
 
 
 class AgreementError(MupaxError):
-    """Processes that cannot train one model together. The text names the process, its host and what differs."""
+    """Processes that cannot train one model together.
+
+    The text names the process, its host and the difference.
+    """
 
 
-def check(config: Config, processes: Processes, mine: dict[str, Any] | None = None) -> None:
-    """Refuse to start where a process has something else than process 0; all of them then say which, and what.
+def check(config: Config, processes: Processes, local_facts: dict[str, Any] | None = None) -> None:
+    """Refuse to start if the facts of a process differ from those of process 0.
+
+    All processes raise the same error.
 
     Args:
-        config: of this process.
-        processes: of the run.
-        mine: facts of this process, of `config` unless given.
+        local_facts: Facts of this process; by default those of `facts`.
 
     Raises:
-        AgreementError: the first difference.
+        AgreementError: Two processes differ. The text names the first difference.
     """
-    mine = {"host": socket.gethostname(), **(mine or facts(config))}
-    parts = processes.gather("agreement", mine, _PATIENCE_S)
-    if problem := processes.broadcast(
-        "agreed", lambda: first_difference(parts or []), _PATIENCE_S * processes.count
-    ):
+    part = {"host": socket.gethostname(), **(local_facts or facts(config))}
+    parts = processes.gather("agreement", part, _PATIENCE_S)
+    # Process 0 waits for one process after another, so the others wait for the sum of its waits.
+    seconds = _PATIENCE_S * processes.count
+    problem = processes.broadcast("agreed", lambda: first_difference(parts or []), seconds)
+    if problem:
         raise AgreementError(problem)
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """What must be alike, of this process."""
+    """Return the facts of this process that must be the same in all, in groups."""
     local = jax.local_devices()
     devices: dict[str, Any] = {"kind": local[0].device_kind, "number": len(local)}
-    if (
-        local[0].platform == "cpu"
-        and "--xla_cpu_max_isa" not in environment.variables()["XLA_FLAGS"]
-    ):
-        # Programs are compiled for the processor at hand, and round otherwise with other instructions.
+    variables = environment.variables()
+    if local[0].platform == "cpu" and "--xla_cpu_max_isa" not in variables["XLA_FLAGS"]:
+        # XLA compiles for the processor at hand, and other vector instructions round differently.
         devices["instructions"] = environment.processor()["instructions"]
+    # A process that was started again has --resume and no --resume-from; process 0 alone asks for
+    # them.
+    own_flags = {"distributed": None, "resume": None, "resume_from": None}
     return {
-        # One that was started again has --resume and no --resume-from; process 0 alone asks for them.
-        "config": {**to_json(config), "distributed": None, "resume": None, "resume_from": None},
+        "config": {**to_json(config), **own_flags},
         "versions": {
             "python": platform.python_version(),
             "mupax": mupax.__version__,
@@ -75,64 +82,110 @@ def facts(config: Config) -> dict[str, Any]:
         },
         "code": environment.sources(),
         "options": environment.options(),
-        "environment": environment.variables(),
+        "environment": variables,
         "devices": devices,
     }
 
 
+class _Difference(NamedTuple):
+    """First difference of a process from process 0 in one group of facts."""
+
+    process: str
+    """Number and host of the process that differs."""
+    leader: str
+    """Number and host of process 0."""
+    path: str
+    """Name of the fact."""
+    value: Any
+    leader_value: Any
+    count: int
+    """Number of facts that differ in the group."""
+
+
 def first_difference(parts: list[dict[str, Any]]) -> str:
-    """The first difference of a process from process 0, in words; "" where there is none."""
-    first, *rest = parts
-    for index, part in enumerate(rest, start=1):
-        for group, words in _WORDS.items():
-            if unlike := list(differences(first[group], part[group])):
-                here, there = f"process {index} ({part['host']})", f"process 0 ({first['host']})"
-                return words(here, there, *unlike[0], len(unlike))
+    """Return the first difference of a process from process 0 as a sentence, or "" if none differs.
+
+    Args:
+        parts: Facts of each process, with its `host`, in the order of their numbers.
+    """
+    leader_part, *worker_parts = parts
+    for index, part in enumerate(worker_parts, start=1):
+        for group, describe in _DESCRIPTIONS.items():
+            unlike = list(differences(leader_part[group], part[group]))
+            if not unlike:
+                continue
+            path, leader_value, value = unlike[0]
+            return describe(
+                _Difference(
+                    process=f"process {index} ({part['host']})",
+                    leader=f"process 0 ({leader_part['host']})",
+                    path=path,
+                    value=value,
+                    leader_value=leader_value,
+                    count=len(unlike),
+                )
+            )
     return ""
 
 
-def _other_flags(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
-    return f"{here} has {path} {text_of(mine)} and {there} has {text_of(zero)}; start all processes with the same flags"
-
-
-def _other_version(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+def _other_flags(diff: _Difference) -> str:
     return (
-        f"{here} has {path} {mine} and {there} has {zero}; install the same versions on all hosts"
+        f"{diff.process} has {diff.path} {text_of(diff.value)} and {diff.leader} has "
+        f"{text_of(diff.leader_value)}; start all processes with the same flags"
     )
 
 
-def _other_code(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
-    what = (
-        f"another {path} than" if mine and zero else f"{'a' if mine else 'no'} {path}, other than"
-    )
-    more = f", and {count - 1} more files differ" if count > 1 else ""
-    return f"{here} has {what} {there}{more}; run the same code on all hosts"
-
-
-def _other_option(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+def _other_version(diff: _Difference) -> str:
     return (
-        f"{here} has JAX's option {path} {mine} and {there} has {zero}; set the variable {path.upper()} to one value in all "
+        f"{diff.process} has {diff.path} {diff.value} and {diff.leader} has "
+        f"{diff.leader_value}; install the same versions on all hosts"
+    )
+
+
+def _other_code(diff: _Difference) -> str:
+    # The value is the digest of a file, or nothing if the process does not have the file.
+    if diff.value and diff.leader_value:
+        file = f"another {diff.path} than"
+    elif diff.value:
+        file = f"a {diff.path}, other than"
+    else:
+        file = f"no {diff.path}, other than"
+    suffix = ""
+    if diff.count > 1:
+        suffix = f", and {diff.count - 1} more files differ"
+    return f"{diff.process} has {file} {diff.leader}{suffix}; run the same code on all hosts"
+
+
+def _other_option(diff: _Difference) -> str:
+    return (
+        f"{diff.process} has JAX's option {diff.path} {diff.value} and {diff.leader} has "
+        f"{diff.leader_value}; set the variable {diff.path.upper()} to one value in all "
         "processes, or in none"
     )
 
 
-def _other_environment(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+def _other_environment(diff: _Difference) -> str:
     return (
-        f"{here} has {path}={mine!r} and {there} has {path}={zero!r}; set the same in all processes"
+        f"{diff.process} has {diff.path}={diff.value!r} and {diff.leader} has "
+        f"{diff.path}={diff.leader_value!r}; set the same in all processes"
     )
 
 
-def _other_devices(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
-    if path == "instructions":
-        lacks = " ".join(sorted(set(zero) ^ set(mine)))
+def _other_devices(diff: _Difference) -> str:
+    if diff.path == "instructions":
+        lacks = " ".join(sorted(set(diff.leader_value) ^ set(diff.value)))
         return (
-            f"{here} has a processor with other vector instructions than {there} ({lacks}); start all processes on the same "
+            f"{diff.process} has a processor with other vector instructions than {diff.leader} "
+            f"({lacks}); start all processes on the same "
             "hardware, or set XLA_FLAGS=--xla_cpu_max_isa=AVX2 in all of them"
         )
-    return f"{here} has devices of another {path}, {mine}, than {there}, {zero}; start all processes on the same hardware"
+    return (
+        f"{diff.process} has devices of another {diff.path}, {diff.value}, than "
+        f"{diff.leader}, {diff.leader_value}; start all processes on the same hardware"
+    )
 
 
-_WORDS: dict[str, Callable[..., str]] = {
+_DESCRIPTIONS: dict[str, Callable[[_Difference], str]] = {
     "versions": _other_version,
     "code": _other_code,
     "config": _other_flags,
@@ -140,13 +193,15 @@ _WORDS: dict[str, Callable[..., str]] = {
     "environment": _other_environment,
     "devices": _other_devices,
 }
+"""Sentence about a difference for each group of facts. Groups are compared in this order."""
 
 
 def _versions() -> dict[str, str | None]:
-    def version(name: str) -> str | None:
+    """Return the versions of `_PACKAGES`, `None` for one that is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in _PACKAGES:
         try:
-            return metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            return None
-
-    return {name: version(name) for name in _PACKAGES}
+            versions[name] = None
+    return versions

@@ -330,8 +330,8 @@ class Cluster(Processes):
     def _look_for_stall(self) -> None:
         """End all processes if every one waits for others, and one too long in a program.
 
-        Process 0 calls this. A process that compiles, reads data or saves does not wait. It may take its time, and so may
-        those that wait for it.
+        Process 0 calls this. A process that compiles, reads data or saves does not wait. It may
+        take its time, and so may those that wait for it.
         """
         waits = [json.loads(text) for _, text in self._client.key_value_dir_get(_WAITS)]
         longest = max((wait["program"] for wait in waits), default=0.0)

@@ -1,7 +1,8 @@
-"""Facts of a process, besides its config and its data, that decide the bits of what it computes.
+"""Facts of a process, besides its config and its data, that decide the bits of its results.
 
-Processes of one run compare them (`agreement`), a run records them, and a resume prints those that have changed. Options of JAX
-are compared unless `HARMLESS` names them, so that a new option of a later JAX counts from the start.
+Processes of one run compare them (`agreement`), a run records them, and a resume prints those that
+have changed. Options of JAX are compared unless `HARMLESS` names them, so that a new option of a
+later JAX counts from the start.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ HARMLESS = frozenset((
     "jax_platforms", "jax_platform_name", "jax_xla_backend", "jax_num_cpu_devices",
     "jax_cuda_visible_devices", "jax_rocm_visible_devices", "jax_oneapi_visible_devices",
 ))  # fmt: skip
-"""Options of JAX that change no number: caches, logging, tracing, dumps, guards, addresses of a process, and what chooses devices,
-whose kind and number are compared themselves."""
+"""Options of JAX that change no number.
+
+They are about caches, logging, tracing, dumps, guards, addresses of a process, and the choice of
+devices, whose kind and number are compared themselves."""
 
 _NUMERIC_VARIABLES = (
     *VARIABLES,
@@ -67,19 +70,22 @@ _NUMERIC_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
 )
-"""Variables of the environment that libraries below JAX read, and that change numbers."""
+"""Environment variables that libraries below JAX read, and that change numbers."""
 
-# Folders of dumps and caches, logging, time limits, and the number of devices, which is compared itself.
+# Folders of dumps and caches, logging, time limits, and the number of devices, which is compared
+# itself.
 _HARMLESS_FLAG = re.compile(
-    r"--(xla_dump_|xla_gpu_dump|xla_hlo_profile|xla_detailed_logging|xla_force_host_platform_device_count"
+    r"--(xla_dump_|xla_gpu_dump|xla_hlo_profile|xla_detailed_logging"
+    r"|xla_force_host_platform_device_count"
     r"|xla_gpu_per_fusion_autotune_cache|xla_\w+timeout|xla_\w+_log_|xla_vmodule)"
 )
 _VECTOR = re.compile(r"(avx|s?sse|fma|f16c|amx|asimd|neon|sve|i8mm)")
-"""Beginnings of the names of vector instructions, of x86 and of Arm."""
+"""Beginnings of names of vector instructions, of x86 and of Arm."""
 
 _SAME_BITS = frozenset({"python", "orbax-checkpoint", "tensorstore"})
 """Packages that carry numbers and compute none."""
 _CODE = ("presets", "zoo", "train")
+"""Folders of the project with code that computes."""
 
 
 def options() -> dict[str, Any]:
@@ -89,127 +95,154 @@ def options() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return an option's value as JSON can hold it."""
     if isinstance(value, enum.Enum):
         return str(value.value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of the environment that change numbers. Flags of XLA are sorted, the harmless ones left out."""
-    values = {name: environ.get(name, "") for name in _NUMERIC_VARIABLES}
-    return {name: _flags(value) if name in VARIABLES else value for name, value in values.items()}
+    """Return the environment variables that change numbers, "" for one that is not set.
+
+    Flags of XLA are sorted, and harmless ones are left out.
+    """
+    values: dict[str, str] = {}
+    for name in _NUMERIC_VARIABLES:
+        value = environ.get(name, "")
+        values[name] = _flags(value) if name in VARIABLES else value
+    return values
 
 
 def _flags(text: str) -> str:
-    """Return flags in order of their names. Of a flag that is written twice the last one holds."""
+    """Return XLA's flags in the order of their names, without harmless ones.
+
+    If a flag is written twice, the last one holds.
+    """
     if text and not text.lstrip().startswith("-"):
-        # XLA reads its flags from a file where the variable is no flag.
+        # XLA takes a text that is no flag for the name of a file with flags.
         try:
             text = Path(text).read_text()
         except OSError:
             return text
     flags = {flag.partition("=")[0]: flag for flag in text.split()}
-    return " ".join(flag for name, flag in sorted(flags.items()) if not _HARMLESS_FLAG.match(name))
+    numeric = [flag for name, flag in sorted(flags.items()) if not _HARMLESS_FLAG.match(name)]
+    return " ".join(numeric)
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Return the model of this machine's processor and its vector instructions, as far as the system names them."""
+    """Return the `model` and the vector `instructions` of this machine's processor."""
     try:
         lines = file.read_text().partition("\n\n")[0].splitlines()
     except OSError:  # macOS, whose machines have one instruction set
         return {"model": platform.processor(), "instructions": []}
-    fields = {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
-    names = fields.get("flags", fields.get("Features", "")).split()
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    # x86 has the first field, Arm the second.
+    features = fields.get("flags", fields.get("Features", "")).split()
     return {
         "model": fields.get("model name", platform.processor()),
-        "instructions": sorted(name for name in names if _VECTOR.match(name)),
+        "instructions": sorted(feature for feature in features if _VECTOR.match(feature)),
     }
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use. XLA on CPU divides long sums among them."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def sources() -> dict[str, str]:
-    """Return a digest of every file of code, by its path in the project."""
+    """Return a digest of every source file by its path in the project."""
     root = Path(mupax.__file__).parent
-    files = sorted(path for package in _CODE for path in (root / package).rglob("*.py"))
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in files
-    }
+    files: list[Path] = []
+    for package in _CODE:
+        files += (root / package).rglob("*.py")
+    digests: dict[str, str] = {}
+    for path in sorted(files):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digests[str(path.relative_to(root))] = digest[:16]
+    return digests
 
 
 def facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Return what a run records of its environment: JAX's options, variables, devices, mesh, processor and code.
+    """Return the record of a run's environment.
+
+    The record has JAX's options, variables, devices, the mesh without axes of size 1, a digest of
+    the code, and on CPU the processor.
 
     Args:
-        mesh: devices of the run; axes of size 1 are left out.
+        mesh: Mesh of the run over all of its devices.
     """
     device = mesh.devices.flat[0]
     axes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
+    processes = {member.process_index for member in mesh.devices.flat}
     recorded: dict[str, Any] = {
         "options": options(),
         "variables": variables(),
         "devices": {
             "device kind": device.device_kind,
             "devices": mesh.size,
-            "processes": len({d.process_index for d in mesh.devices.flat}),
+            "processes": len(processes),
             "mesh": " ".join(axes) or "one device",
             "runtime": device.client.platform_version,
         },
     }
     if device.platform == "cpu":
+        # XLA on CPU divides long sums among the cores, so their number changes bits.
         recorded["processor"] = {**processor(), "cores": cores()}
     digests = json.dumps(sources()).encode()
     return {**recorded, "code": hashlib.sha256(digests).hexdigest()[:16]}
 
 
 class Change(NamedTuple):
-    """A fact of the environment that is another one than before."""
+    """Fact of the environment that has changed."""
 
     name: str
     old: str
     new: str
     bits: bool
-    """Whether what is computed may differ in bits."""
+    """Whether results may differ in bits."""
 
     def __str__(self) -> str:
         effect = "bits can differ" if self.bits else "the bits stay the same"
         return f"{self.name}: {self.old} -> {self.new} ({effect})"
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change] | None:
-    """Return how the environment of a run differs from the recorded one, or `None` if the record has no environment.
+_MISSING = "not recorded"
+
+
+def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change] | None:
+    """Return the facts of a run's environment that differ from the recorded ones.
 
     Args:
-        before: record of the run (config.json).
-        now: record of this part of the run.
+        previous: Record of the run so far (config.json).
+        current: Record of this part of the run.
+
+    Returns:
+        Changes in the order of the new record, or `None` if the old record has no environment.
     """
-    if not isinstance(before.get("environment"), Mapping):
+    if not isinstance(previous.get("environment"), Mapping):
         return None
-    old_facts = _groups(before)
-    new_facts = _groups(now)
+    old_facts = _groups(previous)
+    new_facts = _groups(current)
     is_other_jax = old_facts.get("jax") != new_facts.get("jax")
-    changed = []
+    changed: list[Change] = []
     for name in new_facts | old_facts:
         old = old_facts.get(name, _MISSING)
         new = new_facts.get(name, _MISSING)
         if old == new:
             continue
-        # Another JAX has other options; its version is a line of its own.
+        # Another JAX has other options. Its version is a line of its own.
         if is_other_jax and name.startswith("jax_") and _MISSING in (old, new):
             continue
-        changed.append(Change(name, *_shown(old, new), name not in _SAME_BITS))
+        old_text, new_text = _shown(old, new)
+        changed.append(Change(name, old_text, new_text, bits=name not in _SAME_BITS))
     return changed
-
-
-_MISSING = "not recorded"
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,32 +253,34 @@ def _groups(record: Mapping[str, Any]) -> dict[str, Any]:
         values.update(environment.get(group) or {})
     for name, value in (environment.get("processor") or {}).items():
         values[f"processor's {name}"] = value
-    values["compiler options"] = [
-        f"{k}={v}" for k, v in ((record.get("xla") or {}).get("options") or {}).items()
-    ]
+    xla = record.get("xla") or {}
+    compiler_options = xla.get("options") or {}
+    values["compiler options"] = [f"{name}={value}" for name, value in compiler_options.items()]
     values["platform"] = record.get("platform")
     values["mupax's code"] = environment.get("code")
     return values
 
 
 def _shown(old: Any, new: Any) -> tuple[str, str]:
-    """Return two values as text. Of lists, and of flags, only the items that are in one of them alone."""
-    before = _words(old)
-    now = _words(new)
-    if before is None or now is None:
+    """Return two values as texts. Lists and flags are shown without their common items."""
+    old_words = _words(old)
+    new_words = _words(new)
+    if old_words is None or new_words is None:
         return _text(old), _text(new)
-    left_out = [word for word in before if word not in now]
-    added = [word for word in now if word not in before]
-    return " ".join(left_out) or "none", " ".join(added) or "none"
+    removed = [word for word in old_words if word not in new_words]
+    added = [word for word in new_words if word not in old_words]
+    return " ".join(removed) or "none", " ".join(added) or "none"
 
 
 def _words(value: Any) -> list[str] | None:
+    """Return the items of a list or of a text of flags, or `None` for any other value."""
     if isinstance(value, list):
         return [str(word) for word in value]
-    return (
-        value.split() if isinstance(value, str) and (value == "" or value.startswith("-")) else None
-    )
+    if isinstance(value, str) and (value == "" or value.startswith("-")):
+        return value.split()
+    return None
 
 
 def _text(value: Any) -> str:
+    """Return a value as text, "none" for an empty one."""
     return "none" if value in ("", []) else str(value)

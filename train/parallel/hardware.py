@@ -1,13 +1,15 @@
-"""What devices can do, what they hold, and what the compiler is told for them: peak rates, memory, flags of XLA.
+"""Peak rates of devices, memory of the process, and the compiler flags for each kind of device.
 
-Flags, each with the reason for it and where it is documented, are given to the compiler with the step
-(`compiler_options` of `jax.stages.Lowered.compile`) and not through the environment: XLA_FLAGS is read once per process
-and ends it at a name it does not know, holds for every program of the process, and does not reach the TPU compiler,
-whose flags are in LIBTPU_INIT_ARGS. A compile option holds for the one program, is part of its cache key, is an error
-with its name where the compiler does not know it, and works ahead of time for TPUs that are not there. What a user sets
-in either variable wins: such a flag is left as it is.
+Each flag of XLA has its reason and its source. Flags are given to the compiler with the step
+(`compiler_options` of `jax.stages.Lowered.compile`), not through the environment:
 
-To try one: XLA_FLAGS=--xla_gpu_...=false before the command; without any of these: `--xla-flags none`.
+* XLA_FLAGS is read once per process, which ends at a name that it does not know. It holds for every
+  program of the process, and does not reach the TPU compiler, whose flags are in LIBTPU_INIT_ARGS.
+* A compile option holds for one program and is part of its cache key. If the compiler does not know
+  the name, the error says so. It works ahead of time for TPUs that are not there.
+
+A flag that the user sets in either variable is left as it is. To try one, set
+XLA_FLAGS=--xla_gpu_...=false before the command. `--xla-flags none` sets none of the flags below.
 """
 
 from __future__ import annotations
@@ -53,63 +55,81 @@ _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
 
 
 def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Peak dense rate of one device, in FLOPs per second (a multiply-add is two), without sparsity.
+    """Return the peak dense rate of one device, in FLOPs per second, without sparsity.
 
-    The name is matched whole, never by a part of it: variants of one chip differ by a third. Sources: Google Cloud
-    documentation of each TPU version; NVIDIA's product data sheets (A10, A30, A100, H100, H100 NVL, H200, GH200, L4,
-    L40S; half of "with sparsity" where only that is printed), the Blackwell data sheet (B200 in HGX, GB200), and the
+    A multiply-add counts as two. Sources: Google Cloud documentation of each TPU version; NVIDIA's
+    product data sheets (A10, A30, A100, H100, H100 NVL, H200, GH200, L4, L40S; half of "with
+    sparsity" if only that is printed), the Blackwell data sheet (B200 in HGX, GB200), and the
     GA102, AD102 and RTX Blackwell architecture papers for GeForce (float32 accumulation).
 
     Args:
         device_kind: `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
-        dtype: type of the operands of matrix products. Only "bfloat16" is in the table.
+        dtype: Type of the operands of matrix products. Only "bfloat16" is in the table.
 
     Returns:
-        The rate, or None where it is not known, and then no utilization should be shown.
+        The rate, or `None` if it is not known. Then no utilization should be shown.
     """
     if dtype != "bfloat16":
         return None
-    return next(
-        (tera * 1e12 for tera, kinds in _BFLOAT16_TERA.items() if device_kind in kinds), None
-    )
+    for tera, kinds in _BFLOAT16_TERA.items():
+        # The complete name, never a part of it: variants of one chip differ by a third.
+        if device_kind in kinds:
+            return tera * 1e12
+    return None
 
 
 def memory_peak(devices: Iterable[Any]) -> int | None:
-    """The most bytes that any of these `jax.Device`s had in use since the process began, None where none counts them (CPU)."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max((peak for peak in peaks if peak is not None), default=None)
+    """Return the most bytes that one of some devices had in use since the process began.
+
+    Args:
+        devices: Each a `jax.Device`.
+
+    Returns:
+        Bytes, or `None` if no device counts them, as on CPU.
+    """
+    peaks: list[int] = []
+    for device in devices:
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        if peak is not None:
+            peaks.append(peak)
+    return max(peaks, default=None)
 
 
-_ARENAS, _MAPPINGS, _KEPT_AT_END = (-8, 1), (-4, 0), (-1, 2**31 - 1)
-"""What glibc's malloc.h calls M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD, with our values."""
+# Options of glibc's mallopt, with our values: M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD.
+_ARENAS = (-8, 1)
+_MAPPINGS = (-4, 0)
+_KEPT_AT_END = (-1, 2**31 - 1)
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what a step's temporaries took, and say whether it does; to be called before JAX is imported.
+    """Let the C library keep the memory of a step's temporaries for the next step, on CPU.
 
-    A step on CPU takes and frees them as one block. Blocks above 32 MB go back to the system, in other threads than the main
-    one those above 64 MB whatever is set, and come again as pages that are first filled with zeros: 42 % of a step's time
-    with 150 MB on a virtual machine. Where an accelerator's package is installed nothing is changed: its hosts do not need it.
+    A step on CPU takes and frees its temporaries as one block. Blocks above 32 MB go back to the
+    system (in other threads than the main one, those above 64 MB, whatever is set). They come again
+    as pages that are first filled with zeros: 42 % of a step's time with 150 MB on a virtual
+    machine. Call this before JAX is imported.
+
+    Returns:
+        Whether the memory is kept. False on other systems than Linux, without glibc, and if the
+        package of an accelerator is installed, whose hosts do not need it.
     """
-    accelerators = ("jax_plugins", "libtpu")
-    if (
-        "jax" in sys.modules
-        or sys.platform != "linux"
-        or any(map(importlib.util.find_spec, accelerators))
-    ):
+    if "jax" in sys.modules or sys.platform != "linux":
         return False
+    for package in ("jax_plugins", "libtpu"):
+        if importlib.util.find_spec(package):
+            return False
     import ctypes
 
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
-    return set_option is not None and all(
-        set_option(*option) for option in (_ARENAS, _MAPPINGS, _KEPT_AT_END)
-    )
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if set_option is None:
+        return False
+    return all(set_option(*option) for option in (_ARENAS, _MAPPINGS, _KEPT_AT_END))
 
 
 Value = bool | int | str
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Where users set flags."""
+"""Environment variables in which users set flags."""
 
 _JAX_FLAGS = "docs.jax.dev/en/latest/xla_flags.html"
 _MAXTEXT = (
@@ -119,25 +139,35 @@ _ALL_REDUCE = "sums gradients during computation; it takes both flags to change 
 _MAXTEXT_GATHER = (
     "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_GATHER)"
 )
-_ALL_GATHER = "gathers parameters during computation, which is no default of libtpu 0.0.42 for v5p and v6e (fsdp)"
+_ALL_GATHER = (
+    "gathers parameters during computation, which is no default of libtpu 0.0.42 for v5p and v6e "
+    "(fsdp)"
+)
 
-
-_MAXTEXT_GPU = "github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/models/gpu (1vm.sh of Llama 2 7B, H100)"
+_MAXTEXT_GPU = (
+    "github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/models/gpu (1vm.sh of Llama 2 7B, "
+    "H100)"
+)
 _COMBINED = (
     "sends a layer's parameters, or their gradients, in one message; 30 MB at most by default"
 )
-_PIPELINED = "begins one iteration of a loop over layers early what the next one gathers, or ends it late (fsdp); off by default"
-
+_PIPELINED = (
+    "begins one iteration of a loop over layers early what the next one gathers, or ends it late "
+    "(fsdp); off by default"
+)
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""What `--vmem-kib` sets."""
+"""Flag that `--vmem-kib` sets."""
 
-_MAXTEXT_VMEM = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (DENSE_VMEM_LIMIT_FLAG), of 98304"
-_ROOM = "more of a core's own memory for one operation: {} less (docs/evidence/performance.md)"
+_MAXTEXT_VMEM = (
+    "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py "
+    "(DENSE_VMEM_LIMIT_FLAG), of 98304"
+)
+_MORE_VMEM = "more of a core's own memory for one operation: {} less (docs/evidence/performance.md)"
 
 
 class Flag(NamedTuple):
-    """One flag of XLA."""
+    """Flag of XLA with its value, the reason for it and the source of that."""
 
     name: str
     value: Value
@@ -149,7 +179,9 @@ PIPELINING: dict[str, tuple[str, Value]] = {
     "0.10": ("xla_gpu_enable_pipelined_{}", True),
     "0.12": ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
 }
-"""Version of jaxlib to what pipelined collectives are called there; left to the compiler in others, which might refuse the name."""
+"""Name and value of the flags of pipelined collectives by the version of jaxlib.
+
+Other versions might refuse the name, so they get no such flag."""
 _JAXLIB = ".".join(version("jaxlib").split(".")[:2])
 _pipelining = PIPELINING.get(_JAXLIB)
 
@@ -169,23 +201,39 @@ _EXCHANGES = (
     Flag(
         "xla_tpu_enable_async_all_to_all",
         True,
-        "three of five exchanges of experts' tokens run beside products (lm-30b-a3b); v5e has none that do",
-        "github.com/jax-ml/jax, which sets it in its tests of asynchronous all_to_all on TPU; of v5p by the compiler (libtpu 0.0.42)",
+        "three of five exchanges of experts' tokens run beside products (lm-30b-a3b); v5e has none "
+        "that do",
+        "github.com/jax-ml/jax, which sets it in its tests of asynchronous all_to_all on TPU; of "
+        "v5p by the compiler (libtpu 0.0.42)",
     ),
 )
 
 FUSED = {"0.10": (_SUMS, _GATHERS)}
-"""Version of jaxlib to fusions of sums and of gathers with products that any TPU may have. That of 0.12 (libtpu 0.0.50) refuses a step
-with them, but on v5e: elsewhere, it says, they may hang or give wrong results."""
+"""Flags that fuse sums, and those that fuse gathers, with products, by the version of jaxlib.
+
+The compiler of jaxlib 0.12 (libtpu 0.0.50) refuses a step with them on other TPUs than v5e: it says
+that they may hang or give wrong results."""
 _sums, _gathers = FUSED.get(_JAXLIB, ((), ()))
 
 COMBINED_SUMS = "xla_jf_crs_combiner_threshold_in_bytes"
 _APART = Flag(
     COMBINED_SUMS,
     2**20,
-    "sums of a layer's gradients apart: put into one message none runs beside products (docs/evidence/performance.md)",
+    "sums of a layer's gradients apart: put into one message none runs beside products "
+    "(docs/evidence/performance.md)",
     "by the compiler's own names and what it makes of them (libtpu 0.0.42)",
 )
+
+# Of all-gathers, reduce-scatters and all-reduces. Unknown versions of jaxlib have none.
+_PIPELINES: tuple[Flag, ...] = ()
+if _pipelining is not None:
+    _name, _value = _pipelining
+    _PIPELINES = tuple(
+        Flag(_name.format(collective), _value, _PIPELINED, _MAXTEXT_GPU)
+        for collective in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+# No other compiler than that of jaxlib 0.10 was tried.
+_SUMS_APART = (_APART,) if _JAXLIB == "0.10" else ()
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -194,59 +242,63 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "xla_gpu_enable_latency_hiding_scheduler",
             True,
             "schedules collectives beside computation instead of between it; off by default",
-            f"{_JAX_FLAGS}; set in NVIDIA's JAX images, docs.nvidia.com/jax-toolbox/environment-variables",
+            f"{_JAX_FLAGS}; set in NVIDIA's JAX images, "
+            "docs.nvidia.com/jax-toolbox/environment-variables",
         ),
         Flag("xla_gpu_all_gather_combine_threshold_bytes", 2**27, _COMBINED, _MAXTEXT_GPU),
         Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**26, _COMBINED, _MAXTEXT_GPU),
         Flag("xla_gpu_all_reduce_combine_threshold_bytes", 2**27, _COMBINED, _MAXTEXT_GPU),
-        *(
-            Flag(_pipelining[0].format(kind), _pipelining[1], _PIPELINED, _MAXTEXT_GPU)
-            for kind in ("all_gather", "reduce_scatter", "all_reduce")
-            if _pipelining
-        ),
+        *_PIPELINES,
     ),
-    # The other flags for asynchronous collectives that are passed around (async_collective_fusion, its fuse_all_gather and
-    # multiple_steps, overlap_compute_collective_tc, async_all_gather, data_parallel_all_reduce_opt) are defaults of libtpu
-    # 0.0.42 for v5e: with or without them it compiles the same program, on one slice and on two. For v5p and v6e see below.
+    # The other flags for asynchronous collectives that are passed around (async_collective_fusion,
+    # its fuse_all_gather and multiple_steps, overlap_compute_collective_tc, async_all_gather,
+    # data_parallel_all_reduce_opt) are defaults of libtpu 0.0.42 for v5e: with or without them it
+    # compiles the same program, on one slice and on two. For v5p and v6e see below.
     "tpu": (
         Flag("xla_enable_async_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
         *_sums,
         Flag(
             "xla_jf_spmd_threshold_for_windowed_einsum_mib",
             1_000_000,
-            "gathers a layer's parameters whole instead of slice by slice inside its products, which with fsdp alone made "
-            "3.6 times the estimated cycles and twice the temporaries (vit-h14 of 4 layers on v5e:4x4, compiled ahead of time)",
+            "gathers a layer's parameters whole instead of slice by slice inside its products, "
+            "which with fsdp alone made 3.6 times the estimated cycles and twice the temporaries "
+            "(vit-h14 of 4 layers on v5e:4x4, compiled ahead of time)",
             f"{_JAX_FLAGS}; MaxText sets it the other way, for its tensor axis",
         ),
     ),
     "TPU v5 lite": (
         *_SUMS,
-        *((_APART,) if _JAXLIB == "0.10" else ()),  # of others no compiler was asked
-        Flag(VMEM, 32768, _ROOM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),
+        *_SUMS_APART,
+        Flag(VMEM, 32768, _MORE_VMEM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),
     ),
     "TPU v5": (
         *_gathers,
         *_EXCHANGES,
-        Flag(VMEM, 32768, _ROOM.format("11 % of cycles of a loop of products"), _MAXTEXT_VMEM),
+        Flag(VMEM, 32768, _MORE_VMEM.format("11 % of cycles of a loop of products"), _MAXTEXT_VMEM),
     ),
     "TPU v6 lite": (
         *_gathers,
         Flag(
             VMEM,
             98304,
-            _ROOM.format(
+            _MORE_VMEM.format(
                 "18 % of lm-8b's cycles, for ten minutes of the compiler's processor time"
             ),
             _MAXTEXT_VMEM,
         ),
     ),
 }
-"""Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation
-and from what the compiler makes of them: none was timed on a GPU or TPU. `python -m scripts.bench.step.xla_flags` times
-each on the devices at hand."""
+"""Flags by backend (`jax.Device.platform`), and additional flags by kind of device.
+
+They were chosen from documentation and from the programs that the compiler makes with them. None
+was timed on a GPU or TPU. `python -m scripts.bench.step.xla_flags` times each on the devices at
+hand."""
 
 
-_RINGS = "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other shapes may be refused"
+_RINGS = (
+    "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other "
+    "shapes may be refused"
+)
 SCATTER = tuple(
     Flag(name, value, _RINGS, "found by compiling (libtpu 0.0.42); unmeasured")
     for name, value in {
@@ -258,11 +310,12 @@ SCATTER = tuple(
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
     }.items()
 )
-"""What `--xla-flags scatter` adds on TPU: it takes all of them for reduce-scatters to run beside products.
+"""Flags that `--xla-flags scatter` adds on TPU. Reduce-scatters run beside products only with all.
 
-The last two are MaxText's REDUCE_SCATTER_FUSION: without them what is split on its last axis into fewer than 128 numbers is summed
-by all-reduce along the last dimension of the torus. Of f32[14336,4096] over fsdp 256 on v5e:16x16: 440 MB of reduce-scatters and 28
-in place of 55 for a loop of four, and 15.29 M cycles in place of 15.40.
+The last two are MaxText's REDUCE_SCATTER_FUSION. Without them, an array that is split on its last
+axis into parts of fewer than 128 numbers is summed by all-reduce along the last dimension of the
+torus. Of f32[14336,4096] over fsdp 256 on v5e:16x16: 440 MB of reduce-scatters and 28 in place of
+55 for a loop of four, and 15.29 M cycles in place of 15.40.
 """
 
 
@@ -274,18 +327,24 @@ def compiler_options(
     kind: str = "",
     vmem_kib: int | None = None,
 ) -> dict[str, Any]:
-    """The flags for a backend, without those that the user's environment sets.
+    """Return the flags for a backend, without those that the user's environment sets.
 
     Args:
-        platform: `jax.Device.platform` of the devices to compile for; an unknown one has no flags.
-        choice: none gives no flags, scatter also those in `SCATTER`.
-        kind: their `device_kind`, for the flags of one generation.
-        vmem_kib: of a TPU core's own memory, in place of what a flag says; whatever the choice.
-        environment: where XLA_FLAGS and LIBTPU_INIT_ARGS are looked up.
+        platform: `jax.Device.platform` of the devices to compile for. An unknown one has no flags.
+        choice: "none" gives no flags, "scatter" also those in `SCATTER`.
+        environment: Variables with XLA_FLAGS and LIBTPU_INIT_ARGS; by default of this process.
+        kind: `device_kind` of the devices, for the flags of one generation.
+        vmem_kib: Own memory of a TPU core for one operation, in KiB. It replaces the value of a
+            flag, for each `choice`.
     """
-    set_by_user = re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES))
-    flags = () if choice == "none" else (*FLAGS.get(platform, ()), *FLAGS.get(kind, ()))
-    flags += SCATTER if (platform, choice) == ("tpu", "scatter") else ()
+    user_flags = " ".join(environment.get(name, "") for name in VARIABLES)
+    set_by_user = re.findall(r"--(\w+)", user_flags)
+    flags: tuple[Flag, ...] = ()
+    if choice != "none":
+        flags = (*FLAGS.get(platform, ()), *FLAGS.get(kind, ()))
+    if platform == "tpu" and choice == "scatter":
+        flags += SCATTER
+    # A later flag of the same name replaces the value of an earlier one.
     values = {flag.name: flag.value for flag in flags}
     if platform == "tpu" and vmem_kib is not None:
         values[VMEM] = vmem_kib

@@ -1,7 +1,8 @@
-"""Arrays that several processes hold copies of, compared bit by bit: parameters, counters of the optimizer, seeds, the step.
+"""Comparison of the copies of arrays that several processes hold, such as parameters.
 
-Every device sums the bit patterns of its parts of the arrays, in one compiled program without communication. Parts that lie on
-several processes must have equal sums. A drift of one bit in one of them is found, and nothing of an array leaves its device.
+Every device sums the bit patterns of its parts of the arrays, in one compiled program without
+communication. Copies of a part must have equal sums. A drift of one bit in one copy is found, and
+no array leaves its device.
 """
 
 from __future__ import annotations
@@ -18,29 +19,34 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 def by_name(tree: Any) -> dict[str, jax.Array]:
     """Return the leaves of a tree by their path, keys joined by dots."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    leaves: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        leaves[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
+    return leaves
 
 
 def checksums(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
-    """Return a sum for each array's part on each device of this process, by the device's id.
+    """Return the sums of bit patterns on each device of this process, by the device's id.
 
     Args:
-        arrays: all on one mesh.
+        arrays: Arrays on one mesh. Each row of sums has one sum per array, in this order.
     """
     shardings = [array.sharding for array in arrays if isinstance(array.sharding, NamedSharding)]
     assert len(shardings) == len(arrays), "an array that is not on the mesh"
     program = _program(shardings[0].mesh, tuple(sharding.spec for sharding in shardings))
     sums = program(list(arrays))
-    return {
-        str(shard.device.id): np.asarray(shard.data)[0].tolist()
-        for shard in sums.addressable_shards
-    }
+    rows: dict[str, list[int]] = {}
+    for shard in sums.addressable_shards:
+        rows[str(shard.device.id)] = np.asarray(shard.data)[0].tolist()
+    return rows
 
 
 @functools.lru_cache(maxsize=4)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    """Return the compiled sums: arrays -> uint32 [devices, arrays], a row on every device."""
+    """Return the program that maps arrays to sums, uint32 [devices, arrays], a row on each device.
+
+    The program is kept for later calls, because a run compares its arrays at every save.
+    """
 
     def local(arrays: list[jax.Array]) -> jax.Array:
         return jnp.stack([_sum(array) for array in arrays])[None]
@@ -52,7 +58,7 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
 
 
 def _sum(array: jax.Array) -> jax.Array:
-    """Return the sum of all bit patterns modulo 2^32, each times an odd number of its place. Equal arrays have equal sums."""
+    """Return the sum of all bit patterns modulo 2^32, each times an odd number from its place."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -71,29 +77,31 @@ def _sum(array: jax.Array) -> jax.Array:
 
 
 def difference(arrays: Mapping[str, jax.Array], parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return which array differs on which process, in words; "" if all copies are equal.
+    """Return a sentence about the first array whose copies differ, or "" if all are equal.
 
     Args:
-        arrays: by name, all on one mesh.
-        parts: of every process, its `host` and its `sums` (`checksums`).
+        arrays: Arrays on one mesh by name, in the order of `checksums`.
+        parts: For each process, its `host` and its `sums` (`checksums`).
     """
-    sums = {device: row for part in parts for device, row in part["sums"].items()}
+    sums: dict[str, list[int]] = {}
+    for part in parts:
+        sums.update(part["sums"])
     for number, (name, array) in enumerate(arrays.items()):
-        first: dict[Any, Any] = {}
+        # First device that holds each part of the array.
+        first_holders: dict[Any, Any] = {}
         for device, index in array.sharding.devices_indices_map(array.shape).items():
-            place = tuple(axis.indices(size) for axis, size in zip(index, array.shape, strict=True))
-            before = first.setdefault(place, device)
-            if sums[str(before.id)][number] != sums[str(device.id)][number]:
-                return _described(name, device, before, parts)
+            bounds = zip(index, array.shape, strict=True)
+            place = tuple(axis.indices(size) for axis, size in bounds)
+            first = first_holders.setdefault(place, device)
+            if sums[str(first.id)][number] != sums[str(device.id)][number]:
+                return _describe(name, device, first, parts)
     return ""
 
 
-def _described(name: str, device: Any, before: Any, parts: Sequence[Mapping[str, Any]]) -> str:
-    def holder(owner: Any) -> str:
-        return f"process {owner.process_index} ({parts[owner.process_index]['host']})"
-
-    if device.process_index == before.process_index:
-        return (
-            f"{name} differs between two devices of {holder(device)}, {before.id} and {device.id}"
-        )
-    return f"{name} on {holder(device)} has other bits than on {holder(before)}"
+def _describe(name: str, device: Any, first: Any, parts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the sentence about two devices that hold different copies of an array."""
+    process = f"process {device.process_index} ({parts[device.process_index]['host']})"
+    if device.process_index == first.process_index:
+        return f"{name} differs between two devices of {process}, {first.id} and {device.id}"
+    first_process = f"process {first.process_index} ({parts[first.process_index]['host']})"
+    return f"{name} on {process} has other bits than on {first_process}"
