@@ -1,1 +1,1 @@
-"""Models that are no NNX module of declared parameters: a function of a pytree of arrays, of any framework."""
+"""Models written in any framework, given as functions of a pytree of arrays."""

@@ -1,7 +1,9 @@
-"""`define_function`: a model of any framework as a `Definition`, from its forward pass, its arrays and their declarations.
+"""`define_function`: the `Definition` of a model written in any framework.
 
-The model itself knows nothing of parameterizations. What a preset sets in the forward pass acts through parameters: the scale of
-attention logits through the queries', that of a residual branch through what writes into the stream, a tied readout's on the logits.
+It is made from the model's forward pass, its arrays and their declarations. The model itself knows
+nothing of parameterizations. What a preset sets in the forward pass therefore acts through
+parameters: the scale of attention logits through those of the queries, the scale of a residual
+branch through those that write into the stream. The scale of a tied readout acts on the logits.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from mupax.zoo.functional import tree
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 Apply = Callable[..., Any]
-"""(parameters, *inputs) -> logits."""
+"""Function (parameters, *inputs) -> logits."""
 _WRITES = {Role.ATTENTION_OUT: 0, Role.MLP_OUT: 1, Role.EXPERT_OUT: 1}
-"""What writes a branch into the stream, and the number of its branch."""
+"""Roles of matrices that write a branch into the stream, and the index of their branch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +33,12 @@ class FunctionDefinition(Definition):
     """A `Definition` whose model is a function of a pytree.
 
     Attributes:
-        function: (parameters, *inputs) -> logits.
-        structure: of the tree that it takes.
-        shapes: of its arrays, by name; `abstract` has them by the axes of their declarations.
-        logit_scale: what the model multiplies q.k by itself.
-        inside: (parameters, *inputs) -> activations by name, or None.
+        function: Function (parameters, *inputs) -> logits.
+        structure: Structure of the tree that the function takes.
+        shapes: Shapes of the tree's arrays by name. In `abstract` the same arrays have one
+            dimension for each axis of their declaration.
+        logit_scale: Factor on q.k that the model itself applies.
+        inside: Function (parameters, *inputs) -> activations by name, or `None`.
     """
 
     function: Apply
@@ -45,72 +48,77 @@ class FunctionDefinition(Definition):
     inside: Apply | None
 
     def arrays(self, params: Any) -> Arrays:
-        """The arrays of a tree by name, each in the shape that its axes say.
+        """Return the arrays of a tree by name, with one dimension for each axis.
 
         Raises:
-            PresetError: a tree of other arrays than the declared ones.
+            PresetError: If the tree does not have the declared arrays.
         """
         leaves = tree.named_leaves(params)
         for name in sorted(leaves.keys() ^ self.specs.keys()):
-            raise PresetError(
-                f"{name} is in {'the tree' if name in leaves else 'the model'} alone; give all parameters"
-            )
+            owner = "the tree" if name in leaves else "the model"
+            raise PresetError(f"{name} is in {owner} alone; give all parameters")
         return {name: jnp.reshape(leaves[name], self.abstract[name].shape) for name in self.specs}
 
     def tree(self, arrays: Mapping[str, Any], like: Any = None) -> Any:
-        """The tree that has these arrays, in the model's own shapes.
+        """Return a tree of arrays in the shapes of the model.
 
         Args:
-            arrays: by name.
-            like: a tree of the kind to make; that of the model unless given.
+            arrays: Arrays by name, in any shape with the same number of entries.
+            like: Tree whose structure to use. Default: that of the model.
         """
         structure = self.structure if like is None else jax.tree.structure(like)
-        return jax.tree.unflatten(
-            structure, [jnp.reshape(arrays[n], shape) for n, shape in self.shapes.items()]
-        )
+        leaves = [jnp.reshape(arrays[name], shape) for name, shape in self.shapes.items()]
+        return jax.tree.unflatten(structure, leaves)
 
     def forward(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> Any:
-        """The tree that the function is called with.
+        """Return the tree that the function is called with.
 
         Args:
-            params: arrays by name, multipliers already in them.
-            factors: numbers of the forward pass by name.
+            params: Arrays by name, already multiplied by their multipliers.
+            factors: Forward multipliers by name. "logits" and "branch" are multiplied into
+                parameters, "readout" is left to `bind`.
 
         Raises:
-            PresetError: a preset that scales the stream itself, which no parameter can do.
+            PresetError: If the preset scales the residual stream itself, which no parameter can do.
         """
         if "skip" in factors:
             raise PresetError(
-                "this preset scales the residual stream itself, which no parameter does; take another preset"
+                "this preset scales the residual stream itself, which no parameter does; take "
+                "another preset"
             )
-        acting = dict(params)
+        scaled = dict(params)
         if "logits" in factors:
             for name in _holders(self.specs, Role.QUERY):
-                acting[name] = _times(acting[name], factors["logits"] / self.logit_scale)
-        for role, branch in _WRITES.items() if "branch" in factors else ():
-            for name, layer in _layers(self.specs, role, self.sizes[OWN.axis]).items():
-                acting[name] = _times(acting[name], factors["branch"][layer, branch])
-        return self.tree(acting)
+                scaled[name] = _times(scaled[name], factors["logits"] / self.logit_scale)
+        if "branch" in factors:
+            depth = self.sizes[OWN.axis]
+            for role, branch in _WRITES.items():
+                for name, layer in _layers(self.specs, role, depth).items():
+                    scaled[name] = _times(scaled[name], factors["branch"][layer, branch])
+        return self.tree(scaled)
 
     def bind(
         self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE
     ) -> Any:
-        """The model with these numbers, a function of its inputs.
+        """Return the model with these values, a function *inputs -> float32 logits.
 
         Args:
-            params: arrays by name, multipliers already in them.
-            factors: numbers of the forward pass by name.
-            layout: not read; the compiler splits what a function computes.
+            params: Arrays by name, already multiplied by their multipliers.
+            factors: Forward multipliers by name, as in `forward`.
+            layout: Not read. The compiler splits what a function computes.
         """
         del layout
-        acting, readout = self.forward(params, factors), factors.get("readout")
+        scaled_tree = self.forward(params, factors)
+        readout = factors.get("readout")
 
         def model(*inputs: Any) -> jax.Array:
-            logits = self.function(acting, *inputs)
-            return (logits if readout is None else logits * readout).astype(jnp.float32)
+            logits = self.function(scaled_tree, *inputs)
+            if readout is not None:
+                logits = logits * readout
+            return logits.astype(jnp.float32)
 
         if self.inside is not None:
-            model.internals = lambda *inputs: self.inside(acting, *inputs)  # pyright: ignore
+            model.internals = lambda *inputs: self.inside(scaled_tree, *inputs)  # pyright: ignore
         return model
 
     def model(
@@ -121,13 +129,13 @@ class FunctionDefinition(Definition):
         *,
         layout: Layout = ONE_DEVICE,
     ) -> Any:
-        """The model with every parameter taken as multiplier * w.
+        """Return the model in which every parameter acts as multiplier * w.
 
         Args:
-            params: as they are stored, w.
-            multipliers: float32 [] or [layers], by the same names.
-            factors: numbers of the forward pass by name.
-            layout: as `bind`.
+            params: Parameters w by name, as they are stored.
+            multipliers: Multipliers by the same names, float32 [] or [layers].
+            factors: Forward multipliers by name, as in `forward`.
+            layout: Not read, as in `bind`.
         """
         return self.bind(multiplied(params, multipliers), factors, layout=layout)
 
@@ -142,108 +150,155 @@ def define_function(
     tied_readout: ParamSpec | None = None,
     internals: Apply | None = None,
 ) -> FunctionDefinition:
-    """A model of any framework, without its numbers.
+    """Return the definition of a model written in any framework, without its values.
 
     Args:
-        function: `(parameters, *inputs) -> logits [..., vocab or classes]`, such as `model.apply` of linen.
-        params: the pytree that it takes, of arrays or of their shapes (`jax.eval_shape`): dicts, Equinox modules, an `nnx.State`.
-        specs: declaration of every array, by name or pattern, or as a function of the name (`mupax.zoo.functional.tree`).
-        sizes: of axes that no array shows: "layers" where a model has blocks, "heads" where a dimension is heads * head_dim.
-        logit_scale: what the model multiplies q.k by itself; head_dim^-1/2 unless given, as all frameworks do.
-        tied_readout: the declaration of a readout that is the embedding's table.
-        internals: `(parameters, *inputs) -> activations by name` for the coordinate check: `embedding` [B, T, D], `residual` [L, B, T, D].
+        function: `(parameters, *inputs) -> logits [..., vocab or classes]`, such as `model.apply`
+            of linen.
+        params: Pytree that the function takes, of arrays or their shapes (`jax.eval_shape`): dicts,
+            Equinox modules, an `nnx.State`.
+        specs: Declaration of every array, by name or pattern, or as a function of the name
+            (`mupax.zoo.functional.tree`).
+        sizes: Sizes of axes that no array shows: "layers" if the model has blocks, "heads" if a
+            dimension is heads * head_dim.
+        logit_scale: Factor on q.k that the model itself applies. Default: head_dim^-1/2, as in all
+            frameworks.
+        tied_readout: Declaration of a readout that shares the embedding's table.
+        internals: `(parameters, *inputs) -> activations by name` for the coordinate check:
+            `embedding` [B, T, D], `residual` [L, B, T, D].
 
     Raises:
-        PresetError: an array without declaration, a declaration without array, or one that does not fit; blocks without their number.
+        PresetError: If an array has no declaration or does not fit it, if a declaration matches no
+            array, or if there are blocks but not their number.
     """
     leaves = tree.named_leaves(params)
     declared = tree.declarations(leaves, specs)
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
-    of_axes = tree.sizes(shapes, declared, sizes or {})
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            tuple(of_axes[axis] for axis in declared[name].axes), jnp.dtype(leaf.dtype)
-        )
-        for name, leaf in leaves.items()
-    }
-    factors = _factors(declared, of_axes, tied_readout)
-    own_scale = of_axes.get("head_dim", 1) ** -0.5 if logit_scale is None else logit_scale
+    axis_sizes = tree.sizes(shapes, declared, sizes or {})
+    abstract = {}
+    for name, leaf in leaves.items():
+        shape = tuple(axis_sizes[axis] for axis in declared[name].axes)
+        abstract[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(leaf.dtype))
+    own_scale = logit_scale
+    if own_scale is None:
+        own_scale = axis_sizes.get("head_dim", 1) ** -0.5
     return FunctionDefinition(
-        graph=nnx.graphdef(nnx.Module()), specs=declared, abstract=abstract, factors=factors, sizes=of_axes, function=function,
-        structure=jax.tree.structure(params), shapes=shapes, logit_scale=own_scale, inside=internals,
-    )  # fmt: skip
+        graph=nnx.graphdef(nnx.Module()),
+        specs=declared,
+        abstract=abstract,
+        factors=_factors(declared, axis_sizes, tied_readout),
+        sizes=axis_sizes,
+        function=function,
+        structure=jax.tree.structure(params),
+        shapes=shapes,
+        logit_scale=own_scale,
+        inside=internals,
+    )
 
 
 def _factors(
-    specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], tied: ParamSpec | None
+    specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], tied_readout: ParamSpec | None
 ) -> dict[str, dict[str, Any]]:
-    """What a preset sets in the forward pass of such a model, as `Definition.factors` has it."""
+    """Return the metadata of the model's forward multipliers, as `Definition.factors` has them.
+
+    Raises:
+        PresetError: If blocks have no number or no parameter that writes into the stream, or if no
+            parameter can hold a multiplier.
+    """
     factors: dict[str, dict[str, Any]] = {}
-    blank = {"spec": None, "stack": None}
-    if tied is not None:
-        factors["readout"] = {"kind": "readout", "shape": (), **blank, "spec": tied}
+    if tied_readout is not None:
+        factors["readout"] = {"kind": "readout", "shape": (), "spec": tied_readout, "stack": None}
     if any(spec.role is Role.QUERY for spec in specs.values()):
-        factors["logits"] = {"kind": "logits", "shape": (), **blank}
+        factors["logits"] = {"kind": "logits", "shape": (), "spec": None, "stack": None}
+        # Called here only for its errors, so that they come with the definition.
         _holders(specs, Role.QUERY)
-    if inside := [name for name, spec in specs.items() if spec.in_block]:
-        if OWN.axis not in sizes:
-            raise PresetError(
-                f"{inside[0]} is in a residual block; write how many blocks there are: sizes={{'layers': ...}}"
-            )
-        if not any(spec.role in _WRITES for spec in specs.values()):
-            raise PresetError(
-                f"{inside[0]} is in a residual block, and no parameter writes into the stream; declare what does as "
-                "Role.ATTENTION_OUT or Role.MLP_OUT"
-            )
-        factors |= {
-            kind: {"kind": kind, "shape": (sizes[OWN.axis], 2), **blank}
-            for kind in ("skip", "branch")
-        }
-        for role in _WRITES:
-            _layers(specs, role, sizes[OWN.axis])
+
+    in_block = [name for name, spec in specs.items() if spec.in_block]
+    if not in_block:
+        return factors
+    if OWN.axis not in sizes:
+        raise PresetError(
+            f"{in_block[0]} is in a residual block; write how many blocks there are: "
+            "sizes={'layers': ...}"
+        )
+    if not any(spec.role in _WRITES for spec in specs.values()):
+        raise PresetError(
+            f"{in_block[0]} is in a residual block, and no parameter writes into the stream; "
+            "declare what does as Role.ATTENTION_OUT or Role.MLP_OUT"
+        )
+    depth = sizes[OWN.axis]
+    for kind in ("skip", "branch"):
+        factors[kind] = {"kind": kind, "shape": (depth, 2), "spec": None, "stack": None}
+    for role in _WRITES:
+        _layers(specs, role, depth)
     return factors
 
 
 def _holders(specs: Mapping[str, ParamSpec], role: Role) -> list[str]:
-    """The parameters that scale what a matrix of this role writes: itself and its bias, or the gain after it where there is one."""
-    matrices, biases, gains = (
-        [name for name, spec in specs.items() if test(spec)]
-        for test in (
-            lambda spec: spec.role is role,
-            lambda spec: spec.of is role and spec.role is Role.BIAS,
-            lambda spec: spec.of is role and spec.role is Role.NORM_GAIN,
-        )
-    )
+    """Return the names of the parameters that scale the output of the matrices of a role.
+
+    These are the gains after the matrices if there are any, otherwise the matrices and their
+    biases.
+
+    Raises:
+        PresetError: If there are both gains and biases.
+    """
+    matrices = []
+    biases = []
+    gains = []
+    for name, spec in specs.items():
+        if spec.role is role:
+            matrices.append(name)
+        elif spec.of is role and spec.role is Role.BIAS:
+            biases.append(name)
+        elif spec.of is role and spec.role is Role.NORM_GAIN:
+            gains.append(name)
     if gains and biases:
         raise PresetError(
-            f"{gains[0]} scales what {biases[0]} is added to, or is added to by it: the preset's scale would be on the wrong side of "
-            "one; leave the bias out of the model"
+            f"{gains[0]} scales what {biases[0]} is added to, or is added to by it: the preset's "
+            "scale would be on the wrong side of one; leave the bias out of the model"
         )
     return gains or [*matrices, *biases]
 
 
 def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str, Any]:
-    """Name to the layers that an array is of, of every holder in a block: all where it is stacked, else by the numbers in names."""
-    layers: dict[str, Any] = {}
+    """Return the layers of the parameters in blocks that scale the output of a role, by name.
+
+    The layers are an index into an axis of layers: a slice of all for a stacked array, otherwise
+    one number. Arrays that are not stacked belong to layers in the order of the numbers in their
+    names.
+
+    Raises:
+        PresetError: If the number of such arrays is not a multiple of `depth`.
+    """
     groups: dict[str, list[str]] = {}
-    for name in (name for name in _holders(specs, role) if specs[name].in_block):
-        groups.setdefault(specs[name].group, []).append(name)
+    for name in _holders(specs, role):
+        if specs[name].in_block:
+            groups.setdefault(specs[name].group, []).append(name)
+
+    layers: dict[str, Any] = {}
     for members in groups.values():
         if all(specs[name].stacked for name in members):
-            layers |= dict.fromkeys(members, slice(None))
+            for name in members:
+                layers[name] = slice(None)
             continue
         if len(members) % depth:
             raise PresetError(
-                f"{members[0]}: {len(members)} such parameters in {depth} layers; write sizes={{'layers': ...}}"
+                f"{members[0]}: {len(members)} such parameters in {depth} layers; write "
+                "sizes={'layers': ...}"
             )
-        members.sort(
-            key=lambda name: [
-                int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)
-            ]
-        )
-        layers |= {name: i * depth // len(members) for i, name in enumerate(members)}
+        for index, name in enumerate(sorted(members, key=_natural_order)):
+            # A layer can have several such arrays, which then follow one another.
+            layers[name] = index * depth // len(members)
     return layers
 
 
+def _natural_order(name: str) -> list[int | str]:
+    """Return a sorting key that orders numbers within names by their value."""
+    words = re.split(r"(\d+)", name)
+    return [int(word) if word.isdigit() else word for word in words]
+
+
 def _times(array: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return the array multiplied by a factor, [] or [layers], in the array's dtype."""
     return ScaledParam(array, jnp.asarray(factor)).array()

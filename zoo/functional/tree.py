@@ -1,8 +1,9 @@
-"""The arrays of any pytree by name, and each read by the axes of its declaration.
+"""Named arrays of any pytree, and how each is read by the axes of its declaration.
 
-A name is the path in the tree, joined by dots: `params.block_0.attention.query.kernel` of linen, `blocks.0.attention.query_proj.weight`
-of Equinox, `blocks.0.attention.query.kernel` of an `nnx.State`. A declaration may have more axes than the array has dimensions, or
-fewer: heads * head_dim in one dimension, a patch of height, width and channels in three.
+A name is the path in the tree, joined by dots: `params.block_0.attention.query.kernel` of linen,
+`blocks.0.attention.query_proj.weight` of Equinox, `blocks.0.attention.query.kernel` of an
+`nnx.State`. A declaration can have more axes than the array has dimensions, or fewer: heads *
+head_dim can be one dimension, and a patch of height, width and channels three.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -19,25 +20,40 @@ from flax import nnx
 from mupax.presets.roles import ParamSpec, PresetError
 
 Specs = Mapping[str, ParamSpec] | Callable[[str], ParamSpec | None]
-"""Declarations by name or pattern (`fnmatch`: `block_*.query.kernel`), or a function from a name to one."""
+"""Declarations of arrays: a mapping from names or patterns, or a function of the name.
+
+Patterns are those of `fnmatch`, such as `block_*.query.kernel`.
+"""
+
+
+class _AxisSize(NamedTuple):
+    """Size of an axis, and where it was first seen."""
+
+    size: int
+    source: str
+    """Name of an array, or "the sizes given"."""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Every array (or shape) of the tree by its name, in the tree's order; of an `nnx.Variable` its value.
+    """Return the arrays (or shapes) of a tree by name, in the tree's order.
+
+    An `nnx.Variable` stands for its value.
 
     Raises:
-        PresetError: a leaf that is no array, or two of one name.
+        PresetError: If a leaf is not an array, or if two leaves have the same name.
     """
     leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    ):
+    )
+    for path, leaf in paths_and_leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise PresetError(
-                f"{name} is no array but a {type(value).__name__}; give the arrays alone: eqx.filter(model, eqx.is_inexact_array), "
-                'nnx.state(model, nnx.Param), or variables["params"]'
+                f"{name} is no array but a {type(value).__name__}; give the arrays alone: "
+                "eqx.filter(model, eqx.is_inexact_array), nnx.state(model, nnx.Param), or "
+                'variables["params"]'
             )
         if name in leaves:
             raise PresetError(f"two arrays of the tree are named {name!r}; rename one of them")
@@ -45,113 +61,172 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return leaves
 
 
-def declarations(of: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
-    """The declaration of every name: by itself, else by the pattern that matches.
+def declarations(names: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
+    """Return the declaration of every name.
+
+    A declaration under the name itself comes before those under patterns.
 
     Args:
-        of: the names.
-        specs: what declares them.
+        names: Names of all arrays, as `named_leaves` returns them.
+        specs: Declarations, of which every name and pattern must match an array.
 
     Raises:
-        PresetError: a name that nothing declares or that two patterns declare differently, or a pattern that matches none.
+        PresetError: If a name is not declared, if two patterns declare it differently, or if a name
+            or pattern of `specs` matches no array.
     """
-    by_name, used = {}, set()
-    for name in (of := list(of)):
+    names = list(names)
+    by_name: dict[str, ParamSpec] = {}
+    used_patterns: set[str] = set()
+    for name in names:
         if callable(specs):
             spec = specs(name)
         else:
-            matching = (
-                [name] if name in specs else [p for p in specs if fnmatch.fnmatchcase(name, p)]
-            )
-            if len({specs[pattern] for pattern in matching}) > 1:
+            patterns = _matching_patterns(name, specs)
+            if len({specs[pattern] for pattern in patterns}) > 1:
                 raise PresetError(
-                    f"{name} is declared by {' and '.join(matching)}, differently; narrow one of them"
+                    f"{name} is declared by {' and '.join(patterns)}, differently; narrow one of "
+                    "them"
                 )
-            used.update(matching)
-            spec = specs[matching[0]] if matching else None
+            used_patterns.update(patterns)
+            spec = specs[patterns[0]] if patterns else None
         if not isinstance(spec, ParamSpec):
-            near = [] if callable(specs) else difflib.get_close_matches(name, specs, n=1)
-            hint = f"the nearest declared is {near[0]!r}; " if near else ""
-            raise PresetError(
-                f"parameter {name} has no declaration; {hint}write one: {name!r}: ParamSpec(role=..., axes=..., fan_in=...)"
-            )
+            raise _undeclared(name, specs)
         by_name[name] = spec
-    if not callable(specs) and (idle := [pattern for pattern in specs if pattern not in used]):
-        near = difflib.get_close_matches(idle[0], of, n=1, cutoff=0)
-        raise PresetError(
-            f"no parameter is named {idle[0]!r}; did you mean {near[0]!r}?"
-            if near
-            else "the tree is empty"
-        )
+
+    if not callable(specs):
+        unused = [pattern for pattern in specs if pattern not in used_patterns]
+        if unused:
+            raise _unused(unused[0], names)
     return by_name
 
 
+def _matching_patterns(name: str, specs: Mapping[str, ParamSpec]) -> list[str]:
+    """Return the keys of `specs` that declare a name."""
+    if name in specs:
+        return [name]
+    return [pattern for pattern in specs if fnmatch.fnmatchcase(name, pattern)]
+
+
+def _undeclared(name: str, specs: Specs) -> PresetError:
+    """Return the error for an array without a declaration."""
+    hint = ""
+    if not callable(specs):
+        nearest = difflib.get_close_matches(name, specs, n=1)
+        if nearest:
+            hint = f"the nearest declared is {nearest[0]!r}; "
+    return PresetError(
+        f"parameter {name} has no declaration; {hint}write one: {name!r}: "
+        "ParamSpec(role=..., axes=..., fan_in=...)"
+    )
+
+
+def _unused(pattern: str, names: list[str]) -> PresetError:
+    """Return the error for a declaration that matches no array."""
+    nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
+    if not nearest:
+        return PresetError("the tree is empty")
+    return PresetError(f"no parameter is named {pattern!r}; did you mean {nearest[0]!r}?")
+
+
 def sizes(
-    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, ParamSpec], more: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, ParamSpec], known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Size of every axis: those given, and those that arrays show.
+    """Return the size of every axis, from the shapes of arrays and the sizes already known.
+
+    An array with one dimension per axis shows all of its axes. Any other array shows the only axis
+    that is still unknown, because the product of its axes is its number of entries.
 
     Args:
-        shapes: of the arrays, by name.
-        specs: their declarations.
-        more: sizes that no array shows by itself.
+        known: Sizes by axis. They must include every axis that no array shows.
 
     Raises:
-        PresetError: an axis of two sizes or of none, or an array that its axes do not make.
+        PresetError: If an axis has two sizes or none, or if the axes of an array do not multiply to
+            its dimensions.
     """
-    axes: dict[str, tuple[int, str]] = {
-        axis: (size, "the sizes given") for axis, size in more.items()
-    }
+    axes: dict[str, _AxisSize] = {}
+    for axis, size in known.items():
+        axes[axis] = _AxisSize(size, "the sizes given")
 
-    def learn(axis: str, size: int, name: str) -> None:
-        first, where = axes.setdefault(axis, (size, name))
-        if first != size:
-            raise PresetError(f"axis {axis!r} is {size} in {name} but {first} in {where}")
-
-    merged = []
+    # Arrays with one dimension per axis come first, because they show every size directly.
+    regrouped = []
     for name, spec in specs.items():
         if len(spec.axes) != len(shapes[name]):
-            merged.append(name)
+            regrouped.append(name)
             continue
         for axis, size in zip(spec.axes, shapes[name], strict=True):
-            learn(axis, size, name)
-    for _ in merged:  # what one array shows may be what another lacks
-        for name in merged:
-            rest = math.prod(axes[axis][0] for axis in specs[name].axes if axis in axes)
-            unknown = [axis for axis in specs[name].axes if axis not in axes]
-            if len(unknown) == 1 and math.prod(shapes[name]) % rest == 0:
-                learn(unknown[0], math.prod(shapes[name]) // rest, name)
-    for name in merged:
-        if unknown := [axis for axis in specs[name].axes if axis not in axes]:
+            _learn(axes, axis, size, name)
+
+    # One array may show what another one needs, so every array gets as many turns as there are.
+    for _ in regrouped:
+        for name in regrouped:
+            unknown = _unknown_axes(specs[name], axes)
+            known_product = math.prod(axes[a].size for a in specs[name].axes if a in axes)
+            entries = math.prod(shapes[name])
+            if len(unknown) == 1 and entries % known_product == 0:
+                _learn(axes, unknown[0], entries // known_product, name)
+    for name in regrouped:
+        unknown = _unknown_axes(specs[name], axes)
+        if unknown:
             raise PresetError(
-                f"{name} {shapes[name]} is declared as {specs[name].axes}, and no other array shows the size of "
-                f"{' and '.join(unknown)}; write sizes={{{unknown[0]!r}: ...}}"
+                f"{name} {shapes[name]} is declared as {specs[name].axes}, and no other array "
+                f"shows the size of {' and '.join(unknown)}; write sizes={{{unknown[0]!r}: ...}}"
             )
-    by_axis = {axis: size for axis, (size, _) in axes.items()}
+
+    by_axis = {axis: known_size.size for axis, known_size in axes.items()}
     for name, spec in specs.items():
-        if not _regroups(shapes[name], by := tuple(by_axis[axis] for axis in spec.axes)):
+        axis_sizes = tuple(by_axis[axis] for axis in spec.axes)
+        if not _regroups(shapes[name], axis_sizes):
             raise PresetError(
-                f"{name} has shape {shapes[name]}, and its axes {spec.axes} are {by}; name the axes in the order of its "
-                "dimensions, one for each or several that make one"
+                f"{name} has shape {shapes[name]}, and its axes {spec.axes} are {axis_sizes}; "
+                "name the axes in the order of its dimensions, one for each or several that make "
+                "one"
             )
     return by_axis
 
 
+def _learn(axes: dict[str, _AxisSize], axis: str, size: int, name: str) -> None:
+    """Add the size that an array shows to `axes`, or check it if the axis is known.
+
+    Raises:
+        PresetError: If the axis has another size already.
+    """
+    first = axes.setdefault(axis, _AxisSize(size, name))
+    if first.size != size:
+        raise PresetError(f"axis {axis!r} is {size} in {name} but {first.size} in {first.source}")
+
+
+def _unknown_axes(spec: ParamSpec, axes: Mapping[str, _AxisSize]) -> list[str]:
+    """Return the axes of a declaration whose size is not known yet."""
+    return [axis for axis in spec.axes if axis not in axes]
+
+
 def _regroups(dimensions: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Whether one is the other with neighbours multiplied together, each group one number on either side."""
-    i, j = 0, 0
+    """Return whether dimensions and axes are equal up to multiplying neighbours.
+
+    Each group of neighbours must be a single number on one of the two sides, so that several axes
+    make one dimension or several dimensions one axis.
+    """
+    i = 0
+    j = 0
     while i < len(dimensions) and j < len(axes):
-        left, right, groups = dimensions[i], axes[j], (1, 1)
-        while left != right:
-            if left < right and i + 1 < len(dimensions):
-                i, groups = i + 1, (groups[0] + 1, groups[1])
-                left *= dimensions[i]
-            elif right < left and j + 1 < len(axes):
-                j, groups = j + 1, (groups[0], groups[1] + 1)
-                right *= axes[j]
+        dimension_product = dimensions[i]
+        axis_product = axes[j]
+        num_dimensions = 1
+        num_axes = 1
+        while dimension_product != axis_product:
+            if dimension_product < axis_product and i + 1 < len(dimensions):
+                i += 1
+                num_dimensions += 1
+                dimension_product *= dimensions[i]
+            elif axis_product < dimension_product and j + 1 < len(axes):
+                j += 1
+                num_axes += 1
+                axis_product *= axes[j]
             else:
                 return False
-        if min(groups) > 1:
+        if num_dimensions > 1 and num_axes > 1:
             return False
-        i, j = i + 1, j + 1
+        i += 1
+        j += 1
+    # Only ones may be left over.
     return math.prod(dimensions[i:]) == 1 and math.prod(axes[j:]) == 1

@@ -1,1 +1,1 @@
-"""The parts that model families share: linear maps, norms, attention, caches, the residual block."""
+"""Parts that model families share: linear maps, norms, attention, caches, the residual block."""

@@ -1,6 +1,10 @@
-"""Flash kernels on devices that split batch, heads and positions: cuDNN's, splash (Pallas), and a ring of either's parts.
+"""Flash attention kernels on devices that split batch, heads and positions.
 
-B batch, T query and S key positions, H heads, K key heads, N head dimension. Any scale is already in q.
+These are cuDNN's kernel, splash (a Pallas kernel), and a ring that applies either splash or plain
+products to one part of the keys at a time. Used by `kernels.attend`.
+
+B batch, T query and S key positions, H heads, K key heads, N head dimension. Queries already
+include every scale of the logits.
 """
 
 from __future__ import annotations
@@ -14,28 +18,42 @@ import jax.numpy as jnp
 
 from mupax.zoo.partition import LANES, ONE_DEVICE, Axes, Layout
 
-BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
-"""Positions on a side of a splash block, and device kinds where it is larger: a side is as many products per byte of keys and
-values, and where that is less than the chip's FLOPs per byte of main memory (v6e: 560, others up to 330) the kernel waits."""
+BLOCK = 512
+"""Positions on a side of a splash block."""
+BLOCKS = {"TPU v6 lite": 1024}
+"""Larger sides of a splash block, by device kind.
+
+A kernel does as many products per byte of keys and values as the side of its block. It waits for
+memory if that is less than the chip's FLOPs per byte of main memory (560 on v6e, at most 330 on
+other chips).
+"""
 
 FUSED = 2048
-"""Side from which the gradients of queries, keys and values are one kernel, as in MaxText's settings: two products of seven less,
-but queries' gradients are written once per block of keys, which blocks of 1024 cost 3 % of a step's cycles on v5e."""
+"""Side of a block from which one kernel computes the gradients of queries, keys and values.
+
+One kernel saves two products of seven, as in MaxText's settings. It writes the gradients of queries
+once per block of keys, which with blocks of 1024 costs 3 % of a step's cycles on v5e.
+"""
 
 
 def block_of(length: int, kind: str, limit: int | None = None, *, causal: bool) -> int:
-    """Positions on a side of a splash block: the most that divide all of them, at most as many as wanted.
+    """Return the number of positions on a side of a splash block.
+
+    It is the largest multiple of 128 within the limit that divides the length, or 128 if none does.
 
     Args:
-        length: positions of one device; a multiple of 128.
-        kind: `jax.Device.device_kind`.
-        limit: at most so many; the chip's own unless given, and half of the positions where a mask hides the other half.
-        causal: whether one does.
+        length: Number of positions on one device, a multiple of 128.
+        kind: `jax.Device.device_kind` of the chip.
+        limit: Largest side. Default: the chip's own side, at most half of the length if causal.
+        causal: Whether query t sees keys 0..t only.
     """
-    most = limit or min(BLOCKS.get(kind, BLOCK), length // 2 if causal else length)
-    return max(
-        (size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES
-    )
+    largest = limit
+    if not largest:
+        # Blocks that a causal mask hides are skipped. A single block per side would leave none.
+        useful_length = length // 2 if causal else length
+        largest = min(BLOCKS.get(kind, BLOCK), useful_length)
+    sizes = [size for size in range(LANES, largest + 1, LANES) if length % size == 0]
+    return max(sizes, default=LANES)
 
 
 def cudnn_attention(
@@ -47,45 +65,85 @@ def cudnn_attention(
     segments_BT: jax.Array | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Return attention by cuDNN's flash kernel, on every device's own batch and heads.
+    """Return attention [B, T, H, N] by cuDNN's flash kernel.
+
+    Every device computes its own batch and heads.
 
     Args:
-        q_BTHN: queries, bfloat16 or float16; N a multiple of 8 up to 128, from Hopper on 256.
-        k_BSKN: keys.
-        v_BSKN: values.
-        causal: query t sees keys 0..t. The kernel's mask begins at position 0: a device of split positions attends for a
-            part of its heads at all of them.
-        segments_BT: int32, of what sees one another; the kernel takes them as a mask of all pairs, which it reads from memory.
-        layout: how arrays lie on devices.
+        q_BTHN: Queries, bfloat16 or float16. N is a multiple of 8, at most 128 before Hopper and
+            256 from Hopper on.
+        k_BSKN: Keys, [B, S, K, N]. H is a multiple of K.
+        v_BSKN: Values, [B, S, K, N].
+        causal: `True` lets query t see keys 0..t, `False` all keys.
+        segments_BT: Document of each position, int32. Positions see only their own document. The
+            kernel reads this as a mask of all pairs from memory. Default: one document.
+        layout: Layout of the arrays, `ONE_DEVICE` by default.
     """
-    cudnn = functools.partial(
-        jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn"
-    )
-    names = layout.mesh_axes("sequence") if causal else ()
+    # The kernel's causal mask begins at position 0. Devices that split positions therefore exchange
+    # them for heads: each computes a part of its heads at all positions.
+    exchanged_axes = layout.mesh_axes("sequence") if causal else ()
 
     def local(
         q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array
     ) -> jax.Array:
-        if not names:
-            return cudnn(q_BTHN, k_BSKN, v_BSKN, mask=_mask(*segments))
-        ways, place = jax.lax.axis_size(names), jax.lax.axis_index(names)
-        if k_BSKN.shape[2] % ways:
-            groups = q_BTHN.shape[2] // k_BSKN.shape[2]
-            k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
-        heads = k_BSKN.shape[2] // ways
-        mine = (
-            jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2)
-            for x_BSKN in (k_BSKN, v_BSKN)
-        )
-        mask = _mask(*segments[1:], *segments[1:])  # of whole positions, as keys are
-        y_BTHN = cudnn(
-            jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True),
-            *mine,
-            mask=mask,
-        )
-        return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
+        if exchanged_axes:
+            return _cudnn_by_heads(q_BTHN, k_BSKN, v_BSKN, segments, exchanged_axes)
+        mask = _segment_mask(*segments)
+        return _cudnn(q_BTHN, k_BSKN, v_BSKN, mask, causal=causal)
 
-    return _on_devices(layout, local, (q_BTHN, k_BSKN, v_BSKN), *_segments(segments_BT))
+    segments, segment_axes = _segments(segments_BT)
+    return _on_devices(layout, local, (q_BTHN, k_BSKN, v_BSKN), segments, segment_axes)
+
+
+def _cudnn(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, mask: jax.Array | None, *, causal: bool
+) -> jax.Array:
+    """Call cuDNN's kernel on one device's arrays."""
+    return jax.nn.dot_product_attention(
+        q_BTHN,
+        k_BSKN,
+        v_BSKN,
+        mask=mask,
+        scale=1.0,
+        is_causal=causal,
+        implementation="cudnn",
+    )
+
+
+def _cudnn_by_heads(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    segments: tuple[jax.Array, ...],
+    mesh_axes: tuple[str, ...],
+) -> jax.Array:
+    """Return causal attention of one device's positions, with positions exchanged for heads.
+
+    Args:
+        q_BTHN: Queries at this device's T positions, with all of its heads.
+        k_BSKN: Keys at all S positions. S is T times the number of devices.
+        v_BSKN: Values, [B, S, K, N].
+        segments: Segments of queries [B, T] and of keys [B, S], or an empty tuple.
+        mesh_axes: Mesh axes that split positions, over which arrays are exchanged.
+    """
+    num_devices = jax.lax.axis_size(mesh_axes)
+    device = jax.lax.axis_index(mesh_axes)
+    if k_BSKN.shape[2] % num_devices:
+        groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+        k_BSKN = jnp.repeat(k_BSKN, groups, axis=2)
+        v_BSKN = jnp.repeat(v_BSKN, groups, axis=2)
+    kv_heads = k_BSKN.shape[2] // num_devices
+
+    mask = None
+    if segments:
+        # After the exchange queries are at all positions, as the keys are.
+        _, key_segments_BS = segments
+        mask = _segment_mask(key_segments_BS, key_segments_BS)
+    q_BSHN = jax.lax.all_to_all(q_BTHN, mesh_axes, split_axis=2, concat_axis=1, tiled=True)
+    k_BSKN = jax.lax.dynamic_slice_in_dim(k_BSKN, device * kv_heads, kv_heads, axis=2)
+    v_BSKN = jax.lax.dynamic_slice_in_dim(v_BSKN, device * kv_heads, kv_heads, axis=2)
+    y_BSHN = _cudnn(q_BSHN, k_BSKN, v_BSKN, mask, causal=True)
+    return jax.lax.all_to_all(y_BSHN, mesh_axes, split_axis=1, concat_axis=2, tiled=True)
 
 
 def splash_attention(
@@ -101,56 +159,80 @@ def splash_attention(
     interpret: bool = False,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Return attention by the Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
+    """Return attention [B, T, H, N] by splash, JAX's Pallas kernel for TPUs.
+
+    Every device computes its own batch, queries and heads, with the keys of all positions.
 
     Args:
-        q_BTHN: queries; T a multiple of 128 on every device.
-        k_BSKN: keys; S a multiple of 128.
-        v_BSKN: values.
-        causal: query t sees keys 0..t, whichever device it lies on.
-        window: causal alone: of those the last so many; blocks that it hides are skipped.
-        cap: of logits.
-        block: positions on a side of a block; the chip's own unless given.
-        segments_BT: int32, of what sees one another.
-        interpret: run the kernel as ordinary operations, on any platform.
-        layout: how arrays lie on devices.
+        q_BTHN: Queries. T is a multiple of 128 on every device.
+        k_BSKN: Keys. S is a multiple of 128.
+        v_BSKN: Values, [B, S, K, N].
+        causal: `True` lets query t see keys 0..t, on whichever device they are, `False` all keys.
+        window: Number of keys that a query sees, its own and those before it. Default: all. Only
+            with `causal`. Blocks that the window hides are skipped.
+        cap: Soft cap of the logits. Default: none.
+        block: Positions on a side of a block. Default: the chip's own (`block_of`).
+        segments_BT: Document of each position, int32. Positions see only their own document.
+            Default: one document.
+        interpret: Run the kernel as ordinary operations, on any platform.
+        layout: Layout of the arrays, `ONE_DEVICE` by default.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     from mupax.zoo.layers.ring import splash
 
-    length, source = q_BTHN.shape[1], k_BSKN.shape[1]
+    length = q_BTHN.shape[1]
+    source = k_BSKN.shape[1]
     shards = layout.num_shards("sequence")
-    blocks = _blocks(length // shards, source, kind=layout.device_kind, limit=block, causal=causal)
-    # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
-    axis = "sequence" if causal else None
-    mask = (
-        masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
+    device_heads = q_BTHN.shape[2] // layout.num_shards("heads")
+    block_sizes = _block_sizes(
+        length // shards, source, kind=layout.device_kind, limit=block, causal=causal
     )
     if window is not None:
         mask = masks.LocalMask((length, source), (window - 1, 0), 0)
+    elif causal:
+        mask = masks.CausalMask((length, source))
+    else:
+        mask = masks.FullMask((length // shards, source))
     kernel = library.make_splash_mha(
-        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.num_shards("heads"))), block_sizes=blocks,
-        head_shards=1, q_seq_shards=shards if causal else 1, interpret=interpret, attn_logits_soft_cap=cap,
-    )  # fmt: skip
-    arrays, structure = jax.tree.flatten(kernel)
-    axes = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in arrays)
+        masks.MultiHeadMask([mask] * device_heads),
+        block_sizes=block_sizes,
+        head_shards=1,
+        q_seq_shards=shards if causal else 1,
+        interpret=interpret,
+        attn_logits_soft_cap=cap,
+    )
 
-    segments, segments_axes = _segments(segments_BT)
+    # The kernel holds arrays that describe its mask block by block. A causal mask depends on the
+    # query, so every device gets the rows of its own queries.
+    mask_arrays, structure = jax.tree.flatten(kernel)
+    query_axis = "sequence" if causal else None
+    mask_axes: list[Axes] = []
+    for array in mask_arrays:
+        mask_axes.append((query_axis,) if array.ndim == 1 else (None, query_axis, None))
+    segments, segment_axes = _segments(segments_BT)
 
     def local(
         q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *extra: jax.Array
     ) -> jax.Array:
         kernel = jax.tree.unflatten(structure, extra[len(segments) :])
-        apart = library.SegmentIds(*extra[: len(segments)]) if segments else None
-        heads_first = (x.swapaxes(1, 2) for x in (q_BTHN, k_BSKN, v_BSKN))
-        return jax.vmap(splash.attention, (None, 0, 0, 0, 0))(kernel, *heads_first, apart).swapaxes(
-            1, 2
-        )
+        segment_ids = None
+        if segments:
+            segment_ids = library.SegmentIds(*extra[: len(segments)])
+        q_BHTN = q_BTHN.swapaxes(1, 2)
+        k_BKSN = k_BSKN.swapaxes(1, 2)
+        v_BKSN = v_BSKN.swapaxes(1, 2)
+        attention = jax.vmap(splash.attention, (None, 0, 0, 0, 0))
+        y_BHTN = attention(kernel, q_BHTN, k_BKSN, v_BKSN, segment_ids)
+        return y_BHTN.swapaxes(1, 2)
 
     return _on_devices(
-        layout, local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes)
+        layout,
+        local,
+        (q_BTHN, k_BSKN, v_BSKN),
+        (*segments, *mask_arrays),
+        (*segment_axes, *mask_axes),
     )
 
 
@@ -165,11 +247,14 @@ def ring_attention(
     interpret: bool = False,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Return attention where devices split positions, of which each holds its own: keys go round (`mupax.zoo.layers.ring`).
+    """Return attention [B, T, H, N] where devices split positions and keys go round in a ring.
+
+    Every device holds the queries, keys and values of its own positions (`mupax.zoo.layers.ring`).
+    On TPU splash attends to each part of the keys, elsewhere plain products do.
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret, layout: as `splash_attention`, whose kernel looks at each part on
-            TPU; plain products elsewhere. Segments go round with keys.
+        q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret, layout: Same as in
+            `splash_attention`. Segments go round with their keys.
     """
     from mupax.zoo.layers.ring import products, ring
 
@@ -177,57 +262,77 @@ def ring_attention(
     if layout.platform == "tpu" or interpret:
         from mupax.zoo.layers.ring import splash
 
-        part = splash.part(
-            functools.partial(_blocks, kind=layout.device_kind, limit=block), interpret
-        )
+        block_sizes = functools.partial(_block_sizes, kind=layout.device_kind, limit=block)
+        part = splash.part(block_sizes, interpret)
 
     def local(
         q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array
     ) -> jax.Array:
-        return ring.ring(
-            layout.mesh_axes("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments
-        )
+        mesh_axes = layout.mesh_axes("sequence")
+        return ring.ring(mesh_axes, part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments)
 
-    def attended(*arrays: jax.Array) -> jax.Array:
-        axes: tuple[Axes, ...] = tuple(("batch", "sequence") for _ in arrays[3:])
-        return _on_devices(layout, local, arrays[:3], arrays[3:], axes, source="sequence")
+    def attended(
+        q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array
+    ) -> jax.Array:
+        segment_axes: list[Axes] = [("batch", "sequence")] * len(segments)
+        qkv = (q_BTHN, k_BSKN, v_BSKN)
+        return _on_devices(layout, local, qkv, segments, segment_axes, source="sequence")
 
-    arrays = (
-        *_heads_alike(layout, q_BTHN, k_BSKN, v_BSKN),
-        *(() if segments_BT is None else (segments_BT,)),
-    )
+    arrays = _with_heads_alike(layout, q_BTHN, k_BSKN, v_BSKN)
+    if segments_BT is not None:
+        arrays = (*arrays, segments_BT)
+    # A stack whose layout is in zig-zag has moved its positions already.
     if not causal or layout.zigzag:
         return attended(*arrays)
     y_BTHN = attended(*ring.zigzag(*arrays, layout=layout))
-    return ring.zigzag(y_BTHN, layout=layout, back=True)[0]
+    (y_BTHN,) = ring.zigzag(y_BTHN, layout=layout, back=True)
+    return y_BTHN
 
 
-def _blocks(length: int, source: int, *, kind: str, limit: int | None, causal: bool) -> Any:
-    """Blocks of a splash kernel for so many queries and keys."""
+def _block_sizes(length: int, source: int, *, kind: str, limit: int | None, causal: bool) -> Any:
+    """Return the `BlockSizes` of a splash kernel.
+
+    Args:
+        length: Number of queries, a multiple of 128.
+        source: Number of keys, a multiple of 128.
+        kind: `jax.Device.device_kind` of the chip.
+        limit: Largest side of a block. Default: the chip's own (`block_of`).
+        causal: Whether query t sees keys 0..t only.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
 
-    block_q, block_kv = (block_of(n, kind, limit, causal=causal) for n in (length, source))
+    block_q = block_of(length, kind, limit, causal=causal)
+    block_kv = block_of(source, kind, limit, causal=causal)
+    compute_block_kv = min(block_kv, BLOCK)
     fused = block_kv >= FUSED
     return BlockSizes(
-        block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, BLOCK), block_q_dkv=block_q,
-        block_kv_dkv=block_kv, block_kv_dkv_compute=min(block_kv, BLOCK), use_fused_bwd_kernel=fused,
-        block_q_dq=None if fused else block_q, block_kv_dq=None if fused else block_kv,
-    )  # fmt: skip
-
-
-def _mask(
-    queries_BT: jax.Array | None = None, keys_BS: jax.Array | None = None
-) -> jax.Array | None:
-    """Which keys are of a query's segment, bool [B, 1, T, S]; None where all are seen."""
-    return (
-        None
-        if queries_BT is None or keys_BS is None
-        else (queries_BT[:, :, None] == keys_BS[:, None, :])[:, None]
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=compute_block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=compute_block_kv,
+        use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else block_q,
+        block_kv_dq=None if fused else block_kv,
     )
 
 
+def _segment_mask(
+    query_segments_BT: jax.Array | None = None, key_segments_BS: jax.Array | None = None
+) -> jax.Array | None:
+    """Return which keys are in a query's segment, bool [B, 1, T, S], or `None` without segments."""
+    if query_segments_BT is None or key_segments_BS is None:
+        return None
+    mask_BTS = query_segments_BT[:, :, None] == key_segments_BS[:, None, :]
+    return mask_BTS[:, None]
+
+
 def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[Axes, ...]]:
-    """Segments of queries and of keys, and how they lie; nothing where all see one another."""
+    """Return the segments of queries and of keys, and their logical axes.
+
+    Devices split the queries' positions, not the keys'. Both tuples are empty without segments.
+    """
     if segments_BT is None:
         return (), ()
     return (segments_BT, segments_BT), (("batch", "sequence"), ("batch", None))
@@ -238,28 +343,42 @@ def _on_devices(
     local: Callable[..., jax.Array],
     qkv: Sequence[jax.Array],
     extra: Sequence[jax.Array] = (),
-    extra_axes: tuple[Axes, ...] = (),
+    extra_axes: Sequence[Axes] = (),
     source: str | None = None,
 ) -> jax.Array:
-    """Run a kernel that the compiler cannot split on every device's own batch, queries and heads."""
-    q_BTHN, k_BSKN, v_BSKN = _heads_alike(layout, *qkv)
+    """Call a function on every device with its own batch, queries and heads.
+
+    The compiler cannot split the kernels by itself.
+
+    Args:
+        layout: Layout of the arrays. A batch that it does not divide is not split.
+        local: Function (queries, keys, values, *extra) of one device's arrays -> outputs.
+        qkv: Queries [B, T, H, N], keys and values [B, S, K, N].
+        extra: Further arguments of `local`.
+        extra_axes: Logical axes of the arrays in `extra`.
+        source: Logical axis of key positions. `None`: every device gets all of them.
+    """
+    q_BTHN, k_BSKN, v_BSKN = _with_heads_alike(layout, *qkv)
     batch = "batch" if q_BTHN.shape[0] % layout.num_shards("batch") == 0 else None
-    queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
-    extra_axes = tuple(
-        tuple(batch if axis == "batch" else axis for axis in axes) for axes in extra_axes
-    )
-    return layout.local(local, (queries, keys, keys, *extra_axes), queries)(
-        q_BTHN, k_BSKN, v_BSKN, *extra
-    )
+    query_axes = (batch, "sequence", "heads", None)
+    key_axes = (batch, source, "heads", None)
+    axes_of_extra = []
+    for axes in extra_axes:
+        axes_of_extra.append(tuple(batch if axis == "batch" else axis for axis in axes))
+    on_devices = layout.local(local, (query_axes, key_axes, key_axes, *axes_of_extra), query_axes)
+    return on_devices(q_BTHN, k_BSKN, v_BSKN, *extra)
 
 
-def _heads_alike(
+def _with_heads_alike(
     layout: Layout, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries, keys and values whose heads lie alike: where they would not, every query head has its own key head."""
+    """Return queries, keys and values whose heads devices split in the same way.
+
+    If key heads do not divide as query heads do, every query head gets a key head of its own.
+    """
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
-    if k_BSKN.shape[2] % layout.num_shards("kv_heads") or layout.mesh_axes(
-        "kv_heads"
-    ) != layout.mesh_axes("heads"):
-        k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+    divides = k_BSKN.shape[2] % layout.num_shards("kv_heads") == 0
+    if not divides or layout.mesh_axes("kv_heads") != layout.mesh_axes("heads"):
+        k_BSKN = jnp.repeat(k_BSKN, groups, axis=2)
+        v_BSKN = jnp.repeat(v_BSKN, groups, axis=2)
     return q_BTHN, k_BSKN, v_BSKN

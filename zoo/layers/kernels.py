@@ -1,8 +1,8 @@
 """Attention softmax(q k) v, and the choice among its implementations.
 
 These are cuDNN flash (GPU), splash (a Pallas kernel, TPU), a ring over devices that split
-positions, and XLA's products. On CPU, batch and heads are merged into one dimension R, the layout that CPUs
-like best, and causal attention is computed tile by tile.
+positions, and XLA's products. On CPU, batch and heads are merged into one dimension R, the layout
+that CPUs like best, and causal attention is computed tile by tile.
 
 B batch, T query and S key positions, H heads, K key heads, G query heads per key head, N head
 dimension. Queries already include every scale of the logits. The softmax is in float32.

@@ -1,1 +1,1 @@
-"""Attention where devices split positions: keys go round, and each device folds in what passes."""
+"""Ring attention, for devices that split positions."""

@@ -1,12 +1,16 @@
-"""Attention where devices split positions: keys and values go round in a ring, and every device looks at each part in turn.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889), for devices that split positions.
 
-As Liu et al. 2023 (arXiv 2310.01889): a device holds one part of the keys at a time, whose softmax is put to the others' by its
-log-sum-exp, and sends it on beside its own products. Queries that see only keys before them would leave the first devices
-idle: device d of D takes parts d and 2D-1-d of 2D, of which every step then has the same number to multiply (zig-zag), and
-none that a mask hides. The backward pass runs the ring again, the gradients of keys and values going round with them. Segments of
-keys go round beside their keys.
+Every device holds one part of the keys and values at a time. It attends to this part, combines the
+result with those of earlier parts by their log-sum-exp, and meanwhile sends the part on to the next
+device. Segments of keys travel with them. The backward pass runs the ring again, and the gradients
+of keys and values travel one step behind them.
 
-B batch, T query and S key positions, H heads, K key heads, G queries of each, N head dimension.
+With a causal mask, devices at the beginning would soon have no keys left to see. Positions are
+therefore in zig-zag: of 2D parts, device d of D holds parts d and 2D-1-d. At every step all devices
+then multiply equally much, and nothing that the mask hides.
+
+B batch, T query and S key positions, H heads, K key heads, N head dimension. Heads stand before
+positions.
 """
 
 from __future__ import annotations
@@ -21,225 +25,374 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mupax.zoo.layers.linear import SAVED
-from mupax.zoo.partition import Layout
+from mupax.zoo.partition import Axes, Layout
 
-Residuals = tuple[jax.Array, ...]
-"""Queries, keys, values, outputs and log-sum-exp: what gradients need."""
+
+class Segments(NamedTuple):
+    """Documents of queries and keys. A query sees only keys of its own document."""
+
+    queries_B1T: jax.Array
+    """int32 [B, 1, T]."""
+    keys_B1S: jax.Array
+    """int32 [B, 1, S]."""
+
+
+class Residuals(NamedTuple):
+    """Arrays that the gradients of attention need."""
+
+    q_BHTN: jax.Array
+    k_BKSN: jax.Array
+    v_BKSN: jax.Array
+    y_BHTN: jax.Array
+    """Outputs."""
+    lse_BHT: jax.Array
+    """Log of the softmax sums, over all keys that the queries have seen."""
 
 
 class Part(NamedTuple):
-    """Attention of some queries to some keys, forward and backward. Arrays have heads before positions."""
+    """Attention of queries to one part of the keys, forward and backward."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    """(queries, keys, values, causal, *segments) to outputs [B, H, T, N] and the log of the softmax's sum [B, H, T].
+    """Function (q, k, v, causal, segments or None) -> (outputs, log-sum-exp).
 
-    Segments are none, or those of queries and of keys, int32 [B, 1, T] and [B, 1, S]. What a query sees nothing of has a log that
-    is lower than any that it sees, so that it adds nothing to a sum.
+    Outputs are [B, H, T, N], log-sum-exps [B, H, T]. A query that sees no key of the part has a
+    log-sum-exp far below all others, so that the part adds nothing to its sum.
     """
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    """(residuals, gradient, causal, *segments) to gradients of queries, keys and values, by outputs and log-sum-exp over all keys there are."""
+    """Function (residuals, gradient of y, causal, segments or None) -> gradients of q, k and v.
+
+    The residuals' outputs and log-sum-exps are those over all parts.
+    """
+
+
+class _Keys(NamedTuple):
+    """One part of the keys, as it travels from device to device."""
+
+    k_BKSN: jax.Array
+    v_BKSN: jax.Array
+    segments_B1S: jax.Array | None
+
+
+class _Queries(NamedTuple):
+    """Queries of a device, which stay where they are."""
+
+    q_BHTN: jax.Array
+    segments_B1T: jax.Array | None
+
+
+class _SeenQueries(NamedTuple):
+    """Queries of a device in the backward pass, with their results and gradients."""
+
+    q_BHTN: jax.Array
+    y_BHTN: jax.Array
+    lse_BHT: jax.Array
+    gradient_BHTN: jax.Array
+    segments_B1T: jax.Array | None
+
+
+class _Saved(NamedTuple):
+    """Arrays that the forward pass keeps for the backward pass."""
+
+    q_BHTN: jax.Array
+    k_BKSN: jax.Array
+    v_BKSN: jax.Array
+    segments_B1T: jax.Array | None
+    y_BHTN: jax.Array
+    lse_BHT: jax.Array
+
+
+class _Output(NamedTuple):
+    """Attention to all keys that a part of the queries has seen so far."""
+
+    y_BHTN: jax.Array
+    """float32."""
+    lse_BHT: jax.Array
 
 
 def ring(
-    names: tuple[str, ...],
+    mesh_axes: tuple[str, ...],
     part: Part,
     causal: bool,
     qkv: Sequence[jax.Array],
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention [B, T, H, N] of this device's queries to all keys; inside of `shard_map`.
+    """Return attention [B, T, H, N] of this device's queries to all keys, inside `shard_map`.
 
     Args:
-        names: mesh axes that split positions, which lie in zig-zag where causal.
-        part: how queries attend to one part of the keys.
-        causal: a query sees only keys up to its own.
-        qkv: queries with the logit scale, keys and values, [B, T, heads, N], this device's positions of each.
-        segments_BT: int32, of those positions, which see one another where theirs is the same; all unless given.
+        mesh_axes: Mesh axes that split positions, with at least 2 devices.
+        part: Attention of queries to one part of the keys.
+        causal: Whether a query sees only keys up to its own. Positions must then be in zig-zag.
+        qkv: Queries (which include the logit scale), keys and values at this device's positions,
+            [B, T, heads, N].
+        segments_BT: Documents of this device's positions, int32. Default: one document.
     """
-    segments = (
-        () if segments_BT is None else (segments_BT[:, None],)
-    )  # heads before positions, as the others
-    heads_first = (jnp.swapaxes(x, 1, 2) for x in qkv)
-    return jnp.swapaxes(_attended(names, part, causal, *heads_first, *segments), 1, 2)
+    segments_B1T = None
+    if segments_BT is not None:
+        segments_B1T = segments_BT[:, None]
+    q_BHTN, k_BKSN, v_BKSN = (jnp.swapaxes(x, 1, 2) for x in qkv)
+    y_BHTN: Any = _attended(mesh_axes, part, causal, q_BHTN, k_BKSN, v_BKSN, segments_B1T)
+    return jnp.swapaxes(y_BHTN, 1, 2)
 
 
 def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.Array]:
-    """Return arrays [B, T, ...] in zig-zag, parts d and 2D-1-d of T on device d in place of 2d and 2d+1; or bring them back.
+    """Return arrays [B, T, ...] with positions moved into zig-zag, or moved back from it.
+
+    Of 2D parts of T, device d of D usually holds parts 2d and 2d+1. In zig-zag it holds parts d and
+    2D-1-d, in this order.
 
     Args:
-        arrays: whole, of two to four dimensions; devices split B and T, and heads where there are four.
-        layout: how they lie on devices.
-        back: from zig-zag to the order of positions.
+        *arrays: Arrays of two to four dimensions. Devices split B and T, and heads (the third of
+            four dimensions).
+        layout: Layout of the arrays on devices, with at least 2 parts of "sequence".
+        back: Move from zig-zag to the usual order instead.
     """
-    names, ways = layout.mesh_axes("sequence"), layout.num_shards("sequence")
-    # Even parts and odd ones: of each kind a device has one before and one after.
-    to = [part if part < ways else 2 * ways - 1 - part for part in range(2 * ways)]
-    routes = [[(device, to[2 * device + which]) for device in range(ways)] for which in (0, 1)]
+    mesh_axes = layout.mesh_axes("sequence")
+    num_devices = layout.num_shards("sequence")
+    # In both orders every device holds one even and one odd part. Two permutations, one of even and
+    # one of odd parts, therefore move everything.
+    owners = []
+    for index in range(2 * num_devices):
+        owners.append(index if index < num_devices else 2 * num_devices - 1 - index)
+    even_route = [(device, owners[2 * device]) for device in range(num_devices)]
+    odd_route = [(device, owners[2 * device + 1]) for device in range(num_devices)]
     if back:
-        routes = [[(there, here) for here, there in route] for route in routes]
+        even_route = [(source, target) for target, source in even_route]
+        odd_route = [(source, target) for target, source in odd_route]
 
     def local(x: jax.Array) -> jax.Array:
-        odd = jax.lax.axis_index(names) % 2
+        device_is_odd = jax.lax.axis_index(mesh_axes) % 2
 
-        def by_kind(halves: list[jax.Array]) -> list[jax.Array]:
-            return [jnp.where(odd, halves[1 - i], halves[i]) for i in (0, 1)]
+        def swapped_on_odd_devices(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # The first part of an odd device in zig-zag is an odd part. This maps (first, second)
+            # to (even, odd), and back.
+            return jnp.where(device_is_odd, y, x), jnp.where(device_is_odd, x, y)
 
-        halves = jnp.split(x, 2, axis=1)
-        halves = by_kind(halves) if back else halves
-        halves = [
-            jax.lax.ppermute(half, names, route) for half, route in zip(halves, routes, strict=True)
-        ]
-        return jnp.concatenate(halves if back else by_kind(halves), axis=1)
+        even, odd = jnp.split(x, 2, axis=1)
+        if back:
+            even, odd = swapped_on_odd_devices(even, odd)
+        even = jax.lax.ppermute(even, mesh_axes, even_route)
+        odd = jax.lax.ppermute(odd, mesh_axes, odd_route)
+        if not back:
+            even, odd = swapped_on_odd_devices(even, odd)
+        return jnp.concatenate([even, odd], axis=1)
 
-    def moved(x: jax.Array) -> jax.Array:
+    moved = []
+    for x in arrays:
         batch = "batch" if x.shape[0] % layout.num_shards("batch") == 0 else None
-        axes = (
-            (batch, "sequence", "heads", None)
-            if x.ndim == 4
-            else (batch, "sequence", None)[: x.ndim]
-        )
-        return layout.local(local, (axes,), axes)(x)
-
-    return [moved(x) for x in arrays]
-
-
-def zigzag_layout(layout: Layout) -> Layout:
-    """Return the same layout with positions in zig-zag, for a stack whose attention goes in a ring.
-
-    Only rotary positions ask where positions lie.
-    """
-    moved = copy.copy(layout)
-    moved.zigzag = True
+        axes: Axes = (batch, "sequence", None)[: x.ndim]
+        if x.ndim == 4:
+            axes = (batch, "sequence", "heads", None)
+        moved.append(layout.local(local, (axes,), axes)(x))
     return moved
 
 
+def zigzag_layout(layout: Layout) -> Layout:
+    """Return a copy of the layout with positions in zig-zag.
+
+    It is for a stack whose attention is a ring. Only rotary positions read the order of positions.
+    """
+    zigzag_copy = copy.copy(layout)
+    zigzag_copy.zigzag = True
+    return zigzag_copy
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attended(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array) -> jax.Array:
-    return _forward(names, part, causal, *arrays)[0]
+def _attended(
+    mesh_axes: tuple[str, ...],
+    part: Part,
+    causal: bool,
+    q_BHTN: jax.Array,
+    k_BKSN: jax.Array,
+    v_BKSN: jax.Array,
+    segments_B1T: jax.Array | None,
+) -> jax.Array:
+    y_BHTN, _ = _forward(mesh_axes, part, causal, q_BHTN, k_BKSN, v_BKSN, segments_B1T)
+    return y_BHTN
 
 
 def _forward(
-    names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array
-) -> tuple[jax.Array, Residuals]:
-    (q_BHTN, *mine), ways = arrays, jax.lax.axis_size(names)
-    rows = (
-        q_BHTN,
-        *mine[2:],
-    )  # queries and, where there are segments, theirs, which those of keys are before any is sent
-    later = [_parts(x, causal)[-1] for x in rows]
+    mesh_axes: tuple[str, ...],
+    part: Part,
+    causal: bool,
+    q_BHTN: jax.Array,
+    k_BKSN: jax.Array,
+    v_BKSN: jax.Array,
+    segments_B1T: jax.Array | None,
+) -> tuple[jax.Array, _Saved]:
+    """Return this device's outputs, and the arrays for the backward pass."""
+    num_devices = jax.lax.axis_size(mesh_axes)
+    queries = _Queries(q_BHTN, segments_B1T)
+    own_keys = _Keys(k_BKSN, v_BKSN, segments_B1T)
+    later_queries = jax.tree.map(lambda x: _parts(x, causal)[-1], queries)
 
-    def attend(rows: Any, kv: Any, masked: bool = False) -> tuple[jax.Array, jax.Array]:
-        (q_BHTN, *segments), (k_BKSN, v_BKSN, *key_segments) = rows, kv
-        return part.forward(q_BHTN, k_BKSN, v_BKSN, masked, *segments, *key_segments)
+    def attend(queries: _Queries, keys: _Keys, masked: bool = False) -> _Output:
+        segments = _paired(queries.segments_B1T, keys.segments_B1S)
+        y_BHTN, lse_BHT = part.forward(queries.q_BHTN, keys.k_BKSN, keys.v_BKSN, masked, segments)
+        return _Output(y_BHTN, lse_BHT)
 
-    def accumulate(totals: Any, kv: Any, step: jax.Array | int) -> Any:
-        def before() -> Any:
-            first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
-            y_BHTN, lse_BHT = attend(rows, first)
-            more = zip(_parts(y_BHTN, causal), _parts(lse_BHT, causal), strict=True)
-            return [_sum(total, one) for total, one in zip(totals, more, strict=True)]
+    def accumulate(totals: list[_Output], keys: _Keys, step: jax.Array | int) -> list[_Output]:
+        """Add the attention to keys that came from `step` devices before this one."""
 
-        def behind() -> Any:
-            return [totals[0], _sum(totals[1], attend(later, kv))]
+        def all_queries_see_first_part() -> list[_Output]:
+            first_part = jax.tree.map(lambda x: _parts(x, causal)[0], keys)
+            outputs = _output_parts(attend(queries, first_part), causal)
+            return [_combined(*pair) for pair in zip(totals, outputs, strict=True)]
 
-        return (
-            jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+        def later_queries_see_both_parts() -> list[_Output]:
+            return [totals[0], _combined(totals[1], attend(later_queries, keys))]
+
+        if not causal:
+            return all_queries_see_first_part()
+        # The keys' device has a smaller index than this one, unless the ring has wrapped around.
+        comes_from_before = jax.lax.axis_index(mesh_axes) >= step
+        return jax.lax.cond(
+            comes_from_before, all_queries_see_first_part, later_queries_see_both_parts
         )
 
-    def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
-        totals, kv = carry
-        return (accumulate(totals, kv, step), _sent(kv, names)), None
+    def ring_step(
+        carry: tuple[list[_Output], _Keys], step: jax.Array
+    ) -> tuple[tuple[list[_Output], _Keys], None]:
+        totals, keys = carry
+        totals = accumulate(totals, keys, step)
+        return (totals, _sent(keys, mesh_axes)), None
 
-    y_BHTN, lse_BHT = attend(rows, mine, causal)
-    totals = list(
-        zip(_parts(y_BHTN.astype(jnp.float32), causal), _parts(lse_BHT, causal), strict=True)
-    )
-    (totals, kv), _ = jax.lax.scan(onward, (totals, _sent(mine, names)), jnp.arange(1, ways - 1))
-    y_BHTN, lse_BHT = (
-        jnp.concatenate(x, axis=2) for x in zip(*accumulate(totals, kv, ways - 1), strict=True)
-    )
-    y_BHTN, lse_BHT = (
-        checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED),
-        checkpoint_name(lse_BHT, SAVED),
-    )
-    return y_BHTN, (*arrays, y_BHTN, lse_BHT)
+    own_output = attend(queries, own_keys, causal)
+    own_output = own_output._replace(y_BHTN=own_output.y_BHTN.astype(jnp.float32))
+    totals = _output_parts(own_output, causal)
+    # The last step is outside of the loop, because its keys are sent to no one.
+    carry = (totals, _sent(own_keys, mesh_axes))
+    (totals, keys), _ = jax.lax.scan(ring_step, carry, jnp.arange(1, num_devices - 1))
+    totals = accumulate(totals, keys, num_devices - 1)
+
+    y_BHTN = jnp.concatenate([total.y_BHTN for total in totals], axis=2)
+    lse_BHT = jnp.concatenate([total.lse_BHT for total in totals], axis=2)
+    y_BHTN = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED)
+    lse_BHT = checkpoint_name(lse_BHT, SAVED)
+    return y_BHTN, _Saved(q_BHTN, k_BKSN, v_BKSN, segments_B1T, y_BHTN, lse_BHT)
 
 
 def _backward(
-    names: tuple[str, ...], part: Part, causal: bool, residuals: Residuals, gradient_BHTN: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    ways, (q_BHTN, *mine, y_BHTN, lse_BHT) = jax.lax.axis_size(names), residuals
-    rows = q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *mine[2:]
-    later = [_parts(x, causal)[-1] for x in rows]
+    mesh_axes: tuple[str, ...],
+    part: Part,
+    causal: bool,
+    saved: _Saved,
+    gradient_BHTN: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Return the gradients of this device's queries, keys and values. Segments have none."""
+    num_devices = jax.lax.axis_size(mesh_axes)
+    segments_B1T = saved.segments_B1T
+    own_keys = _Keys(saved.k_BKSN, saved.v_BKSN, segments_B1T)
+    queries = _SeenQueries(saved.q_BHTN, saved.y_BHTN, saved.lse_BHT, gradient_BHTN, segments_B1T)
+    later_queries = jax.tree.map(lambda x: _parts(x, causal)[-1], queries)
 
-    def gradients(rows: Any, kv: Any, masked: bool = False) -> list[list[jax.Array]]:
-        (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *key_segments) = (
-            rows,
-            kv,
+    def gradients(queries: _SeenQueries, keys: _Keys, masked: bool = False) -> list[jax.Array]:
+        q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, query_segments_B1T = queries
+        residuals = Residuals(q_BHTN, keys.k_BKSN, keys.v_BKSN, y_BHTN, lse_BHT)
+        segments = _paired(query_segments_B1T, keys.segments_B1S)
+        cotangents = part.backward(residuals, gradient_BHTN, masked, segments)
+        return [x.astype(jnp.float32) for x in cotangents]
+
+    def accumulate(dq: Any, dkv: Any, keys: _Keys, step: jax.Array | int) -> tuple[Any, Any]:
+        """Add gradients between this device's queries and keys from `step` devices before.
+
+        Args:
+            dq: Gradients of the queries, a list of their parts.
+            dkv: Gradients of keys and of values, each a list of their parts.
+            keys: Keys that came from `step` devices before this one.
+            step: Number of devices between, int32 [].
+        """
+        dk, dv = dkv
+
+        def all_queries_see_first_part() -> tuple[Any, Any]:
+            first_part = jax.tree.map(lambda x: _parts(x, causal)[0], keys)
+            new_dq, new_dk, new_dv = gradients(queries, first_part)
+            total_dq = _plus(dq, _parts(new_dq, causal))
+            return total_dq, [_plus(dk, [new_dk]), _plus(dv, [new_dv])]
+
+        def later_queries_see_both_parts() -> tuple[Any, Any]:
+            new_dq, new_dk, new_dv = gradients(later_queries, keys)
+            new_dk_parts = _parts(new_dk, causal)
+            new_dv_parts = _parts(new_dv, causal)
+            total_dq = [dq[0], dq[1] + new_dq]
+            return total_dq, [_plus(dk, new_dk_parts), _plus(dv, new_dv_parts)]
+
+        if not causal:
+            return all_queries_see_first_part()
+        comes_from_before = jax.lax.axis_index(mesh_axes) >= step
+        return jax.lax.cond(
+            comes_from_before, all_queries_see_first_part, later_queries_see_both_parts
         )
-        whole = q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT
-        cotangents = part.backward(whole, gradient_BHTN, masked, *segments, *key_segments)
-        return [[x.astype(jnp.float32)] for x in cotangents]
 
-    def accumulate(dq: Any, dkv: Any, kv: Any, step: jax.Array | int) -> Any:
-        """Gradients of queries, and of keys and values, by parts."""
+    def ring_step(carry: tuple[Any, Any, _Keys], step: jax.Array) -> tuple[Any, None]:
+        dq, dkv, keys = carry
+        # Gradients of keys and values are sent one step behind the keys, so that sending them
+        # overlaps with products, too.
+        dq, dkv = accumulate(dq, _sent(dkv, mesh_axes), keys, step)
+        return (dq, dkv, _sent(keys, mesh_axes)), None
 
-        def before() -> Any:
-            first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
-            (more,), *more_dkv = gradients(rows, first)
-            return _plus(dq, _parts(more, causal)), [
-                _plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)
-            ]
+    dq, *dkv = [_parts(x, causal) for x in gradients(queries, own_keys, causal)]
+    carry = (dq, dkv, _sent(own_keys, mesh_axes))
+    (dq, dkv, keys), _ = jax.lax.scan(ring_step, carry, jnp.arange(1, num_devices - 1))
+    dq, dkv = accumulate(dq, _sent(dkv, mesh_axes), keys, num_devices - 1)
+    # One more step brings the gradients of keys and values to the device that holds these.
+    dk, dv = _sent(dkv, mesh_axes)
 
-        def behind() -> Any:
-            (more,), *more_dkv = gradients(later, kv)
-            more_dkv = [_parts(one, causal) for (one,) in more_dkv]
-            return [dq[0], dq[1] + more], [
-                _plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)
-            ]
-
-        return (
-            jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
-        )
-
-    # Gradients of keys and values follow a step behind them, so that they, too, are sent beside products.
-    def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
-        dq, dkv, kv = carry
-        return (*accumulate(dq, _sent(dkv, names), kv, step), _sent(kv, names)), None
-
-    dq, *dkv = (_parts(x, causal) for (x,) in gradients(rows, mine, causal))
-    (dq, dkv, kv), _ = jax.lax.scan(onward, (dq, dkv, _sent(mine, names)), jnp.arange(1, ways - 1))
-    dq, dkv = accumulate(dq, _sent(dkv, names), kv, ways - 1)
-    cotangents = (jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
-    return *cotangents, *(None for _ in mine[2:])  # segments have no gradient
+    dtype = saved.q_BHTN.dtype
+    dq_BHTN = jnp.concatenate(dq, axis=2).astype(dtype)
+    dk_BKSN = jnp.concatenate(dk, axis=2).astype(dtype)
+    dv_BKSN = jnp.concatenate(dv, axis=2).astype(dtype)
+    return dq_BHTN, dk_BKSN, dv_BKSN, None
 
 
 _attended.defvjp(_forward, _backward)
 
 
-def _sent(parts: Any, names: tuple[str, ...]) -> Any:
-    """Arrays that the device before had."""
-    ways = jax.lax.axis_size(names)
-    route = [(device, (device + 1) % ways) for device in range(ways)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, names, route), parts)
+def _sent(arrays: Any, mesh_axes: tuple[str, ...]) -> Any:
+    """Send arrays to the next device of the ring. Return those of the previous device."""
+    num_devices = jax.lax.axis_size(mesh_axes)
+    route = [(device, (device + 1) % num_devices) for device in range(num_devices)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh_axes, route), arrays)
 
 
 def _parts(x: jax.Array, causal: bool) -> list[jax.Array]:
-    """A device's two parts of positions, [B, H, T / 2, ...]; one without a mask.
+    """Return the parts of a device's positions, the third axis: two if causal, otherwise one.
 
-    Its earlier part sees the earlier parts of devices before it, its later one every earlier part and the later ones behind.
+    Queries of the first part see the first part of earlier devices' keys. Queries of the second
+    part see every first part, and the second part of later devices' keys.
     """
-    return jnp.split(x, 2, axis=2) if causal else [x]
+    if not causal:
+        return [x]
+    return jnp.split(x, 2, axis=2)
 
 
-def _plus(sums: list[jax.Array], more: list[jax.Array]) -> list[jax.Array]:
-    """Sums with what there is more of the first of them."""
-    return [*(x + one for x, one in zip(sums, more, strict=False)), *sums[len(more) :]]
+def _output_parts(output: _Output, causal: bool) -> list[_Output]:
+    """Return the outputs of each part of a device's queries."""
+    y_parts = _parts(output.y_BHTN, causal)
+    lse_parts = _parts(output.lse_BHT, causal)
+    return [_Output(*pair) for pair in zip(y_parts, lse_parts, strict=True)]
 
 
-def _sum(total: Any, more: Any) -> tuple[jax.Array, jax.Array]:
-    """Outputs in float32 and log-sum-exp over two sets of keys."""
-    (y_BHTN, lse_BHT), (other_BHTN, other_BHT) = total, more
-    sum_BHT = jnp.logaddexp(lse_BHT, other_BHT)
-    old, new = (jnp.exp(one_BHT - sum_BHT)[..., None] for one_BHT in (lse_BHT, other_BHT))
-    return old * y_BHTN + new * other_BHTN.astype(jnp.float32), sum_BHT
+def _paired(
+    query_segments_B1T: jax.Array | None, key_segments_B1S: jax.Array | None
+) -> Segments | None:
+    """Return the segments of queries and keys as one value, or `None` without segments."""
+    if query_segments_B1T is None or key_segments_B1S is None:
+        return None
+    return Segments(query_segments_B1T, key_segments_B1S)
+
+
+def _plus(totals: list[jax.Array], terms: list[jax.Array]) -> list[jax.Array]:
+    """Return totals with the terms added to the first of them."""
+    sums = list(totals)
+    for index, term in enumerate(terms):
+        sums[index] = sums[index] + term
+    return sums
+
+
+def _combined(total: _Output, new: _Output) -> _Output:
+    """Return the attention to two sets of keys from the attention to each."""
+    lse_BHT = jnp.logaddexp(total.lse_BHT, new.lse_BHT)
+    total_weight_BHT1 = jnp.exp(total.lse_BHT - lse_BHT)[..., None]
+    new_weight_BHT1 = jnp.exp(new.lse_BHT - lse_BHT)[..., None]
+    y_BHTN = total_weight_BHT1 * total.y_BHTN + new_weight_BHT1 * new.y_BHTN.astype(jnp.float32)
+    return _Output(y_BHTN, lse_BHT)

@@ -1,10 +1,7 @@
-"""JAX's Pallas kernels for TPUs: attention of an example, its parts with their log-sum-exp, and a part of a ring by them.
+"""JAX's Pallas kernels for TPUs (splash attention): complete, and as one part of a ring.
 
-The kernel writes a position's log-sum-exp into all 128 lanes. JAX's own function slices one out, for which the TPU compiler first
-writes all of them again, transposed, in every layer's backward pass. Here all but one are set to zero and the lanes are summed, which
-it does as it reads them, with the same bits (what that is worth: docs/evidence/performance.md).
-
-T query and S key positions, H heads, K key heads, N head dimension. Any scale is already in q.
+T query and S key positions, H heads, K key heads, N head dimension, L the 128 lanes of a vector.
+Queries already include every scale of the logits.
 """
 
 from __future__ import annotations
@@ -21,43 +18,61 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from mupax.zoo.layers.linear import SAVED
-from mupax.zoo.layers.ring.ring import Part, Residuals
+from mupax.zoo.layers.ring.ring import Part, Residuals, Segments
 
 Kernel = splash.SplashAttentionKernel
-Segments = splash.SegmentIds | None
+SegmentIds = splash.SegmentIds | None
 
 
 def forward(
-    kernel: Kernel, q_HTN: jax.Array, k_KSN: jax.Array, v_KSN: jax.Array, segments: Segments = None
+    kernel: Kernel,
+    q_HTN: jax.Array,
+    k_KSN: jax.Array,
+    v_KSN: jax.Array,
+    segments: SegmentIds = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs [H, T, N] and the log of the softmax's sum [H, T].
+    """Return outputs [H, T, N] and the log of the softmax sums [H, T] of one example.
 
     Args:
-        kernel: of a mask and blocks (`make_splash_mha`).
-        q_HTN, k_KSN, v_KSN: queries, keys, values.
-        segments: of what sees one another; all unless given.
+        kernel: Kernel for a mask and block sizes (`make_splash_mha`).
+        q_HTN: Queries. T and S are multiples of 128.
+        k_KSN: Keys. H is a multiple of K.
+        v_KSN: Values, [K, S, N].
+        segments: Documents of queries and keys. Default: one document.
     """
-    arrays = kernel.fwd_mask_info, q_HTN, k_KSN, v_KSN, segments
-    program = jax.make_jaxpr(functools.partial(_library, kernel.kwargs, True))(*arrays)
-    (call,) = (equation for equation in program.eqns if equation.primitive.name == "pallas_call")
-    whole = program.jaxpr.replace(outvars=call.outvars[-2:])
-    y_HTN, lanes_HTL = jaxpr_as_fun(ClosedJaxpr(whole, program.consts))(*jax.tree.leaves(arrays))
-    first = jax.lax.broadcasted_iota(jnp.int32, lanes_HTL.shape, 2) == 0
-    return y_HTN, jnp.where(first, lanes_HTL, 0).sum(axis=-1)
+    # The kernel writes a position's log-sum-exp into all 128 lanes. JAX's own function slices one
+    # lane out of the result, for which the TPU compiler first writes all lanes again, transposed,
+    # in the backward pass of every layer. Here the trace is cut off right after the kernel. All
+    # lanes but the first are set to zero and then summed, which the compiler does while it reads
+    # them, with the same bits (docs/evidence/performance.md has what it saves).
+    arguments = (kernel.fwd_mask_info, q_HTN, k_KSN, v_KSN, segments)
+    library_forward = functools.partial(_library, kernel.kwargs, True)
+    program = jax.make_jaxpr(library_forward)(*arguments)
+    (kernel_call,) = [
+        equation for equation in program.eqns if equation.primitive.name == "pallas_call"
+    ]
+    shortened = program.jaxpr.replace(outvars=kernel_call.outvars[-2:])
+    run = jaxpr_as_fun(ClosedJaxpr(shortened, program.consts))
+    y_HTN, lse_HTL = run(*jax.tree.leaves(arguments))
+    is_first_lane = jax.lax.broadcasted_iota(jnp.int32, lse_HTL.shape, 2) == 0
+    return y_HTN, jnp.where(is_first_lane, lse_HTL, 0).sum(axis=-1)
 
 
 def backward(
-    kernel: Kernel, residuals: Residuals, gradient_HTN: jax.Array, segments: Segments = None
+    kernel: Kernel, residuals: Residuals, gradient_HTN: jax.Array, segments: SegmentIds = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values, by the log-sum-exp that is kept, which may be of more keys than these.
+    """Return the gradients of queries, keys and values of one example.
 
     Args:
-        kernel, segments: as of `forward`.
-        residuals: its arguments and what came of them.
-        gradient_HTN: of outputs.
+        kernel: Kernel of the forward pass (`make_splash_mha`).
+        residuals: Inputs and results of the forward pass, without a batch axis. In a ring, outputs
+            and log-sum-exps are those over all keys, not only over these.
+        gradient_HTN: Gradient of the outputs, [H, T, N].
+        segments: Documents of queries and keys. Default: one document.
     """
     q_HTN, k_KSN, v_KSN, y_HTN, lse_HT = residuals
-    res = (
+    # The order is that of JAX's private function. `None` stands for attention sinks.
+    library_residuals = (
         q_HTN,
         k_KSN,
         v_KSN,
@@ -69,82 +84,110 @@ def backward(
         kernel.dkv_mask_info,
     )
     options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
-    gradients = splash._splash_attention_bwd(False, res=res, do=gradient_HTN, **options)  # pyright: ignore
+    gradients = splash._splash_attention_bwd(  # pyright: ignore
+        False, res=library_residuals, do=gradient_HTN, **options
+    )
     return gradients[3:6]
 
 
 @jax.jit
 def attention(
-    kernel: Kernel, q_HTN: jax.Array, k_KSN: jax.Array, v_KSN: jax.Array, segments: Segments = None
+    kernel: Kernel,
+    q_HTN: jax.Array,
+    k_KSN: jax.Array,
+    v_KSN: jax.Array,
+    segments: SegmentIds = None,
 ) -> jax.Array:
-    """Outputs [H, T, N]; outputs and log-sum-exp have `SAVED` as name for what is kept for gradients.
+    """Return outputs [H, T, N] of one example.
+
+    For gradients, outputs and log-sum-exps have the checkpoint name `SAVED`.
 
     Args:
-        kernel, q_HTN, k_KSN, v_KSN, segments: as of `forward`.
+        kernel, q_HTN, k_KSN, v_KSN, segments: Same as in `forward`.
     """
     return _attended(kernel, q_HTN, k_KSN, v_KSN, segments)
 
 
 def _library(options: dict[str, Any], lse: bool, mask: Any, *arrays: Any) -> Any:
-    """JAX's forward function: outputs alone, or with their log-sum-exp."""
+    """Call JAX's forward function. Return the outputs and, with `lse`, the log-sum-exps."""
     options = options | {"save_residuals": lse, "residual_checkpoint_name": None}
     return splash._splash_attention_forward(mask, *arrays, None, **options)  # pyright: ignore
 
 
 @jax.custom_vjp
 def _attended(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+    kernel: Kernel, q_HTN: jax.Array, k_KSN: jax.Array, v_KSN: jax.Array, segments: SegmentIds
 ) -> jax.Array:
-    return _library(kernel.kwargs, False, kernel.fwd_mask_info, q, k, v, segments)
+    return _library(kernel.kwargs, False, kernel.fwd_mask_info, q_HTN, k_KSN, v_KSN, segments)
 
 
-def _fwd(
-    kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
-) -> tuple[jax.Array, Any]:
-    y_HTN, lse_HT = (checkpoint_name(x, SAVED) for x in forward(kernel, q, k, v, segments))
-    return y_HTN, (kernel, segments, (q, k, v, y_HTN, lse_HT))
+def _attended_forward(
+    kernel: Kernel, q_HTN: jax.Array, k_KSN: jax.Array, v_KSN: jax.Array, segments: SegmentIds
+) -> tuple[jax.Array, tuple[Kernel, SegmentIds, Residuals]]:
+    y_HTN, lse_HT = forward(kernel, q_HTN, k_KSN, v_KSN, segments)
+    y_HTN = checkpoint_name(y_HTN, SAVED)
+    lse_HT = checkpoint_name(lse_HT, SAVED)
+    return y_HTN, (kernel, segments, Residuals(q_HTN, k_KSN, v_KSN, y_HTN, lse_HT))
 
 
-def _gradients(residuals: Any, gradient_HTN: jax.Array) -> tuple[Any, ...]:
-    kernel, segments, arrays = residuals
-    return None, *backward(kernel, arrays, gradient_HTN, segments), None
+def _attended_backward(
+    saved: tuple[Kernel, SegmentIds, Residuals], gradient_HTN: jax.Array
+) -> tuple[None, jax.Array, jax.Array, jax.Array, None]:
+    kernel, segments, residuals = saved
+    dq_HTN, dk_KSN, dv_KSN = backward(kernel, residuals, gradient_HTN, segments)
+    return None, dq_HTN, dk_KSN, dv_KSN, None
 
 
-_attended.defvjp(_fwd, _gradients)
+_attended.defvjp(_attended_forward, _attended_backward)
 
 
 def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
-    """The kernels as a part.
+    """Return the splash kernels as the part of a ring.
 
     Args:
-        blocks: (queries, keys, causal=) to the sizes of a kernel's blocks.
-        interpret: run them as ordinary operations, on any platform.
+        blocks: Function (number of queries, number of keys, causal=) -> block sizes.
+        interpret: Run the kernels as ordinary operations, on any platform.
     """
 
-    def kernel(q_BHTN: jax.Array, k_BKSN: jax.Array, causal: bool) -> Kernel:
-        shape = q_BHTN.shape[2], k_BKSN.shape[2]
+    def make_kernel(q_BHTN: jax.Array, k_BKSN: jax.Array, causal: bool) -> Kernel:
+        heads = q_BHTN.shape[1]
+        length = q_BHTN.shape[2]
+        source = k_BKSN.shape[2]
+        shape = (length, source)
         mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
         return splash.make_splash_mha(
-            masks.MultiHeadMask([mask] * q_BHTN.shape[1]), block_sizes=blocks(*shape, causal=causal),
-            head_shards=1, q_seq_shards=1, interpret=interpret,
-        )  # fmt: skip
-
-    def apart(segments: tuple[jax.Array, ...]) -> Segments:
-        """Of queries and keys [B, 1, T], as the kernel takes them."""
-        return splash.SegmentIds(*(x_B1T[:, 0] for x_B1T in segments)) if segments else None
-
-    def forwards(
-        q_BHTN: jax.Array, k_BKSN: jax.Array, v_BKSN: jax.Array, causal: bool, *segments: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        arrays = q_BHTN, k_BKSN, v_BKSN, apart(segments)
-        return jax.vmap(forward, (None, 0, 0, 0, 0))(kernel(q_BHTN, k_BKSN, causal), *arrays)
-
-    def backwards(
-        residuals: Residuals, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        arrays = residuals, gradient_BHTN, apart(segments)
-        return jax.vmap(backward, (None, 0, 0, 0))(
-            kernel(residuals[0], residuals[1], causal), *arrays
+            masks.MultiHeadMask([mask] * heads),
+            block_sizes=blocks(length, source, causal=causal),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
         )
 
-    return Part(forwards, backwards)
+    def part_forward(
+        q_BHTN: jax.Array,
+        k_BKSN: jax.Array,
+        v_BKSN: jax.Array,
+        causal: bool,
+        segments: Segments | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        segment_ids = _segment_ids(segments)
+        kernel = make_kernel(q_BHTN, k_BKSN, causal)
+        by_example = jax.vmap(forward, (None, 0, 0, 0, 0))
+        return by_example(kernel, q_BHTN, k_BKSN, v_BKSN, segment_ids)
+
+    def part_backward(
+        residuals: Residuals, gradient_BHTN: jax.Array, causal: bool, segments: Segments | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        segment_ids = _segment_ids(segments)
+        kernel = make_kernel(residuals.q_BHTN, residuals.k_BKSN, causal)
+        by_example = jax.vmap(backward, (None, 0, 0, 0))
+        return by_example(kernel, residuals, gradient_BHTN, segment_ids)
+
+    return Part(part_forward, part_backward)
+
+
+def _segment_ids(segments: Segments | None) -> SegmentIds:
+    """Return segments in the form that the kernels take, [B, T] and [B, S]."""
+    if segments is None:
+        return None
+    return splash.SegmentIds(segments.queries_B1T[:, 0], segments.keys_B1S[:, 0])
