@@ -102,6 +102,7 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
 
 
 def _check_learning_rates(dump: Dump) -> None:
+    # The first steps of a warm-up have the rate 0, and 0 has no growth.
     known = {entry.lr for entry in dump.parameters.values() if entry.lr is not None}
     if known == {0.0}:
         raise PresetError(
@@ -126,8 +127,8 @@ def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -
     """Refuse a parameter that has another number of dimensions in one of the files.
 
     Args:
-        sources: Names of the files, in the order of each parameter's shapes.
-        shapes: Shapes in every file, by parameter.
+        sources: Names of the files, for messages; the first is the base of comparisons.
+        shapes: Shapes by parameter, in the order of `sources`.
 
     Raises:
         PresetError: The message names the parameter and both shapes.
@@ -149,9 +150,8 @@ def check_widths(
     """Refuse a table whose width is no dimension of any block's parameter.
 
     Args:
-        sources: Names of the files, in the order of each parameter's shapes.
-        shapes: Shapes in every file, by parameter.
-        labels: Label of every parameter, by name.
+        sources: Names of the files, for messages; the first is the base of comparisons.
+        shapes: Shapes by parameter, in the order of `sources`.
 
     Raises:
         PresetError: The message names the table and both shapes.
@@ -172,12 +172,12 @@ def check_widths(
             continue
         for name in tables:
             first = shapes[name][0]
-            other = shapes[name][index]
-            if (first[-1], other[-1]) not in pairs:
+            shape = shapes[name][index]
+            if (first[-1], shape[-1]) not in pairs:
                 raise PresetError(
-                    f"{name} has the shape {list(first)} in {sources[0]} and {list(other)} in "
+                    f"{name} has the shape {list(first)} in {sources[0]} and {list(shape)} in "
                     f"{sources[index]}, and no parameter of a block has a dimension of "
-                    f"{first[-1]} and then {other[-1]}; "
+                    f"{first[-1]} and then {shape[-1]}; "
                     "write shapes of one model, with the width last in a table"
                 )
 
@@ -229,9 +229,9 @@ def _labels(
     """Return the label of every parameter, by `--role`, the file, the name or the shapes.
 
     Args:
-        source: Name of the first file.
+        source: Name of the first file, for messages about its parameters.
         layer_entries: Entries of all layers in the first file, by parameter.
-        shapes: Shapes in every file, by parameter.
+        shapes: Shapes by parameter, one for each file.
         overrides: Roles by pattern, from `--role`.
 
     Raises:
@@ -242,6 +242,7 @@ def _labels(
     labels: dict[str, Label] = {}
     for name, entries in layer_entries.items():
         label = names.label(name, dual)
+        # `--role` comes before the file's own role, and that comes before the name.
         role = names.chosen(name, overrides) or entries[0].role
         if role:
             label = _with_role(label, role, name, source)
@@ -267,6 +268,7 @@ def _check_overrides(
     overrides: Mapping[str, str], layer_entries: Mapping[str, Sequence[Entry]]
 ) -> None:
     for pattern, role in overrides.items():
+        # A pattern that fits nothing is a typing error, and would be ignored silently.
         if not any(names.chosen(name, {pattern: role}) for name in layer_entries):
             examples = ", ".join(list(layer_entries)[:3])
             raise PresetError(
@@ -298,6 +300,7 @@ def _with_role(label: Label, text: str, name: str, source: str) -> Label:
     if text.endswith(".bias"):
         leaf = "bias"
     elif leaf == "bias":
+        # The user or the file knows better than the name.
         leaf = "matrix"
     in_block = label.in_block or text.startswith("block.")
     return label._replace(role=role, in_block=in_block, leaf=leaf)
@@ -329,10 +332,12 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
     else:
         input_grows = grows[-2]
         output_grows = grows[-1]
+    # Nothing grows with width, so the matrix may be anything.
     if not any(grows):
         return ""
     if input_grows and output_grows:
         return "hidden"
+    # Without a layout nothing shows which dimension is the input.
     if not label.layout:
         return ""
     return "readout" if input_grows else "patch_embedding"
@@ -387,7 +392,6 @@ def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | 
     Args:
         name: Name with a star for the number of a layer.
         entries: Entries of the layers, all of one shape. An array that has all layers is one entry.
-        label: Label with a role.
         blocks: Number of blocks in the parameter's stack. `None` if there are no blocks.
     """
     entry = _average(entries)
@@ -472,9 +476,7 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
     """Return the declaration of a parameter.
 
     Args:
-        name: Name of the parameter, for messages.
         label: Label with a role. The role of a gain of one activation is "query.norm_gain".
-        entry: Entry without an axis of layers.
 
     Raises:
         PresetError: The role is that of a matrix, and the shape is not.
@@ -491,6 +493,7 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
         spec = of_cross(spec)
 
     if gain:
+        # A norm of queries or keys has one gain for all heads, or one for each head.
         axes = (*spec.copies, "heads", "head_dim")
         if len(entry.shape) == 1:
             axes = (*spec.copies, "head_dim")

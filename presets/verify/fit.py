@@ -1,4 +1,4 @@
-"""Growth of dumps from one size to the next: each value's exponent, and the exponent it should have.
+"""Growth of dumps from one size to the next: exponents that values have and should have.
 
 Values are compared as training depends on them, so that it does not matter where a multiplier is
 (Tensor Programs IV; `Rule.moved`):
@@ -98,6 +98,7 @@ def lines(models: Sequence[Model]) -> list[GrowthSeries]:
             "give a second file, at another width or depth"
         )
 
+    # Files may come in any order.
     base, *larger = sorted(models, key=_total_size)
     directions: dict[tuple[float, ...], list[Model]] = {}
     for model in larger:
@@ -171,12 +172,12 @@ def observed(
     """Return a parameter's values as training depends on them. `None` stands for an unknown value.
 
     Args:
-        entry: Values of the parameter.
-        family: Optimizer family. SGD's gradient has the multiplier once more.
+        family: Optimizer family. The rate under "sgd" has the multiplier twice.
         decay: "coupled" if weight decay is multiplied by the learning rate.
         multiplier: Further factor on the parameter's output, such as that of a tied readout.
     """
     factor = entry.multiplier * multiplier
+    # SGD's gradient of w has the multiplier once, and the forward pass has it again.
     rate_factor = factor**2 if family == "sgd" else factor
     return {
         "start": _product(factor, entry.std),
@@ -196,7 +197,6 @@ def expected(rule: Rule, family: Family) -> dict[Quantity, Power]:
     """Return the power laws of a table's row, for the quantities that `observed` returns.
 
     Args:
-        rule: Row of a preset's table.
         family: Optimizer family. "eps" is in the result only if Adam trains the parameter.
     """
     multiplier = rule.multiplier
@@ -216,7 +216,6 @@ def value(power: Power, model: Model, parameter: Parameter | None = None) -> flo
     """Return a power law's value at a model's sizes. Every base size is 1.
 
     Args:
-        power: Power law in the sizes.
         model: Model whose sizes are used. An axis that the model does not have has size 1.
         parameter: Parameter whose own sizes replace those of the model.
     """

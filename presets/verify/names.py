@@ -212,6 +212,7 @@ def _split_leaf(dotted: str) -> tuple[str, str]:
 
 def _role(words: str, in_block: bool) -> str:
     """Return the role of the first pattern that fits the last three words, or ""."""
+    # Three words are what the longest patterns need, such as "layer.output.dense".
     tail = ".".join(words.split(".")[-3:])
     for pattern, role in _COMPILED:
         if role in _IN_BLOCKS_ONLY and not in_block:
@@ -224,6 +225,7 @@ def _role(words: str, in_block: bool) -> str:
 def _branch_output(words: str) -> str:
     """Return the role of a branch's last matrix by the module that the matrix is in, or ""."""
     module = words.rpartition(".")[0]
+    # The innermost module decides: an MLP may be inside of a module that is called attention.
     innermost = module.split(".")[-1]
     in_mlp = _MLP.search(module) and not _ATTENTION.search(module)
     if _MLP.search(innermost) or in_mlp:

@@ -46,7 +46,6 @@ def sizes_of(
     Args:
         dump: Dump of the model, for sizes that shapes do not show, such as `Dump.head_dim`.
         parameters: Parameters by name, without those of the role "none".
-        labels: Label of every parameter, by name.
         layers: Number of residual blocks. `None` counts as 1.
 
     Raises:
@@ -61,6 +60,7 @@ def sizes_of(
         OWN.axis: layers or 1,
         ENCODER.axis: dump.encoder_layers or layers or 1,
     }
+    # The first matrix of a role stands for all of them. `axes.check_growth` compares the others.
     for role in (Role.MLP_IN, Role.MLP_OUT):
         for name, shape in shapes.get(role, ())[:1]:
             sizes["mlp"] = _mlp_size(dump, name, shape, embed)
@@ -95,6 +95,7 @@ def _width(shapes: Shapes, labels: Mapping[str, Label]) -> int:
                 return shape[-1]
     for name, shape in shapes.get(Role.READOUT, ()):
         return shape[1] if labels[name].layout == "out, in" else shape[0]
+    # An MLP without a table or a readout: its hidden layers are its largest.
     largest: list[int] = []
     for matrices in shapes.values():
         for _, shape in matrices:
@@ -129,6 +130,7 @@ def _head_sizes(
     for role in (Role.QUERY, Role.KEY, Role.VALUE):
         for name, shape in shapes.get(role, ())[:1]:
             if parameters[name].fused:
+                # The queries' share of a fused matrix is not known. It is the width in most models.
                 rows[role] = embed
                 continue
             if len(shape) == 3:

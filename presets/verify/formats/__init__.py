@@ -93,6 +93,7 @@ def _read_text_file(path: Path) -> ModelFile:
         reason = getattr(error, "strerror", None) or error
         raise PresetError(f"{path} cannot be read: {reason}") from None
 
+    # nanoGPT's config files are Python. No other format here is.
     if is_python:
         return nanogpt.Config(text, path.name)
     if nanogpt.fits(words):

@@ -150,6 +150,7 @@ class Config(ModelFile):
         width = self._base_width
         if width is None or width == sizes.width:
             return None
+        # The file names the base's width but not its heads. The quotient may be no whole number.
         heads = max(1, round(sizes.heads * width / sizes.width))
         mlp = self._base_mlp or round(sizes.mlp * width / sizes.width)
         base_sizes = dataclasses.replace(sizes, width=width, mlp=mlp, heads=heads, kv_heads=heads)

@@ -144,6 +144,7 @@ class Fields:
             raise PresetError(
                 f"{self.source}: {name} is {self.get(name)!r}; write a whole number of at least 1"
             )
+        # A count may be written as 2048.0, or be a word of a command line.
         return int(number)
 
     def count_or(self, name: str, fallback: int) -> int:

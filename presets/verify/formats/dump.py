@@ -140,6 +140,7 @@ def _check_model(model: Any, source: str) -> None:
             raise PresetError(
                 f'{source}: "model" {key} is {value!r}; write a whole number of at least 1'
             )
+        # Exponents are fitted to logarithms of these factors, so that 0 is refused.
         _check_number(f'{source}: "model" {key}', value, zero=False)
 
 

@@ -29,6 +29,7 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
     """
     _check_contents(contents, source, target)
     shapes = {name: _full_shape(name, shape, source, target) for name, shape in contents.items()}
+    # Equal shapes happen with `set_base_shapes(model, None)`, and train without muP.
     if all(shape == target.parameters[name].shape for name, shape in shapes.items()):
         raise PresetError(
             f"{source} has the shapes of {target.source} itself: to mup it is its own base, and "
@@ -85,7 +86,7 @@ def _full_shape(name: str, shape: list[Any], source: str, target: Dump) -> tuple
         raise PresetError(
             f"{source}: {name} has the shape {shape}, and {list(target_shape)} in {target.source}"
         )
-    return tuple(size or own for size, own in zip(shape, target_shape, strict=True))
+    return tuple(size or full for size, full in zip(shape, target_shape, strict=True))
 
 
 def _unscaled_entry(contents: dict[str, list[Any]], source: str, target: Dump) -> Entry:
@@ -93,6 +94,7 @@ def _unscaled_entry(contents: dict[str, list[Any]], source: str, target: Dump) -
     sgd = target.optimizer in ("sgd", "momentum")
     for name, entry in target.parameters.items():
         width_dimensions = sum(size is not None for size in contents[name])
+        # mup's optimizers scale matrices under Adam, and vectors under SGD.
         is_matrix = width_dimensions == 2
         if is_matrix == sgd:
             return entry
