@@ -103,8 +103,8 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
 
 def _check_learning_rates(dump: Dump) -> None:
     # The first steps of a warm-up have the rate 0, and 0 has no growth.
-    known = {entry.lr for entry in dump.parameters.values() if entry.lr is not None}
-    if known == {0.0}:
+    rates = {entry.lr for entry in dump.parameters.values() if entry.lr is not None}
+    if rates == {0.0}:
         raise PresetError(
             f"{dump.source}: every learning rate is 0; "
             "dump the model after the first steps of its warm-up"

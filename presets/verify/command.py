@@ -276,7 +276,7 @@ def recognized(
         if mistake.alone and len(wrong_values) > 1:
             continue
         fitting = [finding for finding in with_slope if mistake.fits(finding, line, family)]
-        if fitting and all(taken is not fitting[0] for taken, _ in pairs):
+        if fitting and all(earlier is not fitting[0] for earlier, _ in pairs):
             pairs.append((fitting[0], mistake))
     return pairs
 
@@ -344,8 +344,8 @@ class Verify:
         else:
             self._show(reports, notes)
 
-        found = _all_findings(reports)
-        fails = any(finding.severity == "fault" or self.strict for finding in found)
+        all_findings = _all_findings(reports)
+        fails = any(finding.severity == "fault" or self.strict for finding in all_findings)
         return int(fails)
 
     def _show(self, reports: Sequence[Report], notes: Sequence[str]) -> None:
@@ -458,10 +458,10 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """Return the report as it is printed with `--json`."""
-        found = []
+        findings_json = []
         for finding in self.findings:
             sentence = finding.sentence(self.line.word)
-            found.append({**dataclasses.asdict(finding), "sentence": sentence})
+            findings_json.append({**dataclasses.asdict(finding), "sentence": sentence})
         published = []
         for _, mistake in self.published:
             published.append({
@@ -475,7 +475,7 @@ class Report:
             "optimizer": self.optimizer,
             "reference": self._reference_label,
             "verdict": self.verdict,
-            "findings": found,
+            "findings": findings_json,
             "published": published,
             "limits": {row: dataclasses.asdict(entry) for row, entry in self.limits},
         }
@@ -617,9 +617,9 @@ def _all_findings(reports: Sequence[Report]) -> list[Finding]:
 
 def _next_step(reports: Sequence[Report], strict: bool) -> str:
     """Return a sentence on what to type next."""
-    found = _all_findings(reports)
-    faults = [finding for finding in found if finding.severity == "fault"]
-    counted = found if strict and not faults else faults
+    all_findings = _all_findings(reports)
+    faults = [finding for finding in all_findings if finding.severity == "fault"]
+    counted = all_findings if strict and not faults else faults
     if not counted:
         return (
             "Next: train a few steps under `mupax check`, "
@@ -642,18 +642,18 @@ def _report(
     """
     closest = reference.closest(line, optimizer, decay, named)
     family = closest.preset.family(optimizer)
-    found = findings(closest, line, family)
+    reported = findings(closest, line, family)
 
     # The observables of `limits` are those of a model with blocks.
     limits: Observables = []
     if any(parameter.spec.in_block for parameter in line.models[0].parameters.values()):
         limits = consequences_of_all(closest, line, family)
-    standard = named is None and bool(found) and reference.is_standard(line, optimizer, decay)
+    standard = named is None and bool(reported) and reference.is_standard(line, optimizer, decay)
     return Report(
         line=line,
         optimizer=optimizer,
         reference=closest,
-        findings=found,
-        published=recognized(found, line, family, standard=standard),
+        findings=reported,
+        published=recognized(reported, line, family, standard=standard),
         limits=limits,
     )

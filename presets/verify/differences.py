@@ -125,21 +125,21 @@ def differences(
         decay: "coupled" if weight decay is multiplied by the learning rate.
     """
     preset = laws.preset
-    found: list[Difference | None] = []
+    rows: list[Difference | None] = []
     for name in line.models[0].parameters:
-        found += _parameter_differences(name, laws, line, optimizer, decay)
+        rows += _parameter_differences(name, laws, line, optimizer, decay)
 
     attention = [model.dump.attention for model in line.models]
     measured = _Measurement(name=LOGITS, quantity="start", spec=None, values=attention)
-    found.append(_difference(measured, preset.logits, line))
+    rows.append(_difference(measured, preset.logits, line))
 
     branches = [model.dump.branch for model in line.models]
     measured = _Measurement(name=BRANCH, quantity="start", spec=None, values=branches)
-    found.append(_difference(measured, preset.branch, line))
+    rows.append(_difference(measured, preset.branch, line))
 
     if line.models[0].dump.readout is not None:
-        found += _tied_readout_differences(preset, line, optimizer, decay)
-    return tuple(difference for difference in found if difference is not None)
+        rows += _tied_readout_differences(preset, line, optimizer, decay)
+    return tuple(difference for difference in rows if difference is not None)
 
 
 def _parameter_differences(
@@ -150,7 +150,7 @@ def _parameter_differences(
     spec = parameters[0].spec
     observations = [observed(parameter.entry, laws.family, decay) for parameter in parameters]
 
-    found: list[Difference | None] = []
+    rows: list[Difference | None] = []
     for quantity, law in laws.by_quantity(spec).items():
         if not _has_rule(spec, quantity, optimizer):
             continue
@@ -162,10 +162,10 @@ def _parameter_differences(
             parameters=parameters,
         )
         if parameters[0].fused:
-            found.append(_fused_difference(measured, spec, laws, line))
+            rows.append(_fused_difference(measured, spec, laws, line))
         else:
-            found.append(_difference(measured, law, line))
-    return found
+            rows.append(_difference(measured, law, line))
+    return rows
 
 
 def _fused_difference(
@@ -211,7 +211,7 @@ def _tied_readout_differences(
     multiplier = row.multiplier * preset.row(TIED_READOUT).multiplier
     laws = expected(dataclasses.replace(row, multiplier=multiplier), family)
 
-    found: list[Difference | None] = []
+    rows: list[Difference | None] = []
     for quantity in ("start", "rate"):
         values = []
         for model, table in zip(line.models, tables, strict=True):
@@ -222,8 +222,8 @@ def _tied_readout_differences(
         measured = _Measurement(
             name=TIED, quantity=quantity, spec=TIED_READOUT, values=values, parameters=tables
         )
-        found.append(_difference(measured, laws[quantity], line))
-    return found
+        rows.append(_difference(measured, laws[quantity], line))
+    return rows
 
 
 def _table(model: Model) -> Parameter:

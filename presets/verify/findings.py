@@ -49,18 +49,16 @@ def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[F
     wrong = _wrong_differences(reference)
     causes = [d for d in wrong if not _follows(d, wrong)]
 
-    grouped: dict[tuple, list[Difference]] = {}
-    value_names: dict[tuple, ValueName] = {}
+    groups: dict[tuple, list[_NamedDifference]] = {}
     for named in _named_differences(causes, family):
-        key = _group_key(named)
-        grouped.setdefault(key, []).append(named.difference)
-        value_names[key] = named.value_name
+        groups.setdefault(_group_key(named), []).append(named)
 
-    found = []
-    for key, members in grouped.items():
-        found.append(_finding(members, value_names[key], reference, line, family))
-    found += _cautions(reference, line, family, found)
-    return sorted(found, key=lambda f: (f.severity != "fault", _VALUE_ORDER.index(f.what)))
+    reported = []
+    for group in groups.values():
+        members = [named.difference for named in group]
+        reported.append(_finding(members, group[0].value_name, reference, line, family))
+    reported += _cautions(reference, line, family, reported)
+    return sorted(reported, key=lambda f: (f.severity != "fault", _VALUE_ORDER.index(f.what)))
 
 
 def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family) -> Observables:
@@ -311,18 +309,18 @@ def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> 
 
 
 def _cautions(
-    reference: Reference, line: GrowthSeries, family: Family, found: Sequence[Finding]
+    reference: Reference, line: GrowthSeries, family: Family, reported: Sequence[Finding]
 ) -> list[Finding]:
     """Return cautions on what is as in the preset: attention by 1/sqrt(d), an unstable preset.
 
     Args:
         reference: Preset, with the differences of the dumps from it.
-        found: Findings on differences. One on `LOGITS` replaces the caution on attention.
+        reported: Findings on differences. One on `LOGITS` replaces the caution on attention.
     """
     cautions = []
     logits = next((d for d in reference.differences if d.name == LOGITS), None)
     head_dim_growth = line.growth.get("head_dim", 0.0)
-    has_finding = any(finding.names[0] == LOGITS for finding in found)
+    has_finding = any(finding.names[0] == LOGITS for finding in reported)
     if logits is not None and logits.slope is not None and head_dim_growth and not has_finding:
         excess = logits.slope + head_dim_growth
         if excess > TOLERANCE:

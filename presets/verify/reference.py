@@ -123,8 +123,8 @@ def closest(
 
 
 def _reference(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> Reference:
-    found = differences(laws, line, optimizer, decay)
-    return Reference(preset=laws.preset, differences=found)
+    all_differences = differences(laws, line, optimizer, decay)
+    return Reference(preset=laws.preset, differences=all_differences)
 
 
 def _may_have_its_attention(reference: Reference, line: GrowthSeries) -> bool:
@@ -161,8 +161,8 @@ def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
         return False
     standard = presets.get("sp")
     laws = Laws(standard, standard.family(optimizer))
-    found = differences(laws, line, optimizer, decay)
-    return not any(d.wrong and not _is_standard_choice(d) for d in found)
+    all_differences = differences(laws, line, optimizer, decay)
+    return not any(d.wrong and not _is_standard_choice(d) for d in all_differences)
 
 
 def _is_standard_choice(d: Difference) -> bool:

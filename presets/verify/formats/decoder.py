@@ -56,8 +56,8 @@ def entries(
     parameters = {}
     for role, name in names.items():
         # `Entry` has a default of its own for a value that the file does not give.
-        known = {column: value for column, value in columns[role].items() if value is not None}
-        parameters[name] = Entry(shape=shapes[role], role=role, **known)
+        values = {column: value for column, value in columns[role].items() if value is not None}
+        parameters[name] = Entry(shape=shapes[role], role=role, **values)
     return parameters
 
 
