@@ -1,5 +1,6 @@
-"""Is a parameterization right that somebody else's code has? `mupax verify` reads what it gives each parameter at two sizes.
+"""Check of other code's parameterization, from what it gives each parameter at two sizes.
 
-`dump` and `formats` read it, `names` and `axes` say what each parameter is, `fit` what grows and how fast, `reference` which preset
-it is closest to, `findings` what becomes of what differs, in a sentence each.
+`formats` reads files, `names` and `axes` find out what each parameter is, `fit` computes how fast
+each value grows, `reference` chooses the closest preset, `findings` says what follows from each
+difference, and `command` is `mupax verify`.
 """

@@ -1,9 +1,8 @@
-"""Parameters of a dump as this project declares them: a `ParamSpec` each and the model's sizes, from names and shapes.
+"""Declarations of a dump's parameters: a `ParamSpec` each, and the model's sizes.
 
-A name says the role (`names`), the role says what the dimensions are, and the width, which every role shares, says which is which: a
-layout is asked for only where it would make a difference.
-
-A width that is read from the wrong array makes every exponent wrong, so such files are refused and the parameter is named.
+A parameter's name shows its role (`names`), and the role shows what its dimensions are. Where the
+order of the dimensions is open, the width, which every role has, shows it. A width that is read
+from the wrong array makes every exponent wrong, so the `check_` functions refuse such files.
 """
 
 from __future__ import annotations
@@ -14,44 +13,134 @@ from collections.abc import Mapping, Sequence
 
 from mupax.presets.matrices import MATRICES, of_cross, of_encoder
 from mupax.presets.roles import ParamSpec, PresetError, Role
-from mupax.presets.verify import names, sizes
+from mupax.presets.verify import names
 from mupax.presets.verify.formats.dump import COLUMNS, Dump, Entry
 from mupax.presets.verify.names import FUSED, SKIPPED, Label
-from mupax.presets.verify.sizes import Parameter
+from mupax.presets.verify.sizes import Parameter, Shape, sizes_of
 
-Shape = tuple[int, ...]
 ROUNDING = 0.01
-"""Relative difference between two growth factors up to which they are equal: hidden sizes are rounded."""
+"""Relative difference up to which growth factors count as equal. Hidden sizes are rounded."""
 TABLES = ("token_embedding", "position")
-"""Roles whose last dimension is the width, in PyTorch and in JAX."""
-UNTOLD = frozenset(
+"""Roles whose last dimension is the width, both in PyTorch and in JAX."""
+UNSHARED = frozenset(
     {Role.HIDDEN, Role.READOUT, Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION}
 )
-"""Roles with an axis that no other parameter has, so that its growth cannot be held against theirs."""
+"""Roles with an axis that no other parameter has, so that nothing shows how the axis grows."""
+LAYER_AXES = ("layers", "encoder_layers")
 
-_OF_ROLE = {spec.role: spec for spec in MATRICES.values()}
-_HIDDEN = ParamSpec(role=Role.HIDDEN, axes=("input", "output"), fan_in=("input",))
-_PATCH = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
-_POSITION = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
-_RELATIVE = ParamSpec(role=Role.RELATIVE_BIAS, axes=("distance", "heads"), in_block=True)
+_MATRIX_SPECS = {spec.role: spec for spec in MATRICES.values()} | {
+    Role.HIDDEN: ParamSpec(role=Role.HIDDEN, axes=("input", "output"), fan_in=("input",)),
+    Role.PATCH_EMBEDDING: ParamSpec(
+        role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)
+    ),
+    Role.POSITION: ParamSpec(role=Role.POSITION, axes=("position", "embed")),
+    Role.RELATIVE_BIAS: ParamSpec(
+        role=Role.RELATIVE_BIAS, axes=("distance", "heads"), in_block=True
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A dump with a declaration of every parameter.
+
+    Attributes:
+        dump: Dump as it was read.
+        parameters: Parameters by name, with a star for the number of a layer.
+        sizes: Size of every logical axis.
+        skipped: Names of parameters that are not judged.
+        guessed: Roles that shapes gave to parameters whose names show none, by name.
+    """
+
+    dump: Dump
+    parameters: Mapping[str, Parameter]
+    sizes: Mapping[str, int]
+    skipped: tuple[str, ...] = ()
+    guessed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def entries_per_layer(self, name: str) -> float:
+        """Return the number of entries that one layer's parameter should have by its axes."""
+        parameter = self.parameters[name]
+        sizes = {**self.sizes, **dict.fromkeys(LAYER_AXES, 1)}
+        count = math.prod(sizes.get(axis, 1) for axis in parameter.spec.axes)
+        if parameter.fused:
+            # The declaration is that of the values. Queries and keys are in the array too.
+            return count * (sizes["heads"] / sizes["kv_heads"] + 2)
+        return count
+
+
+def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
+    """Return the dumps with a declaration of every parameter.
+
+    Args:
+        dumps: Dumps of one model at one size or more.
+        overrides: Roles by pattern, from `--role`.
+
+    Raises:
+        PresetError: The dumps have different parameters, a parameter's role is not known, or a
+            shape does not fit the other shapes.
+    """
+    for dump in dumps:
+        _check_learning_rates(dump)
+    layer_entries = [_merge_layers(dump) for dump in dumps]
+    _check_same_parameters(dumps, layer_entries)
+
+    sources = [dump.source for dump in dumps]
+    shapes = {
+        name: [entries[name][0].shape for entries in layer_entries] for name in layer_entries[0]
+    }
+    check_ranks(sources, shapes)
+    labels = _labels(sources[0], layer_entries[0], shapes, overrides)
+    check_widths(sources, shapes, labels)
+
+    declared = []
+    for dump, entries in zip(dumps, layer_entries, strict=True):
+        declared.append(_model(dump, entries, labels))
+    for model in declared[1:]:
+        check_growth(declared[0], model)
+    return declared
+
+
+def _check_learning_rates(dump: Dump) -> None:
+    # The first steps of a warm-up have the rate 0, and 0 has no growth.
+    rates = {entry.lr for entry in dump.parameters.values() if entry.lr is not None}
+    if rates == {0.0}:
+        raise PresetError(
+            f"{dump.source}: every learning rate is 0; "
+            "dump the model after the first steps of its warm-up"
+        )
+
+
+def _check_same_parameters(
+    dumps: Sequence[Dump], layer_entries: Sequence[Mapping[str, Sequence[Entry]]]
+) -> None:
+    for dump, entries in zip(dumps[1:], layer_entries[1:], strict=True):
+        unmatched = sorted(entries.keys() ^ layer_entries[0].keys())
+        if unmatched:
+            raise PresetError(
+                f"{dump.source} and {dumps[0].source} have different parameters, "
+                f"such as {', '.join(unmatched[:3])}; dump one model at two sizes"
+            )
 
 
 def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -> None:
     """Refuse a parameter that has another number of dimensions in one of the files.
 
     Args:
-        sources: the files, for the message.
-        shapes: parameter to its shape in every file.
+        sources: Names of the files, for messages; the first is the base of comparisons.
+        shapes: Shapes by parameter, in the order of `sources`.
 
     Raises:
-        PresetError: names the parameter and both shapes.
+        PresetError: The message names the parameter and both shapes.
     """
-    for name, in_files in shapes.items():
-        for source, shape in zip(sources[1:], in_files[1:], strict=True):
-            if len(shape) != len(in_files[0]):
+    for name, file_shapes in shapes.items():
+        first = file_shapes[0]
+        for source, shape in zip(sources[1:], file_shapes[1:], strict=True):
+            if len(shape) != len(first):
                 raise PresetError(
-                    f"{name} has the shape {list(in_files[0])} in {sources[0]} and {list(shape)} in {source}, "
-                    "which is another number of dimensions; write the shape of the same array of one model into both"
+                    f"{name} has the shape {list(first)} in {sources[0]} and "
+                    f"{list(shape)} in {source}, which is another number of dimensions; "
+                    "write the shape of the same array of one model into both"
                 )
 
 
@@ -61,364 +150,372 @@ def check_widths(
     """Refuse a table whose width is no dimension of any block's parameter.
 
     Args:
-        sources: the files, for the message.
-        shapes: parameter to its shape in every file.
-        labels: parameter to what its name says.
+        sources: Names of the files, for messages; the first is the base of comparisons.
+        shapes: Shapes by parameter, in the order of `sources`.
 
     Raises:
-        PresetError: names the table and both shapes.
+        PresetError: The message names the table and both shapes.
     """
-    blocks = [in_files for name, in_files in shapes.items() if labels[name].in_block]
-    tables = [
-        name
-        for name, label in labels.items()
-        if label.role in TABLES and not label.in_block and shapes[name][0]
-    ]
+    block_shapes = [file_shapes for name, file_shapes in shapes.items() if labels[name].in_block]
+    tables = []
+    for name, label in labels.items():
+        if label.role in TABLES and not label.in_block and shapes[name][0]:
+            tables.append(name)
+
     for index in range(1, len(sources)):
-        # Sizes in pairs: 64 beside 256 is the width of both, and 256 beside 256 may be a vocabulary.
-        dimensions = {
-            pair for in_files in blocks for pair in zip(in_files[0], in_files[index], strict=True)
-        }
-        for name in tables if dimensions else ():
+        # Sizes in pairs: 64 and then 256 is the width in both files, but 256 and then 256 may be
+        # a vocabulary.
+        pairs: set[tuple[int, int]] = set()
+        for file_shapes in block_shapes:
+            pairs.update(zip(file_shapes[0], file_shapes[index], strict=True))
+        if not pairs:
+            continue
+        for name in tables:
             first = shapes[name][0]
-            other = shapes[name][index]
-            if (first[-1], other[-1]) not in dimensions:
+            shape = shapes[name][index]
+            if (first[-1], shape[-1]) not in pairs:
                 raise PresetError(
-                    f"{name} has the shape {list(first)} in {sources[0]} and {list(other)} in {sources[index]}, and no "
-                    f"parameter of a block has a dimension of {first[-1]} and then {other[-1]}; write shapes of one "
-                    "model, with the width last in a table"
+                    f"{name} has the shape {list(first)} in {sources[0]} and {list(shape)} in "
+                    f"{sources[index]}, and no parameter of a block has a dimension of "
+                    f"{first[-1]} and then {shape[-1]}; "
+                    "write shapes of one model, with the width last in a table"
                 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sized:
-    """One file's parameters and the sizes that they have together.
-
-    Attributes:
-        source: the file, for messages.
-        parameters: by name.
-        sizes: of every logical axis.
-    """
-
-    source: str
-    parameters: Mapping[str, Parameter]
-    sizes: Mapping[str, int]
-
-    def entries(self, name: str) -> float:
-        """Return the number of entries that a layer's parameter has by its axes."""
-        parameter = self.parameters[name]
-        sizes = {**self.sizes, "layers": 1, "encoder_layers": 1}
-        count = math.prod(sizes.get(axis, 1) for axis in parameter.spec.axes)
-        if parameter.fused:  # its declaration is that of the values
-            return count * (sizes["heads"] / sizes["kv_heads"] + 2)
-        return count
-
-
-def check_growth(base: Sized, other: Sized) -> None:
+def check_growth(base: Model, model: Model) -> None:
     """Refuse a block's parameter that does not grow as its axes do by the other parameters.
 
     Raises:
-        PresetError: names the parameter, both shapes and its axes.
+        PresetError: The message names the parameter, both shapes and the axes.
     """
-    for name, parameter in other.parameters.items():
+    for name, parameter in model.parameters.items():
         spec = parameter.spec
-        if spec.role in UNTOLD or not spec.in_block:
+        if spec.role in UNSHARED or not spec.in_block:
             continue
-        first = base.parameters[name].entry.shape
-        growth = math.prod(parameter.entry.shape) / math.prod(first)
-        expected = other.entries(name) / base.entries(name)
-        if not _alike(growth, expected):
-            axes = " x ".join(
-                axis for axis in spec.axes if axis not in ("layers", "encoder_layers")
-            )
+        shape = parameter.entry.shape
+        base_shape = base.parameters[name].entry.shape
+        growth = math.prod(shape) / math.prod(base_shape)
+        expected = model.entries_per_layer(name) / base.entries_per_layer(name)
+        if abs(growth / expected - 1) >= ROUNDING:
+            axes = " x ".join(axis for axis in spec.axes if axis not in LAYER_AXES)
             raise PresetError(
-                f"{name} has the shape {list(first)} in {base.source} and {list(parameter.entry.shape)} in "
-                f"{other.source}: it is {growth:.3g} times as large, and {axes} of the other parameters {expected:.3g} "
-                f"times; write shapes of one model, or --role '{name}=ROLE' if it is no {spec.role.value}"
+                f"{name} has the shape {list(base_shape)} in {base.dump.source} and {list(shape)} "
+                f"in {model.dump.source}: it is {growth:.3g} times as large, and {axes} of the "
+                f"other parameters {expected:.3g} times; write shapes of one model, or "
+                f"--role '{name}=ROLE' if it is no {spec.role.value}"
             )
 
 
-def _alike(ratio: float, other: float) -> bool:
-    return abs(ratio / other - 1) < ROUNDING
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """A dump whose parameters are known.
-
-    Attributes:
-        dump: as read.
-        parameters: by name, a star for the number of a layer.
-        sizes: of every logical axis that parameters have.
-        skipped: names that are not judged.
-        guessed: names that say nothing, and the role that their shapes gave them.
-    """
-
-    dump: Dump
-    parameters: Mapping[str, Parameter]
-    sizes: Mapping[str, int]
-    skipped: tuple[str, ...] = ()
-    guessed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
-    """The dumps with a declaration of every parameter.
-
-    Args:
-        dumps: at two sizes or more, of the same parameters.
-        overrides: `--role`, pattern to role.
-
-    Raises:
-        PresetError: dumps of different parameters; a name whose role is not known; a shape that does not fit its role.
-    """
-    for dump in dumps:
-        if {entry.lr for entry in dump.parameters.values()} - {None} == {0.0}:
-            raise PresetError(
-                f"{dump.source}: every learning rate is 0; dump the model after the first steps of its warm-up"
-            )
-    merged = [_merged(dump) for dump in dumps]
-    for dump, entries in zip(dumps[1:], merged[1:], strict=True):
-        if odd := sorted(entries.keys() ^ merged[0].keys()):
-            raise PresetError(
-                f"{dump.source} and {dumps[0].source} have different parameters, such as {', '.join(odd[:3])}; dump one model at two sizes"
-            )
-    sources = [dump.source for dump in dumps]
-    of_name = {name: [entries[name][0].shape for entries in merged] for name in merged[0]}
-    check_ranks(sources, of_name)
-    labels = _labels(dumps, merged, overrides)
-    check_widths(sources, of_name, labels)
-    read = [_model(dump, entries, labels) for dump, entries in zip(dumps, merged, strict=True)]
-    sized = [
-        Sized(source=model.dump.source, parameters=model.parameters, sizes=model.sizes)
-        for model in read
-    ]
-    for other in sized[1:]:
-        check_growth(sized[0], other)
-    return read
-
-
-def _merged(dump: Dump) -> dict[str, list[Entry]]:
-    entries: dict[str, list[Entry]] = {}
+def _merge_layers(dump: Dump) -> dict[str, list[Entry]]:
+    """Return the entries of all layers by name, with a star for the number of a layer."""
+    layer_entries: dict[str, list[Entry]] = {}
     for name, entry in dump.parameters.items():
-        same = entries.setdefault(names.merged(name), [])
-        if same and same[0].shape != entry.shape:
+        entries = layer_entries.setdefault(names.merged(name), [])
+        if entries and entries[0].shape != entry.shape:
             raise PresetError(
-                f"{dump.source}: {name} has the shape {list(entry.shape)} and other layers' {list(same[0].shape)}"
+                f"{dump.source}: {name} has the shape {list(entry.shape)} "
+                f"and other layers' {list(entries[0].shape)}"
             )
-        same.append(entry)
-    return entries
+        entries.append(entry)
+    return layer_entries
 
 
 def _labels(
-    dumps: Sequence[Dump],
-    merged: Sequence[Mapping[str, Sequence[Entry]]],
+    source: str,
+    layer_entries: Mapping[str, Sequence[Entry]],
+    shapes: Mapping[str, Sequence[Shape]],
     overrides: Mapping[str, str],
 ) -> dict[str, Label]:
-    """What every parameter is; raises PresetError that lists those of which nothing says it."""
-    first, labels, unknown = merged[0], {}, []
-    dual = any(n.startswith("encoder.") for n in first) and any(
-        not n.startswith("encoder.") and "block" in n for n in first
-    )
-    unused = {
-        pattern for pattern in overrides if not any(names.chosen(n, {pattern: "x"}) for n in first)
-    }
-    if unused:
-        raise PresetError(
-            f"--role {unused.pop()!r} fits no parameter; they are named like {', '.join([*first][:3])}"
-        )
-    for name, entries in first.items():
+    """Return the label of every parameter, by `--role`, the file, the name or the shapes.
+
+    Args:
+        source: Name of the first file, for messages about its parameters.
+        layer_entries: Entries of all layers in the first file, by parameter.
+        shapes: Shapes by parameter, one for each file.
+        overrides: Roles by pattern, from `--role`.
+
+    Raises:
+        PresetError: Nothing shows the role of some parameters. The message names them.
+    """
+    _check_overrides(overrides, layer_entries)
+    dual = _has_two_stacks(layer_entries)
+    labels: dict[str, Label] = {}
+    for name, entries in layer_entries.items():
         label = names.label(name, dual)
-        chosen = names.chosen(name, overrides) or entries[0].role
-        if chosen:
-            role, bias = chosen.removeprefix("block."), chosen.endswith(".bias")
-            if role.removesuffix(".bias") not in names.ROLES:
-                raise PresetError(
-                    f"{dumps[0].source}: {name} has the role {chosen!r}; roles are {', '.join(names.ROLES)}"
-                )
-            label = label._replace(
-                role=role.removesuffix(".bias"), in_block=label.in_block or role != chosen
-            )
-            label = label._replace(
-                leaf="bias" if bias else "matrix" if label.leaf == "bias" else label.leaf
-            )
+        # `--role` comes before the file's own role, and that comes before the name.
+        role = names.chosen(name, overrides) or entries[0].role
+        if role:
+            label = _with_role(label, role, name, source)
         if not label.role:
-            role = _by_growth(name, label, [m[name][0].shape for m in merged], merged)
-            label = label._replace(role=role, guessed=bool(role) and label.leaf != "bias")
+            role = _role_by_growth(name, label, shapes)
+            # A bias has the role of its matrix, for which there is a note already.
+            guessed = bool(role) and label.leaf != "bias"
+            label = label._replace(role=role, guessed=guessed)
         labels[name] = label
-        if not label.role:
-            unknown.append(name)
+
+    unknown = [name for name, label in labels.items() if not label.role]
     if unknown:
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        verb = "is" if len(unknown) == 1 else "are"
         raise PresetError(
-            f"{dumps[0].source}: nothing says what {', '.join(unknown[:4])}{more} "
-            f"{'is' if len(unknown) == 1 else 'are'}; write --role '{unknown[0]}=ROLE', where a role is one of "
-            f"{', '.join(names.ROLES)}"
+            f"{source}: nothing says what {', '.join(unknown[:4])}{more} {verb}; "
+            f"write --role '{unknown[0]}=ROLE', where a role is one of {', '.join(names.ROLES)}"
         )
     return labels
 
 
-def _by_growth(
-    name: str,
-    label: Label,
-    shapes: Sequence[tuple[int, ...]],
-    merged: Sequence[Mapping[str, Sequence[Entry]]],
-) -> str:
-    """The role of a matrix by which of its dimensions grow, as microsoft/mup has it; of a bias by that of its matrix."""
+def _check_overrides(
+    overrides: Mapping[str, str], layer_entries: Mapping[str, Sequence[Entry]]
+) -> None:
+    for pattern, role in overrides.items():
+        # A pattern that fits nothing is a typing error, and would be ignored silently.
+        if not any(names.chosen(name, {pattern: role}) for name in layer_entries):
+            examples = ", ".join(list(layer_entries)[:3])
+            raise PresetError(
+                f"--role {pattern!r} fits no parameter; they are named like {examples}"
+            )
+
+
+def _has_two_stacks(parameters: Mapping[str, Sequence[Entry]]) -> bool:
+    """Return whether the names are those of an encoder-decoder."""
+    has_encoder = False
+    has_decoder_blocks = False
+    for name in parameters:
+        if name.startswith("encoder."):
+            has_encoder = True
+        elif "block" in name:
+            has_decoder_blocks = True
+    return has_encoder and has_decoder_blocks
+
+
+def _with_role(label: Label, text: str, name: str, source: str) -> Label:
+    """Return the label with a role that a user or a file gives, such as "block.query.bias"."""
+    without_block = text.removeprefix("block.")
+    role = without_block.removesuffix(".bias")
+    if role not in names.ROLES:
+        raise PresetError(
+            f"{source}: {name} has the role {text!r}; roles are {', '.join(names.ROLES)}"
+        )
+    leaf = label.leaf
+    if text.endswith(".bias"):
+        leaf = "bias"
+    elif leaf == "bias":
+        # The user or the file knows better than the name.
+        leaf = "matrix"
+    in_block = label.in_block or text.startswith("block.")
+    return label._replace(role=role, in_block=in_block, leaf=leaf)
+
+
+def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape]]) -> str:
+    """Return the role that shapes at several sizes show, or "".
+
+    A matrix has its role by which of its dimensions grow, as in microsoft/mup. A bias has the role
+    of its matrix.
+    """
     if label.leaf == "bias":
-        for leaf in ("weight", "kernel"):
-            matrix = name[: -len("bias")] + leaf
-            if matrix in merged[0]:
-                other = names.label(matrix)
-                role = other.role or _by_growth(
-                    matrix, other, [m[matrix][0].shape for m in merged], merged
-                )
-                return "norm_gain" if role == "norm_gain" else role
+        return _role_of_matrix(name, shapes)
+
+    file_shapes = shapes[name]
+    rank = len(file_shapes[0])
+    if rank == 0:
         return ""
-    rank = len(shapes[0])
-    if rank == 1:  # of a norm without a name, such as a Sequential's
-        return "norm_gain" if label.layout or label.leaf == "gain" else ""
-    grows = [
-        len({shape[axis] for shape in shapes}) > 1
-        for axis in (range(2) if label.layout == "out, in" else (rank - 2, rank - 1))
-    ]
-    if rank < 2 or any(len({s[axis] for s in shapes}) > 1 for axis in range(rank)) is False:
+    if rank == 1:
+        # A norm whose module has no name, such as one of PyTorch's Sequential.
+        is_gain = label.layout or label.leaf == "gain"
+        return "norm_gain" if is_gain else ""
+
+    grows = [len(set(sizes)) > 1 for sizes in zip(*file_shapes, strict=True)]
+    # A PyTorch convolution is (out, in, height, width), a JAX one (height, width, in, out).
+    if label.layout == "out, in":
+        output_grows = grows[0]
+        input_grows = grows[1]
+    else:
+        input_grows = grows[-2]
+        output_grows = grows[-1]
+    # Nothing grows with width, so the matrix may be anything.
+    if not any(grows):
         return ""
-    if all(grows):
+    if input_grows and output_grows:
         return "hidden"
+    # Without a layout nothing shows which dimension is the input.
     if not label.layout:
         return ""
-    of_in = grows[1] if label.layout == "out, in" else grows[0]
-    return "readout" if of_in else "patch_embedding"
+    return "readout" if input_grows else "patch_embedding"
 
 
-def _model(dump: Dump, merged: Mapping[str, Sequence[Entry]], labels: Mapping[str, Label]) -> Model:
-    counted = max((len(entries) for name, entries in merged.items() if "*" in name), default=None)
-    layers = dump.layers or counted
+def _role_of_matrix(name: str, shapes: Mapping[str, Sequence[Shape]]) -> str:
+    """Return the role of the matrix that a bias belongs to, or "" if there is no such matrix."""
+    for leaf in ("weight", "kernel"):
+        matrix = name[: -len("bias")] + leaf
+        if matrix in shapes:
+            label = names.label(matrix)
+            return label.role or _role_by_growth(matrix, label, shapes)
+    return ""
+
+
+def _model(
+    dump: Dump, layer_entries: Mapping[str, Sequence[Entry]], labels: Mapping[str, Label]
+) -> Model:
+    layers = dump.layers or _count_layers(layer_entries)
     parameters: dict[str, Parameter] = {}
     skipped = []
-    for name, entries in merged.items():
+    for name, entries in layer_entries.items():
         label = labels[name]
         if label.role == SKIPPED:
             skipped.append(name)
             continue
-        entry = _averaged(entries)
-        count = math.prod(entry.shape) * len(entries)
-        blocks = (dump.encoder_layers or layers) if label.part == "encoder" else layers
-        if (
-            label.in_block
-            and "*" not in name
-            and entry.shape[:1] == (blocks,)
-            and label.role != "relative_bias"
-        ):
-            entry = dataclasses.replace(entry, shape=entry.shape[1:])
-        spec = _spec(name, label, entry)
-        parameters[name] = Parameter(
-            entry=entry,
-            spec=spec,
-            fused=label.role == FUSED,
-            count=count,
-            sizes=_fans(spec, entry.shape, label.layout),
-        )
+        blocks = layers
+        if label.part == "encoder":
+            blocks = dump.encoder_layers or layers
+        parameters[name] = _parameter(name, entries, label, blocks)
+
     if not parameters:
         raise PresetError(f"{dump.source}: no parameter is left to judge")
-    matrices = [each for each in parameters.values() if len(each.entry.shape) > 1]
-    if any(each.spec.role is Role.TOKEN_EMBEDDING for each in matrices):
-        if dump.readout is None and not any(each.spec.role is Role.READOUT for each in matrices):
-            raise PresetError(
-                f'{dump.source} has no readout; where that is the embedding\'s table, write into "model" what its output is '
-                'multiplied by, "readout": 1 where by nothing'
-            )
-    elif dump.readout is not None:
-        raise PresetError(
-            f'{dump.source}: "readout" is of one that is the embedding\'s table, and there is no such table'
-        )
+    _check_readout(dump, parameters)
     return Model(
         dump=dump,
         parameters=parameters,
-        sizes=sizes.sizes_of(dump, parameters, labels, layers),
+        sizes=sizes_of(dump, parameters, labels, layers),
         skipped=tuple(skipped),
         guessed={name: labels[name].role for name in parameters if labels[name].guessed},
     )
 
 
-def _fans(spec: ParamSpec, shape: tuple[int, ...], layout: str) -> dict[str, int]:
-    if spec.role not in (Role.HIDDEN, Role.READOUT) or len(shape) < 2:
-        return {}
-    ways = (
-        (shape[-1], math.prod(shape[:-1]))
-        if layout == "in, out"
-        else (shape[0], math.prod(shape[1:]))
+def _count_layers(layer_entries: Mapping[str, Sequence[Entry]]) -> int | None:
+    counts = [len(entries) for name, entries in layer_entries.items() if "*" in name]
+    return max(counts, default=None)
+
+
+def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | None) -> Parameter:
+    """Return the parameter that several layers' entries are.
+
+    Args:
+        name: Name with a star for the number of a layer.
+        entries: Entries of the layers, all of one shape. An array that has all layers is one entry.
+        blocks: Number of blocks in the parameter's stack. `None` if there are no blocks.
+    """
+    entry = _average(entries)
+    count = math.prod(entry.shape) * len(entries)
+    # A table of relative positions is shared by all blocks: its first dimension is no layer.
+    may_be_stacked = label.in_block and "*" not in name and label.role != "relative_bias"
+    if may_be_stacked and entry.shape[:1] == (blocks,):
+        entry = dataclasses.replace(entry, shape=entry.shape[1:])
+    spec = _spec(name, label, entry)
+    return Parameter(
+        entry=entry,
+        spec=spec,
+        fused=label.role == FUSED,
+        count=count,
+        sizes=_own_sizes(spec, entry.shape, label.layout),
     )
-    if spec.role is Role.HIDDEN:
-        return {"input": ways[1], "output": ways[0]}
-    return {"embed": ways[1]} if layout else {}
 
 
-def _averaged(entries: Sequence[Entry]) -> Entry:
-    """Geometric means over layers; a number that is 0 or unknown in one of them is that in all."""
-
-    def mean(numbers: Sequence[float | None]) -> float | None:
-        if any(x is None for x in numbers):
-            return None
-        positive = [x for x in numbers if x]
-        return (
-            math.exp(math.fsum(map(math.log, positive)) / len(positive))
-            if len(positive) == len(numbers)
-            else 0.0
+def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
+    """Refuse a language model without readout, and a tied readout without a table."""
+    roles = {
+        parameter.spec.role for parameter in parameters.values() if len(parameter.entry.shape) > 1
+    }
+    if Role.TOKEN_EMBEDDING not in roles:
+        if dump.readout is not None:
+            raise PresetError(
+                f'{dump.source}: "readout" is of one that is the embedding\'s table, '
+                "and there is no such table"
+            )
+    elif dump.readout is None and Role.READOUT not in roles:
+        raise PresetError(
+            f"{dump.source} has no readout; where that is the embedding's table, "
+            'write into "model" what its output is multiplied by, "readout": 1 where by nothing'
         )
 
-    columns = {column: mean([getattr(entry, column) for entry in entries]) for column in COLUMNS}
+
+def _own_sizes(spec: ParamSpec, shape: Shape, layout: str) -> dict[str, int]:
+    """Return sizes of axes that only this matrix has, as `Parameter.sizes`."""
+    if spec.role not in (Role.HIDDEN, Role.READOUT) or len(shape) < 2:
+        return {}
+    # Further dimensions are those of a convolution's window, which the fan-in includes.
+    if layout == "in, out":
+        fan_out = shape[-1]
+        fan_in = math.prod(shape[:-1])
+    else:
+        fan_out = shape[0]
+        fan_in = math.prod(shape[1:])
+    if spec.role is Role.HIDDEN:
+        return {"input": fan_in, "output": fan_out}
+    return {"embed": fan_in} if layout else {}
+
+
+def _average(entries: Sequence[Entry]) -> Entry:
+    """Return geometric means over layers.
+
+    The mean is 0 if a layer's value is 0. If a layer's value is unknown, the first layer's value
+    stands for all.
+    """
     if len(entries) == 1:
         return entries[0]
-    return dataclasses.replace(entries[0], **{c: x for c, x in columns.items() if x is not None})
+    means = {}
+    for column in COLUMNS:
+        mean = _geometric_mean([getattr(entry, column) for entry in entries])
+        if mean is not None:
+            means[column] = mean
+    return dataclasses.replace(entries[0], **means)
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float | None:
+    logs = []
+    for value in values:
+        if value is None:
+            return None
+        if value:
+            logs.append(math.log(value))
+    if len(logs) < len(values):
+        return 0.0
+    return math.exp(math.fsum(logs) / len(logs))
 
 
 def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
-    of, _, gain = label.role.partition(".")
-    role = Role.VALUE if of == FUSED else Role(of)
-    vector = label.leaf == "bias" or gain or role is Role.NORM_GAIN
-    spec = _declared(role, label.in_block)
-    spec = (
-        dataclasses.replace(spec, part=label.part)
-        if label.part and role is Role.NORM_GAIN
-        else spec
-    )
+    """Return the declaration of a parameter.
+
+    Args:
+        label: Label with a role. The role of a gain of one activation is "query.norm_gain".
+
+    Raises:
+        PresetError: The role is that of a matrix, and the shape is not.
+    """
+    role_name, _, gain = label.role.partition(".")
+    role = Role.VALUE if role_name == FUSED else Role(role_name)
+    spec = _declaration(role, label.in_block)
+
+    if label.part and role is Role.NORM_GAIN:
+        spec = dataclasses.replace(spec, part=label.part)
     if label.part == "encoder":
         spec = of_encoder(spec)
     elif label.part == "cross" and role is not Role.NORM_GAIN:
         spec = of_cross(spec)
+
     if gain:
-        axes = (
-            (*spec.copies, "head_dim")
-            if len(entry.shape) == 1
-            else (*spec.copies, "heads", "head_dim")
-        )
+        # A norm of queries or keys has one gain for all heads, or one for each head.
+        axes = (*spec.copies, "heads", "head_dim")
+        if len(entry.shape) == 1:
+            axes = (*spec.copies, "head_dim")
         spec = dataclasses.replace(spec, role=Role.NORM_GAIN, axes=axes, fan_in=(), of=role)
     if label.leaf == "bias":
-        spec = dataclasses.replace(spec.bias, of=spec.role)
-    elif (
-        not vector
-        and role is not Role.RELATIVE_BIAS
-        and len(entry.shape) < 2
-        and role is not Role.TOKEN_EMBEDDING
-    ):
+        return dataclasses.replace(spec.bias, of=spec.role)
+
+    may_be_vector = gain or role in (Role.NORM_GAIN, Role.RELATIVE_BIAS, Role.TOKEN_EMBEDDING)
+    if len(entry.shape) < 2 and not may_be_vector:
         raise PresetError(
-            f"{name} is said to be a {role.value} and has the shape {list(entry.shape)}; say what it is with --role"
+            f"{name} is said to be a {role.value} and has the shape {list(entry.shape)}; "
+            "say what it is with --role"
         )
     return spec
 
 
-def _declared(role: Role, in_block: bool) -> ParamSpec:
+def _declaration(role: Role, in_block: bool) -> ParamSpec:
+    """Return the declaration of a role's matrix or gain, in the model's only stack."""
     if role is Role.NORM_GAIN:
-        return ParamSpec(
-            role=role, axes=("layers", "embed") if in_block else ("embed",), in_block=in_block
-        )
+        axes = ("layers", "embed") if in_block else ("embed",)
+        return ParamSpec(role=role, axes=axes, in_block=in_block)
+    spec = _MATRIX_SPECS[role]
     if role is Role.HIDDEN and in_block:
-        return dataclasses.replace(_HIDDEN, axes=("layers", *_HIDDEN.axes), in_block=True)
-    specs = {
-        Role.HIDDEN: _HIDDEN,
-        Role.PATCH_EMBEDDING: _PATCH,
-        Role.POSITION: _POSITION,
-        Role.RELATIVE_BIAS: _RELATIVE,
-    }
-    return specs.get(role) or _OF_ROLE[role]
+        return dataclasses.replace(spec, axes=("layers", *spec.axes), in_block=True)
+    return spec

@@ -1,41 +1,45 @@
-"""A dump against one preset: every number of every parameter, as powers of what grows."""
+"""Differences between dumps and a preset: exponents of every value of every parameter."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from mupax.presets.optimizers import Family
 from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, VECTORS, ParamSpec, Role
 from mupax.presets.rule import Decay, Power
+from mupax.presets.verify.axes import Model
 from mupax.presets.verify.fit import TOLERANCE, GrowthSeries, Quantity, expected, observed, value
-from mupax.presets.verify.formats.dump import Entry
 from mupax.presets.verify.names import FUSED
 from mupax.presets.verify.sizes import Parameter
 
-BENT = 1.3
-"""How many times one size may be from the law that the others follow."""
-LOGITS, BRANCH, TIED = "attention logits", "residual branches", "tied readout"
-"""What is no parameter of its own, by the names of the report."""
+OUTLIER = 1.3
+"""Smallest factor between one size and the law of the other sizes that counts as wrong."""
+# Names in reports of values that belong to no single parameter.
+LOGITS = "attention logits"
+BRANCH = "residual branches"
+TIED = "tied readout"
 TIED_READOUT = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
 _EMBEDDING = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One number of one parameter against a preset's.
+    """One value of one parameter, as it grows in the dumps and in a preset.
 
     Attributes:
-        name: of the parameter, or one of `LOGITS`, `BRANCH`, `TIED`.
-        quantity: which number.
-        spec: of the parameter; None for what is none.
-        slope: power of t that the dumps have; None where one of them is 0.
-        target: power of t that the preset has.
-        tolerance: of an exponent, with the noise of a standard deviation that was measured.
-        fused: it is of queries, keys and values in one.
-        off: how many times one size is from the law that the others follow, and which, at most.
+        name: Name of the parameter, or one of `LOGITS`, `BRANCH` and `TIED`.
+        quantity: Value that is compared.
+        spec: Declaration of the parameter. `None` for `LOGITS` and `BRANCH`.
+        slope: Power of t by which the value grows in the dumps. `None` if it is 0 at some sizes.
+        target: Power of t by which the value grows in the preset.
+        tolerance: Largest difference of slope and target that counts as right. It includes the
+            noise of a standard deviation that was measured.
+        fused: Whether the parameter has queries, keys and values in one array.
+        outlier: Index of the model that is farthest from the law of the others.
+        outlier_factor: Value of that model, divided by the law of the others. 1 within the noise.
     """
 
     name: str
@@ -45,173 +49,255 @@ class Difference:
     target: float
     tolerance: float = TOLERANCE
     fused: bool = False
-    off: tuple[float, int] = (1.0, 0)
+    outlier: int = 0
+    outlier_factor: float = 1.0
 
     @property
     def role(self) -> str:
-        """What the parameter is; of what is none, its name."""
+        """Group of the parameter, such as "block.query". For `LOGITS` and `BRANCH`, the name."""
         if self.spec is None:
             return self.name
-        return (
-            self.spec.group.replace("value", FUSED).replace("query", FUSED)
-            if self.fused
-            else self.spec.group
-        )
+        if self.fused:
+            return self.spec.group.replace("value", FUSED).replace("query", FUSED)
+        return self.spec.group
 
     @property
     def excess(self) -> float:
-        """How much faster it grows than it should."""
+        """Power of t by which the value grows faster than it should. 0 if there is no slope."""
         return 0.0 if self.slope is None else self.slope - self.target
 
     @property
     def wrong(self) -> bool:
-        return self.slope is None or abs(self.excess) > self.tolerance or self.bent
+        """True if the dumps differ from the preset by more than the tolerance."""
+        return self.slope is None or abs(self.excess) > self.tolerance or self.has_outlier
 
     @property
-    def bent(self) -> bool:
-        """Whether one size is off the law that the others follow."""
-        return abs(math.log(self.off[0])) > math.log(BENT)
+    def has_outlier(self) -> bool:
+        """True if one size is off the law that the others follow."""
+        return abs(math.log(self.outlier_factor)) > math.log(OUTLIER)
 
 
 class Laws:
-    """What a preset gives each declaration, worked out once.
+    """Power laws that a preset gives to declarations, each computed once.
 
     Args:
-        preset: in any form.
-        family: of the optimizer.
+        family: Optimizer family, which chooses the preset's columns.
     """
 
     def __init__(self, preset: Preset, family: Family) -> None:
         self.preset = preset
         self.family: Family = family
-        self._of: dict[ParamSpec, dict[Quantity, Power]] = {}
+        self._laws: dict[ParamSpec, dict[Quantity, Power]] = {}
 
-    def of(self, spec: ParamSpec) -> dict[Quantity, Power]:
-        """Quantity to its power law."""
-        if spec not in self._of:
-            self._of[spec] = expected(self.preset.row(spec), self.family)
-        return self._of[spec]
+    def by_quantity(self, spec: ParamSpec) -> dict[Quantity, Power]:
+        """Return the power law of each quantity of a parameter."""
+        if spec not in self._laws:
+            self._laws[spec] = expected(self.preset.row(spec), self.family)
+        return self._laws[spec]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Measurement:
+    """One value of one parameter at every size.
+
+    Attributes:
+        name: Name as in `Difference`.
+        quantity: Value that `values` are.
+        spec: Declaration as in `Difference`.
+        values: Value in each model. `None` if it is unknown.
+        parameters: Parameter in each model. `None` for `LOGITS` and `BRANCH`.
+    """
+
+    name: str
+    quantity: Quantity
+    spec: ParamSpec | None
+    values: Sequence[float | None]
+    parameters: Sequence[Parameter] | None = None
 
 
 def differences(
     laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> tuple[Difference, ...]:
-    """All numbers of the dumps against a preset's.
+    """Compare all known values of the dumps with a preset, right ones too.
 
     Args:
-        laws: of the preset.
-        line: the dumps.
-        optimizer: whose rates.
-        decay: how weight decay enters.
+        optimizer: A name of `OPTIMIZERS`.
+        decay: "coupled" if weight decay is multiplied by the learning rate.
     """
-    preset, family = laws.preset, laws.family
-    base = line.models[0]
-    rows: list[Difference] = []
-    for name, parameter in base.parameters.items():
-        each = [model.parameters[name] for model in line.models]
-        observations = [observed(p.entry, family, decay) for p in each]
-        for quantity, law in laws.of(parameter.spec).items():
-            if not _has_rule(parameter, quantity, optimizer):
-                continue
-            values = [x[quantity] for x in observations]
-            row = _difference(name, quantity, parameter.spec, values, law, line, each)
-            if parameter.fused:  # its rows of queries and keys have a law of their own, and the worse of the two counts
-                as_query = dataclasses.replace(
-                    parameter.spec, **_OF_QUERIES[parameter.spec.role is Role.BIAS]
-                )
-                queries = _difference(
-                    name, quantity, as_query, values, laws.of(as_query)[quantity], line, each
-                )
-                row = max(
-                    row, queries, key=lambda differences: [abs(d.excess) for d in differences]
-                )
-                row = [dataclasses.replace(difference, fused=True) for difference in row]
-            rows += row
-    for name, law, values in (
-        (LOGITS, preset.logits, [model.dump.attention for model in line.models]),
-        (BRANCH, preset.branch, [model.dump.branch for model in line.models]),
-    ):
-        rows += _difference(name, "start", None, values, law, line)
-    if base.dump.readout is not None:
-        rows += _tied(preset, line, optimizer, decay)
-    return tuple(rows)
+    preset = laws.preset
+    rows: list[Difference | None] = []
+    for name in line.models[0].parameters:
+        rows += _parameter_differences(name, laws, line, optimizer, decay)
+
+    attention = [model.dump.attention for model in line.models]
+    measured = _Measurement(name=LOGITS, quantity="start", spec=None, values=attention)
+    rows.append(_difference(measured, preset.logits, line))
+
+    branches = [model.dump.branch for model in line.models]
+    measured = _Measurement(name=BRANCH, quantity="start", spec=None, values=branches)
+    rows.append(_difference(measured, preset.branch, line))
+
+    if line.models[0].dump.readout is not None:
+        rows += _tied_readout_differences(preset, line, optimizer, decay)
+    return tuple(difference for difference in rows if difference is not None)
 
 
-_OF_QUERIES: dict[bool, dict[str, Role]] = {False: {"role": Role.QUERY}, True: {"of": Role.QUERY}}
-"""What a fused matrix, or (True) its bias, is as that of queries."""
+def _parameter_differences(
+    name: str, laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
+) -> list[Difference | None]:
+    """Compare all values of one parameter. `None` stands for a value that is not known."""
+    parameters = [model.parameters[name] for model in line.models]
+    spec = parameters[0].spec
+    observations = [observed(parameter.entry, laws.family, decay) for parameter in parameters]
 
-
-def _has_rule(parameter: Parameter, quantity: Quantity, optimizer: str) -> bool:
-    """Whether a preset says anything of it: a gain starts at 1 and a bias at 0, neither decays; L2 in Adam's gradient is no pull."""
-    vector = parameter.spec.role in VECTORS
-    if quantity == "pull" and (vector or optimizer == "adam"):
-        return False
-    if quantity == "start" and vector:
-        return False
-    return not (parameter.spec.role in BIASES and parameter.spec.of is Role.KEY)
-
-
-def _tied(preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay) -> Iterable[Difference]:
-    """The table as a readout: what the embedding's numbers are where its output is multiplied by the readout's own factor."""
-    tables = [
-        next(
-            p
-            for p in m.parameters.values()
-            if p.spec.role is Role.TOKEN_EMBEDDING and len(p.entry.shape) == 2
-        )
-        for m in line.models
-    ]
-    family, row = preset.family(optimizer), preset.row(_EMBEDDING)
-    laws = expected(
-        dataclasses.replace(row, multiplier=row.multiplier * preset.row(TIED_READOUT).multiplier),
-        family,
-    )
-    for quantity in ("start", "rate"):
-        values = []
-        for model, table in zip(line.models, tables, strict=True):
-            entry: Entry = dataclasses.replace(table.entry, multiplier=1.0)
-            values.append(observed(entry, family, decay, model.dump.readout or 1.0)[quantity])
-        yield from _difference(TIED, quantity, TIED_READOUT, values, laws[quantity], line, tables)
-
-
-def _difference(
-    name: str,
-    quantity: Quantity,
-    spec: ParamSpec | None,
-    values: list[float | None],
-    law: Power,
-    line: GrowthSeries,
-    each: list[Parameter] | None = None,
-) -> list[Difference]:
-    """One difference; none where a number is not known, or is 0 at every size."""
-    numbers = [x for x in values if x is not None]
-    if len(numbers) < len(values) or not any(numbers):
-        return []
-    laws = [value(law, model, each[i] if each else None) for i, model in enumerate(line.models)]
-    log_laws = [math.log(x / laws[0]) for x in laws]
-    target = line.exponent(log_laws)
-    if not all(numbers):
-        return [Difference(name=name, quantity=quantity, spec=spec, slope=None, target=target)]
-    logs = [math.log(x / numbers[0]) for x in numbers]
-    slope = line.exponent([y - w for y, w in zip(logs, log_laws, strict=True)])
-    rest = [y - w - slope * math.log(t) for y, w, t in zip(logs, log_laws, line.t, strict=True)]
-    worst = max(range(len(rest)), key=lambda i: abs(rest[i]))
-    # The standard deviation of n numbers is known to 1/sqrt(2n) of itself, of which four are allowed at both ends.
-    noise = (
-        4 * math.hypot(*((2 * p.count) ** -0.5 for p in (each[0], each[-1])))
-        if each and quantity == "start"
-        else 0.0
-    )
-    tolerance = TOLERANCE + noise / math.log(line.t[-1])
-    off = (1.0, 0) if abs(rest[worst]) < noise else (math.exp(rest[worst]), worst)
-    return [
-        Difference(
+    rows: list[Difference | None] = []
+    for quantity, law in laws.by_quantity(spec).items():
+        if not _has_rule(spec, quantity, optimizer):
+            continue
+        measured = _Measurement(
             name=name,
             quantity=quantity,
             spec=spec,
-            slope=target + slope,
-            target=target,
-            tolerance=tolerance,
-            off=off,
+            values=[observation[quantity] for observation in observations],
+            parameters=parameters,
         )
-    ]
+        if parameters[0].fused:
+            rows.append(_fused_difference(measured, spec, laws, line))
+        else:
+            rows.append(_difference(measured, law, line))
+    return rows
+
+
+def _fused_difference(
+    measured: _Measurement, spec: ParamSpec, laws: Laws, line: GrowthSeries
+) -> Difference | None:
+    """Compare a fused matrix or its bias: once as values, once as queries. Return the worse."""
+    as_values = _difference(measured, laws.by_quantity(spec)[measured.quantity], line)
+
+    if spec.role is Role.BIAS:
+        query_spec = dataclasses.replace(spec, of=Role.QUERY)
+    else:
+        query_spec = dataclasses.replace(spec, role=Role.QUERY)
+    law = laws.by_quantity(query_spec)[measured.quantity]
+    as_queries = _difference(dataclasses.replace(measured, spec=query_spec), law, line)
+
+    if as_values is None or as_queries is None:
+        return None
+    worse = as_queries if abs(as_queries.excess) > abs(as_values.excess) else as_values
+    return dataclasses.replace(worse, fused=True)
+
+
+def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
+    """Return whether presets say anything of a parameter's quantity."""
+    is_vector = spec.role in VECTORS
+    # Vectors do not decay. "adam" adds weight decay to the gradient, which the update normalizes,
+    # so that lr * wd is no pull.
+    if quantity == "pull" and (is_vector or optimizer == "adam"):
+        return False
+    # A gain starts at 1 and a bias at 0.
+    if quantity == "start" and is_vector:
+        return False
+    # The bias of keys shifts all logits of a query alike, and softmax removes that.
+    return not (spec.role in BIASES and spec.of is Role.KEY)
+
+
+def _tied_readout_differences(
+    preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay
+) -> list[Difference | None]:
+    """Compare the embedding's table as a readout, whose output has a multiplier of its own."""
+    tables = [_table(model) for model in line.models]
+    family = preset.family(optimizer)
+    row = preset.row(_EMBEDDING)
+    multiplier = row.multiplier * preset.row(TIED_READOUT).multiplier
+    laws = expected(dataclasses.replace(row, multiplier=multiplier), family)
+
+    rows: list[Difference | None] = []
+    for quantity in ("start", "rate"):
+        values = []
+        for model, table in zip(line.models, tables, strict=True):
+            # The embedding's own multiplier is not on the way to the logits.
+            entry = dataclasses.replace(table.entry, multiplier=1.0)
+            observation = observed(entry, family, decay, model.dump.readout or 1.0)
+            values.append(observation[quantity])
+        measured = _Measurement(
+            name=TIED, quantity=quantity, spec=TIED_READOUT, values=values, parameters=tables
+        )
+        rows.append(_difference(measured, laws[quantity], line))
+    return rows
+
+
+def _table(model: Model) -> Parameter:
+    """Return the first table of token embeddings."""
+    tables = []
+    for parameter in model.parameters.values():
+        # A class token has the same role and one dimension.
+        if parameter.spec.role is Role.TOKEN_EMBEDDING and len(parameter.entry.shape) == 2:
+            tables.append(parameter)
+    return tables[0]
+
+
+def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Difference | None:
+    """Fit the growth of a value. Return `None` if a value is unknown, or if all values are 0."""
+    values = [number for number in measured.values if number is not None]
+    if len(values) < len(measured.values) or not any(values):
+        return None
+
+    log_laws = _log_laws(measured.parameters, law, line)
+    target = line.exponent(log_laws)
+    if not all(values):
+        return Difference(
+            name=measured.name,
+            quantity=measured.quantity,
+            spec=measured.spec,
+            slope=None,
+            target=target,
+        )
+
+    # The fit is of the ratio to the preset's law: where sizes are rounded, the law is no exact
+    # power of t, and the dumps are right all the same.
+    log_ratios = []
+    for number, log_law in zip(values, log_laws, strict=True):
+        log_ratios.append(math.log(number / values[0]) - log_law)
+    excess = line.exponent(log_ratios)
+    residuals = []
+    for log_ratio, t in zip(log_ratios, line.t, strict=True):
+        residuals.append(log_ratio - excess * math.log(t))
+    outlier = max(range(len(residuals)), key=lambda index: abs(residuals[index]))
+    outlier_factor = math.exp(residuals[outlier])
+
+    noise = _noise(measured)
+    if abs(residuals[outlier]) < noise:
+        outlier = 0
+        outlier_factor = 1.0
+    return Difference(
+        name=measured.name,
+        quantity=measured.quantity,
+        spec=measured.spec,
+        slope=target + excess,
+        target=target,
+        tolerance=TOLERANCE + noise / math.log(line.t[-1]),
+        outlier=outlier,
+        outlier_factor=outlier_factor,
+    )
+
+
+def _log_laws(
+    parameters: Sequence[Parameter] | None, law: Power, line: GrowthSeries
+) -> list[float]:
+    """Return logarithms of a law at every size, relative to the base model."""
+    laws = []
+    for index, model in enumerate(line.models):
+        parameter = None if parameters is None else parameters[index]
+        laws.append(value(law, model, parameter))
+    return [math.log(number / laws[0]) for number in laws]
+
+
+def _noise(measured: _Measurement) -> float:
+    """Return the noise of the logarithm of a measured standard deviation, 0 of other values."""
+    if measured.parameters is None or measured.quantity != "start":
+        return 0.0
+    # The standard deviation of n numbers is known to 1/sqrt(2n) of itself. Four of these are
+    # allowed at both ends of the line.
+    first = (2 * measured.parameters[0].count) ** -0.5
+    last = (2 * measured.parameters[-1].count) ** -0.5
+    return 4 * math.hypot(first, last)

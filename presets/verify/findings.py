@@ -1,15 +1,17 @@
-"""Findings about a dump: which parameter is wrong, what happens as the model grows, what to write instead.
+"""Findings about dumps: which parameter is wrong, what happens as the model grows, what to write.
 
-A fault ends in exit code 1. A caution is what sources disagree on, or what most code leaves out and is felt late: it is said, and not
-counted.
+A fault makes the command exit with code 1. A caution does not: sources disagree on it, or most
+code leaves it out and feels it late.
 
-Consequences come from `limits`. One difference is put into the preset alone, so that what it leads to is its own and not another's.
+Consequences come from `presets.analysis.limits`. One difference is put into the preset alone, so
+that its consequence is its own and not another's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import SPECS
@@ -19,465 +21,559 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.presets.rule import ONE, Power, Rule, axis
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference
-from mupax.presets.verify.fit import TOLERANCE, GrowthSeries
+from mupax.presets.verify.fit import TOLERANCE, GrowthSeries, Quantity
 from mupax.presets.verify.reference import Reference
-from mupax.presets.verify.sentences import Finding, Severity, What, consequence, power, remedy
+from mupax.presets.verify.sentences import Finding, Severity, ValueName, consequence, power, remedy
 
 UNEVEN = 0.2
-"""An exponent up to this comes of widths that do not grow in step, as F/D of most models do not."""
+"""Largest exponent of an observable that may come from widths that do not grow in step.
+
+F/D of most models grows a little, for example."""
 SEVERE = ("explodes", "lazy")
-"""Verdicts that nobody can want of a model without knowing it."""
+"""Verdicts that a preset itself gets a caution for."""
+_VALUE_ORDER: tuple[ValueName, ...] = ("multiplier", "start", "rate", "pull", "eps")
+"""Order of findings in a report."""
 _IN_LIMITS = frozenset(spec.role for spec in SPECS.values())
+"""Roles that `limits` has a parameter for."""
+
+Observables = list[tuple[str, Entry]]
+"""Names of observables with their exponents and verdicts, worst first."""
 
 
-def alone(
-    reference: Reference, difference: Difference, line: GrowthSeries, family: Family
-) -> tuple[str, Entry] | None:
-    """The observable that suffers most where this number alone is as the dumps have it; None where `limits` shows nothing.
+def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[Finding]:
+    """Return faults, then cautions. Parameters with the same difference are one finding.
 
     Args:
-        reference: whose table is otherwise right.
-        difference: the number.
-        line: what grows.
-        family: of the optimizer.
+        reference: Preset, with the differences of the dumps from it.
     """
-    role = difference.spec.role if difference.spec else None
-    if role is not None and role not in _IN_LIMITS:
+    wrong = _wrong_differences(reference)
+    causes = [d for d in wrong if not _follows(d, wrong)]
+
+    groups: dict[tuple, list[_NamedDifference]] = {}
+    for named in _named_differences(causes, family):
+        groups.setdefault(_group_key(named), []).append(named)
+
+    reported = []
+    for group in groups.values():
+        members = [named.difference for named in group]
+        reported.append(_finding(members, group[0].value_name, reference, line, family))
+    reported += _cautions(reference, line, family, reported)
+    return sorted(reported, key=lambda f: (f.severity != "fault", _VALUE_ORDER.index(f.what)))
+
+
+def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family) -> Observables:
+    """Return the observables of `limits` that suffer from all findings together, worst first.
+
+    Args:
+        reference: Preset, with the differences of the dumps from it.
+    """
+    wrong = _wrong_differences(reference)
+    with_wrong_rate = {d.name for d in wrong if d.quantity == "rate"}
+    counted = []
+    for d in wrong:
+        # A readout that starts smaller or louder is a caution. It matters in the first steps
+        # alone, and `limits` compares these steps with the start.
+        harmless = _starts_smaller(d) or _starts_louder(d, family)
+        if d.slope is not None and (d.name in with_wrong_rate or not harmless):
+            counted.append(d)
+    return _suffering(reference.preset, counted, line, family)
+
+
+def _wrong_differences(reference: Reference) -> list[Difference]:
+    return [d for d in reference.differences if d.wrong and not _fades(d)]
+
+
+def _fades(d: Difference) -> bool:
+    """Return whether a difference is an eps that falls faster than gradients, which is harmless."""
+    return d.quantity == "eps" and d.slope is not None and d.excess < -d.tolerance
+
+
+def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
+    """Return whether a difference disappears once another one is corrected.
+
+    That is the pull of a wrong learning rate, and the start of a tied readout, which is the
+    start of the embedding's table.
+    """
+    if d.quantity == "pull":
+        causes = [cause for cause in wrong if cause.name == d.name and cause.quantity == "rate"]
+    elif d.name == TIED and d.quantity == "start":
+        causes = [cause for cause in wrong if _is_start_of_table(cause)]
+    else:
+        return False
+    if d.slope is None:
+        return False
+    excesses = [cause.excess for cause in causes if cause.slope is not None]
+    return any(abs(excess - d.excess) < TOLERANCE for excess in excesses)
+
+
+def _is_start_of_table(d: Difference) -> bool:
+    return d.quantity == "start" and d.spec is not None and d.spec.role is Role.TOKEN_EMBEDDING
+
+
+class _NamedDifference(NamedTuple):
+    """A difference with the value that its finding names."""
+
+    difference: Difference
+    value_name: ValueName
+
+
+def _named_differences(wrong: Sequence[Difference], family: Family) -> list[_NamedDifference]:
+    """Name the value of each difference that a finding is about.
+
+    Where one multiplier would set start and rate of a parameter right, the multiplier is named
+    and stands for both.
+    """
+    by_name: dict[tuple[str, Quantity], Difference] = {(d.name, d.quantity): d for d in wrong}
+    result = []
+    for d in wrong:
+        value_name: ValueName = "multiplier" if d.name in (LOGITS, BRANCH) else d.quantity
+        start = by_name.get((d.name, "start"))
+        rate = by_name.get((d.name, "rate"))
+        if d.quantity in ("start", "rate") and _one_multiplier_corrects(start, rate, family):
+            # The start's difference stands for both.
+            if d.quantity == "rate":
+                continue
+            value_name = "multiplier"
+        result.append(_NamedDifference(d, value_name))
+    return result
+
+
+def _one_multiplier_corrects(
+    start: Difference | None, rate: Difference | None, family: Family
+) -> bool:
+    if start is None or rate is None or start.slope is None or rate.slope is None:
+        return False
+    # A multiplier enters SGD's update twice: in the forward pass and in the gradient.
+    times = 2.0 if family == "sgd" else 1.0
+    return abs(times * start.excess - rate.excess) < 2 * TOLERANCE
+
+
+def _group_key(named: _NamedDifference) -> tuple:
+    """Return a key that differences have in common if one finding can name them all."""
+    d = named.difference
+    # Most code sets eps and weight decay for all parameters at once: one finding is enough.
+    if named.value_name in ("eps", "pull"):
+        kind = ""
+    elif d.spec is not None and d.spec.role in VECTORS:
+        kind = "vectors"
+    elif d.spec is not None and d.spec.in_block:
+        kind = "matrices"
+    else:
+        kind = d.role
+    # Rounded, because sizes are: parameters with one mistake have nearly the same exponents.
+    slope = None if d.slope is None else round(d.slope, 1)
+    return (kind, named.value_name, slope, round(d.target, 1), d.outlier)
+
+
+def _finding(
+    members: Sequence[Difference],
+    value_name: ValueName,
+    reference: Reference,
+    line: GrowthSeries,
+    family: Family,
+) -> Finding:
+    """Return the finding on differences of one group.
+
+    Args:
+        reference: Preset, with the differences of the dumps from it.
+    """
+    first = members[0]
+    names = tuple(d.name for d in members)
+    if value_name == "start" and all(_starts_smaller(d) for d in members):
+        return _small_readout(first, names, line, family)
+    if value_name == "start" and all(
+        _starts_louder(d, family) and not d.has_outlier for d in members
+    ):
+        return _loud_readout(first, names, line)
+
+    severity, why = _severity(first)
+    worst = _worst_consequence(members, value_name, reference, line, family)
+    explodes = worst is not None and worst[1].verdict == "explodes"
+    # A source that recommends a value which explodes here means another optimizer or another
+    # growth.
+    if value_name == "multiplier" or explodes:
+        severity = "fault"
+        why = ""
+    return Finding(
+        severity=severity,
+        names=names,
+        role=_common_role(members),
+        what=value_name,
+        slope=first.slope,
+        target=first.target,
+        consequence=consequence(first, value_name, worst, line),
+        remedy=remedy(first, value_name, line),
+        why=why,
+    )
+
+
+def _severity(d: Difference) -> tuple[Severity, str]:
+    """Return "caution" and the reason if a source or every framework has it so, else "fault"."""
+    if d.has_outlier or d.slope is None:
+        return "fault", ""
+    if d.quantity == "eps":
+        return "caution", (
+            "most code has one eps for all; it is felt where gradients come near it, "
+            "2505.01618, 2407.05872"
+        )
+    half_too_slow = abs(d.excess + 0.5) <= d.tolerance
+    one_too_slow = abs(d.excess + 1.0) <= d.tolerance
+    if d.quantity == "pull" and (half_too_slow or one_too_slow):
+        return "caution", (
+            "sources disagree: fixed lr*wd in 2405.13698 and 2505.01618, falling with width in "
+            "2510.15262 and 2512.05620"
+        )
+    is_table = d.spec is not None and d.spec.role is Role.TOKEN_EMBEDDING
+    if d.quantity == "rate" and is_table and half_too_slow:
+        return "caution", (
+            "2506.15025 and 2407.17465 have it so, for vocabularies much larger than the width"
+        )
+    return "fault", ""
+
+
+def _common_role(members: Sequence[Difference]) -> str:
+    """Return words for all parameters of a group."""
+    roles = {d.role for d in members}
+    if len(roles) == 1:
+        return roles.pop()
+    specs = [d.spec for d in members]
+    vectors = [spec is not None and spec.role in VECTORS for spec in specs]
+    if all(vectors):
+        return "gains and biases"
+    in_blocks = all(spec is not None and spec.in_block for spec in specs)
+    if in_blocks and not any(vectors):
+        return "matrices of blocks"
+    return "all kinds"
+
+
+def _starts_smaller(d: Difference) -> bool:
+    """Return whether a difference is a readout that starts smaller than it should."""
+    is_readout = d.spec is not None and d.spec.role is Role.READOUT and not d.spec.tied
+    is_smaller = d.slope is not None and d.excess < -d.tolerance
+    return is_readout and d.quantity == "start" and is_smaller
+
+
+def _starts_louder(d: Difference, family: Family) -> bool:
+    """Return whether a difference is a readout whose logits start at order one under Adam.
+
+    Under SGD such a readout is a fault: all gradients before it grow with it.
+    """
+    is_readout = d.spec is not None and d.spec.role is Role.READOUT
+    # A readout of variance 1/fan-in grows as width^(1/2) relative to muP's.
+    is_root_louder = abs(d.excess - 0.5) <= d.tolerance
+    return is_readout and d.quantity == "start" and family != "sgd" and is_root_louder
+
+
+def _small_readout(
+    d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family
+) -> Finding:
+    """Return the caution on a readout that is scaled down twice, with the reason for recovery."""
+    if family == "sgd":
+        why = (
+            "training recovers: the readout's gradient does not depend on its own start, so that "
+            "it has its size after a few steps, and the layers before it wait so long, as with a "
+            "readout that starts at zero"
+        )
+    else:
+        why = (
+            "training recovers: Adam's steps do not depend on a gradient's size, so that the "
+            "readout has its size after a few steps, as one that starts at zero has"
+        )
+    return Finding(
+        severity="caution",
+        names=names,
+        role=d.role,
+        what="start",
+        slope=d.slope,
+        target=d.target,
+        consequence=f"the logits start {power(line.word, d.excess)} smaller than they should",
+        remedy=remedy(d, "start", line),
+        why=why,
+    )
+
+
+def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> Finding:
+    """Return the caution on a readout whose logits start at order one."""
+    growth = power(line.word, d.excess)
+    return Finding(
+        severity="caution",
+        names=names,
+        role=d.role,
+        what="start",
+        slope=d.slope,
+        target=d.target,
+        consequence=f"the output's change in the first steps grows as {growth}",
+        remedy=remedy(d, "start", line),
+        why="2407.05872 starts so, under Adam",
+    )
+
+
+def _cautions(
+    reference: Reference, line: GrowthSeries, family: Family, reported: Sequence[Finding]
+) -> list[Finding]:
+    """Return cautions on what is as in the preset: attention by 1/sqrt(d), an unstable preset.
+
+    Args:
+        reference: Preset, with the differences of the dumps from it.
+        reported: Findings on differences. One on `LOGITS` replaces the caution on attention.
+    """
+    cautions = []
+    logits = next((d for d in reference.differences if d.name == LOGITS), None)
+    head_dim_growth = line.growth.get("head_dim", 0.0)
+    has_finding = any(finding.names[0] == LOGITS for finding in reported)
+    if logits is not None and logits.slope is not None and head_dim_growth and not has_finding:
+        excess = logits.slope + head_dim_growth
+        if excess > TOLERANCE:
+            cautions.append(_root_attention(logits, reference, line, excess))
+
+    unstable = _unstable_observables(reference.preset, line, family)
+    if unstable:
+        cautions.append(_unstable_preset(reference.preset, unstable, line))
+    return cautions
+
+
+_INSTABILITIES = {"explodes": "grows as", "frozen": "freezes as", "lazy": "becomes lazy as"}
+
+
+def _unstable_preset(preset: Preset, unstable: Observables, line: GrowthSeries) -> Finding:
+    """Return the caution on a preset that is itself not stable."""
+    clauses = []
+    for row, entry in unstable[:3]:
+        growth = power(line.word, entry.exponent)
+        clauses.append(f"{row} {_INSTABILITIES[entry.verdict]} {growth}")
+    text = (
+        f"{preset.name} itself is not stable as {line.word} grows: {'; '.join(clauses)}. "
+        "The files follow it, and its learning rate has to be tuned again at every size "
+        f"(`mupax presets limits {preset.name}`)."
+    )
+    return Finding(
+        severity="caution",
+        names=(f"{preset.name} itself",),
+        role="",
+        # No single value is wrong. "eps" sorts the caution last.
+        what="eps",
+        slope=None,
+        target=0.0,
+        consequence=clauses[0],
+        remedy="Tune the learning rate at every size, or name another preset",
+        text=text,
+    )
+
+
+def _root_attention(
+    logits: Difference, reference: Reference, line: GrowthSeries, excess: float
+) -> Finding:
+    """Return the caution on logits that fall slower than 1/d, as the preset has them.
+
+    Args:
+        logits: Difference of `LOGITS`, which is right for the preset.
+        reference: Preset, with the differences of the dumps from it.
+        excess: Power of size by which the logits fall slower than 1/d.
+    """
+    model = line.models[-1]
+    scale = (model.dump.attention or 1.0) * line.t[-1] ** -excess
+    slows_down = _slows_queries_and_keys(reference, excess)
+    if slows_down is None:
+        clause = "and the files do not say"
+    elif slows_down:
+        clause = "and those of the files do"
+    else:
+        clause = "and those of the files do not"
+    faster = power(line.word, excess)
+    slower = power(line.word, -excess)
+    size = model.sizes.get(line.axis, 1)
+    return Finding(
+        severity="caution",
+        names=(LOGITS,),
+        role=LOGITS,
+        what="multiplier",
+        slope=logits.slope,
+        target=-line.growth["head_dim"],
+        consequence=(
+            f"once queries and keys align in training q.k grows as {faster}, unless the learning "
+            f"rates of queries and keys fall as {slower} beside other matrices', {clause}"
+        ),
+        remedy=f"Multiply q.k by {scale:.3g} at {line.word} {size} to have mup's 1/d",
+        why=(
+            "1/d in Tensor Programs V, Definition 4.1; "
+            "1/sqrt(d) with slower queries and keys in 2405.15712"
+        ),
+    )
+
+
+def _slows_queries_and_keys(reference: Reference, excess: float) -> bool | None:
+    """Return whether queries and keys train more slowly than other matrices of blocks.
+
+    Return `None` if the files do not show these learning rates.
+
+    Args:
+        reference: Preset, with the differences of the dumps from it.
+        excess: Power of size by which the learning rates should differ.
+    """
+    attention: list[float | None] = []
+    matrices: list[float | None] = []
+    for d in reference.differences:
+        if d.quantity != "rate" or d.spec is None or not d.spec.in_block:
+            continue
+        if d.spec.role in (Role.QUERY, Role.KEY) and not d.fused:
+            attention.append(d.slope)
+        elif d.spec.role in (Role.VALUE, Role.MLP_IN, Role.HIDDEN):
+            matrices.append(d.slope)
+    known_attention = [slope for slope in attention if slope is not None]
+    known_matrices = [slope for slope in matrices if slope is not None]
+    all_known = known_attention == attention and known_matrices == matrices
+    if not attention or not matrices or not all_known:
+        return None
+    return max(known_attention) < min(known_matrices) - excess + TOLERANCE
+
+
+def _worst_consequence(
+    members: Sequence[Difference],
+    value_name: ValueName,
+    reference: Reference,
+    line: GrowthSeries,
+    family: Family,
+) -> tuple[str, Entry] | None:
+    """Return the observable that suffers most from one of the members. `None` if none suffers."""
+    worst = None
+    worst_exponent = -1.0
+    quantity = members[0].quantity
+    if members[0].name == TIED and value_name == "multiplier":
+        # The start of a tied readout is that of the table. Its multiplier acts as a rate.
+        quantity = "rate"
+    for d in members:
+        # The exponents of a group are nearly equal. Those of the first member stand for all.
+        alone = dataclasses.replace(members[0], quantity=quantity, spec=d.spec, name=d.name)
+        suffering = _consequence_alone(alone, reference, line, family)
+        if suffering is not None and abs(suffering[1].exponent) > worst_exponent:
+            worst = suffering
+            worst_exponent = abs(suffering[1].exponent)
+    return worst
+
+
+def _consequence_alone(
+    difference: Difference, reference: Reference, line: GrowthSeries, family: Family
+) -> tuple[str, Entry] | None:
+    """Return the observable that suffers most if this difference alone is in the preset."""
+    if difference.spec is not None and difference.spec.role not in _IN_LIMITS:
         return None
     tied = difference.name == TIED
-    before, after = (
-        entries(Limit(preset, family, line.growth, tied=tied), line.limit)
-        for preset in (reference.preset, _with(reference.preset, [difference], line))
-    )
-    judged = {
-        row: e
-        for row, e in after.items()
-        if row not in DESCRIPTIVE and e.verdict != "heads collapse"
-    }
-    worse = {row: e for row, e in judged.items() if _worse(e, before[row])}
+    changed = _with_differences(reference.preset, [difference], line)
+    before = entries(Limit(reference.preset, family, line.growth, tied=tied), line.limit)
+    after = entries(Limit(changed, family, line.growth, tied=tied), line.limit)
+
+    worse = {}
+    for row, entry in after.items():
+        judges = row not in DESCRIPTIVE and entry.verdict != "heads collapse"
+        if judges and _is_worse(entry, before[row]):
+            worse[row] = entry
     if not worse:
         return None
-    row = min(worse, key=lambda row: (ORDER.index(worse[row].verdict), -abs(worse[row].exponent)))
-    return row, worse[row]
+    return _worst_first(worse)[0]
 
 
-def together(
-    reference: Reference, differences: Sequence[Difference], line: GrowthSeries, family: Family
-) -> list[tuple[str, Entry]]:
-    """Return what differences that were reported do together: observables that suffer from them, worst first.
+def _suffering(
+    preset: Preset, differences: Sequence[Difference], line: GrowthSeries, family: Family
+) -> Observables:
+    """Return the observables that suffer if all these differences are in the preset, worst first.
 
-    What the preset itself does as the sizes grow is not among them (`of_preset`).
-
-    Args:
-        reference: whose numbers stand where the dumps say nothing.
-        differences: those of the findings.
+    Observables that are not stable under the preset itself do not count
+    (`_unstable_observables`).
     """
-    before = _judged(reference.preset, line, family)
-    after = _judged(
-        _with(reference.preset, [d for d in differences if d.slope is not None], line), line, family
-    )
-    rows = {row: entry for row, entry in after.items() if _worse(entry, before[row])}
-    return _sorted({row: entry for row, entry in rows.items() if abs(entry.exponent) > UNEVEN})
+    before = _judging_observables(preset, line, family)
+    changed = _with_differences(preset, differences, line)
+    after = _judging_observables(changed, line, family)
+    worse = {}
+    for row, entry in after.items():
+        if _is_worse(entry, before[row]) and abs(entry.exponent) > UNEVEN:
+            worse[row] = entry
+    return _worst_first(worse)
 
 
-def of_preset(preset: Preset, line: GrowthSeries, family: Family) -> list[tuple[str, Entry]]:
-    """Return what is not stable under the preset itself: what explodes, freezes or becomes lazy, worst first.
-
-    Args:
-        preset: that the dumps are held against.
-    """
-    rows = _judged(preset, line, family)
-    return _sorted(
-        {row: e for row, e in rows.items() if e.verdict in SEVERE and abs(e.exponent) > UNEVEN}
-    )
+def _unstable_observables(preset: Preset, line: GrowthSeries, family: Family) -> Observables:
+    """Return observables that explode or become lazy under the preset itself, worst first."""
+    unstable = {}
+    for row, entry in _judging_observables(preset, line, family).items():
+        if entry.verdict in SEVERE and abs(entry.exponent) > UNEVEN:
+            unstable[row] = entry
+    return _worst_first(unstable)
 
 
-def _judged(preset: Preset, line: GrowthSeries, family: Family) -> dict[str, Entry]:
-    """Return all observables that judge a preset along a line of growth."""
-    tied = line.models[0].dump.readout is not None
-    rows = entries(Limit(preset, family, line.growth, tied=tied), line.limit)
-    parts = {parameter.spec.part for parameter in line.models[0].parameters.values()}
-    rows = {
-        row: e
-        for row, e in rows.items()
-        if parts != {""} or not ("cross-" in row or "encoder" in row)
-    }
-    rows = {row: e for row, e in rows.items() if row not in DESCRIPTIVE}
-    return {
-        row: dataclasses.replace(entry, exponent=round(entry.exponent, 2))
-        for row, entry in rows.items()
-    }
+def _judging_observables(preset: Preset, line: GrowthSeries, family: Family) -> dict[str, Entry]:
+    """Return all observables that judge a preset along a line, with exponents rounded to 0.01."""
+    base = line.models[0]
+    tied = base.dump.readout is not None
+    has_encoder = {parameter.spec.part for parameter in base.parameters.values()} != {""}
+    rows = {}
+    for row, entry in entries(Limit(preset, family, line.growth, tied=tied), line.limit).items():
+        # `limits` has observables of an encoder for every model.
+        about_encoder = "cross-" in row or "encoder" in row
+        if row in DESCRIPTIVE or (about_encoder and not has_encoder):
+            continue
+        rows[row] = dataclasses.replace(entry, exponent=round(entry.exponent, 2))
+    return rows
 
 
-def _worse(after: Entry, before: Entry) -> bool:
+def _is_worse(after: Entry, before: Entry) -> bool:
     """Return whether an observable became unstable, or farther from stable than it was."""
     if after.verdict == "stable" or abs(after.exponent - before.exponent) <= 0.02:
         return False
     return after.verdict != before.verdict or abs(after.exponent) > abs(before.exponent)
 
 
-def _sorted(rows: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
+def _worst_first(rows: Mapping[str, Entry]) -> Observables:
+    """Return observables ordered by verdict, then by the size of the exponent."""
     return sorted(
-        rows.items(), key=lambda row: (ORDER.index(row[1].verdict), -abs(row[1].exponent))
+        rows.items(), key=lambda item: (ORDER.index(item[1].verdict), -abs(item[1].exponent))
     )
 
 
-def _with(preset: Preset, differences: Sequence[Difference], line: GrowthSeries) -> Preset:
-    """The preset with these numbers as the dumps have them."""
-    changes: list[tuple[Difference, Power]] = [
-        (d, axis(line.axis) ** d.excess) for d in differences
-    ]
-    logits, branch, before = preset.logits, preset.branch, preset.rule
-    for difference, factor in changes:
-        logits = logits * factor if difference.name == LOGITS else logits
-        branch = branch * factor if difference.name == BRANCH else branch
+def _with_differences(
+    preset: Preset, differences: Sequence[Difference], line: GrowthSeries
+) -> Preset:
+    """Return the preset with these values as the dumps have them."""
+    changes = [(d, axis(line.axis) ** d.excess) for d in differences]
+    logits = preset.logits
+    branch = preset.branch
+    for d, factor in changes:
+        if d.name == LOGITS:
+            logits = logits * factor
+        elif d.name == BRANCH:
+            branch = branch * factor
+
+    unchanged = preset.rule
 
     def rule(spec: ParamSpec) -> Rule:
-        row = before(spec)
-        fitting = {d.quantity: power for d, power in changes if _is(spec, d)}
+        row = unchanged(spec)
+        factors: dict[Quantity, Power] = {}
+        for d, factor in changes:
+            if _is_of(spec, d):
+                factors[d.quantity] = factor
         if spec.tied:
-            return dataclasses.replace(row, multiplier=row.multiplier * fitting.get("rate", ONE))
-        for quantity, factor in fitting.items():
-            row = _CHANGE[quantity](row, factor)
+            # Start and rate are those of the table. ValueName a tied readout has is a multiplier.
+            return dataclasses.replace(row, multiplier=row.multiplier * factors.get("rate", ONE))
+        for quantity, factor in factors.items():
+            row = _with_factor(row, quantity, factor)
         return row
 
     return dataclasses.replace(preset, rule=rule, logits=logits, branch=branch, form=None)
 
 
-def _is(spec: ParamSpec, difference: Difference) -> bool:
-    other = difference.spec
-    if other is None or other.tied != spec.tied:
+def _is_of(spec: ParamSpec, difference: Difference) -> bool:
+    """Return whether a difference is of a parameter with this declaration's role."""
+    declared = difference.spec
+    if declared is None or declared.tied != spec.tied:
         return False
-    return (other.role, other.of) == (spec.role, spec.of)
+    return declared.role == spec.role and declared.of == spec.of
 
 
-_CHANGE: dict[str, Callable[[Rule, Power], Rule]] = {
-    "start": lambda row, power: dataclasses.replace(row, init_std=row.init_std * power),
-    "rate": lambda row, power: dataclasses.replace(
-        row,
-        sgd=row.sgd * power,
-        adam=row.adam * power,
-        muon=None if row.muon is None else row.muon * power,
-    ),
-    "eps": lambda row, power: dataclasses.replace(row, eps=row.eps * power),
-    "pull": lambda row, power: dataclasses.replace(row, decay=row.decay * power),
-}
-"""Quantity to what becomes of a row whose number is a power larger."""
-
-
-def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[Finding]:
-    """Return faults, then cautions, parameters that have one in common together.
-
-    Args:
-        reference: the dumps against a preset.
-        line: what grows.
-        family: of the optimizer.
-    """
-    wrong = [d for d in reference.differences if d.wrong and not _fades(d)]
-    wrong = [d for d in wrong if not _follows(d, wrong)]
-    grouped: dict[tuple, list[tuple[Difference, What]]] = {}
-    for difference, what in _joined(wrong, family):
-        slope = None if difference.slope is None else round(difference.slope, 1)
-        kind = "vectors" if difference.spec and difference.spec.role in VECTORS else difference.role
-        kind = (
-            "matrices"
-            if difference.spec and difference.spec.in_block and kind != "vectors"
-            else kind
-        )
-        kind = "" if what in ("eps", "pull") else kind
-        key = (kind, what, slope, round(difference.target, 1), difference.off[1])
-        grouped.setdefault(key, []).append((difference, what))
-    unsorted = [_finding(members, reference, line, family) for members in grouped.values()]
-    unsorted += _cautions(reference, line, family, unsorted)
-    return sorted(
-        unsorted,
-        key=lambda finding: (
-            finding.severity != "fault",
-            ("multiplier", "start", "rate", "pull", "eps").index(finding.what),
-        ),
-    )
-
-
-def consequences_of_all(
-    reference: Reference, line: GrowthSeries, family: Family
-) -> list[tuple[str, Entry]]:
-    """Return what all findings together lead to, by `limits`, worst first.
-
-    A readout that starts smaller or louder is left out, as long as that is a caution: it is felt in the first steps alone,
-    and `limits` compares these steps with the start.
-
-    Args:
-        reference: the dumps against a preset.
-    """
-    wrong = [d for d in reference.differences if d.wrong and not _fades(d)]
-    slower = {d.name for d in wrong if d.quantity == "rate"}
-    counted = [
-        d
-        for d in wrong
-        if d.name in slower or not (_starts_smaller(d) or _starts_louder(d, family))
-    ]
-    return together(reference, counted, line, family)
-
-
-def _fades(d: Difference) -> bool:
-    """Return whether it is an eps that falls faster than gradients do, which does nothing."""
-    return d.quantity == "eps" and d.slope is not None and d.excess < -d.tolerance
-
-
-def _starts_smaller(d: Difference) -> bool:
-    """Return whether it is a readout that starts smaller than it should, as one at zero does."""
-    readout = d.spec is not None and d.spec.role is Role.READOUT and not d.spec.tied
-    return readout and d.quantity == "start" and d.slope is not None and d.excess < -d.tolerance
-
-
-def _starts_louder(d: Difference, family: Family) -> bool:
-    """Return whether it is a readout that starts at order one, as 2407.05872 has it for Adam.
-
-    Under SGD all gradients before it grow with it, so that there it is a fault.
-    """
-    readout = d.spec is not None and d.spec.role is Role.READOUT
-    return (
-        readout and d.quantity == "start" and family != "sgd" and abs(d.excess - 0.5) <= d.tolerance
-    )
-
-
-def _cautions(
-    reference: Reference, line: GrowthSeries, family: Family, faults: Sequence[Finding]
-) -> list[Finding]:
-    """Return what is to be known of attention by 1/sqrt(d), and of a preset that is itself not stable."""
-    out = []
-    logits = next((d for d in reference.differences if d.name == LOGITS), None)
-    grows = line.growth.get("head_dim", 0.0)
-    told = any(finding.names[0] == LOGITS for finding in faults)
-    if logits is not None and logits.slope is not None and grows and not told:
-        excess = logits.slope + grows
-        if excess > TOLERANCE:
-            out.append(_of_attention(logits, reference, line, excess))
-    preset = reference.preset
-    rows = of_preset(preset, line, family)
-    if rows:
-        words = [
-            f"{row} {_BY_ITSELF[entry.verdict]}{power(line.word, entry.exponent)}"
-            for row, entry in rows[:3]
-        ]
-        text = (
-            f"{preset.name} itself is not stable as {line.word} grows: {'; '.join(words)}. The files follow it, and "
-            f"its learning rate has to be tuned again at every size (`mupax presets limits {preset.name}`)."
-        )
-        out.append(
-            Finding(
-                severity="caution",
-                names=(f"{preset.name} itself",),
-                role="",
-                what="eps",
-                slope=None,
-                target=0.0,
-                consequence=words[0],
-                remedy="Tune the learning rate at every size, or name another preset",
-                text=text,
-            )
-        )
-    return out
-
-
-_BY_ITSELF = {"explodes": "grows as ", "frozen": "freezes as ", "lazy": "becomes lazy as "}
-
-
-def _slowed(reference: Reference, excess: float) -> bool | None:
-    """Return whether the files slow queries and keys down beside other matrices of blocks; None where rates are unknown.
-
-    Args:
-        reference: with the slopes of the files.
-        excess: power of size by which logits fall slower than 1/d.
-    """
-    rates = [
-        d
-        for d in reference.differences
-        if d.quantity == "rate" and d.spec is not None and d.spec.in_block
-    ]
-    attention = [
-        d.slope
-        for d in rates
-        if not d.fused and d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY)
-    ]
-    matrices = [
-        d.slope
-        for d in rates
-        if d.spec is not None and d.spec.role in (Role.VALUE, Role.MLP_IN, Role.HIDDEN)
-    ]
-    if not attention or not matrices or None in attention or None in matrices:
-        return None
-    fastest = max(slope for slope in attention if slope is not None)
-    slowest = min(slope for slope in matrices if slope is not None)
-    return fastest < slowest - excess + TOLERANCE
-
-
-def _of_attention(
-    logits: Difference, reference: Reference, line: GrowthSeries, excess: float
-) -> Finding:
-    """Return the caution of logits that fall slower than 1/d, under a preset that has it so."""
-    model = line.models[-1]
-    scale = (model.dump.attention or 1.0) * line.t[-1] ** -excess
-    slower = _slowed(reference, excess)
-    have = "and the files do not say"
-    if slower is not None:
-        have = f"and those of the files {'do' if slower else 'do not'}"
-    faster = power(line.word, excess)
-    return Finding(
-        severity="caution", names=(LOGITS,), role=LOGITS, what="multiplier",
-        slope=logits.slope, target=-line.growth["head_dim"],
-        consequence=f"once queries and keys align in training q.k grows as {faster}, unless the learning rates of "
-        f"queries and keys fall as {power(line.word, -excess)} beside other matrices', {have}",
-        remedy=f"Multiply q.k by {scale:.3g} at {line.word} {model.sizes.get(line.axis, 1)} to have mup's 1/d",
-        why="1/d in Tensor Programs V, Definition 4.1; 1/sqrt(d) with slower queries and keys in 2405.15712",
-    )  # fmt: skip
-
-
-def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
-    """Whether it is right once another is: the pull of a rate, and a tied readout's start, which is the table's."""
-    if d.quantity == "pull":
-        causes = [other for other in wrong if other.name == d.name and other.quantity == "rate"]
-    elif d.name == TIED and d.quantity == "start":
-        causes = [
-            o
-            for o in wrong
-            if o.quantity == "start" and o.spec is not None and o.spec.role is Role.TOKEN_EMBEDDING
-        ]
-    else:
-        return False
-    return any(
-        None not in (cause.slope, d.slope) and abs(cause.excess - d.excess) < TOLERANCE
-        for cause in causes
-    )
-
-
-def _joined(wrong: Sequence[Difference], family: Family) -> list[tuple[Difference, What]]:
-    """Differences, and where one multiplier would set start and rate of a parameter right, that one instead of the two."""
-    by = {(d.name, d.quantity): d for d in wrong}
-    joined: list[tuple[Difference, What]] = []
-    for d in wrong:
-        start, rate = by.get((d.name, "start")), by.get((d.name, "rate"))
-        times = 2.0 if family == "sgd" else 1.0
-        same = (
-            start
-            and rate
-            and None not in (start.slope, rate.slope)
-            and abs(times * start.excess - rate.excess) < 2 * TOLERANCE
-        )
-        if same and d.quantity in ("start", "rate"):
-            if d.quantity == "start":
-                joined.append((d, "multiplier"))
-        else:
-            joined.append((d, d.quantity if d.name not in (LOGITS, BRANCH) else "multiplier"))
-    return joined
-
-
-def _finding(
-    members: Sequence[tuple[Difference, What]],
-    reference: Reference,
-    line: GrowthSeries,
-    family: Family,
-) -> Finding:
-    (first, what), names = members[0], tuple(d.name for d, _ in members)
-    if what == "start" and all(_starts_smaller(d) for d, _ in members):
-        return _of_small_readout(first, names, line, family)
-    if what == "start" and all(_starts_louder(d, family) and not d.bent for d, _ in members):
-        louder = f"the output's change in the first steps grows as {power(line.word, first.excess)}"
-        return Finding(
-            severity="caution", names=names, role=first.role, what="start", slope=first.slope, target=first.target,
-            consequence=louder, remedy=remedy(first, "start", line), why="2407.05872 starts so, under Adam",
-        )  # fmt: skip
-    severity, why = _severity(first, reference)
-    if what == "multiplier":
-        severity = "fault"
-        why = ""
-    difference = (
-        dataclasses.replace(first, quantity="rate")
-        if first.name == TIED and what == "multiplier"
-        else first
-    )
-    worst = max(
-        (
-            alone(
-                reference, dataclasses.replace(difference, spec=d.spec, name=d.name), line, family
-            )
-            for d, _ in members
-        ),
-        key=_weight,
-    )
-    role = _together([d for d, _ in members])
-    if worst is not None and worst[1].verdict == "explodes":
-        # A source that has it so has it for another optimizer or another growth.
-        severity = "fault"
-        why = ""
-    return Finding(
-        severity=severity, names=names, role=role, what=what, slope=first.slope, target=first.target,
-        consequence=consequence(first, what, worst, line), remedy=remedy(first, what, line), why=why,
-    )  # fmt: skip
-
-
-def _of_small_readout(
-    d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family
-) -> Finding:
-    """Return the caution of a readout that is scaled down twice, and why training recovers from it."""
-    if family == "sgd":
-        why = (
-            "training recovers: the readout's gradient does not depend on its own start, so that it has its size after a "
-            "few steps, and the layers before it wait so long, as with a readout that starts at zero"
-        )
-    else:
-        why = (
-            "training recovers: Adam's steps do not depend on a gradient's size, so that the readout has its size after a "
-            "few steps, as one that starts at zero has"
-        )
-    return Finding(
-        severity="caution", names=names, role=d.role, what="start", slope=d.slope, target=d.target,
-        consequence=f"the logits start {power(line.word, d.excess)} smaller than they should",
-        remedy=remedy(d, "start", line), why=why,
-    )  # fmt: skip
-
-
-def _together(differences: Sequence[Difference]) -> str:
-    """What parameters are that have something in common."""
-    roles = {d.role for d in differences}
-    vectors = {d.spec is not None and d.spec.role in VECTORS for d in differences}
-    if len(roles) == 1:
-        return roles.pop()
-    if all(vectors):
-        return "gains and biases"
-    return (
-        "matrices of blocks"
-        if not any(vectors) and all(d.spec and d.spec.in_block for d in differences)
-        else "all kinds"
-    )
-
-
-def _weight(worst: tuple[str, Entry] | None) -> float:
-    return -1.0 if worst is None else abs(worst[1].exponent)
-
-
-def _severity(d: Difference, reference: Reference) -> tuple[Severity, str]:
-    """Caution, and why, of what has a source or is every framework's default; anything else is a fault."""
-
-    def near(*exponents: float) -> bool:
-        return d.slope is not None and any(abs(d.excess - x) <= d.tolerance for x in exponents)
-
-    if d.bent:
-        return "fault", ""
-    role = d.spec.role if d.spec else None
-    if d.quantity == "eps" and d.slope is not None:
-        return (
-            "caution",
-            "most code has one eps for all; it is felt where gradients come near it, 2505.01618, 2407.05872",
-        )
-    if d.quantity == "pull" and near(-0.5, -1.0):
-        return (
-            "caution",
-            "sources disagree: fixed lr*wd in 2405.13698 and 2505.01618, falling with width in 2510.15262 and 2512.05620",
-        )
-    if d.quantity == "rate" and role is Role.TOKEN_EMBEDDING and near(-0.5):
-        return (
-            "caution",
-            "2506.15025 and 2407.17465 have it so, for vocabularies much larger than the width",
-        )
-    return "fault", ""
+def _with_factor(row: Rule, quantity: Quantity, factor: Power) -> Rule:
+    """Return the row with one quantity multiplied by a factor, and the same multiplier."""
+    if quantity == "start":
+        return dataclasses.replace(row, init_std=row.init_std * factor)
+    if quantity == "rate":
+        muon = None if row.muon is None else row.muon * factor
+        return dataclasses.replace(row, sgd=row.sgd * factor, adam=row.adam * factor, muon=muon)
+    if quantity == "eps":
+        return dataclasses.replace(row, eps=row.eps * factor)
+    return dataclasses.replace(row, decay=row.decay * factor)

@@ -1,7 +1,14 @@
-"""What grows from one dump to the next, and how fast each parameter's numbers follow: exponents of size, and what they should be.
+"""Growth of dumps from one size to the next: exponents that values have and should have.
 
-A parameter's numbers are compared as what training depends on, whatever place a multiplier has (Tensor Programs IV; `Rule.moved`):
-its start multiplier * std, its rate multiplier * lr (squared under SGD), eps / multiplier, and the pull lr * wd.
+Values are compared as training depends on them, so that it does not matter where a multiplier is
+(Tensor Programs IV; `Rule.moved`):
+
+| quantity | value                                       |
+|----------|---------------------------------------------|
+| start    | multiplier * std                            |
+| rate     | multiplier * lr, under SGD multiplier^2 * lr |
+| eps      | eps / multiplier                            |
+| pull     | lr * wd, the share of w that decays per step |
 """
 
 from __future__ import annotations
@@ -21,9 +28,13 @@ from mupax.presets.verify.sizes import Parameter
 Quantity = Literal["start", "rate", "eps", "pull"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 GROWING = ("embed", "head_dim", "heads", "layers", "mlp", "kv_heads", "memory", "encoder_layers")
-"""Axes that may grow, the one that a law is told in first."""
+"""Axes that may grow. A power law is written in the width if the width grows, else in the axis that
+grows fastest, the first of equals."""
 TOLERANCE = 0.1
-"""An exponent beyond this is not zero; mistakes are of 1/4 or more."""
+"""Largest difference of exponents that counts as zero. Mistakes are of 1/4 or more."""
+_WORDS = {"embed": "width", "layers": "depth", "encoder_layers": "depth"}
+_SAME_SIZE = 1.001
+"""Largest ratio of two sizes that counts as no growth."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +42,10 @@ class GrowthSeries:
     """Models that grow along one line from a base.
 
     Attributes:
-        models: the base first.
-        growth: axis to the power of t by which it grows.
-        t: of every model, 1 of the base.
-        axis: the axis that is t.
+        models: Base model first, then the others from small to large.
+        growth: Power of t by which each axis grows, by axis.
+        t: Size of every model on the axis `axis`, divided by the base's size.
+        axis: Axis whose growth is t.
     """
 
     models: Sequence[Model]
@@ -44,143 +55,171 @@ class GrowthSeries:
 
     @property
     def word(self) -> str:
-        """What grows, in a word."""
-        named = {"embed": "width", "layers": "depth", "encoder_layers": "depth"}
-        return named.get(self.axis, self.axis)
+        """Word for what grows, such as "width"."""
+        return _WORDS.get(self.axis, self.axis)
 
     @property
     def limit(self) -> str:
-        """Key of the limit whose words say what becomes of it."""
+        """Name of the limit that this growth leads to, as `analysis.verdicts.entries` takes it."""
         if self.axis in ("layers", "encoder_layers"):
             return "depth"
         return "head_dim" if self.growth.get("head_dim") else "heads"
 
     @property
     def grown(self) -> str:
-        """Every axis that grows, and how many times at most."""
-        ratios = {axis: self.t[-1] ** x for axis, x in self.growth.items() if axis in GROWING[:5]}
-        return ", ".join(f"{axis} x{ratio:.3g}" for axis, ratio in ratios.items())
+        """List of the growing axes with their ratios at the largest model, such as "embed x4"."""
+        texts = []
+        for axis, exponent in self.growth.items():
+            if axis in GROWING[:5]:
+                texts.append(f"{axis} x{self.t[-1] ** exponent:.3g}")
+        return ", ".join(texts)
 
     def exponent(self, logs: Sequence[float]) -> float:
-        """The power of t that fits factors best.
+        """Return the power of t that fits factors best, by least squares through the base.
 
         Args:
-            logs: logarithm of the factor of every model over the base's.
+            logs: Logarithm of every model's factor, relative to the base model.
         """
-        xs = [math.log(t) for t in self.t]
-        return sum(x * y for x, y in zip(xs, logs, strict=True)) / sum(x * x for x in xs)
+        log_t = [math.log(t) for t in self.t]
+        covariance = sum(x * y for x, y in zip(log_t, logs, strict=True))
+        return covariance / sum(x * x for x in log_t)
 
 
 def lines(models: Sequence[Model]) -> list[GrowthSeries]:
-    """The models along one line each, from the smallest.
+    """Return one series for each direction of growth, all from the smallest model.
 
     Raises:
-        PresetError: fewer than two sizes, or models of which none is the smallest.
+        PresetError: There is one model alone, two models have the same sizes, or a model is larger
+            than the smallest on one axis and smaller on another.
     """
     if len(models) < 2:
         raise PresetError(
-            f"{models[0].dump.source} is one model, and growth shows between two; give a second file, at another width or depth"
+            f"{models[0].dump.source} is one model, and growth shows between two; "
+            "give a second file, at another width or depth"
         )
-    base, *larger = sorted(
-        models, key=lambda model: math.prod(model.sizes.get(axis, 1) for axis in GROWING)
-    )
+
+    # Files may come in any order.
+    base, *larger = sorted(models, key=_total_size)
     directions: dict[tuple[float, ...], list[Model]] = {}
     for model in larger:
-        ratios = _ratios(base, model)
-        if (least := min(ratios, key=ratios.__getitem__)) and ratios[least] < 0.999:
-            raise PresetError(
-                f"{model.dump.source} has less {least} than {base.dump.source} ({model.sizes[least]}, {base.sizes[least]}) and more of "
-                "another; dump one size that grows at a time"
-            )
-        fastest = max(ratios.values())
-        if fastest < 1.001:
-            raise PresetError(
-                f"{model.dump.source} and {base.dump.source} have the same sizes; dump the model at another width or depth"
-            )
-        direction = tuple(
-            round(math.log(ratio) / math.log(fastest), 1) for ratio in ratios.values()
-        )
+        direction = _direction(base, model)
         directions.setdefault(direction, []).append(model)
-    return [_line(base, along) for along in directions.values()]
+    return [_series(base, members) for members in directions.values()]
+
+
+def _total_size(model: Model) -> int:
+    return math.prod(model.sizes.get(axis, 1) for axis in GROWING)
+
+
+def _direction(base: Model, model: Model) -> tuple[float, ...]:
+    """Return every axis's exponent of growth, relative to the axis that grows fastest."""
+    ratios = _ratios(base, model)
+    smallest = min(ratios, key=ratios.__getitem__)
+    if ratios[smallest] < 0.999:
+        raise PresetError(
+            f"{model.dump.source} has less {smallest} than {base.dump.source} "
+            f"({model.sizes[smallest]}, {base.sizes[smallest]}) and more of another; "
+            "dump one size that grows at a time"
+        )
+    fastest = max(ratios.values())
+    if fastest < _SAME_SIZE:
+        raise PresetError(
+            f"{model.dump.source} and {base.dump.source} have the same sizes; "
+            "dump the model at another width or depth"
+        )
+    # Rounded, because sizes are: models along one line have nearly the same exponents.
+    return tuple(round(math.log(ratio) / math.log(fastest), 1) for ratio in ratios.values())
 
 
 def _ratios(base: Model, model: Model) -> dict[str, float]:
+    """Return the size of each growing axis, divided by the base's size."""
     ratios = {axis: model.sizes.get(axis, 1) / base.sizes.get(axis, 1) for axis in GROWING}
-    if not any(
-        p.spec.in_block for p in base.parameters.values()
-    ):  # all widths of a model without blocks or heads are one
-        ratios |= dict.fromkeys(("heads", "kv_heads"), ratios["embed"]) | {
-            "layers": 1.0,
-            "encoder_layers": 1.0,
-        }
+    has_blocks = any(parameter.spec.in_block for parameter in base.parameters.values())
+    if not has_blocks:
+        # A model without blocks has no heads: their sizes are only defaults.
+        ratios["heads"] = ratios["embed"]
+        ratios["kv_heads"] = ratios["embed"]
+        ratios["layers"] = 1.0
+        ratios["encoder_layers"] = 1.0
     return ratios
 
 
-def _line(base: Model, along: Sequence[Model]) -> GrowthSeries:
-    ratios = _ratios(base, along[-1])
-    axis = max(GROWING, key=lambda axis: (round(math.log(ratios[axis]), 6), -GROWING.index(axis)))
-    if ratios["embed"] > 1.001:
-        axis = "embed"
+def _series(base: Model, larger: Sequence[Model]) -> GrowthSeries:
+    """Return the series of a base and of models in one direction from the base."""
+    ratios = _ratios(base, larger[-1])
+    axis = _fastest_axis(ratios)
     unit = math.log(ratios[axis])
-    growth = {name: math.log(ratio) / unit for name, ratio in ratios.items() if ratio > 1.001}
-    models = [base, *along]
+    growth = {}
+    for name, ratio in ratios.items():
+        if ratio > _SAME_SIZE:
+            growth[name] = math.log(ratio) / unit
+    models = [base, *larger]
     t = [model.sizes.get(axis, 1) / base.sizes.get(axis, 1) for model in models]
     return GrowthSeries(models=models, growth=growth, t=t, axis=axis)
+
+
+def _fastest_axis(ratios: Mapping[str, float]) -> str:
+    """Return the width if it grows, else the axis that grows fastest, the first of equals."""
+    if ratios["embed"] > _SAME_SIZE:
+        return "embed"
+    # `max` returns the first of equals. Rounding makes equals of 4 and 4.0000001.
+    return max(GROWING, key=lambda axis: round(math.log(ratios[axis]), 6))
 
 
 def observed(
     entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0
 ) -> dict[Quantity, float | None]:
-    """What training depends on of a parameter's numbers; None of what is not known.
+    """Return a parameter's values as training depends on them. `None` stands for an unknown value.
 
     Args:
-        entry: the numbers.
-        family: of the optimizer.
-        decay: coupled: the pull is lr * wd.
-        multiplier: another on what the parameter writes.
+        family: Optimizer family. The rate under "sgd" has the multiplier twice.
+        decay: "coupled" if weight decay is multiplied by the learning rate.
+        multiplier: Further factor on the parameter's output, such as that of a tied readout.
     """
-    a = entry.multiplier * multiplier
-
-    def times(*factors: float | None) -> float | None:
-        return (
-            None
-            if any(factor is None for factor in factors)
-            else math.prod(f for f in factors if f is not None)
-        )
-
+    factor = entry.multiplier * multiplier
+    # SGD's gradient of w has the multiplier once, and the forward pass has it again.
+    rate_factor = factor**2 if family == "sgd" else factor
     return {
-        "start": times(a, entry.std),
-        "rate": times(a**2 if family == "sgd" else a, entry.lr),
-        "eps": times(1 / a, entry.eps),
-        "pull": entry.wd if decay == "independent" else times(entry.lr, entry.wd),
+        "start": _product(factor, entry.std),
+        "rate": _product(rate_factor, entry.lr),
+        "eps": _product(1 / factor, entry.eps),
+        "pull": entry.wd if decay == "independent" else _product(entry.lr, entry.wd),
     }
+
+
+def _product(first: float | None, second: float | None) -> float | None:
+    if first is None or second is None:
+        return None
+    return first * second
 
 
 def expected(rule: Rule, family: Family) -> dict[Quantity, Power]:
-    """The same of a row of a table, as power laws; without eps where the optimizer has none.
+    """Return the power laws of a table's row, for the quantities that `observed` returns.
 
     Args:
-        rule: the row.
-        family: of the optimizer.
+        family: Optimizer family. "eps" is in the result only if Adam trains the parameter.
     """
-    a, rate = rule.multiplier, rule.lr(family)
+    multiplier = rule.multiplier
+    rate_factor = multiplier**2 if family == "sgd" else multiplier
     laws: dict[Quantity, Power] = {
-        "start": a * rule.init_std,
-        "rate": (a**2 if family == "sgd" else a) * rate,
+        "start": multiplier * rule.init_std,
+        "rate": rate_factor * rule.lr(family),
         "pull": rule.decay,
     }
-    on_adam = family == "adam" or (family == "muon" and rule.muon is None)
-    return {**laws, "eps": rule.eps / a} if on_adam else laws
+    left_to_adam = family == "muon" and rule.muon is None
+    if family == "adam" or left_to_adam:
+        laws["eps"] = rule.eps / multiplier
+    return laws
 
 
 def value(power: Power, model: Model, parameter: Parameter | None = None) -> float:
-    """A power law at a model's sizes, base 1.
+    """Return a power law's value at a model's sizes. Every base size is 1.
 
     Args:
-        power: the law.
-        model: whose sizes.
-        parameter: whose own sizes come before the model's.
+        model: Model whose sizes are used. An axis that the model does not have has size 1.
+        parameter: Parameter whose own sizes replace those of the model.
     """
-    return power(
-        {**dict.fromkeys(AXES, 1), **model.sizes, **(parameter.sizes if parameter else {})}
-    )
+    sizes: dict[str, float] = {**dict.fromkeys(AXES, 1), **model.sizes}
+    if parameter is not None:
+        sizes.update(parameter.sizes)
+    return power(sizes)

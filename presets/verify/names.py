@@ -1,7 +1,7 @@
-"""What a parameter is, by its name: the names that PyTorch's, JAX's and this project's models give their parameters.
+"""Roles of parameters by their names in models of PyTorch, of JAX and of mupax itself.
 
-A name that is none of these is not guessed: the message says what to write, `--role 'PATTERN=ROLE'`. A matrix without a known name whose
-both dimensions grow is a hidden one, whatever it is called; `axes` says so once the shapes at two sizes are known.
+A name that fits no pattern gets no role here. `axes` may still tell a hidden matrix by its shapes
+at two sizes. For any other parameter the message asks for `--role 'PATTERN=ROLE'`.
 """
 
 from __future__ import annotations
@@ -14,72 +14,114 @@ from typing import NamedTuple
 from mupax.presets.roles import PresetError, Role
 
 FUSED = "qkv"
-"""Queries, keys and values in one matrix."""
+"""Role of one matrix for queries, keys and values."""
 SKIPPED = "none"
-"""A role for what shall not be judged."""
-ROLES = (
-    *(
-        role.value
-        for role in Role
-        if role not in (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)
-    ),
-    FUSED,
-    SKIPPED,
-)
-"""What `--role` takes; biases follow from their matrix: `query.bias`."""
+"""Role of parameters that are not judged."""
+_NO_NAMES = (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)
+"""Roles that `--role` does not take. The role of a bias follows from its matrix: `query.bias`."""
+ROLES = (*(role.value for role in Role if role not in _NO_NAMES), FUSED, SKIPPED)
+"""Roles that `--role` takes."""
 
 LAYER = re.compile(
-    r"(?:^|(?<=[._/]))(layers?|h|blocks?|encoderblock|decoderblock|resblocks|transformer_blocks)([._/])(\d+)(?=[._/])"
+    r"(?:^|(?<=[._/]))"
+    r"(layers?|h|blocks?|encoderblock|decoderblock|resblocks|transformer_blocks)"
+    r"([._/])(\d+)(?=[._/])"
 )
-"""A layer's number in a name; names that differ in it alone are one parameter."""
+"""Number of a layer in a name. Parameters whose names differ in it alone are one parameter."""
 
+_BRANCH_OUTPUT = "branch output"
+"""Role of patterns that fit the last matrix of an attention or an MLP branch."""
 _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"(experts?|router|moe|mamba|ssm|a_log|conv1d|rotary_emb)\b.*", SKIPPED),
     (r"relative_(attention_)?bias", "relative_bias"),
-    (r"cls(_?token)?|class_(embedding|token)|registers?|mask_token|dist(illation)?_token", "token_embedding"),
-    (r"wpe|pos(itional|ition)?_?emb\w*|positions?|embed_positions|posembed_input|position_embeddings?", "position"),
+    (
+        r"cls(_?token)?|class_(embedding|token)|registers?|mask_token|"
+        r"dist(illation)?_token",
+        "token_embedding",
+    ),
+    (
+        r"wpe|pos(itional|ition)?_?emb\w*|positions?|embed_positions|posembed_input|"
+        r"position_embeddings?",
+        "position",
+    ),
     (r"patch_emb\w*(\.proj\w*)?|patch|conv_proj", "patch_embedding"),
-    (r"wte|tok_?emb\w*|token_emb\w*|embed_tokens|word_embeddings?|embed_in|tokens?|shared|embed(der|_\d+)?", "token_embedding"),
-    (r"lm_head|embed_out|output_layer|head|classifier|unembed\w*|readout|logits(_dense)?|score|to_logits", "readout"),
+    (
+        r"wte|tok_?emb\w*|token_emb\w*|embed_tokens|word_embeddings?|embed_in|tokens?|"
+        r"shared|embed(der|_\d+)?",
+        "token_embedding",
+    ),
+    (
+        r"lm_head|embed_out|output_layer|head|classifier|unembed\w*|readout|"
+        r"logits(_dense)?|score|to_logits",
+        "readout",
+    ),
     (r"root\.(decoder|output|ff_out)|transformer\.ff_out", "readout"),
     (r"root\.encoder", "token_embedding"),
     (r"c_attn|qkv(_proj)?|query_key_value|linear_qkv|in_proj|att_proj|wqkv", FUSED),
     (r"(q_norm|query_norm|q_layernorm|query_layernorm)", "query.norm_gain"),
     (r"(k_norm|key_norm|k_layernorm|key_layernorm)", "key.norm_gain"),
-    (r"(ln|norm|layer_?norm|rms_?norm|bn|batch_?norm|group_?norm|layer_scale|ls)[_.]?(\d|f|final|pre|post|attn|mlp|\w*)", "norm_gain"),
+    (
+        r"(ln|norm|layer_?norm|rms_?norm|bn|batch_?norm|group_?norm|layer_scale|ls)"
+        r"[_.]?(\d|f|final|pre|post|attn|mlp|\w*)",
+        "norm_gain",
+    ),
     (r"\w*_(norm|layer_?norm|ln)(_\d)?|final_layernorm|norm", "norm_gain"),
     (r"q_proj|query(_proj)?|wq|q|to_q|linear_q|q_lin", "query"),
     (r"k_proj|key(_proj)?|wk|k|to_k|linear_k|k_lin", "key"),
     (r"v_proj|value(_proj)?|wv|v|to_v|linear_v|v_lin", "value"),
     (r"(intermediate|mlp\w*|ffn?)\.dense(_0|1)?", "mlp_in"),
     (r"(mlp\w*|ffn?)\.dense(_1|2)|layer\.output\.dense", "mlp_out"),
-    (r"o_proj|wo|out_proj|attn_out|out_lin|linear_proj|c_proj|dense|proj|out|to_out|o|attention_output|output\.dense", "after"),
-    (r"c_fc|fc_?1|fc_in|up_proj|gate_proj|gate_up_proj|w1|w3|linear1|linear_fc1|dense_h_to_4h|ff_proj|wi(_\d)?|lin1|up|gate", "mlp_in"),
+    (
+        r"o_proj|wo|out_proj|attn_out|out_lin|linear_proj|c_proj|dense|proj|out|to_out|"
+        r"o|attention_output|output\.dense",
+        _BRANCH_OUTPUT,
+    ),
+    (
+        r"c_fc|fc_?1|fc_in|up_proj|gate_proj|gate_up_proj|w1|w3|linear1|linear_fc1|"
+        r"dense_h_to_4h|ff_proj|wi(_\d)?|lin1|up|gate",
+        "mlp_in",
+    ),
     (r"fc_?2|fc_out|down_proj|w2|linear2|linear_fc2|dense_4h_to_h|ff_out|lin2|down", "mlp_out"),
-)  # fmt: skip
-"""What the last words of a name are, in order; "after" is the output of whatever branch it is in."""
+)
+"""Patterns for the last words of a name, with their roles. The first pattern that fits counts."""
 _COMPILED = tuple(
     (re.compile(rf"(?:^|.*\.)(?:{pattern})", re.IGNORECASE), role) for pattern, role in _PATTERNS
 )
+_IN_BLOCKS_ONLY = frozenset({FUSED, "query", "key", "value", "mlp_in", "mlp_out", _BRANCH_OUTPUT})
+"""Roles that a pattern gives inside of residual blocks only."""
 _ATTENTION = re.compile(r"att|cross|multihead", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ff|feed_?forward|intermediate|densereludense", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
+# The lookbehinds keep "relative_bias" and "relative_attention_bias" whole: these are tables.
 _LEAF = re.compile(
-    r"^(.*?)(?:\.(weight|kernel|bias|scale|gamma|beta|gain|embedding|w|b|g)|(?<!relative)(?<!relative_attention)_(bias|gain))$",
+    r"^(.*?)(?:\.(weight|kernel|bias|scale|gamma|beta|gain|embedding|w|b|g)"
+    r"|(?<!relative)(?<!relative_attention)_(bias|gain))$",
     re.IGNORECASE,
 )
-_CROSS = re.compile(r"cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
+_IN_PROJECTION = re.compile(r"^(.*\.in_proj)_(weight|bias)$")
+"""Parameters of PyTorch's MultiheadAttention, whose last words are joined by an underscore."""
+_LEAF_KINDS = {
+    "bias": "bias",
+    "b": "bias",
+    "beta": "bias",
+    "scale": "gain",
+    "gamma": "gain",
+    "gain": "gain",
+    "g": "gain",
+}
+_LAYOUTS = {"weight": "out, in", "kernel": "in, out"}
 
 
 class Label(NamedTuple):
-    """What a name says.
+    """Properties of a parameter that its name shows.
 
     Attributes:
-        role: a role of `ROLES`; empty where the name does not say it.
-        leaf: "bias", "gain" or "matrix"; empty where shape has to say it.
-        in_block: of a residual block.
-        part: of an encoder-decoder, as `ParamSpec.part`.
-        layout: "out, in" of PyTorch's Linear, "in, out" of JAX; empty where the name shows neither.
-        guessed: the name does not say the role, and the shapes at two sizes gave it.
+        role: A role of `ROLES`. Empty if the name shows none.
+        leaf: "bias", "gain" or "matrix". Empty if only the shape can tell.
+        in_block: Whether the parameter is in a residual block.
+        part: Part of an encoder-decoder, as in `ParamSpec.part`.
+        layout: "out, in" of PyTorch's Linear or "in, out" of JAX. Empty if the name shows neither.
+        guessed: Whether the role comes from shapes at two sizes and not from the name.
     """
 
     role: str
@@ -91,94 +133,103 @@ class Label(NamedTuple):
 
 
 def merged(name: str) -> str:
-    """The name with a star for the number of a layer: h.0.mlp and h.1.mlp are h.*.mlp."""
+    """Replace the number of a layer by a star: h.0.mlp and h.1.mlp become h.*.mlp."""
     return LAYER.sub(r"\1\2*", name)
 
 
 def chosen(name: str, overrides: Mapping[str, str]) -> str:
-    """The role that a pattern of `--role` gives the name, the last one that fits; empty where none does.
+    """Return the role that `--role` gives the name, or "" if no pattern fits.
 
     Args:
-        name: as `merged` has it.
-        overrides: pattern (of `fnmatch`) to role.
+        name: Name as `merged` returns it.
+        overrides: Role by pattern of `fnmatch`. The last pattern that fits counts.
     """
-    fitting = [
-        role
-        for pattern, role in overrides.items()
-        if fnmatch.fnmatch(name, pattern) or name == pattern
-    ]
-    return fitting[-1] if fitting else ""
+    role = ""
+    for pattern, pattern_role in overrides.items():
+        if fnmatch.fnmatch(name, pattern) or name == pattern:
+            role = pattern_role
+    return role
 
 
 def read_overrides(texts: Iterable[str]) -> dict[str, str]:
-    """Pattern to role of texts PATTERN=ROLE; raises PresetError for a role that is none."""
+    """Parse values of `--role`, PATTERN=ROLE, and return the roles by pattern.
+
+    Raises:
+        PresetError: A text has no pattern, or its role is not in `ROLES`.
+    """
     overrides = {}
     for text in texts:
         pattern, equals, role = (part.strip() for part in text.rpartition("="))
-        if (
-            not equals
-            or not pattern
-            or role.removeprefix("block.").removesuffix(".bias") not in ROLES
-        ):
+        bare_role = role.removeprefix("block.").removesuffix(".bias")
+        if not equals or not pattern or bare_role not in ROLES:
             raise PresetError(
-                f"--role {text!r}: write PATTERN=ROLE, such as '*.out.weight=readout'; roles are {', '.join(ROLES)}"
+                f"--role {text!r}: write PATTERN=ROLE, such as '*.out.weight=readout'; "
+                f"roles are {', '.join(ROLES)}"
             )
         overrides[pattern] = role
     return overrides
 
 
 def label(name: str, dual: bool = False) -> Label:
-    """What a parameter's name says of it.
+    """Return the properties of a parameter that its name shows.
 
     Args:
-        name: as `merged` has it, words apart by dots, underscores or slashes.
-        dual: the model has stacks of an encoder and of a decoder, which begin with these words.
+        name: Name as `merged` returns it, with words separated by dots, underscores or slashes.
+        dual: Whether the model has an encoder's stack, named "encoder.", and a decoder's.
     """
     dotted = name.replace("/", ".").replace("['", ".").replace("']", "").strip(".")
-    module, leaf = dotted, ""
-    if match := re.match(r"^(.*\.in_proj)_(weight|bias)$", dotted):
-        module, leaf = match[1], match[2]
-    elif match := _LEAF.match(dotted):
-        module, leaf = match[1], (match[2] or match[3]).lower()
+    module, leaf = _split_leaf(dotted)
     words = module.replace(".*", "")
-    in_block = (
-        "*" in name or bool(re.match(r"(encoder\.)?blocks?\.", dotted)) or "relative" in dotted
-    )
+    starts_like_block = re.match(r"(encoder\.)?blocks?\.", dotted) is not None
+    # A table of relative positions belongs to the attention of the blocks that share the table.
+    in_block = "*" in name or starts_like_block or "relative" in dotted
+
+    kind = _LEAF_KINDS.get(leaf, "matrix" if leaf else "")
+    # Patterns that hold for a module at the top only begin with "root.".
     role = _role(words if "." in words else f"root.{words}", in_block)
-    kind = {
-        "bias": "bias",
-        "b": "bias",
-        "beta": "bias",
-        "scale": "gain",
-        "gamma": "gain",
-        "gain": "gain",
-        "g": "gain",
-    }
-    role = role or ("norm_gain" if kind.get(leaf) == "gain" else "")
-    layout = {"weight": "out, in", "kernel": "in, out"}.get(leaf, "")
-    part = (
-        "cross"
-        if in_block and _CROSS.search(words)
-        else "encoder"
-        if dual and words.startswith("encoder.")
-        else ""
-    )
-    return Label(role, kind.get(leaf, "matrix" if leaf else ""), in_block, part, layout)
+    if not role and kind == "gain":
+        role = "norm_gain"
+
+    part = ""
+    if in_block and _CROSS.search(words):
+        part = "cross"
+    elif dual and words.startswith("encoder."):
+        part = "encoder"
+    return Label(role, kind, in_block, part, _LAYOUTS.get(leaf, ""))
 
 
-_OF_BLOCKS = frozenset({FUSED, "query", "key", "value", "mlp_in", "mlp_out", "after"})
+def _split_leaf(dotted: str) -> tuple[str, str]:
+    """Split "a.b.weight" into "a.b" and "weight". The leaf is empty if it is no known word."""
+    match = _IN_PROJECTION.match(dotted)
+    if match:
+        return match[1], match[2]
+    match = _LEAF.match(dotted)
+    if match:
+        leaf = match[2] or match[3]
+        return match[1], leaf.lower()
+    return dotted, ""
 
 
 def _role(words: str, in_block: bool) -> str:
+    """Return the role of the first pattern that fits the last three words, or ""."""
+    # Three words are what the longest patterns need, such as "layer.output.dense".
     tail = ".".join(words.split(".")[-3:])
     for pattern, role in _COMPILED:
-        if pattern.fullmatch(tail) and (in_block or role not in _OF_BLOCKS):
-            if role != "after":
-                return role
-            inner = words.rpartition(".")[0]
-            if _MLP.search(inner.split(".")[-1]) or (
-                _MLP.search(inner) and not _ATTENTION.search(inner)
-            ):
-                return "mlp_out"
-            return "attention_out" if _ATTENTION.search(words) or words.endswith("o_proj") else ""
+        if role in _IN_BLOCKS_ONLY and not in_block:
+            continue
+        if pattern.fullmatch(tail):
+            return _branch_output(words) if role == _BRANCH_OUTPUT else role
+    return ""
+
+
+def _branch_output(words: str) -> str:
+    """Return the role of a branch's last matrix by the module that the matrix is in, or ""."""
+    module = words.rpartition(".")[0]
+    # The innermost module decides: an MLP may be inside of a module that is called attention.
+    innermost = module.split(".")[-1]
+    in_mlp = _MLP.search(module) and not _ATTENTION.search(module)
+    if _MLP.search(innermost) or in_mlp:
+        return "mlp_out"
+    if _ATTENTION.search(words) or words.endswith("o_proj"):
+        return "attention_out"
     return ""

@@ -1,14 +1,13 @@
-"""The preset that a dump is closest to, and where the two differ: what a parameter should get is what that preset gives it.
+"""Choice of the preset that dumps are held against: the closest one.
 
-A preset that is itself not stable as these sizes grow is no reference unless it is asked for by name: a dump that is exactly `sp` is
-held against `mup`.
+A preset that is itself not stable as the sizes grow is no reference, unless it is asked for by
+name. Dumps that are exactly `sp` are held against `mup`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from mupax import presets
@@ -20,151 +19,195 @@ from mupax.presets.rule import Decay
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference, Laws, differences
 from mupax.presets.verify.fit import TOLERANCE, GrowthSeries
 
-ORDER = (
-    ("mup", {}), ("depth-mup", {"alpha_l": 0.5}), ("completep", {}), ("depth-mup", {"alpha_l": 1.0}), ("mup-half", {}),
-    ("depth-mup", {"alpha_a": 0.5, "alpha_l": 0.5}), ("depth-mup", {"alpha_a": 0.5, "alpha_l": 1.0}), ("u-mup", {}), ("spectral", {}),
-    ("maximal-update", {}), ("sp-layerwise", {}), ("hybrid", {}), ("ntk", {}),
-)  # fmt: skip
-"""Presets that a dump is compared with. Of several that fit equally well the first one is the reference, so `mup` before all others."""
+ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("mup", {}),
+    ("depth-mup", {"alpha_l": 0.5}),
+    ("completep", {}),
+    ("depth-mup", {"alpha_l": 1.0}),
+    ("mup-half", {}),
+    ("depth-mup", {"alpha_a": 0.5, "alpha_l": 0.5}),
+    ("depth-mup", {"alpha_a": 0.5, "alpha_l": 1.0}),
+    ("u-mup", {}),
+    ("spectral", {}),
+    ("maximal-update", {}),
+    ("sp-layerwise", {}),
+    ("hybrid", {}),
+    ("ntk", {}),
+)
+"""Presets and constants that dumps are compared with. Of presets that fit equally well the first
+one is the reference, so `mup` comes before all others."""
 _FAMILY = ("mup", "depth-mup", "completep", "mup-half")
-"""What a dump is held against that is no preset's."""
+"""Presets that dumps which fit no preset exactly are held against."""
 _WEIGHTS = {LOGITS: 0.9, BRANCH: 4.0, "eps": 0.0, "pull": 0.0}
-"""How much a kind of parameter, or a number, counts where it differs; 1 the others. Who has written a branch's multiplier has meant it."""
+"""Weight of a difference by the kind of parameter or the quantity. The weight of others is 1.
+
+The multiplier of a branch counts most, because nobody writes one by accident."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A preset, and all differences from it, those within tolerance too."""
+    """A preset and the differences of the dumps from it, those within tolerance too."""
 
     preset: Preset
     differences: tuple[Difference, ...]
 
     @property
     def distance(self) -> float:
-        """How many kinds of parameters differ, in which numbers."""
+        """Weighted number of the kinds of parameters that differ, counted once per quantity."""
         kinds = {(_kind(d), d.quantity) for d in self.differences if d.wrong}
-        return sum(_WEIGHTS.get(kind, _WEIGHTS.get(quantity, 1.0)) for kind, quantity in kinds)
+        total = 0.0
+        for kind, quantity in kinds:
+            total += _WEIGHTS.get(kind, _WEIGHTS.get(quantity, 1.0))
+        return total
 
 
 def _kind(difference: Difference) -> str:
+    """Return the kind of parameter. Parameters of one kind count once in `Reference.distance`."""
     spec = difference.spec
-    if spec is None or spec.role is Role.READOUT:
-        return difference.name if spec is None else "readout"
-    if spec.role in VECTORS or spec.role in EMBEDDINGS:
-        return "vectors" if spec.role in VECTORS else "embeddings"
-    return "queries and keys" if spec.role in (Role.QUERY, Role.KEY) else "matrices"
+    if spec is None:
+        return difference.name
+    if spec.role is Role.READOUT:
+        return "readout"
+    if spec.role in VECTORS:
+        return "vectors"
+    if spec.role in EMBEDDINGS:
+        return "embeddings"
+    if spec.role in (Role.QUERY, Role.KEY):
+        return "queries and keys"
+    return "matrices"
 
 
 def closest(
     line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None
 ) -> Reference:
-    """The reference of a line: the preset that is named, else the closest that is stable along it.
+    """Return the named preset, else the closest preset that is stable along the line.
 
     Args:
-        line: the dumps.
-        optimizer: a name of `OPTIMIZERS`.
-        decay: how weight decay enters.
-        named: the one asked for.
+        optimizer: A name of `OPTIMIZERS`.
+        decay: "coupled" if weight decay is multiplied by the learning rate.
+        named: Preset that a user asks for. `None` chooses among `ORDER`.
 
     Raises:
-        PresetError: the preset named has no rule for the optimizer, or none for a tied readout.
+        PresetError: The named preset has no rule for the optimizer or for a tied readout, or no
+            preset of `ORDER` has.
     """
     if named is not None:
-        return _reference(Laws(named, named.family(optimizer)), line, optimizer, decay)
-    tied = line.models[0].dump.readout is not None
-    stable = _stable(
-        optimizer, tuple(sorted((a, round(x, 3)) for a, x in line.growth.items())), line.limit, tied
-    )
+        laws = Laws(named, named.family(optimizer))
+        return _reference(laws, line, optimizer, decay)
+
     references = []
-    for laws in stable:
+    for laws in _stable_laws(line, optimizer):
         reference = _reference(laws, line, optimizer, decay)
-        if not _shows_its_attention(reference, line):
+        if not _may_have_its_attention(reference, line):
             continue
         references.append(reference)
+        # `ORDER` is by preference, so that the first preset that fits exactly ends the search.
         if not any(difference.wrong for difference in reference.differences):
             return reference
     if not references:
         raise PresetError(
-            f"no preset has a rule for {optimizer} that is stable as {line.word} grows; name one with --preset"
+            f"no preset has a rule for {optimizer} that is stable as {line.word} grows; "
+            "name one with --preset"
         )
+
     best = min(references, key=lambda reference: reference.distance)
+    # Only eps or weight decay differ, which have no weight.
     if best.distance == 0:
         return best
-    family = [
-        reference for reference in references if reference.preset.name in _FAMILY
-    ] or references
+    family = [reference for reference in references if reference.preset.name in _FAMILY]
+    candidates = family or references
+    # The distances of standard parameterization say nothing of what is meant.
     if is_standard(line, optimizer, decay):
-        return family[0]
-    return min(family, key=lambda reference: reference.distance)
+        return candidates[0]
+    return min(candidates, key=lambda reference: reference.distance)
 
 
 def _reference(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> Reference:
-    return Reference(preset=laws.preset, differences=differences(laws, line, optimizer, decay))
+    all_differences = differences(laws, line, optimizer, decay)
+    return Reference(preset=laws.preset, differences=all_differences)
 
 
-def _shows_its_attention(reference: Reference, line: GrowthSeries) -> bool:
-    """Return whether the dumps may be of this preset, judged by what it gives queries and keys.
+def _may_have_its_attention(reference: Reference, line: GrowthSeries) -> bool:
+    """Return whether the dumps may be of this preset, judged by their queries and keys.
 
-    A preset whose logits fall slower than 1/d slows queries and keys down in return. Dumps with 1/sqrt(d) are of that preset
-    only if those rates are in them and are right: hidden matrices of any name have `mup`'s rates, and fit by chance.
+    A preset whose logits fall slower than 1/d trains queries and keys more slowly in return. Dumps
+    with 1/sqrt(d) are of such a preset only if they have these learning rates, and if the rates
+    are right. Otherwise they would fit by chance, as `mup`'s rates of hidden matrices do.
     """
     growth = line.growth.get("head_dim", 0.0)
     if not growth or reference.preset.logits.growth({"head_dim": 1.0}) < -1 + TOLERANCE:
         return True
+
     rates = [d for d in reference.differences if d.quantity == "rate"]
-    attention = [
-        d
-        for d in rates
-        if d.fused or (d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY))
-    ]
-    return not rates or (bool(attention) and not any(d.wrong for d in attention))
+    if not rates:
+        return True
+    attention_rates = [d for d in rates if d.fused or _is_query_or_key(d)]
+    return bool(attention_rates) and not any(d.wrong for d in attention_rates)
+
+
+def _is_query_or_key(difference: Difference) -> bool:
+    return difference.spec is not None and difference.spec.role in (Role.QUERY, Role.KEY)
 
 
 def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
-    """Return whether everything in the dumps is standard parameterization's, along a line of widths.
+    """Return whether all dumps are standard parameterization. Only widths can show this.
 
     Args:
-        line: the dumps.
-        optimizer: whose rates.
-        decay: how weight decay enters.
+        line: Models of the dumps. The result is false unless `line.axis` is the width.
+        optimizer: A name of `OPTIMIZERS`.
+        decay: "coupled" if weight decay is multiplied by the learning rate.
     """
     if line.axis != "embed":
         return False
-    plain = presets.get("sp")
-    of_plain = differences(Laws(plain, plain.family(optimizer)), line, optimizer, decay)
-    return not any(d.wrong and not _as_plain(d) for d in of_plain)
+    standard = presets.get("sp")
+    laws = Laws(standard, standard.family(optimizer))
+    all_differences = differences(laws, line, optimizer, decay)
+    return not any(d.wrong and not _is_standard_choice(d) for d in all_differences)
 
 
-def _as_plain(d: Difference) -> bool:
-    """Whether it is a choice of standard parameterization: one std for every width, a readout that nothing is multiplied by, eps, decay."""
-    stays = d.slope is not None and abs(d.slope) <= d.tolerance
-    return (
-        d.quantity in ("eps", "pull")
-        or (d.quantity == "start" and (stays or d.name == TIED))
-        or (d.name == TIED and stays)
-    )
+def _is_standard_choice(d: Difference) -> bool:
+    """Return whether a difference from `sp` is a choice that standard parameterization leaves.
+
+    Such choices are eps, weight decay, one std for all widths, and a tied readout with no
+    multiplier.
+    """
+    if d.quantity in ("eps", "pull"):
+        return True
+    does_not_grow = d.slope is not None and abs(d.slope) <= d.tolerance
+    if d.name == TIED:
+        return d.quantity == "start" or does_not_grow
+    return d.quantity == "start" and does_not_grow
+
+
+def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
+    """Return the presets of `ORDER` that are stable along the line."""
+    # Rounded and sorted, so that similar lines have one key in the cache.
+    growth = tuple(sorted((axis, round(power, 3)) for axis, power in line.growth.items()))
+    tied = line.models[0].dump.readout is not None
+    return _cached_stable_laws(optimizer, growth, line.limit, tied)
 
 
 @functools.lru_cache(maxsize=64)
-def _stable(
-    optimizer: str, growth: tuple[tuple[str, float], ...], name: str, tied: bool
+def _cached_stable_laws(
+    optimizer: str, growth: tuple[tuple[str, float], ...], limit_name: str, tied: bool
 ) -> tuple[Laws, ...]:
-    """Presets with a rule for the optimizer, and for a tied readout, without those of which something explodes."""
+    """Return the presets of `ORDER` that have a rule for the optimizer and do not explode."""
     stable = []
-    for preset in (presets.get(name, **_any(constants)) for name, constants in ORDER):
+    for name, constants in ORDER:
+        preset = presets.get(name, **constants)
         if optimizer not in preset.optimizers:
             continue
+        family = preset.family(optimizer)
         try:
-            limit = Limit(preset, preset.family(optimizer), dict(growth), tied=tied)
-        except PresetError:  # it has none for a tied readout
+            limit = Limit(preset, family, dict(growth), tied=tied)
+        except PresetError:
+            # The preset has no rule for a tied readout.
             continue
-        if not any(
+        verdicts = entries(limit, limit_name)
+        explodes = any(
             entry.verdict == "explodes" and row not in DESCRIPTIVE
-            for row, entry in entries(limit, name).items()
-        ):
-            stable.append(Laws(preset, preset.family(optimizer)))
+            for row, entry in verdicts.items()
+        )
+        if not explodes:
+            stable.append(Laws(preset, family))
     return tuple(stable)
-
-
-def _any(constants: Mapping[str, float]) -> dict[str, Any]:
-    return dict(constants)

@@ -1,4 +1,4 @@
-"""A finding in words: what a number does, what happens as the model grows, what to write instead."""
+"""Sentences of a finding: how a value grows, what follows as the model grows, what to write."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from mupax.presets.verify.fit import GrowthSeries
 from mupax.presets.verify.formats.dump import Column
 
 Severity = Literal["fault", "caution"]
-What = Literal["start", "rate", "eps", "pull", "multiplier"]
+ValueName = Literal["start", "rate", "eps", "pull", "multiplier"]
+"""Value that a finding is about: a `Quantity`, or the forward multiplier."""
 SHOWN = 3
-"""Names of parameters in one sentence."""
+"""Largest number of parameter names in one sentence."""
+_STAYS = 0.05
+"""Largest exponent that counts as no growth in a sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is not as it should be, of all parameters that have it in common.
+    """One fault or caution, with all parameters that have it in common.
 
     Attributes:
-        severity: fault or caution.
-        names: of the parameters.
-        role: what they are.
-        what: which number; "multiplier" where one factor would set both start and rate right.
-        slope, target: powers of what grows that the number has and should have; of slope None where it is 0 at one size.
-        consequence: what happens as the model grows.
-        remedy: what to write instead.
-        why: of a caution, why it is none more.
-        text: the sentence of a finding that is about no single number.
+        severity: "fault" or "caution".
+        names: Names of the parameters.
+        role: Kind of the parameters, in words.
+        what: Value that is wrong: "multiplier" if one factor would set both start and rate right.
+        slope: Power of the growing size that the value has. `None` if it is 0 at some sizes.
+        target: Power of the growing size that the value should have.
+        consequence: Clause on what happens as the model grows.
+        remedy: Sentence on what to write instead.
+        why: Reason why a caution is no fault.
+        text: Complete sentence of a finding that is about no single value.
     """
 
     severity: Severity
     names: tuple[str, ...]
     role: str
-    what: What
+    what: ValueName
     slope: float | None
     target: float
     consequence: str
@@ -46,37 +50,38 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """How much faster it grows than it should."""
+        """Power by which the value grows faster than it should. 0 if there is no slope."""
         return 0.0 if self.slope is None else self.slope - self.target
 
     def sentence(self, word: str) -> str:
-        """The finding for a person.
+        """Return the finding as text for the terminal.
 
         Args:
-            word: what grows.
+            word: Word for what grows, such as "width".
         """
         if self.text:
             return self.text
-        shown = ", ".join(self.names[:SHOWN]) + (
-            f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else ""
+        shown = ", ".join(self.names[:SHOWN])
+        if len(self.names) > SHOWN:
+            shown += f" and {len(self.names) - SHOWN} more"
+        explains_itself = self.names[0] in (LOGITS, BRANCH, TIED) or self.role in shown
+        role = "" if explains_itself else f" ({self.role})"
+
+        if self.slope is None:
+            growth = "is 0 at one size and not at another"
+        else:
+            growth = f"{_grows(self.slope, word)} and should {_grow(self.target, word)}"
+        text = (
+            f"{shown}{role}: {_PHRASES[self.what]} {growth}, so {self.consequence}. {self.remedy}."
         )
-        of = (
-            ""
-            if self.names[0] in (LOGITS, BRANCH, TIED) or self.role in shown
-            else f" ({self.role})"
-        )
-        is_ = (
-            "is 0 at one size and not at another"
-            if self.slope is None
-            else f"{_goes(self.slope, word)} and should {_goes(self.target, word, s='')}"
-        )
-        text = f"{shown}{of}: {_PHRASES[self.what]} {is_}, so {self.consequence}. {self.remedy}."
         return f"{text} ({self.why}.)" if self.why else text
 
     @property
     def subject(self) -> str:
-        """The number and its parameters, in a few words."""
-        names = ", ".join(self.names[:SHOWN]) + (" and others" if len(self.names) > SHOWN else "")
+        """Value and its parameters, in a few words."""
+        names = ", ".join(self.names[:SHOWN])
+        if len(self.names) > SHOWN:
+            names += " and others"
         return names if self.text else f"{_PHRASES[self.what]} of {names}"
 
 
@@ -89,112 +94,137 @@ _PHRASES = {
 }
 
 
-def _goes(exponent: float, word: str, s: str = "s") -> str:
-    if abs(exponent) < 0.05:
-        return f"stay{s}"
-    return f"{'grow' if exponent > 0 else 'fall'}{s} as {power(word, exponent)}"
+def _grow(exponent: float, word: str) -> str:
+    """Return a growth with a verb in the infinitive, such as "fall as width^-1"."""
+    if abs(exponent) < _STAYS:
+        return "stay"
+    verb = "grow" if exponent > 0 else "fall"
+    return f"{verb} as {power(word, exponent)}"
+
+
+def _grows(exponent: float, word: str) -> str:
+    """Return a growth with a verb in the third person, such as "falls as width^-1"."""
+    verb, *clause = _grow(exponent, word).split(" ", 1)
+    return " ".join([f"{verb}s", *clause])
 
 
 def power(word: str, exponent: float) -> str:
-    """A power law in words, its exponent to two digits.
+    """Return a power law as text, such as "width^-0.5", with the exponent rounded to 0.01.
 
     Args:
-        word: what grows.
-        exponent: of it.
+        word: Word for what grows, such as "width".
+        exponent: Power of the size. -0.0 is written as 0.
     """
+    # Adding 0.0 turns -0.0 into 0.
     return f"{word}^{round(exponent, 2) + 0.0:g}"
 
 
 def consequence(
-    d: Difference, what: What, worst: tuple[str, Entry] | None, line: GrowthSeries
+    d: Difference, value_name: ValueName, worst: tuple[str, Entry] | None, line: GrowthSeries
 ) -> str:
-    """Return a sentence on what happens as the model grows.
+    """Return a clause on what happens as the model grows.
 
     Args:
-        d: the number that differs.
-        what: as the finding has it.
-        worst: the observable that suffers most, and its exponent; None where `limits` shows none.
-        line: what grows.
+        value_name: Value that the finding names, which may be the multiplier.
+        worst: Observable that suffers most, with its exponent. `None` if `limits` shows none.
     """
-    if d.bent:
-        size = line.models[d.off[1]].sizes.get(line.axis, 1)
-        return f"at {line.word} {size} it is {d.off[0]:.2g} times what the other sizes make it"
+    if d.has_outlier:
+        size = line.models[d.outlier].sizes.get(line.axis, 1)
+        factor = f"{d.outlier_factor:.2g}"
+        return f"at {line.word} {size} it is {factor} times what the other sizes make it"
     if worst is not None:
-        row, entry = worst
-        of, _, group = row.partition(", ")
-        told = f"{of} of {group}" if of in ("weight movement", "gradient over eps") else row
-        verb = _VERBS[entry.verdict][row.startswith("entries")]
-        return f"{'' if row.startswith('lr') else 'the '}{told} {verb} as {power(line.word, entry.exponent)}"
+        return _observable_consequence(*worst, line.word)
     if d.slope is None:
         return "the models are not of one parameterization"
-    fades = d.excess < 0
-    steps = {
-        "rate": "its steps",
-        "multiplier": "its steps",
-        "start": "what it writes at the start",
-        "eps": "its gradients over eps",
-        "pull": "its pull to zero",
-    }
-    if what == "eps":
-        fades = not fades
+    return _value_consequence(d.excess, value_name, line.word)
+
+
+def _observable_consequence(row: str, entry: Entry, word: str) -> str:
+    """Return the clause on an observable of `limits`."""
+    observable, _, group = row.partition(", ")
+    shown = row
+    if observable in ("weight movement", "gradient over eps"):
+        shown = f"{observable} of {group}"
+    # "lr * weight decay" takes no article.
+    article = "" if row.startswith("lr") else "the "
+    singular, plural = _VERBS[entry.verdict]
+    verb = plural if row.startswith("entries") else singular
+    return f"{article}{shown} {verb} as {power(word, entry.exponent)}"
+
+
+def _value_consequence(excess: float, value_name: ValueName, word: str) -> str:
+    """Return the clause on a value that no observable of `limits` depends on."""
+    # A larger eps makes the update smaller.
+    growth = -excess if value_name == "eps" else excess
+    fades = (excess < 0) != (value_name == "eps")
     verb = "fade" if fades else "grow"
-    s = "s" if what in ("start", "pull") else ""
-    end = " and it stops training" if fades and what in ("rate", "multiplier") else ""
-    return f"{steps[what]} {verb}{s} as {power(line.word, -d.excess if what == 'eps' else d.excess)} beside the rest{end}"
+    if value_name in ("start", "pull"):
+        verb += "s"
+    ending = " and it stops training" if fades and value_name in ("rate", "multiplier") else ""
+    return f"{_EFFECTS[value_name]} {verb} as {power(word, growth)} beside the rest{ending}"
 
 
+_EFFECTS: dict[ValueName, str] = {
+    "rate": "its steps",
+    "multiplier": "its steps",
+    "start": "what it writes at the start",
+    "eps": "its gradients over eps",
+    "pull": "its pull to zero",
+}
+"""Effect of each value on training."""
 _VERBS = {
-    "explodes": ("explodes", "explode"), "vanishes": ("vanishes", "vanish"), "frozen": ("freezes", "freeze"),
+    "explodes": ("explodes", "explode"),
+    "vanishes": ("vanishes", "vanish"),
+    "frozen": ("freezes", "freeze"),
     "lazy": ("becomes lazy", "become lazy"),
-}  # fmt: skip
-"""Verdict to its verb, of one and of several."""
+}
+"""Verb of each verdict, in the singular and in the plural."""
 
 
-def remedy(d: Difference, what: What, line: GrowthSeries) -> str:
-    """Return what to write instead, at the largest size.
+def remedy(d: Difference, value_name: ValueName, line: GrowthSeries) -> str:
+    """Return a sentence, without a period, on what to write instead at the largest size.
 
     Args:
-        d: the number that differs.
-        what: as the finding has it.
-        line: what grows.
+        value_name: Value that the finding names, which may be the multiplier.
     """
-    last = line.models[-1]
-    where = f"at {line.word} {last.sizes.get(line.axis, 1)}"
-    factor = 1.0 if d.slope is None else line.t[-1] ** -d.excess
     if d.slope is None:
         return "Start it at zero, or not, at every size"
-    if d.bent:
+    if d.has_outlier:
         return "Scale every size from the one base"
+
+    # The base keeps its values, and the largest model's are corrected.
+    last = line.models[-1]
+    place = f"at {line.word} {last.sizes.get(line.axis, 1)}"
+    factor = line.t[-1] ** -d.excess
     if d.name == LOGITS:
-        return f"Multiply q.k by {_number((last.dump.attention or 1) * factor)} {where}, not {_number(last.dump.attention)}"
+        return _multiply("q.k", last.dump.attention, factor, place)
     if d.name == BRANCH:
-        return f"Multiply every branch by {_number((last.dump.branch or 1) * factor)} {where}, not {_number(last.dump.branch)}"
+        return _multiply("every branch", last.dump.branch, factor, place)
     if d.name == TIED:
-        return f"Multiply the logits by {_number((last.dump.readout or 1) * factor)} {where}, not {_number(last.dump.readout)}"
+        return _multiply("the logits", last.dump.readout, factor, place)
+
     entry = last.parameters[d.name].entry
-    column = _COLUMNS[what]
-    now = getattr(entry, column)
-    if what == "multiplier":
-        return f"Multiply what it writes by {_number(now * factor)} {where}, not {_number(now)}"
-    law = _power_of(d, column, line)
-    times = "as at the base" if abs(law) < 0.05 else f"the base's x {power(line.word, law)}"
-    return f"Write {column} {_number(now * factor)} {where}, not {_number(now)}: {times}"
+    if value_name == "multiplier":
+        return _multiply("what it writes", entry.multiplier, factor, place)
+    column = _COLUMNS[value_name]
+    present = getattr(entry, column)
+    exponent = _column_exponent(d, column, line)
+    law = "as at the base"
+    if abs(exponent) >= _STAYS:
+        law = f"the base's x {power(line.word, exponent)}"
+    return f"Write {column} {present * factor:.3g} {place}, not {present:.3g}: {law}"
 
 
-_COLUMNS: dict[What, Column] = {
-    "start": "std",
-    "rate": "lr",
-    "eps": "eps",
-    "pull": "wd",
-    "multiplier": "multiplier",
-}
+def _multiply(operand: str, present: float | None, factor: float, place: str) -> str:
+    """Return a sentence with the multiplier that is right, a factor times the present one."""
+    right = (present or 1) * factor
+    return f"Multiply {operand} by {right:.3g} {place}, not {present:.3g}"
 
 
-def _power_of(d: Difference, column: Column, line: GrowthSeries) -> float:
-    """The power that the column should have, the multiplier staying as it is."""
-    logs = [math.log(getattr(m.parameters[d.name].entry, column)) for m in line.models]
-    return line.exponent([x - logs[0] for x in logs]) - d.excess
+_COLUMNS: dict[ValueName, Column] = {"start": "std", "rate": "lr", "eps": "eps", "pull": "wd"}
 
 
-def _number(number: float | None) -> str:
-    return f"{number:.3g}"
+def _column_exponent(d: Difference, column: Column, line: GrowthSeries) -> float:
+    """Return the power that the column should have if the multiplier stays as it is."""
+    logs = [math.log(getattr(model.parameters[d.name].entry, column)) for model in line.models]
+    return line.exponent([log - logs[0] for log in logs]) - d.excess

@@ -1,4 +1,7 @@
-"""A model's sizes, from the shapes of parameters whose roles are known: width first, which every role shares, then what follows from it."""
+"""Sizes of a model, from the shapes of parameters whose roles are known.
+
+The width comes first, because every role has it. The other sizes follow from the width.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,22 @@ from mupax.presets.roles import ENCODER, OWN, ParamSpec, PresetError, Role
 from mupax.presets.verify.formats.dump import Dump, Entry
 from mupax.presets.verify.names import Label
 
-Shapes = Mapping[Role, list[tuple[str, tuple[int, ...]]]]
-"""Role to names and shapes of its matrices."""
+Shape = tuple[int, ...]
+Shapes = Mapping[Role, list[tuple[str, Shape]]]
+"""Names and shapes of a role's matrices, by role."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter, or all of a stack's that differ in their layer alone, with its numbers averaged over these.
+    """One parameter, or all parameters whose names differ in the layer's number alone.
 
     Attributes:
-        entry: shape, without an axis of layers, and numbers.
-        spec: what it is; of a fused matrix what its values are.
-        fused: queries, keys and values in one.
-        count: numbers in all its arrays.
-        sizes: of axes that are its own: fan-in and fan-out of a matrix of no known place, and what a readout reads.
+        entry: Values, averaged over layers, and the shape without an axis of layers.
+        spec: Declaration of the parameter. For a fused matrix, that of its values.
+        fused: Whether the parameter has queries, keys and values in one array.
+        count: Number of entries in all arrays of the parameter.
+        sizes: Sizes of axes that only this parameter has: fan-in and fan-out of a hidden matrix,
+            and the fan-in of a readout.
     """
 
     entry: Entry
@@ -36,102 +41,132 @@ class Parameter:
 def sizes_of(
     dump: Dump, parameters: Mapping[str, Parameter], labels: Mapping[str, Label], layers: int | None
 ) -> dict[str, int]:
-    """Size of every axis.
+    """Return the size of every axis.
 
     Args:
-        dump: of the model, for what shapes do not show.
-        parameters: by name.
-        labels: what their names say.
-        layers: residual blocks, None without any.
+        dump: Dump of the model, for sizes that shapes do not show, such as `Dump.head_dim`.
+        parameters: Parameters by name, without those of the role "none".
+        layers: Number of residual blocks. `None` counts as 1.
 
     Raises:
-        PresetError: shapes that do not fit the width, or do not show the size of a head.
+        PresetError: A shape does not fit the width, or no shape shows the size of a head.
     """
-    roles: dict[Role, list[tuple[str, tuple[int, ...]]]] = {}
-    for name, each in parameters.items():
-        if each.spec.of is None and labels[name].leaf != "bias":
-            roles.setdefault(Role.VALUE if each.fused else each.spec.role, []).append(
-                (name, each.entry.shape)
-            )
-    embed = _width(roles, labels)
-    sizes = dict.fromkeys(("embed", "memory", "mlp"), embed) | {
+    shapes = _matrix_shapes(parameters, labels)
+    embed = _width(shapes, labels)
+    sizes = {
+        "embed": embed,
+        "memory": embed,
+        "mlp": embed,
         OWN.axis: layers or 1,
         ENCODER.axis: dump.encoder_layers or layers or 1,
     }
+    # The first matrix of a role stands for all of them. `axes.check_growth` compares the others.
     for role in (Role.MLP_IN, Role.MLP_OUT):
-        for name, shape in roles.get(role, ())[:1]:
-            sizes["mlp"] = _other(dump, name, shape, embed)
-    for role, axis in (
-        (Role.READOUT, "classes"),
-        (Role.TOKEN_EMBEDDING, "vocab"),
-        (Role.PATCH_EMBEDDING, "patch"),
-    ):
-        for _, shape in roles.get(role, ())[:1]:
-            sizes[axis] = math.prod(shape) // embed if math.prod(shape) % embed == 0 else 1
-    return sizes | _heads(dump, roles, parameters, embed)
+        for name, shape in shapes.get(role, ())[:1]:
+            sizes["mlp"] = _mlp_size(dump, name, shape, embed)
+
+    axes = {Role.READOUT: "classes", Role.TOKEN_EMBEDDING: "vocab", Role.PATCH_EMBEDDING: "patch"}
+    for role, axis in axes.items():
+        for _, shape in shapes.get(role, ())[:1]:
+            size, remainder = divmod(math.prod(shape), embed)
+            sizes[axis] = 1 if remainder else size
+    return sizes | _head_sizes(dump, shapes, parameters, embed)
 
 
-def _width(roles: Shapes, labels: Mapping[str, Label]) -> int:
+def _matrix_shapes(
+    parameters: Mapping[str, Parameter], labels: Mapping[str, Label]
+) -> dict[Role, list[tuple[str, Shape]]]:
+    """Return names and shapes by role, without biases and gains of single roles."""
+    shapes: dict[Role, list[tuple[str, Shape]]] = {}
+    for name, parameter in parameters.items():
+        spec = parameter.spec
+        if spec.of is None and labels[name].leaf != "bias":
+            role = Role.VALUE if parameter.fused else spec.role
+            shapes.setdefault(role, []).append((name, parameter.entry.shape))
+    return shapes
+
+
+def _width(shapes: Shapes, labels: Mapping[str, Label]) -> int:
     for role in (Role.TOKEN_EMBEDDING, Role.POSITION, Role.NORM_GAIN):
-        for name, shape in roles.get(role, ()):
-            if shape and (role is not Role.NORM_GAIN or "attention" not in name):
+        for name, shape in shapes.get(role, ()):
+            # A gain inside of attention may have the size of a head.
+            in_attention = role is Role.NORM_GAIN and "attention" in name
+            if shape and not in_attention:
                 return shape[-1]
-    for name, shape in roles.get(Role.READOUT, ()):
+    for name, shape in shapes.get(Role.READOUT, ()):
         return shape[1] if labels[name].layout == "out, in" else shape[0]
-    shapes = [shape for matrices in roles.values() for _, shape in matrices]
-    return max(max(shape, default=1) for shape in shapes)
+    # An MLP without a table or a readout: its hidden layers are its largest.
+    largest: list[int] = []
+    for matrices in shapes.values():
+        for _, shape in matrices:
+            largest.append(max(shape, default=1))
+    return max(largest)
 
 
-def _other(dump: Dump, name: str, shape: tuple[int, ...], embed: int) -> int:
+def _mlp_size(dump: Dump, name: str, shape: Shape, embed: int) -> int:
+    """Return the dimension of an MLP's matrix that is not the width."""
     if len(shape) == 2 and embed in shape:
         return shape[1] if shape[0] == embed else shape[0]
-    stacked = (
-        'write the number of layers into "model" where one array has all of them ("layers": 2)'
-    )
+    remedy = "say what it is with --role"
+    if len(shape) == 3:
+        remedy = (
+            'write the number of layers into "model" where one array has all of them ("layers": 2)'
+        )
     raise PresetError(
-        f"{dump.source}: {name} has the shape {list(shape)}, which is not the width {embed} by the MLP's; "
-        f"{stacked if len(shape) == 3 else 'say what it is with --role'}"
+        f"{dump.source}: {name} has the shape {list(shape)}, "
+        f"which is not the width {embed} by the MLP's; {remedy}"
     )
 
 
-def _heads(
-    dump: Dump,
-    roles: Shapes,
-    parameters: Mapping[str, Parameter],
-    embed: int,
+def _head_sizes(
+    dump: Dump, shapes: Shapes, parameters: Mapping[str, Parameter], embed: int
 ) -> dict[str, int]:
-    attention = [*roles.get(Role.QUERY, ()), *roles.get(Role.VALUE, ())]
-    if not attention:
-        blocks = any(parameter.spec.in_block for parameter in parameters.values())
-        if dump.attention is not None and dump.head_dim is None and blocks:
-            raise PresetError(
-                f'{dump.source}: "attention" is given, and no name says which parameters make queries and keys; write '
-                f'--head-dim 64 (or 32,64: one a file), or "head_dim" into "model"'
-            )
-        head_dim = dump.head_dim or 1
-        return dict.fromkeys(("heads", "kv_heads"), max(1, embed // head_dim)) | {
-            "head_dim": head_dim
-        }
+    """Return the numbers of heads, and the size of a head."""
+    if not shapes.get(Role.QUERY) and not shapes.get(Role.VALUE):
+        return _head_sizes_by_width(dump, parameters, embed)
+
     rows: dict[Role, int] = {}
     head_dim = dump.head_dim
     for role in (Role.QUERY, Role.KEY, Role.VALUE):
-        for name, shape in roles.get(role, ())[:1]:
-            if len(shape) == 3 and not parameters[name].fused:
+        for name, shape in shapes.get(role, ())[:1]:
+            if parameters[name].fused:
+                # The queries' share of a fused matrix is not known. It is the width in most models.
+                rows[role] = embed
+                continue
+            if len(shape) == 3:
+                # (width, heads, head_dim), as in JAX.
                 head_dim = head_dim or shape[2]
-            rows[role] = embed if parameters[name].fused else math.prod(shape) // embed
+            rows[role] = math.prod(shape) // embed
     if head_dim is None:
         raise PresetError(
-            f"{dump.source}: shapes do not show the size of a head, by which attention is judged; write --head-dim 64 (or 32,64: one "
-            'a file), or "head_dim" into "model"'
+            f"{dump.source}: shapes do not show the size of a head, by which attention is judged; "
+            'write --head-dim 64 (or 32,64: one a file), or "head_dim" into "model"'
         )
-    queries = rows.get(Role.QUERY, rows.get(Role.VALUE, embed))
-    keys = rows.get(Role.KEY, rows.get(Role.VALUE, queries))
-    if queries % head_dim:
+
+    query_rows = rows.get(Role.QUERY, rows.get(Role.VALUE, embed))
+    key_rows = rows.get(Role.KEY, rows.get(Role.VALUE, query_rows))
+    if query_rows % head_dim:
         raise PresetError(
-            f"{dump.source}: heads of {head_dim} do not divide the {queries} rows of queries"
+            f"{dump.source}: heads of {head_dim} do not divide the {query_rows} rows of queries"
         )
     return {
-        "heads": queries // head_dim,
-        "kv_heads": max(1, keys // head_dim),
+        "heads": query_rows // head_dim,
+        "kv_heads": max(1, key_rows // head_dim),
         "head_dim": head_dim,
     }
+
+
+def _head_sizes_by_width(
+    dump: Dump, parameters: Mapping[str, Parameter], embed: int
+) -> dict[str, int]:
+    """Return head sizes of a model in which no name shows queries or values."""
+    has_blocks = any(parameter.spec.in_block for parameter in parameters.values())
+    if dump.attention is not None and dump.head_dim is None and has_blocks:
+        raise PresetError(
+            f'{dump.source}: "attention" is given, and no name says which parameters make queries '
+            "and keys; write --head-dim 64 (or 32,64: one a file), "
+            'or "head_dim" into "model"'
+        )
+    head_dim = dump.head_dim or 1
+    heads = max(1, embed // head_dim)
+    return {"heads": heads, "kv_heads": heads, "head_dim": head_dim}

@@ -1,4 +1,4 @@
-"""Files of other code as dumps, one file a format; `read` finds out which format a file has."""
+"""Readers of other programs' files, one file per format. `read` detects the format of each file."""
 
 from __future__ import annotations
 
@@ -9,74 +9,102 @@ from typing import Any
 
 from mupax.presets.roles import PresetError
 from mupax.presets.verify.formats import cerebras, huggingface, megatron, microsoft, nanogpt, olmo
-from mupax.presets.verify.formats.decoder import Reading
-from mupax.presets.verify.formats.dump import Dump, of_json, read_json
+from mupax.presets.verify.formats.decoder import ModelFile
+from mupax.presets.verify.formats.dump import Dump, parse_dump, read_json
 
 FORMATS = (
-    "a dump or a config.json of Hugging Face (.json), a Cerebras or OLMo config (.yaml), microsoft/mup's base shapes (.bsh), or a file "
-    "with the command line or arguments of Megatron (--hidden-size) or nanoGPT-mup (--n_embd)"
+    "a dump or a config.json of Hugging Face (.json), a Cerebras or OLMo config (.yaml), "
+    "microsoft/mup's base shapes (.bsh), or a file with the command line or arguments of Megatron "
+    "(--hidden-size) or nanoGPT-mup (--n_embd)"
 )
+"""List of the formats that `read` takes, for messages."""
 
 
 def read(paths: Sequence[Path]) -> list[Dump]:
-    """The dumps that files hold. One file alone brings its base too, where it names one.
+    """Return one dump per file, in order. A single file that names its base yields base and model.
 
-    Args:
-        paths: of files.
+    A `.bsh` file of base shapes needs one other file. The result is then the base and the model.
 
     Raises:
-        PresetError: a file that cannot be read, of no format known, or whose numbers are none.
+        PresetError: A file cannot be read, has no known format, or has a value that is no number.
     """
-    shapes = [path for path in paths if path.suffix == ".bsh"]
-    if len(shapes) > 1:
+    base_shapes = [path for path in paths if path.suffix == ".bsh"]
+    if len(base_shapes) > 1:
         raise PresetError(
-            "give one file of base shapes (.bsh), and the dump of the model that has them as its base"
+            "give one file of base shapes (.bsh), "
+            "and the dump of the model that has them as its base"
         )
-    readings = [_read(path) for path in paths if path.suffix != ".bsh"]
-    if shapes and len(readings) != 1:
-        raise PresetError(
-            f"{shapes[0].name} has shapes alone; give it with one dump of the model that it is the base of"
-        )
-    if shapes:
-        target = readings[0].dump()
-        return [microsoft.base(_yaml(shapes[0]), shapes[0].name, target), target]
-    if len(readings) == 1 and (base := readings[0].base()) is not None:
-        return [base, readings[0].dump()]
-    return [reading.dump() for reading in readings]
+
+    files = [_read_file(path) for path in paths if path.suffix != ".bsh"]
+    if base_shapes:
+        path = base_shapes[0]
+        if len(files) != 1:
+            raise PresetError(
+                f"{path.name} has shapes alone; "
+                "give it with one dump of the model that it is the base of"
+            )
+        target = files[0].dump()
+        return [microsoft.base(_read_yaml(path), path.name, target), target]
+
+    if len(files) == 1:
+        base = files[0].base()
+        if base is not None:
+            return [base, files[0].dump()]
+    return [file.dump() for file in files]
 
 
-def _read(path: Path) -> Reading:
+def _read_file(path: Path) -> ModelFile:
     if path.suffix == ".json":
-        contents = read_json(path)
-        if huggingface.fits(contents):
-            return huggingface.Config(contents, path.name)
-        return _Written(of_json(contents, path.name))
+        return _read_json_file(path)
     if path.suffix in (".yaml", ".yml"):
-        contents = _yaml(path)
-        if cerebras.fits(contents):
-            return cerebras.Config(contents, path.name)
-        if olmo.fits(contents):
-            return olmo.Config(contents, path.name)
-        raise PresetError(
-            f"{path.name} is no config of Cerebras (model: hidden_size) or OLMo (model: d_model); files are {FORMATS}"
-        )
+        return _read_yaml_file(path)
+    return _read_text_file(path)
+
+
+def _read_json_file(path: Path) -> ModelFile:
+    contents = read_json(path)
+    if huggingface.fits(contents):
+        return huggingface.Config(contents, path.name)
+    return _DumpFile(parse_dump(contents, path.name))
+
+
+def _read_yaml_file(path: Path) -> ModelFile:
+    contents = _read_yaml(path)
+    if cerebras.fits(contents):
+        return cerebras.Config(contents, path.name)
+    if olmo.fits(contents):
+        return olmo.Config(contents, path.name)
+    raise PresetError(
+        f"{path.name} is no config of Cerebras (model: hidden_size) or OLMo (model: d_model); "
+        f"files are {FORMATS}"
+    )
+
+
+def _read_text_file(path: Path) -> ModelFile:
+    """Read a config file of Python, or a shell script with one command line."""
+    is_python = path.suffix == ".py"
+    words: list[str] = []
     try:
         text = path.read_text()
-        words = (
-            shlex.split(text.replace("\\\n", " "), comments=True) if path.suffix != ".py" else []
-        )
+        if not is_python:
+            # `shlex` does not join lines that end in a backslash, as a shell does.
+            words = shlex.split(text.replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
-        raise PresetError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    if path.suffix == ".py" or nanogpt.fits(words):
-        return nanogpt.Config(text if path.suffix == ".py" else words, path.name)
+        reason = getattr(error, "strerror", None) or error
+        raise PresetError(f"{path} cannot be read: {reason}") from None
+
+    # nanoGPT's config files are Python. No other format here is.
+    if is_python:
+        return nanogpt.Config(text, path.name)
+    if nanogpt.fits(words):
+        return nanogpt.Config(words, path.name)
     if megatron.fits(words):
         return megatron.CommandLine(words, path.name)
     raise PresetError(f"{path.name} is of no format known; files are {FORMATS}")
 
 
-def _yaml(path: Path) -> Any:
+def _read_yaml(path: Path) -> Any:
+    # Imported here because only some formats are YAML.
     import yaml
 
     try:
@@ -91,8 +119,8 @@ def _yaml(path: Path) -> Any:
         raise PresetError(f"{path} is no YAML of a model: nested too deep") from None
 
 
-class _Written(Reading):
-    """A dump, as it was written."""
+class _DumpFile(ModelFile):
+    """Dump that was written in mupax's own JSON format."""
 
     def __init__(self, dump: Dump) -> None:
         self._dump = dump

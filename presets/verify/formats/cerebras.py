@@ -1,33 +1,46 @@
-"""A YAML of Cerebras' Model Zoo for GPT: what its gpt2_model.py makes of the muP fields, `mup_base_hidden_size` and `mup_base_filter_size`.
+"""YAML config of Cerebras' Model Zoo for GPT.
 
-With m = hidden_size / mup_base_hidden_size and m_F = filter_size / mup_base_filter_size:
+The values are those that its gpt2_model.py computes. With `mup_base_hidden_size`,
+`mup_base_filter_size`, m = hidden_size / mup_base_hidden_size and
+m_F = filter_size / mup_base_filter_size:
 
-| parameter                | std                          | lr       | multiplier            |
-|--------------------------|------------------------------|----------|-----------------------|
-| embeddings               | embedding_initializer        | lr       | embeddings_scale      |
-| attention and FFN in     | initializer m^-1/2           | lr / m   | 1                     |
-| attention out            | output_layer_initializer (2L m)^-1/2 | lr / m | 1               |
-| FFN out                  | ffn_output_layer_initializer (2L m_F)^-1/2 | lr / m_F | 1       |
-| readout                  | (the table's)                | lr       | output_logits_alpha / m |
+| parameter            | std                                        | lr       | multiplier       |
+|----------------------|--------------------------------------------|----------|------------------|
+| embeddings           | embedding_initializer                      | lr       | embeddings_scale |
+| attention and FFN in | initializer m^-1/2                         | lr / m   | 1                |
+| attention out        | output_layer_initializer (2L m)^-1/2       | lr / m   | 1                |
+| FFN out              | ffn_output_layer_initializer (2L m_F)^-1/2 | lr / m_F | 1                |
+| readout              | initializer_range, or the table's if tied  | lr       | (a)              |
 
-logits by 1/d with scale_qk_dot_by_d, else 1/sqrt(d). The peak of the schedule is the learning rate.
+(a) output_logits_alpha / m, or output_logits_alpha / sqrt(m) without scale_output_logits_by_d
+
+Attention logits are multiplied by attention_logits_alpha / d with scale_qk_dot_by_d, else by
+attention_logits_alpha / sqrt(d). The learning rate is the peak of the schedule.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mupax.presets.roles import PresetError
-from mupax.presets.verify.formats.decoder import Fields, Reading, Sizes, entries
+from mupax.presets.verify.formats.decoder import Columns, Fields, ModelFile, Sizes, entries
 from mupax.presets.verify.formats.dump import Dump
 
 _DEFAULTS = {
-    "initializer_range": 0.02, "share_embedding_weights": True, "embeddings_scale": 1.0, "output_logits_alpha": 1.0,
-    "scale_output_logits_by_d": True, "scale_qk_dot_by_d": False, "attention_logits_alpha": 1.0, "position_embedding_type": "learned",
-    "max_position_embeddings": 1024, "vocab_size": 50257,
-}  # fmt: skip
+    "initializer_range": 0.02,
+    "share_embedding_weights": True,
+    "embeddings_scale": 1.0,
+    "output_logits_alpha": 1.0,
+    "scale_output_logits_by_d": True,
+    "scale_qk_dot_by_d": False,
+    "attention_logits_alpha": 1.0,
+    "position_embedding_type": "learned",
+    "max_position_embeddings": 1024,
+    "vocab_size": 50257,
+}
+_OPTIMIZER_DEFAULTS = {"eps": 1e-6, "weight_decay": 0.0}
 _NAMES = {
     "token_embedding": "embedding_layer.word_embeddings.weight",
     "block.query": "transformer_decoder.layers.*.self_attn.proj_q_dense_layer.weight",
@@ -39,147 +52,220 @@ _NAMES = {
     "block.norm_gain": "transformer_decoder.layers.*.norm1.weight",
     "norm_gain": "ln_f.weight",
 }
+_LR_KEYS = ("learning_rate", "initial_learning_rate", "end_learning_rate", "val")
+"""Keys of a schedule whose numbers are learning rates."""
 
 
-def _sections(contents: Any) -> tuple[Mapping[str, Any], Mapping[str, Any], Any]:
-    """Model, optimizer and what has the schedule, in the layout of today and that before `trainer`."""
-    top = (
-        contents.get("trainer", {}).get("init", {})
-        if isinstance(contents, dict) and "trainer" in contents
-        else contents
-    )
+class _Sections(NamedTuple):
+    """Parts of a config. All are empty if the file is no config of Cerebras."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    schedule: Any
+
+
+def _sections(contents: Any) -> _Sections:
+    """Return the parts of a config, in the present layout or in the one before `trainer`."""
+    top = contents
+    if isinstance(contents, dict) and "trainer" in contents:
+        top = contents.get("trainer", {}).get("init", {})
     if not isinstance(top, dict) or not isinstance(top.get("model"), dict):
-        return {}, {}, None
+        return _Sections({}, {}, None)
     optimizer = top.get("optimizer") or {}
-    return top["model"], optimizer, [optimizer, top.get("schedulers")]
+    # The old layout has the learning rate in the optimizer, the present one in `schedulers`.
+    schedule = [optimizer, top.get("schedulers")]
+    return _Sections(top["model"], optimizer, schedule)
 
 
 def fits(contents: Any) -> bool:
-    """Whether a YAML's contents are a config of Cerebras."""
-    return "hidden_size" in _sections(contents)[0]
+    """Return whether the contents of a YAML file are a config of Cerebras."""
+    return "hidden_size" in _sections(contents).model
 
 
-def _peaks(schedule: Any) -> Iterator[float]:
+def _learning_rates(schedule: Any) -> Iterator[float]:
+    """Yield all learning rates in a schedule, at any depth."""
     if isinstance(schedule, dict):
         for name, value in schedule.items():
-            if name in (
-                "learning_rate",
-                "initial_learning_rate",
-                "end_learning_rate",
-                "val",
-            ) and isinstance(value, (int, float)):
+            if name in _LR_KEYS and isinstance(value, (int, float)):
                 yield float(value)
             else:
-                yield from _peaks(value)
+                yield from _learning_rates(value)
     elif isinstance(schedule, list):
-        for each in schedule:
-            yield from _peaks(each)
+        for item in schedule:
+            yield from _learning_rates(item)
 
 
-class Config(Reading):
-    """A config.
+class Config(ModelFile):
+    """YAML config of Cerebras.
 
     Args:
-        contents: of the YAML.
-        source: the file.
+        contents: Contents of the YAML file, for which `fits` is true.
     """
 
     def __init__(self, contents: Any, source: str) -> None:
-        model, optimizer, schedule = _sections(contents)
-        self._fields = Fields(model, source, _DEFAULTS)
-        kind = str(optimizer.get("optimizer_type") or next(iter(optimizer), ""))
-        if kind.lower() not in ("adamw", "sgd", "lion"):
-            raise PresetError(
-                f"{source}: the optimizer {kind!r} is not read; AdamW, SGD and Lion are"
-            )
-        self._optimizer = kind.lower()
-        named = optimizer.get(kind)
-        settings = named if isinstance(named, dict) else optimizer
-        self._rates = Fields(
-            {**settings, "lr": max(_peaks(schedule), default=None)},
-            source,
-            {"eps": 1e-6, "weight_decay": 0.0},
-        )
-        f = self._fields
-        heads = f.count("num_heads")
+        sections = _sections(contents)
+        fields = Fields(sections.model, source, _DEFAULTS)
+        self._fields = fields
+        self._read_optimizer(sections, source)
+
+        heads = fields.count("num_heads")
+        width = fields.count("hidden_size")
         self._sizes = Sizes(
-            width=f.count("hidden_size"), mlp=f.count("filter_size"), layers=f.count("num_hidden_layers"), heads=heads,
-            kv_heads=heads, head_dim=f.count("hidden_size") // heads, vocab=f.count("vocab_size"), positions=f.count("max_position_embeddings"),
-        )  # fmt: skip
-        self._base = {
-            "width": f.count("mup_base_hidden_size") if "mup_base_hidden_size" in f else None,
-            "mlp": f.count("mup_base_filter_size") if "mup_base_filter_size" in f else None,
-        }
+            width=width,
+            mlp=fields.count("filter_size"),
+            layers=fields.count("num_hidden_layers"),
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            vocab=fields.count("vocab_size"),
+            positions=fields.count("max_position_embeddings"),
+        )
+        self._base_width = self._optional_count("mup_base_hidden_size")
+        self._base_mlp = self._optional_count("mup_base_filter_size")
+
+    def _read_optimizer(self, sections: _Sections, source: str) -> None:
+        """Set the optimizer's name and settings."""
+        optimizer = sections.optimizer
+        # The old layout has {optimizer_type: AdamW, ...}, the present one {AdamW: {...}}.
+        name = str(optimizer.get("optimizer_type") or next(iter(optimizer), ""))
+        if name.lower() not in ("adamw", "sgd", "lion"):
+            raise PresetError(
+                f"{source}: the optimizer {name!r} is not read; AdamW, SGD and Lion are"
+            )
+        nested = optimizer.get(name)
+        settings = nested if isinstance(nested, dict) else optimizer
+        peak = max(_learning_rates(sections.schedule), default=None)
+        self._optimizer = name.lower()
+        self._settings = Fields({**settings, "lr": peak}, source, _OPTIMIZER_DEFAULTS)
+
+    def _optional_count(self, name: str) -> int | None:
+        return self._fields.count(name) if name in self._fields else None
 
     def dump(self) -> Dump:
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """The model of `mup_base_hidden_size`, with fewer heads of the same size."""
-        width, s = self._base["width"], self._sizes
-        if width is None or width == s.width:
+        """Return the model of `mup_base_hidden_size`, with fewer heads of the same size."""
+        sizes = self._sizes
+        width = self._base_width
+        if width is None or width == sizes.width:
             return None
-        heads = max(1, round(s.heads * width / s.width))
-        mlp = self._base["mlp"] or round(s.mlp * width / s.width)
-        smaller = dataclasses.replace(
-            s, width=width, mlp=mlp, heads=heads, kv_heads=heads, head_dim=s.head_dim
-        )
-        return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
+        # The file names the base's width but not its heads. The quotient may be no whole number.
+        heads = max(1, round(sizes.heads * width / sizes.width))
+        mlp = self._base_mlp or round(sizes.mlp * width / sizes.width)
+        base_sizes = dataclasses.replace(sizes, width=width, mlp=mlp, heads=heads, kv_heads=heads)
+        source = f"{self._fields.source} (base)"
+        return dataclasses.replace(self._dump(base_sizes), source=source)
 
-    def _std(self, *names: str) -> float:
-        """Of the first initializer that the file has."""
+    def _dump(self, sizes: Sizes) -> Dump:
+        fields = self._fields
+        stds = self._stds(sizes)
+        output = self._output_multiplier(sizes)
+
+        tied = fields.flag("share_embedding_weights")
+        names = dict(_NAMES)
+        if not tied:
+            names["readout"] = "lm_head.weight"
+        if fields.get("position_embedding_type") == "learned":
+            names["position"] = "embedding_layer.position_embeddings.weight"
+
+        columns = {role: self._columns(role, sizes, stds, output) for role in names}
+        attention_exponent = 1.0 if fields.flag("scale_qk_dot_by_d") else 0.5
+        alpha = fields.number("attention_logits_alpha")
+        return Dump(
+            source=fields.source,
+            parameters=entries(sizes, names, columns),
+            optimizer=self._optimizer,
+            decay="coupled",
+            head_dim=sizes.head_dim,
+            layers=sizes.layers,
+            attention=alpha * sizes.head_dim**-attention_exponent,
+            branch=1.0,
+            readout=output if tied else None,
+        )
+
+    def _width_ratio(self, sizes: Sizes) -> float:
+        """Return m: the width divided by the base width, 1 without muP."""
+        return sizes.width / self._base_width if self._base_width else 1.0
+
+    def _mlp_ratio(self, sizes: Sizes) -> float:
+        """Return m_F: the MLP's size divided by the base size, 1 if the file names none."""
+        return sizes.mlp / self._base_mlp if self._base_mlp else 1.0
+
+    def _output_multiplier(self, sizes: Sizes) -> float:
+        fields = self._fields
+        if self._base_width is None:
+            return 1.0
+        ratio = self._width_ratio(sizes)
+        divisor = ratio if fields.flag("scale_output_logits_by_d") else ratio**0.5
+        return fields.number("output_logits_alpha") / divisor
+
+    def _initializer_std(self, *names: str) -> float:
+        """Return the std of the first of these initializers that the file has."""
         for name in names:
             initializer = self._fields.values.get(name)
             if isinstance(initializer, dict):
                 return Fields(initializer, f"{self._fields.source}: {name}", {}).number("std")
         return self._fields.number("initializer_range")
 
-    def _dump(self, sizes: Sizes) -> Dump:
-        f, rates = self._fields, self._rates
-        wide = sizes.width / self._base["width"] if self._base["width"] else 1.0
-        wide_mlp = sizes.mlp / self._base["mlp"] if self._base["mlp"] else 1.0
-        mup = self._base["width"] is not None
-        deep = (2 * sizes.layers) ** -0.5 if mup else 1.0
-        stds = {
-            "block.attention_out": self._std("output_layer_initializer") * wide**-0.5 * deep,
-            "block.mlp_out": self._std("ffn_output_layer_initializer") * wide_mlp**-0.5 * deep,
-            "token_embedding": self._std("embedding_initializer"),
-            "position": self._std("embedding_initializer"),
-            "readout": f.number("initializer_range"),
-        }
-        if not mup:
-            stds["block.mlp_out"] = self._std(
+    def _stds(self, sizes: Sizes) -> dict[str, float]:
+        """Return initial standard deviations by role, without those of gains."""
+        by_width = self._width_ratio(sizes) ** -0.5
+        attention_out = self._initializer_std("output_layer_initializer") * by_width
+        if self._base_width is None:
+            # Without muP, output_layer_initializer is the default for the FFN's output too.
+            mlp_out = self._initializer_std(
                 "ffn_output_layer_initializer", "output_layer_initializer"
             )
+        else:
+            by_mlp = self._mlp_ratio(sizes) ** -0.5
+            by_depth = (2 * sizes.layers) ** -0.5
+            attention_out *= by_depth
+            mlp_out = self._initializer_std("ffn_output_layer_initializer") * by_mlp * by_depth
 
-        def rule(role: str) -> Mapping[str, float | None]:
-            vector, block = "norm" in role, role.startswith("block.")
-            slowed = wide_mlp if role == "block.mlp_out" else wide
-            return {
-                "std": None if vector else stds.get(role, self._std("initializer") * wide**-0.5),
-                "lr": rates.number("lr") / (slowed if block and not vector else 1.0),
-                "wd": 0.0 if vector else rates.number("weight_decay"),
-                "eps": rates.number("eps") if self._optimizer == "adamw" else None,
-                "multiplier": output
-                if role == "readout"
-                else f.number("embeddings_scale")
-                if "norm" not in role and not block
-                else 1.0,
-            }
+        embedding = self._initializer_std("embedding_initializer")
+        readout = self._fields.number("initializer_range")
+        hidden = self._initializer_std("initializer") * by_width
+        return {
+            "token_embedding": embedding,
+            "position": embedding,
+            "block.query": hidden,
+            "block.key": hidden,
+            "block.value": hidden,
+            "block.attention_out": attention_out,
+            "block.mlp_in": hidden,
+            "block.mlp_out": mlp_out,
+            "readout": readout,
+        }
 
-        output = (
-            f.number("output_logits_alpha")
-            / (wide if f.flag("scale_output_logits_by_d") else wide**0.5)
-            if mup
-            else 1.0
-        )
-        tied = f.flag("share_embedding_weights")
-        names = {**_NAMES, **({} if tied else {"readout": "lm_head.weight"})}
-        if f.get("position_embedding_type") == "learned":
-            names["position"] = "embedding_layer.position_embeddings.weight"
-        power = 1.0 if f.flag("scale_qk_dot_by_d") else 0.5
-        return Dump(
-            source=f.source, parameters=entries(sizes, names, rule), optimizer=self._optimizer, decay="coupled",
-            head_dim=sizes.head_dim, layers=sizes.layers, attention=f.number("attention_logits_alpha") * sizes.head_dim**-power,
-            branch=1.0, readout=output if tied else None,
-        )  # fmt: skip
+    def _columns(
+        self, role: str, sizes: Sizes, stds: Mapping[str, float], output: float
+    ) -> Columns:
+        """Return the values of the role's parameter, by the table of this file."""
+        settings = self._settings
+        is_vector = "norm" in role
+        in_block = role.startswith("block.")
+
+        lr = settings.number("lr")
+        if in_block and not is_vector:
+            lr /= self._mlp_ratio(sizes) if role == "block.mlp_out" else self._width_ratio(sizes)
+
+        multiplier = 1.0
+        if role == "readout":
+            multiplier = output
+        elif not is_vector and not in_block:
+            multiplier = self._fields.number("embeddings_scale")
+        if is_vector:
+            # Gains start at 1, so that they have no std to judge, and they do not decay.
+            std = None
+            weight_decay = 0.0
+        else:
+            std = stds[role]
+            weight_decay = settings.number("weight_decay")
+        return {
+            "std": std,
+            "lr": lr,
+            "wd": weight_decay,
+            "eps": settings.number("eps") if self._optimizer == "adamw" else None,
+            "multiplier": multiplier,
+        }

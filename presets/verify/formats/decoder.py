@@ -1,31 +1,37 @@
-"""A decoder as every config describes one: its parameters by role, with shapes from its sizes, and numbers by a rule of the format's own."""
+"""A decoder as configs describe it: its sizes, the shapes that follow from them, and config fields.
+
+The formats of this folder compute the values of each role, and `entries` puts them together.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mupax.presets.roles import PresetError
 from mupax.presets.verify.formats.dump import Dump, Entry
 
+Columns = Mapping[str, float | None]
+"""Values of one parameter by field of `Entry`, such as "std". `None` if a file has no value."""
 
-class Reading(abc.ABC):
-    """What a file says, of which a dump can be parameters, and sometimes that of its base."""
+
+class ModelFile(abc.ABC):
+    """Parsed file that describes a model, and in some formats the base model too."""
 
     @abc.abstractmethod
     def dump(self) -> Dump:
-        """What the file describes."""
+        """Return the dump of the model that the file describes."""
 
     def base(self) -> Dump | None:
-        """The same program at the size that it is relative to; None where the file names none."""
+        """Return the dump of the base model, or `None` if the file names no other base."""
         return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a decoder. `head_dim` times `heads` need not be the width."""
+    """Sizes of a decoder. `head_dim * heads` may differ from the width."""
 
     width: int
     mlp: int
@@ -37,70 +43,79 @@ class Sizes:
     positions: int = 0
 
 
-Rule = Callable[[str], Mapping[str, float | None]]
-"""Role, such as block.mlp_in, to the numbers of an `Entry`."""
-
-
-def entries(sizes: Sizes, names: Mapping[str, str], rule: Rule) -> dict[str, Entry]:
-    """The parameters that have a name, with the shapes of PyTorch (out, in).
+def entries(
+    sizes: Sizes, names: Mapping[str, str], columns: Mapping[str, Columns]
+) -> dict[str, Entry]:
+    """Return an entry for every named parameter, with shapes as in PyTorch: (out, in).
 
     Args:
-        sizes: of the model.
-        names: role to the parameter's name; "block.qkv" stands for queries, keys and values in one.
-        rule: the format's.
+        names: Parameter name by role. "block.qkv" is one matrix for queries, keys and values.
+        columns: Values by role. Every role of `names` needs an item.
     """
-    s = sizes
-    rows = {
-        "block.query": s.heads,
-        "block.key": s.kv_heads,
-        "block.value": s.kv_heads,
-        "block.qkv": s.heads + 2 * s.kv_heads,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embedding": (s.vocab, s.width),
-        "position": (s.positions, s.width),
-        **{role: (heads * s.head_dim, s.width) for role, heads in rows.items()},
-        "block.attention_out": (s.width, s.heads * s.head_dim),
-        "block.mlp_in": (s.mlp, s.width),
-        "block.mlp_out": (s.width, s.mlp),
-        "block.norm_gain": (s.width,),
-        "norm_gain": (s.width,),
-        "readout": (s.vocab, s.width),
-    }
+    shapes = _shapes(sizes)
     parameters = {}
     for role, name in names.items():
-        columns = {column: number for column, number in rule(role).items() if number is not None}
-        parameters[name] = Entry(shape=shapes[role], role=role, **columns)
+        # `Entry` has a default of its own for a value that the file does not give.
+        values = {column: value for column, value in columns[role].items() if value is not None}
+        parameters[name] = Entry(shape=shapes[role], role=role, **values)
     return parameters
 
 
+def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each role's parameter in PyTorch's layout: (out, in)."""
+    width = sizes.width
+    query_rows = sizes.heads * sizes.head_dim
+    key_rows = sizes.kv_heads * sizes.head_dim
+    return {
+        "token_embedding": (sizes.vocab, width),
+        "position": (sizes.positions, width),
+        "block.query": (query_rows, width),
+        "block.key": (key_rows, width),
+        "block.value": (key_rows, width),
+        "block.qkv": (query_rows + 2 * key_rows, width),
+        "block.attention_out": (width, query_rows),
+        "block.mlp_in": (sizes.mlp, width),
+        "block.mlp_out": (width, sizes.mlp),
+        "block.norm_gain": (width,),
+        "norm_gain": (width,),
+        "readout": (sizes.vocab, width),
+    }
+
+
 class Fields:
-    """Values of a config by name, with the defaults of its program, and one message for what cannot be one.
+    """Values of a config by name, with checks and with the defaults of the program that reads it.
 
     Args:
-        values: what the file says.
-        source: the file.
-        defaults: the program's own.
+        values: Values that the file gives. `None` counts as not given.
+        defaults: Values that the program uses for names that the file does not give.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any]) -> None:
-        self.values, self.source, self.defaults = values, source, defaults
+        self.values = values
+        self.source = source
+        self.defaults = defaults
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """The value, or the default."""
+        """Return the value of the file, else the program's default, else `None`."""
         value = self.values.get(name)
         return self.defaults.get(name) if value is None else value
 
     def flag(self, name: str) -> bool:
-        """A value that is true or false; a word of a command line is one too."""
+        """Return the value as a bool. The words "true", "1" and "yes" are true in any case."""
         value = self.get(name)
-        return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
+        if isinstance(value, str):
+            return value.lower() in ("true", "1", "yes")
+        return bool(value)
 
     def number(self, name: str) -> float:
-        """A number above 0; raises PresetError where it is missing or none."""
+        """Return the value as a finite number of at least 0.
+
+        Raises:
+            PresetError: The value is missing, is no number, is negative or is infinite.
+        """
         value = self.get(name)
         if value is None:
             raise PresetError(f"{self.source} does not say {name}; write it into the file")
@@ -108,8 +123,10 @@ class Fields:
             number = float(value)
         except (TypeError, ValueError):
             raise PresetError(
-                f"{self.source}: {name} is {value!r}; write the number, not a shell's or a template's word for it"
+                f"{self.source}: {name} is {value!r}; write the number, "
+                "not a shell's or a template's word for it"
             ) from None
+        # Not `number < 0`: this refuses NaN too.
         if not 0 <= number < float("inf"):
             raise PresetError(
                 f"{self.source}: {name} is {value!r}; write a finite number of at least 0"
@@ -117,10 +134,19 @@ class Fields:
         return number
 
     def count(self, name: str) -> int:
-        """A whole number of at least 1; raises PresetError otherwise."""
+        """Return the value as a whole number of at least 1.
+
+        Raises:
+            PresetError: The value is missing or is no such number.
+        """
         number = self.number(name)
         if number < 1 or number != int(number):
             raise PresetError(
                 f"{self.source}: {name} is {self.get(name)!r}; write a whole number of at least 1"
             )
+        # A count may be written as 2048.0, or be a word of a command line.
         return int(number)
+
+    def count_or(self, name: str, fallback: int) -> int:
+        """Return the value as `count` does, or the fallback if the file does not give it."""
+        return self.count(name) if name in self else fallback

@@ -1,8 +1,16 @@
-"""`Dump`: what a training program gives every parameter of one model, whatever framework it is of, and its JSON file.
+"""`Dump`: what a training program gives every parameter of one model, and its JSON file.
 
-A file is an object of parameters by name, {"lm_head.weight": {"shape": [256, 64], "std": 0.125, "lr": 1e-3, "wd": 0.1, "eps": 1e-8,
-"multiplier": 0.25}}, and "model", what the forward pass multiplies by and what shapes do not show: {"optimizer": "adamw",
-"head_dim": 16, "layers": 2, "attention": 0.25, "branch": 1, "readout": 0.25}. What is left out is not judged.
+A dump file is an object with one entry per parameter, and "model" for values that belong to no
+single parameter:
+
+    {
+      "lm_head.weight": {"shape": [256, 64], "std": 0.125, "lr": 1e-3, "wd": 0.1, "eps": 1e-8,
+                         "multiplier": 0.25},
+      "model": {"optimizer": "adamw", "head_dim": 16, "layers": 2, "attention": 0.25,
+                "branch": 1, "readout": 0.25}
+    }
+
+A value that is left out is not judged.
 """
 
 from __future__ import annotations
@@ -26,16 +34,17 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One parameter's numbers, absolute. None is not known; a multiplier that is left out is 1.
+    """Values of one parameter, absolute. `None` means that the file does not give the value.
 
     Attributes:
-        shape: of the array.
-        std: standard deviation of its entries at the start.
-        lr: its learning rate at the peak of the schedule; under Muon what multiplies the orthogonalized update.
-        wd: weight decay.
-        eps: of Adam.
-        multiplier: what the forward pass multiplies the weight, or what it writes, by.
-        role: what the parameter is, where a format says it; empty: its name says it.
+        shape: Shape of the array.
+        std: Initial standard deviation of the array's entries.
+        lr: Learning rate at the peak of the schedule. Under Muon, the factor on the orthogonalized
+            update.
+        wd: Weight decay, as the optimizer is given it.
+        eps: Adam's eps.
+        multiplier: Factor of the forward pass on the weight or on its output.
+        role: Role of the parameter if the format gives one. Empty if only the name shows it.
     """
 
     shape: tuple[int, ...]
@@ -49,20 +58,21 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dump:
-    """All parameters of one model, and what is no parameter's.
+    """All parameters of one model, with the values that belong to no single parameter.
 
     Attributes:
-        source: the file, for messages.
-        parameters: by name.
-        optimizer: one of `OPTIMIZERS`; None where the file does not say.
-        decay: how weight decay enters.
-        head_dim: size of a head, N.
-        layers: residual blocks, L; counted in the names unless given.
-        encoder_layers: those of an encoder, where it has another number.
-        attention: what attention logits q.k are multiplied by, 1/sqrt(N) or the like.
-        branch: what every residual branch is multiplied by.
-        readout: what the output of a readout that is the embedding's table is multiplied by; None: it has a table of its own.
-        notes: what the format leaves open, one sentence each.
+        source: Name of the file, for messages.
+        parameters: Entries by parameter name.
+        optimizer: A name of `OPTIMIZERS`. `None` if the file gives none.
+        decay: Whether weight decay is multiplied by the learning rate ("coupled").
+        head_dim: Size of an attention head, N.
+        layers: Number of residual blocks, L. `None` if the names show it.
+        encoder_layers: Number of an encoder's blocks, if it differs from `layers`.
+        attention: Factor on the attention logits q.k, such as 1/sqrt(N).
+        branch: Factor on every residual branch.
+        readout: Factor on the logits if the readout is the embedding's table. `None` if the
+            readout has a table of its own.
+        notes: Sentences on what the format leaves open.
     """
 
     source: str
@@ -82,7 +92,8 @@ class Dump:
             raise PresetError(f"{self.source} has no parameters")
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise PresetError(
-                f"{self.source}: no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}"
+                f"{self.source}: no optimizer is named {self.optimizer!r}; "
+                f"write {', '.join(OPTIMIZERS)}"
             )
         if self.decay not in (None, *get_args(Decay)):
             raise PresetError(
@@ -90,29 +101,38 @@ class Dump:
             )
 
 
-MODEL = tuple(
-    f.name for f in dataclasses.fields(Dump) if f.name not in ("source", "parameters", "notes")
+_NOT_IN_MODEL = ("source", "parameters", "notes")
+_MODEL_KEYS = tuple(
+    field.name for field in dataclasses.fields(Dump) if field.name not in _NOT_IN_MODEL
 )
-"""What "model" may have."""
 _COUNTS = ("head_dim", "layers", "encoder_layers")
-_ENTRY = ("shape", *COLUMNS, "role")
+_ENTRY_KEYS = ("shape", *COLUMNS, "role")
 
 
-def of_json(contents: Any, source: str) -> Dump:
-    """The dump in an object read from JSON.
+def parse_dump(contents: Any, source: str) -> Dump:
+    """Return the dump that a JSON object describes.
 
     Args:
-        contents: the object.
-        source: the file, for messages.
+        contents: Any value that `json.loads` returns. A value that is no dump is refused.
+        source: Name of the file, as messages and `Dump.source` give it.
 
     Raises:
-        PresetError: a key that is none, a shape that is none, a number that is none or is negative.
+        PresetError: A key is unknown, a shape is no list of counts, or a value is no number, is
+            negative or is infinite.
     """
     if not isinstance(contents, dict):
         raise PresetError(f'{source}: write an object, {{"name": {{"shape": [...], "std": ...}}}}')
-    contents = dict(contents)
-    model = contents.pop("model", {})
-    _check_keys(f'{source}: "model"', model, MODEL)
+
+    entries = dict(contents)
+    model = entries.pop("model", {})
+    _check_model(model, source)
+
+    parameters = {name: _parse_entry(entry, name, source) for name, entry in entries.items()}
+    return Dump(source=source, parameters=parameters, **model)
+
+
+def _check_model(model: Any, source: str) -> None:
+    _check_keys(f'{source}: "model"', model, _MODEL_KEYS)
     for key, value in model.items():
         if key in ("optimizer", "decay") or value is None:
             continue
@@ -120,27 +140,33 @@ def of_json(contents: Any, source: str) -> Dump:
             raise PresetError(
                 f'{source}: "model" {key} is {value!r}; write a whole number of at least 1'
             )
+        # Exponents are fitted to logarithms of these factors, so that 0 is refused.
         _check_number(f'{source}: "model" {key}', value, zero=False)
-    parameters = {}
-    for name, entry in contents.items():
-        _check_keys(f"{source}: {name}", entry, _ENTRY)
-        shape = entry.get("shape")
-        if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
-            raise PresetError(
-                f"{source}: {name} has the shape {shape!r}; write a list of whole numbers, [] for a scalar"
-            )
-        for column in COLUMNS:
-            if entry.get(column) is not None:
-                _check_number(
-                    f"{source}: {name} {column}", entry[column], zero=column != "multiplier"
-                )
-        filled = {column: entry[column] for column in COLUMNS if entry.get(column) is not None}
-        parameters[name] = Entry(shape=tuple(shape), role=entry.get("role", ""), **filled)
-    return Dump(source=source, parameters=parameters, **model)
+
+
+def _parse_entry(entry: Any, name: str, source: str) -> Entry:
+    _check_keys(f"{source}: {name}", entry, _ENTRY_KEYS)
+
+    shape = entry.get("shape")
+    # `type` and not `isinstance`: JSON's true is an int to `isinstance`.
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+        raise PresetError(
+            f"{source}: {name} has the shape {shape!r}; "
+            "write a list of whole numbers, [] for a scalar"
+        )
+
+    values = {column: entry[column] for column in COLUMNS if entry.get(column) is not None}
+    for column, value in values.items():
+        _check_number(f"{source}: {name} {column}", value, zero=column != "multiplier")
+    return Entry(shape=tuple(shape), role=entry.get("role", ""), **values)
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; raises PresetError where it cannot be read."""
+    """Return the contents of a JSON file.
+
+    Raises:
+        PresetError: The file cannot be read, is no JSON, or is nested too deep.
+    """
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -149,26 +175,26 @@ def read_json(path: Path) -> Any:
         raise PresetError(f"{path} is no JSON: {error}") from None
     except RecursionError:
         raise PresetError(f"{path} is no JSON of parameters: nested too deep") from None
-    if nested_deeper(content, DEEPEST):  # which the reader of JSON takes from Python 3.13 on
+    # From Python 3.13 on `json` itself reads any depth.
+    if nested_deeper(content, DEEPEST):
         raise PresetError(f"{path} is no JSON of parameters: nested too deep")
     return content
 
 
-def _check_keys(where: str, entry: Any, allowed: tuple[str, ...]) -> None:
+def _check_keys(place: str, entry: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(entry, dict):
-        raise PresetError(f"{where} is {entry!r:.60}; write an object with {', '.join(allowed)}")
+        raise PresetError(f"{place} is {entry!r:.60}; write an object with {', '.join(allowed)}")
     for key in entry:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"write {', '.join(allowed)}"
-            raise PresetError(f"{where} has no {key!r}; {hint}")
+            raise PresetError(f"{place} has no {key!r}; {hint}")
 
 
-def _check_number(where: str, value: Any, *, zero: bool) -> None:
-    number = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    )
-    if not number or value < 0 or (value == 0 and not zero):
-        raise PresetError(
-            f"{where} is {value!r}; write a finite number {'of at least' if zero else 'above'} 0"
-        )
+def _check_number(place: str, value: Any, *, zero: bool) -> None:
+    """Refuse a value that is not a finite number above 0, or of at least 0 if `zero`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_finite = is_number and math.isfinite(value)
+    if not is_finite or value < 0 or (value == 0 and not zero):
+        bound = "of at least" if zero else "above"
+        raise PresetError(f"{place} is {value!r}; write a finite number {bound} 0")

@@ -1,14 +1,22 @@
-"""A config.json of Hugging Face with the multipliers of muP: MiniCPM, Granite, Falcon-H1, and decoders that have none.
+"""config.json of Hugging Face with muP's multipliers: MiniCPM, Granite, Falcon-H1, other decoders.
 
-It has the forward pass and neither rates nor initial sizes of matrices: these are not judged. The table of embeddings and readout is
-taken to start with `initializer_range`. Fields after `transformers` 5 (granite, minicpm3, falcon_h1) and MiniCPM's own modeling file:
+Such a file describes the forward pass. It has no learning rates and no initial sizes of matrices,
+so these are not judged. The tables of embeddings and readout are taken to start with
+`initializer_range`.
 
-| model_type         | embedding            | logits q.k                 | branch                    | output                   |
-|--------------------|----------------------|----------------------------|---------------------------|--------------------------|
-| minicpm, minicpm3  | scale_emb            | d^-1/2                     | scale_depth / sqrt(L)     | dim_model_base / width   |
-| granite            | embedding_multiplier | attention_multiplier       | residual_multiplier       | 1 / logits_scaling       |
-| falcon_h1          | embedding_multiplier | key_multiplier d^-1/2 (and attention_in_multiplier, squared) | 1 | lm_head_multiplier       |
-| others             | 1                    | d^-1/2                     | 1                         | 1                        |
+| model_type        | embedding            | logits q.k           | branch                | output |
+|-------------------|----------------------|----------------------|-----------------------|--------|
+| minicpm, minicpm3 | scale_emb            | d^-1/2               | scale_depth / sqrt(L) | (a)    |
+| granite           | embedding_multiplier | attention_multiplier | residual_multiplier   | (b)    |
+| falcon_h1         | embedding_multiplier | (c)                  | 1                     | (d)    |
+| others            | 1                    | d^-1/2               | 1                     | 1      |
+
+(a) dim_model_base / width
+(b) 1 / logits_scaling
+(c) key_multiplier attention_in_multiplier^2 d^-1/2
+(d) lm_head_multiplier
+
+Sources: `transformers` 5 (granite, minicpm3, falcon_h1) and MiniCPM's own modeling file.
 """
 
 from __future__ import annotations
@@ -17,18 +25,39 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mupax.presets.verify.formats.decoder import Fields, Reading, Sizes, entries
+from mupax.presets.verify.formats.decoder import Columns, Fields, ModelFile, Sizes, entries
 from mupax.presets.verify.formats.dump import Dump
 
 DEFAULTS = {
-    "minicpm": {"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
-    "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True, "qk_nope_head_dim": 64,
-                 "qk_rope_head_dim": 32},
-    "granite": {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
-    "falcon_h1": {"embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0},
-}  # fmt: skip
-"""model_type to the fields that it has beside Llama's, and their defaults."""
-_COMMON = {"initializer_range": 0.02, "tie_word_embeddings": False}
+    "minicpm": {
+        "scale_emb": 1,
+        "scale_depth": 1,
+        "dim_model_base": 1,
+        "tie_word_embeddings": True,
+    },
+    "minicpm3": {
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "tie_word_embeddings": True,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+    },
+    "granite": {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    },
+    "falcon_h1": {
+        "embedding_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "key_multiplier": 1.0,
+        "attention_in_multiplier": 1.0,
+    },
+}
+"""Defaults of the fields that a model_type has in addition to Llama's, by model_type."""
+_COMMON_DEFAULTS = {"initializer_range": 0.02, "tie_word_embeddings": False}
 _NAMES = {
     "token_embedding": "model.embed_tokens.weight",
     "block.query": "model.layers.*.self_attn.q_proj.weight",
@@ -41,8 +70,18 @@ _NAMES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Multipliers:
+    """Factors of the forward pass: the columns of this file's table."""
+
+    embedding: float = 1.0
+    attention: float
+    branch: float = 1.0
+    output: float = 1.0
+
+
 def fits(contents: Any) -> bool:
-    """Whether a JSON's contents are a config of Hugging Face."""
+    """Return whether the contents of a JSON file are a config of Hugging Face."""
     return (
         isinstance(contents, dict)
         and isinstance(contents.get("model_type"), str)
@@ -50,88 +89,126 @@ def fits(contents: Any) -> bool:
     )
 
 
-class Config(Reading):
-    """A config.
+class Config(ModelFile):
+    """config.json of Hugging Face.
 
     Args:
-        contents: of the JSON.
-        source: the file.
+        contents: Contents of the JSON file, for which `fits` is true.
     """
 
     def __init__(self, contents: Mapping[str, Any], source: str) -> None:
-        self._kind = str(contents["model_type"])
-        self._fields = Fields(contents, source, {**_COMMON, **DEFAULTS.get(self._kind, {})})
-        f = self._fields
-        width, heads = f.count("hidden_size"), f.count("num_attention_heads")
-        if self._kind == "minicpm3":
-            head_dim = f.count("qk_nope_head_dim") + f.count("qk_rope_head_dim")
+        self._model_type = str(contents["model_type"])
+        defaults = {**_COMMON_DEFAULTS, **DEFAULTS.get(self._model_type, {})}
+        fields = Fields(contents, source, defaults)
+        self._fields = fields
+
+        width = fields.count("hidden_size")
+        heads = fields.count("num_attention_heads")
+        if self._model_type == "minicpm3":
+            head_dim = fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")
         else:
-            head_dim = f.count("head_dim") if "head_dim" in f else width // heads
+            head_dim = fields.count_or("head_dim", width // heads)
         self._sizes = Sizes(
-            width=width, mlp=f.count("intermediate_size"), layers=f.count("num_hidden_layers"), heads=heads,
-            kv_heads=f.count("num_key_value_heads") if "num_key_value_heads" in f else heads, head_dim=head_dim,
-            vocab=f.count("vocab_size"),
-        )  # fmt: skip
+            width=width,
+            mlp=fields.count("intermediate_size"),
+            layers=fields.count("num_hidden_layers"),
+            heads=heads,
+            kv_heads=fields.count_or("num_key_value_heads", heads),
+            head_dim=head_dim,
+            vocab=fields.count("vocab_size"),
+        )
 
     def dump(self) -> Dump:
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """Of MiniCPM the model of width `dim_model_base`, with fewer heads of the same size."""
-        if not self._kind.startswith("minicpm") or self._fields.count("dim_model_base") in (
-            1,
-            self._sizes.width,
-        ):
+        """Return MiniCPM's model of width `dim_model_base`, with fewer heads of the same size.
+
+        Return `None` for other model types, and if the file is itself the base.
+        """
+        if not self._model_type.startswith("minicpm"):
             return None
-        s, width = self._sizes, self._fields.count("dim_model_base")
-        share = s.width / width
-        smaller = dataclasses.replace(
-            s,
+        sizes = self._sizes
+        width = self._fields.count("dim_model_base")
+        # MiniCPM's default is 1, which is no width of a model.
+        if width in (1, sizes.width):
+            return None
+        ratio = sizes.width / width
+        base_sizes = dataclasses.replace(
+            sizes,
             width=width,
-            mlp=round(s.mlp / share),
-            heads=max(1, round(s.heads / share)),
-            kv_heads=max(1, round(s.kv_heads / share)),
+            mlp=round(sizes.mlp / ratio),
+            heads=max(1, round(sizes.heads / ratio)),
+            kv_heads=max(1, round(sizes.kv_heads / ratio)),
         )
-        return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
+        source = f"{self._fields.source} (base)"
+        return dataclasses.replace(self._dump(base_sizes), source=source)
 
     def _dump(self, sizes: Sizes) -> Dump:
-        f, root = self._fields, sizes.head_dim**-0.5
-        embedding, attention, branch, output = 1.0, root, 1.0, 1.0
-        if self._kind.startswith("minicpm"):
-            embedding, branch = f.number("scale_emb"), f.number("scale_depth") / sizes.layers**0.5
-            output = f.number("dim_model_base") / sizes.width
-        elif self._kind == "granite":
-            embedding, attention = (
-                f.number("embedding_multiplier"),
-                f.number("attention_multiplier"),
-            )
-            branch, output = f.number("residual_multiplier"), 1 / f.number("logits_scaling")
-        elif self._kind == "falcon_h1":
-            embedding, output = f.number("embedding_multiplier"), f.number("lm_head_multiplier")
-            attention = root * f.number("key_multiplier") * f.number("attention_in_multiplier") ** 2
-        tied, std = f.flag("tie_word_embeddings"), f.number("initializer_range")
+        fields = self._fields
+        multipliers = self._multipliers(sizes)
+        tied = fields.flag("tie_word_embeddings")
+        std = fields.number("initializer_range")
 
-        def rule(role: str) -> Mapping[str, float | None]:
-            of_table = {"token_embedding": embedding, "readout": output}
-            return {"std": std if role in of_table else None, "multiplier": of_table.get(role, 1.0)}
+        names = dict(_NAMES)
+        if not tied:
+            names["readout"] = "lm_head.weight"
+        if self._model_type == "minicpm3":
+            # Its queries, keys and values are of low rank: two matrices each, of other names.
+            for role in ("block.query", "block.key", "block.value"):
+                del names[role]
 
-        names = {**_NAMES, **({} if tied else {"readout": "lm_head.weight"})}
-        if (
-            self._kind == "minicpm3"
-        ):  # queries, keys and values of low rank have matrices of their own
-            names = {
-                role: name
-                for role, name in names.items()
-                if role not in ("block.query", "block.key", "block.value")
-            }
-        notes = [
-            f"a config.json has no rates and no initial sizes of matrices: of {f.source} multipliers alone are judged"
-        ]
-        if self._kind == "falcon_h1":
-            notes.append(
-                "of Falcon-H1 the multipliers of its state-space layers and of single matrices are not judged"
-            )
+        columns: dict[str, Columns] = {role: {"std": None, "multiplier": 1.0} for role in names}
+        columns["token_embedding"] = {"std": std, "multiplier": multipliers.embedding}
+        columns["readout"] = {"std": std, "multiplier": multipliers.output}
         return Dump(
-            source=f.source, parameters=entries(sizes, names, rule), head_dim=sizes.head_dim, layers=sizes.layers,
-            attention=attention, branch=branch, readout=output if tied else None, notes=tuple(notes),
-        )  # fmt: skip
+            source=fields.source,
+            parameters=entries(sizes, names, columns),
+            head_dim=sizes.head_dim,
+            layers=sizes.layers,
+            attention=multipliers.attention,
+            branch=multipliers.branch,
+            readout=multipliers.output if tied else None,
+            notes=self._notes(),
+        )
+
+    def _multipliers(self, sizes: Sizes) -> _Multipliers:
+        """Return the factors of the forward pass, by the table of this file."""
+        fields = self._fields
+        inverse_root = sizes.head_dim**-0.5
+        if self._model_type.startswith("minicpm"):
+            return _Multipliers(
+                embedding=fields.number("scale_emb"),
+                attention=inverse_root,
+                branch=fields.number("scale_depth") / sizes.layers**0.5,
+                output=fields.number("dim_model_base") / sizes.width,
+            )
+        if self._model_type == "granite":
+            return _Multipliers(
+                embedding=fields.number("embedding_multiplier"),
+                attention=fields.number("attention_multiplier"),
+                branch=fields.number("residual_multiplier"),
+                output=1 / fields.number("logits_scaling"),
+            )
+        if self._model_type == "falcon_h1":
+            embedding = fields.number("embedding_multiplier")
+            output = fields.number("lm_head_multiplier")
+            key = fields.number("key_multiplier")
+            # Queries and keys both read the scaled input.
+            attention_in = fields.number("attention_in_multiplier")
+            attention = inverse_root * key * attention_in**2
+            return _Multipliers(embedding=embedding, attention=attention, output=output)
+        return _Multipliers(attention=inverse_root)
+
+    def _notes(self) -> tuple[str, ...]:
+        no_rates = (
+            "a config.json has no rates and no initial sizes of matrices: "
+            f"of {self._fields.source} multipliers alone are judged"
+        )
+        if self._model_type != "falcon_h1":
+            return (no_rates,)
+        state_space = (
+            "of Falcon-H1 the multipliers of its state-space layers and of single matrices "
+            "are not judged"
+        )
+        return (no_rates, state_space)

@@ -1,33 +1,47 @@
-"""A command line of NVIDIA/Megatron-LM: sizes, initialization and rates as its own code works them out, with `--use-mup` and without.
+"""Command line of NVIDIA/Megatron-LM, with `--use-mup` and without.
 
-Fields after megatron/core/transformer/transformer_config.py (`__post_init__`), megatron/core/optimizer/__init__.py
-(`get_mup_config_overrides`) and megatron/training/arguments.py, of August 2026. With muP, m = hidden / mup_base_hidden:
+Sizes, initial sizes and learning rates are those that its code computes. With muP and
+m = hidden_size / mup_base_hidden_size:
 
-| parameter                     | std                     | lr       | eps      | multiplier        |
-|-------------------------------|-------------------------|----------|----------|-------------------|
-| embeddings                    | std                     | lr       | eps      | mup_embedding_mult|
-| block matrices                | std m^-1/2              | lr / m   | eps / m  | 1                 |
-| attention out, MLP out        | std (2L m)^-1/2         | lr / m   | eps / m  | 1                 |
-| output layer, tied or not     | std                     | lr       | eps      | 1 / m             |
+| parameter                  | std             | lr     | eps     | multiplier         |
+|----------------------------|-----------------|--------|---------|--------------------|
+| embeddings                 | std             | lr     | eps     | mup_embedding_mult |
+| block matrices             | std m^-1/2      | lr / m | eps / m | 1                  |
+| attention out, MLP out     | std (2L m)^-1/2 | lr / m | eps / m | 1                  |
+| output layer, tied or not  | std             | lr     | eps     | 1 / m              |
 
-softmax scale sqrt(mup_base_head_dim or 1) / kv_channels^mup_attn_scale_power. Weight decay is AdamW's, one number, 0 on vectors.
+The table is Adam's. Muon scales no learning rate. SGD multiplies the learning rate of everything
+but block matrices by m. The softmax scale is
+sqrt(mup_base_head_dim or 1) / kv_channels^mup_attn_scale_power. Weight decay is AdamW's: one value,
+and 0 for vectors.
+
+Sources, of August 2026: megatron/core/transformer/transformer_config.py (`__post_init__`),
+megatron/core/optimizer/__init__.py (`get_mup_config_overrides`), megatron/training/arguments.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mupax.presets.roles import PresetError
-from mupax.presets.verify.formats.decoder import Fields, Reading, Sizes, entries
+from mupax.presets.verify.formats.decoder import Columns, Fields, ModelFile, Sizes, entries
 from mupax.presets.verify.formats.dump import Dump
 
 _DEFAULTS = {
-    "init-method-std": 0.02, "adam-eps": 1e-8, "weight-decay": 0.01, "optimizer": "adam", "mup-embedding-mult": 1.0,
-    "mup-output-mult": 1.0, "mup-attn-scale-power": 1.0, "padded-vocab-size": 50304, "position-embedding-type": "learned_absolute",
+    "init-method-std": 0.02,
+    "adam-eps": 1e-8,
+    "weight-decay": 0.01,
+    "optimizer": "adam",
+    "mup-embedding-mult": 1.0,
+    "mup-output-mult": 1.0,
+    "mup-attn-scale-power": 1.0,
+    "padded-vocab-size": 50304,
+    "position-embedding-type": "learned_absolute",
     "max-position-embeddings": 1024,
-}  # fmt: skip
-_FAMILIES = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
+}
+_OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
+"""Name of `mupax.presets.optimizers.OPTIMIZERS` by Megatron's name."""
 _NAMES = {
     "token_embedding": "embedding.word_embeddings.weight",
     "block.qkv": "decoder.layers.*.self_attention.linear_qkv.weight",
@@ -38,126 +52,204 @@ _NAMES = {
     "norm_gain": "decoder.final_layernorm.weight",
 }
 _HIDDEN = ("block.qkv", "block.attention_out", "block.mlp_in", "block.mlp_out")
+_BRANCH_OUTPUTS = ("block.attention_out", "block.mlp_out")
 
 
 def fits(words: Sequence[str]) -> bool:
-    """Whether the words are of a command line of Megatron."""
+    """Return whether the words are a command line of Megatron."""
     return any(word.split("=")[0] == "--hidden-size" for word in words)
 
 
-def _flags(words: Sequence[str]) -> dict[str, str]:
+def _parse_flags(words: Sequence[str]) -> dict[str, str]:
+    """Return flags by name with dashes. A flag without a value is "true"."""
     flags: dict[str, str] = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            flags[name.replace("_", "-")] = (
-                value if equals else "true" if not after or after.startswith("--") else after
-            )
+    following = [*words[1:], ""]
+    for word, next_word in zip(words, following, strict=True):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            has_value = next_word and not next_word.startswith("--")
+            value = next_word if has_value else "true"
+        flags[name.replace("_", "-")] = value
     return flags
 
 
-class CommandLine(Reading):
-    """The words of a command line.
+class CommandLine(ModelFile):
+    """Command line of Megatron-LM.
 
     Args:
-        words: of the shell.
-        source: the file.
+        words: Words of the command line, as a shell splits them.
     """
 
     def __init__(self, words: Sequence[str], source: str) -> None:
-        self._fields = Fields(_flags(words), source, _DEFAULTS)
-        f = self._fields
-        heads = f.count("num-attention-heads")
-        width = f.count("hidden-size")
+        fields = Fields(_parse_flags(words), source, _DEFAULTS)
+        self._fields = fields
+        heads = fields.count("num-attention-heads")
+        width = fields.count("hidden-size")
+        grouped = fields.flag("group-query-attention")
         self._sizes = Sizes(
             width=width,
-            mlp=f.count("ffn-hidden-size") if "ffn-hidden-size" in f else 4 * width,
-            layers=f.count("num-layers"),
+            mlp=fields.count_or("ffn-hidden-size", 4 * width),
+            layers=fields.count("num-layers"),
             heads=heads,
-            kv_heads=f.count("num-query-groups") if f.flag("group-query-attention") else heads,
-            head_dim=f.count("kv-channels") if "kv-channels" in f else width // heads,
-            vocab=f.count("padded-vocab-size"),
-            positions=f.count("max-position-embeddings"),
+            kv_heads=fields.count("num-query-groups") if grouped else heads,
+            head_dim=fields.count_or("kv-channels", width // heads),
+            vocab=fields.count("padded-vocab-size"),
+            positions=fields.count("max-position-embeddings"),
         )
-        if "scaling-recipe" in f and f.get("scaling-recipe") not in ("none", "mup"):
+
+        recipe = fields.get("scaling-recipe")
+        if "scaling-recipe" in fields and recipe not in ("none", "mup"):
             raise PresetError(
-                f"{source}: --scaling-recipe {f.get('scaling-recipe')} is not read; dump its parameters instead"
+                f"{source}: --scaling-recipe {recipe} is not read; dump its parameters instead"
             )
-        self._mup = f.flag("use-mup") or f.get("scaling-recipe") == "mup"
-        flag = next(
-            (name for name in ("mup-base-hidden-size", "scaling-base-hidden-size") if name in f),
-            None,
-        )
-        self._base_width = f.count(flag) if flag else width
+        self._mup = fields.flag("use-mup") or recipe == "mup"
+        self._base_width = width
+        # The second name comes with --scaling-recipe, the first with --use-mup.
+        for flag in ("mup-base-hidden-size", "scaling-base-hidden-size"):
+            if flag in fields:
+                self._base_width = fields.count(flag)
+                break
 
     def dump(self) -> Dump:
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """The model of `--mup-base-hidden-size`, with fewer heads of the same size, or of `--mup-base-head-dim`."""
-        if not self._mup or self._base_width == self._sizes.width:
+        """Return the model of `--mup-base-hidden-size`, with fewer heads.
+
+        Heads have the size of `--mup-base-head-dim` if the flag is given, else the model's own.
+        """
+        sizes = self._sizes
+        fields = self._fields
+        if not self._mup or self._base_width == sizes.width:
             return None
-        s, f = self._sizes, self._fields
-        times = s.width / self._base_width
-        head_dim = f.count("mup-base-head-dim") if "mup-base-head-dim" in f else s.head_dim
-        share = times * head_dim / s.head_dim
-        smaller = dataclasses.replace(
-            s, width=self._base_width, mlp=round(s.mlp / times), head_dim=head_dim,
-            heads=max(1, round(s.heads / share)), kv_heads=max(1, round(s.kv_heads / share)),
-        )  # fmt: skip
-        return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
+        width_ratio = sizes.width / self._base_width
+        head_dim = fields.count_or("mup-base-head-dim", sizes.head_dim)
+        heads_ratio = width_ratio * head_dim / sizes.head_dim
+        base_sizes = dataclasses.replace(
+            sizes,
+            width=self._base_width,
+            mlp=round(sizes.mlp / width_ratio),
+            head_dim=head_dim,
+            heads=max(1, round(sizes.heads / heads_ratio)),
+            kv_heads=max(1, round(sizes.kv_heads / heads_ratio)),
+        )
+        return dataclasses.replace(self._dump(base_sizes), source=f"{fields.source} (base)")
 
     def _dump(self, sizes: Sizes) -> Dump:
-        f, times = self._fields, sizes.width / self._base_width if self._mup else 1.0
-        name = str(f.get("optimizer"))
-        if name not in _FAMILIES:
+        fields = self._fields
+        name = str(fields.get("optimizer"))
+        if name not in _OPTIMIZERS:
             raise PresetError(
-                f"{f.source}: --optimizer {name} is not read; dump its parameters instead"
+                f"{fields.source}: --optimizer {name} is not read; dump its parameters instead"
             )
-        std, lr, eps, wd = (
-            f.number(n) for n in ("init-method-std", "lr", "adam-eps", "weight-decay")
-        )
-        output = f.number("mup-output-mult") if f.number("mup-output-mult") != 1 else 1 / times
-        of_output = output if self._mup else 1.0
-        adam, tied = _FAMILIES[name] == "adamw", not f.flag("untie-embeddings-and-output-weights")
+        optimizer = _OPTIMIZERS[name]
+        width_ratio = sizes.width / self._base_width if self._mup else 1.0
+        values = _Values(fields, optimizer=optimizer, mup=self._mup, width_ratio=width_ratio)
 
-        def rule(role: str) -> Mapping[str, float | None]:
-            hidden = role in _HIDDEN
-            smaller = std / times**0.5 if hidden else std
-            deep = (
-                (2 * sizes.layers) ** -0.5
-                if role in ("block.attention_out", "block.mlp_out")
-                else 1.0
-            )
-            scaled = 1 / times if hidden and name != "sgd" and _FAMILIES[name] != "muon" else 1.0
-            scaled = times if self._mup and name == "sgd" and not hidden else scaled
-            of_embedding = (
-                f.number("mup-embedding-mult")
-                if self._mup and role in ("token_embedding", "position")
-                else 1.0
-            )
-            rate = (
-                f.number("decoupled-lr")
-                if "decoupled-lr" in f and role in ("token_embedding", "readout")
-                else lr * scaled
-            )
-            return {
-                "std": None if "norm" in role else smaller * deep,
-                "lr": rate,
-                "wd": 0.0 if "norm" in role else wd,
-                "eps": None if name == "sgd" else eps / times if adam and hidden else eps,
-                "multiplier": of_output if role == "readout" else of_embedding,
-            }
-
-        names = dict(_NAMES) if tied else {**_NAMES, "readout": "output_layer.weight"}
-        if f.get("position-embedding-type") == "learned_absolute":
+        tied = not fields.flag("untie-embeddings-and-output-weights")
+        names = dict(_NAMES)
+        if not tied:
+            names["readout"] = "output_layer.weight"
+        if fields.get("position-embedding-type") == "learned_absolute":
             names["position"] = "embedding.position_embeddings.weight"
-        plain = sizes.head_dim**-0.5
-        root = f.number("mup-base-head-dim") ** 0.5 if "mup-base-head-dim" in f else 1.0
-        attention = (
-            root / sizes.head_dim ** f.number("mup-attn-scale-power") if self._mup else plain
-        )
+        columns = {role: values.columns(role, sizes.layers) for role in names}
         return Dump(
-            source=f.source, parameters=entries(sizes, names, rule), optimizer=_FAMILIES[name], decay="coupled",
-            head_dim=sizes.head_dim, layers=sizes.layers, attention=attention, branch=1.0, readout=of_output if tied else None,
-        )  # fmt: skip
+            source=fields.source,
+            parameters=entries(sizes, names, columns),
+            optimizer=optimizer,
+            decay="coupled",
+            head_dim=sizes.head_dim,
+            layers=sizes.layers,
+            attention=self._attention(sizes.head_dim),
+            branch=1.0,
+            readout=values.output if tied else None,
+        )
+
+    def _attention(self, head_dim: int) -> float:
+        """Return the softmax scale."""
+        fields = self._fields
+        if not self._mup:
+            return head_dim**-0.5
+        root = 1.0
+        if "mup-base-head-dim" in fields:
+            root = fields.number("mup-base-head-dim") ** 0.5
+        return root / head_dim ** fields.number("mup-attn-scale-power")
+
+
+class _Values:
+    """Values of every parameter at one width.
+
+    Args:
+        optimizer: Name of `mupax.presets.optimizers.OPTIMIZERS`.
+        mup: Whether `--use-mup` is given, or `--scaling-recipe mup`.
+        width_ratio: Width divided by base width, 1 without muP.
+    """
+
+    def __init__(self, fields: Fields, *, optimizer: str, mup: bool, width_ratio: float) -> None:
+        self._fields = fields
+        self._optimizer = optimizer
+        self._mup = mup
+        self._width_ratio = width_ratio
+        self._std = fields.number("init-method-std")
+        self._lr = fields.number("lr")
+        self._eps = fields.number("adam-eps")
+        self._weight_decay = fields.number("weight-decay")
+        # A multiplier that is not 1 replaces the default of 1/m.
+        output = fields.number("mup-output-mult")
+        if output == 1:
+            output = 1 / width_ratio
+        self.output = output if mup else 1.0
+
+    def columns(self, role: str, layers: int) -> Columns:
+        """Return the values of the role's parameter, by the table of this file."""
+        is_vector = "norm" in role
+        if is_vector:
+            # Gains start at 1, so that they have no std to judge, and they do not decay.
+            std = None
+            weight_decay = 0.0
+        else:
+            std = self._initial_std(role, layers)
+            weight_decay = self._weight_decay
+        return {
+            "std": std,
+            "lr": self._learning_rate(role),
+            "wd": weight_decay,
+            "eps": self._adam_eps(role),
+            "multiplier": self._multiplier(role),
+        }
+
+    def _initial_std(self, role: str, layers: int) -> float:
+        std = self._std
+        if role in _HIDDEN:
+            std /= self._width_ratio**0.5
+        if role in _BRANCH_OUTPUTS:
+            std *= (2 * layers) ** -0.5
+        return std
+
+    def _learning_rate(self, role: str) -> float:
+        fields = self._fields
+        if "decoupled-lr" in fields and role in ("token_embedding", "readout"):
+            return fields.number("decoupled-lr")
+        hidden = role in _HIDDEN
+        if hidden and self._optimizer == "adamw":
+            return self._lr * (1 / self._width_ratio)
+        if self._mup and not hidden and self._optimizer == "sgd":
+            return self._lr * self._width_ratio
+        return self._lr
+
+    def _adam_eps(self, role: str) -> float | None:
+        if self._optimizer == "sgd":
+            return None
+        if self._optimizer == "adamw" and role in _HIDDEN:
+            return self._eps / self._width_ratio
+        # Under Muon, eps matters to the parameters that stay on Adam.
+        return self._eps
+
+    def _multiplier(self, role: str) -> float:
+        if role == "readout":
+            return self.output
+        if self._mup and role in ("token_embedding", "position"):
+            return self._fields.number("mup-embedding-mult")
+        return 1.0

@@ -1,7 +1,9 @@
-"""A .bsh of microsoft/mup: the base shapes that `save_base_shapes` writes, as the dump of the base that a model has by them.
+"""Base shapes of microsoft/mup (`.bsh`, which `save_base_shapes` writes) as a base model's dump.
 
-It is YAML, a list of sizes per parameter, null where a dimension is none of width. The base trains with the numbers that mup gives what is
-not scaled (`mup/optim.py`): under Adam those of parameters with at most one dimension of width, under SGD those of a matrix.
+The file is YAML with a list of sizes per parameter. A size is null if the dimension does not grow
+with width. mup leaves some parameters' learning rates unscaled (`mup/optim.py`): under Adam those
+of parameters with at most one width dimension, under SGD those of matrices. The base trains with
+these unscaled values.
 """
 
 from __future__ import annotations
@@ -14,65 +16,89 @@ from mupax.presets.verify.formats.dump import Dump, Entry
 
 
 def base(contents: Any, source: str, target: Dump) -> Dump:
-    """The base of a model: its shapes from the file, its numbers those of what mup does not scale.
+    """Return the dump of the base model, with the values that mup does not scale.
 
     Args:
-        contents: of the .bsh.
-        source: its name.
-        target: the dump of the model.
+        contents: Contents of the `.bsh` file: a list of sizes per parameter, `None` for a dimension
+            that does not grow with width.
+        source: Name of the `.bsh` file.
+        target: Dump of the model whose base the file describes.
 
     Raises:
-        PresetError: shapes of another model, or base shapes that are the model's own.
+        PresetError: The file has other parameters than the dump, or the shapes of the model itself.
     """
-    if not isinstance(contents, dict) or not all(
-        isinstance(shape, list) for shape in contents.values()
-    ):
-        raise PresetError(
-            f"{source} is no file of base shapes: write one with mup.make_base_shapes(base, delta, {source!r})"
-        )
-    if odd := sorted(contents.keys() ^ target.parameters.keys()):
-        raise PresetError(
-            f"{source} and {target.source} have different parameters, such as {', '.join(map(str, odd[:3]))}"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in contents.items():
-        full_shape = target.parameters[name].shape
-        if len(shape) != len(full_shape) or not all(
-            size is None or type(size) is int for size in shape
-        ):
-            raise PresetError(
-                f"{source}: {name} has the shape {shape}, and {list(full_shape)} in {target.source}"
-            )
-        shapes[name] = tuple(size or have for size, have in zip(shape, full_shape, strict=True))
+    _check_contents(contents, source, target)
+    shapes = {name: _full_shape(name, shape, source, target) for name, shape in contents.items()}
+    # Equal shapes happen with `set_base_shapes(model, None)`, and train without muP.
     if all(shape == target.parameters[name].shape for name, shape in shapes.items()):
         raise PresetError(
-            f"{source} has the shapes of {target.source} itself: to mup it is its own base, and all of it is standard parameterization; "
-            "make base shapes from a narrower model, mup.make_base_shapes(base, delta, file) (microsoft/mup, issue 41)"
+            f"{source} has the shapes of {target.source} itself: to mup it is its own base, and "
+            "all of it is standard parameterization; make base shapes from a narrower model, "
+            "mup.make_base_shapes(base, delta, file) (microsoft/mup, issue 41)"
         )
-    sgd = target.optimizer in ("sgd", "momentum")
-    plain = [
-        entry for name, entry in target.parameters.items()
-        if (sum(size is not None for size in contents[name]) == 2) == sgd
-    ]  # fmt: skip
-    if not plain:
-        raise PresetError(
-            f"{source}: no parameter of {target.source} shows the rate that mup does not scale; dump the base model too"
-        )
-    base_entry = plain[0]
-    parameters = {
-        name: Entry(
+
+    unscaled = _unscaled_entry(contents, source, target)
+    parameters = {}
+    for name, shape in shapes.items():
+        parameters[name] = Entry(
             shape=shape,
-            lr=base_entry.lr,
-            wd=base_entry.wd,
-            eps=base_entry.eps,
+            lr=unscaled.lr,
+            wd=unscaled.wd,
+            eps=unscaled.eps,
             role=target.parameters[name].role,
         )
-        for name, shape in shapes.items()
-    }
-    notes = (
-        *target.notes,
-        f"{source} has no initial sizes: they are not judged; dump the base model to have them judged",
+    note = (
+        f"{source} has no initial sizes: they are not judged; "
+        "dump the base model to have them judged"
     )
     return dataclasses.replace(
-        target, source=source, parameters=parameters, attention=None, branch=None, notes=notes
+        target,
+        source=source,
+        parameters=parameters,
+        attention=None,
+        branch=None,
+        notes=(*target.notes, note),
+    )
+
+
+def _check_contents(contents: Any, source: str, target: Dump) -> None:
+    is_base_shapes = isinstance(contents, dict) and all(
+        isinstance(shape, list) for shape in contents.values()
+    )
+    if not is_base_shapes:
+        raise PresetError(
+            f"{source} is no file of base shapes: "
+            f"write one with mup.make_base_shapes(base, delta, {source!r})"
+        )
+    unmatched = sorted(contents.keys() ^ target.parameters.keys())
+    if unmatched:
+        examples = ", ".join(map(str, unmatched[:3]))
+        raise PresetError(
+            f"{source} and {target.source} have different parameters, such as {examples}"
+        )
+
+
+def _full_shape(name: str, shape: list[Any], source: str, target: Dump) -> tuple[int, ...]:
+    """Return the base shape, with the model's own sizes for dimensions that do not grow."""
+    target_shape = target.parameters[name].shape
+    are_sizes = all(size is None or type(size) is int for size in shape)
+    if len(shape) != len(target_shape) or not are_sizes:
+        raise PresetError(
+            f"{source}: {name} has the shape {shape}, and {list(target_shape)} in {target.source}"
+        )
+    return tuple(size or full for size, full in zip(shape, target_shape, strict=True))
+
+
+def _unscaled_entry(contents: dict[str, list[Any]], source: str, target: Dump) -> Entry:
+    """Return the first parameter of the model whose learning rate mup does not scale."""
+    sgd = target.optimizer in ("sgd", "momentum")
+    for name, entry in target.parameters.items():
+        width_dimensions = sum(size is not None for size in contents[name])
+        # mup's optimizers scale matrices under Adam, and vectors under SGD.
+        is_matrix = width_dimensions == 2
+        if is_matrix == sgd:
+            return entry
+    raise PresetError(
+        f"{source}: no parameter of {target.source} shows the rate that mup does not scale; "
+        "dump the base model too"
     )

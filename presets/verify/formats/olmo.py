@@ -1,25 +1,50 @@
-"""A YAML of allenai/OLMo, which has no muP: what its model.py initializes and its optimizer trains with.
+"""YAML config of allenai/OLMo, which has no muP.
 
-`init_fn`: normal has init_std everywhere; mitchell width^-1/2 (MLP out F^-1/2) and (2 (layer + 1))^-1/2 on what a branch writes; full_megatron
-init_std, (2L)^-1/2 on what a branch writes, width^-1/2 for the output layer. Logits by 1/sqrt(d); `scale_logits` is width^-1/2 on the output.
+The values are those that its model.py initializes and its optimizer trains with. Standard
+deviations by `init_fn`, for width D, L layers, and MLP size F (half of it under SwiGLU):
+
+| parameter               | normal   | mitchell                         | full_megatron       |
+|-------------------------|----------|----------------------------------|---------------------|
+| embedding               | init_std | D^-1/2                           | init_std            |
+| attention in, MLP in    | init_std | D^-1/2                           | init_std            |
+| attention out           | init_std | D^-1/2 (2 (layer + 1))^-1/2      | init_std (2L)^-1/2  |
+| MLP out                 | init_std | F^-1/2 (2 (layer + 1))^-1/2      | init_std (2L)^-1/2  |
+| readout                 | init_std | D^-1/2                           | D^-1/2              |
+
+`emb_init_std` replaces the std of the embedding, and `scale_emb_init` multiplies that of
+full_megatron by D^1/2. Attention logits are multiplied by d^-1/2. With `scale_logits` the output
+is multiplied by D^-1/2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from mupax.presets.roles import PresetError
-from mupax.presets.verify.formats.decoder import Fields, Reading, Sizes, entries
+from mupax.presets.verify.formats.decoder import Columns, Fields, ModelFile, Sizes, entries
 from mupax.presets.verify.formats.dump import Dump
 
-_MODEL = {
-    "d_model": 768, "n_heads": 12, "n_layers": 12, "mlp_ratio": 4, "vocab_size": 50257, "embedding_size": 50304, "weight_tying": True,
-    "init_fn": "normal", "init_std": 0.02, "scale_logits": False, "rope": False, "alibi": False, "max_sequence_length": 1024,
-    "layer_norm_with_affine": True, "multi_query_attention": False, "scale_emb_init": False, "activation_type": "swiglu",
-}  # fmt: skip
-_OPTIMIZER = {
+_MODEL_DEFAULTS = {
+    "d_model": 768,
+    "n_heads": 12,
+    "n_layers": 12,
+    "mlp_ratio": 4,
+    "vocab_size": 50257,
+    "embedding_size": 50304,
+    "weight_tying": True,
+    "init_fn": "normal",
+    "init_std": 0.02,
+    "scale_logits": False,
+    "rope": False,
+    "alibi": False,
+    "max_sequence_length": 1024,
+    "layer_norm_with_affine": True,
+    "multi_query_attention": False,
+    "scale_emb_init": False,
+    "activation_type": "swiglu",
+}
+_OPTIMIZER_DEFAULTS = {
     "name": "lionw",
     "learning_rate": 1e-4,
     "weight_decay": 0.01,
@@ -27,6 +52,8 @@ _OPTIMIZER = {
     "decay_norm_and_bias": False,
     "decay_embeddings": False,
 }
+_OPTIMIZERS = {"adamw": "adamw", "lionw": "lion"}
+"""Name of `mupax.presets.optimizers.OPTIMIZERS` by OLMo's name."""
 _NAMES = {
     "token_embedding": "transformer.wte.weight",
     "block.qkv": "transformer.blocks.*.att_proj.weight",
@@ -37,115 +64,147 @@ _NAMES = {
 
 
 def fits(contents: Any) -> bool:
-    """Whether a YAML's contents are a config of OLMo."""
-    return (
-        isinstance(contents, dict)
-        and isinstance(contents.get("model"), dict)
-        and "d_model" in contents["model"]
-    )
+    """Return whether the contents of a YAML file are a config of OLMo."""
+    if not isinstance(contents, dict):
+        return False
+    model = contents.get("model")
+    return isinstance(model, dict) and "d_model" in model
 
 
-class Config(Reading):
-    """A config.
+class Config(ModelFile):
+    """YAML config of OLMo.
 
     Args:
-        contents: of the YAML.
-        source: the file.
+        contents: Contents of the YAML file, for which `fits` is true.
     """
 
     def __init__(self, contents: Any, source: str) -> None:
-        self._model = Fields(contents["model"], source, _MODEL)
-        self._rates = Fields(contents.get("optimizer") or {}, source, _OPTIMIZER)
-        f = self._model
-        width, heads = f.count("d_model"), f.count("n_heads")
-        hidden = (
-            f.count("mlp_hidden_size")
-            if "mlp_hidden_size" in f
-            else round(f.number("mlp_ratio") * width)
-        )
-        kv_heads = (
-            1
-            if f.flag("multi_query_attention")
-            else f.count("n_kv_heads")
-            if "n_kv_heads" in f
-            else heads
-        )
+        model = Fields(contents["model"], source, _MODEL_DEFAULTS)
+        self._model = model
+        self._settings = Fields(contents.get("optimizer") or {}, source, _OPTIMIZER_DEFAULTS)
+
+        width = model.count("d_model")
+        heads = model.count("n_heads")
+        if "mlp_hidden_size" in model:
+            mlp = model.count("mlp_hidden_size")
+        else:
+            mlp = round(model.number("mlp_ratio") * width)
+        if model.flag("multi_query_attention"):
+            kv_heads = 1
+        else:
+            kv_heads = model.count_or("n_kv_heads", heads)
         self._sizes = Sizes(
-            width=width, mlp=hidden, layers=f.count("n_layers"), heads=heads, kv_heads=kv_heads, head_dim=width // heads,
-            vocab=f.count("embedding_size"), positions=f.count("max_sequence_length"),
-        )  # fmt: skip
-        if f.get("init_fn") not in ("normal", "mitchell", "full_megatron"):
+            width=width,
+            mlp=mlp,
+            layers=model.count("n_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=width // heads,
+            vocab=model.count("embedding_size"),
+            positions=model.count("max_sequence_length"),
+        )
+        init_fn = model.get("init_fn")
+        if init_fn not in ("normal", "mitchell", "full_megatron"):
             raise PresetError(
-                f"{source}: init_fn {f.get('init_fn')!r} is not read; normal, mitchell and full_megatron are"
+                f"{source}: init_fn {init_fn!r} is not read; normal, mitchell and full_megatron are"
             )
 
     def dump(self) -> Dump:
-        f, r, sizes = self._model, self._rates, self._sizes
-        optimizer = {"adamw": "adamw", "lionw": "lion"}.get(str(r.get("name")))
+        model = self._model
+        sizes = self._sizes
+        name = self._settings.get("name")
+        optimizer = _OPTIMIZERS.get(str(name))
         if optimizer is None:
             raise PresetError(
-                f"{f.source}: the optimizer {r.get('name')!r} is not read; adamw and lionw are"
+                f"{model.source}: the optimizer {name!r} is not read; adamw and lionw are"
             )
-        stds, layered = self._stds(), sizes.layers
 
-        def rule(role: str) -> Mapping[str, float | None]:
-            vector, table = "norm" in role, role in ("token_embedding", "position")
-            decays = (
-                r.flag("decay_norm_and_bias")
-                if vector
-                else r.flag("decay_embeddings")
-                if table
-                else True
-            )
-            return {
-                "std": stds.get(role),
-                "lr": r.number("learning_rate"),
-                "wd": r.number("weight_decay") if decays else 0.0,
-                "eps": r.number("eps") if optimizer == "adamw" else None,
-                "multiplier": output if role == "readout" else 1.0,
-            }
-
-        output = sizes.width**-0.5 if f.flag("scale_logits") else 1.0
-        tied = f.flag("weight_tying")
-        names = {**_NAMES, **({} if tied else {"readout": "transformer.ff_out.weight"})}
-        if not (f.flag("rope") or f.flag("alibi")):
-            names["position"] = "transformer.wpe.weight"
-        if f.flag("layer_norm_with_affine"):
-            names |= {
-                "block.norm_gain": "transformer.blocks.*.attn_norm.weight",
-                "norm_gain": "transformer.ln_f.weight",
-            }
+        stds = self._stds()
+        output = sizes.width**-0.5 if model.flag("scale_logits") else 1.0
+        tied = model.flag("weight_tying")
+        names = self._parameter_names(tied)
+        columns = {role: self._columns(role, stds.get(role), output, optimizer) for role in names}
         return Dump(
-            source=f.source, parameters=entries(sizes, names, rule), optimizer=optimizer, decay="coupled", head_dim=sizes.head_dim,
-            layers=layered, attention=sizes.head_dim**-0.5, branch=1.0, readout=output if tied else None,
-        )  # fmt: skip
+            source=model.source,
+            parameters=entries(sizes, names, columns),
+            optimizer=optimizer,
+            decay="coupled",
+            head_dim=sizes.head_dim,
+            layers=sizes.layers,
+            attention=sizes.head_dim**-0.5,
+            branch=1.0,
+            readout=output if tied else None,
+        )
+
+    def _parameter_names(self, tied: bool) -> dict[str, str]:
+        """Return parameter names by role, for the parameters that this model has."""
+        model = self._model
+        names = dict(_NAMES)
+        if not tied:
+            names["readout"] = "transformer.ff_out.weight"
+        if not (model.flag("rope") or model.flag("alibi")):
+            names["position"] = "transformer.wpe.weight"
+        if model.flag("layer_norm_with_affine"):
+            names["block.norm_gain"] = "transformer.blocks.*.attn_norm.weight"
+            names["norm_gain"] = "transformer.ln_f.weight"
+        return names
+
+    def _columns(self, role: str, std: float | None, output: float, optimizer: str) -> Columns:
+        """Return the values of the role's parameter.
+
+        Args:
+            role: Key of `_parameter_names`.
+            std: Initial standard deviation. `None` for gains.
+            output: Factor on the logits, in effect for the role "readout" alone.
+            optimizer: Name of `mupax.presets.optimizers.OPTIMIZERS`.
+        """
+        settings = self._settings
+        decays = True
+        if "norm" in role:
+            decays = settings.flag("decay_norm_and_bias")
+        elif role in ("token_embedding", "position"):
+            decays = settings.flag("decay_embeddings")
+        return {
+            "std": std,
+            "lr": settings.number("learning_rate"),
+            "wd": settings.number("weight_decay") if decays else 0.0,
+            "eps": settings.number("eps") if optimizer == "adamw" else None,
+            "multiplier": output if role == "readout" else 1.0,
+        }
 
     def _stds(self) -> dict[str, float]:
-        f, s = self._model, self._sizes
-        kind, std = f.get("init_fn"), f.number("init_std")
-        table: float = f.number("emb_init_std") if "emb_init_std" in f else 0.0
-        if kind == "normal":
-            return {
-                **dict.fromkeys([*_NAMES, "position", "readout"], std),
-                "token_embedding": table or std,
-            }
-        if kind == "full_megatron":
-            deep = std * (2 * s.layers) ** -0.5
-            wide = std * s.width**0.5 if f.flag("scale_emb_init") else std
-            stds = {
-                "block.attention_out": deep,
-                "block.mlp_out": deep,
-                "readout": s.width**-0.5,
-                "token_embedding": table or wide,
-            }
-            return {**dict.fromkeys([*_NAMES, "position"], std), **stds}
-        root: float = s.width**-0.5
-        # The geometric mean over layers of (2 (layer + 1))^-1/2.
-        deep = math.exp(-0.5 * math.fsum(math.log(2 * (i + 1)) for i in range(s.layers)) / s.layers)
-        fan_in = s.mlp / 2 if f.get("activation_type") == "swiglu" else s.mlp
-        stds: dict[str, float] = {
-            "block.attention_out": root * deep,
-            "block.mlp_out": fan_in**-0.5 * deep,
-            "token_embedding": table or root,
-        }
-        return {**dict.fromkeys([*_NAMES, "position", "readout"], root), **stds}
+        """Return initial standard deviations by role, by the table of this file."""
+        model = self._model
+        sizes = self._sizes
+        init_fn = model.get("init_fn")
+        std = model.number("init_std")
+        # 0 counts as not given.
+        embedding_std = model.number("emb_init_std") if "emb_init_std" in model else 0.0
+
+        if init_fn == "normal":
+            stds = dict.fromkeys([*_NAMES, "position", "readout"], std)
+            stds["token_embedding"] = embedding_std or std
+            return stds
+
+        if init_fn == "full_megatron":
+            branch_output = std * (2 * sizes.layers) ** -0.5
+            scaled = std * sizes.width**0.5 if model.flag("scale_emb_init") else std
+            stds = dict.fromkeys([*_NAMES, "position"], std)
+            stds["block.attention_out"] = branch_output
+            stds["block.mlp_out"] = branch_output
+            stds["readout"] = sizes.width**-0.5
+            stds["token_embedding"] = embedding_std or scaled
+            return stds
+
+        # mitchell
+        by_width: float = sizes.width**-0.5
+        # A dump has one std for all layers: the geometric mean of (2 (layer + 1))^-1/2.
+        logs = math.fsum(math.log(2 * (layer + 1)) for layer in range(sizes.layers))
+        by_depth = math.exp(-0.5 * logs / sizes.layers)
+        # SwiGLU multiplies two halves of the MLP's hidden layer with one another.
+        fan_in = sizes.mlp / 2 if model.get("activation_type") == "swiglu" else sizes.mlp
+        stds = dict.fromkeys([*_NAMES, "position", "readout"], by_width)
+        stds["block.attention_out"] = by_width * by_depth
+        stds["block.mlp_out"] = fan_in**-0.5 * by_depth
+        stds["token_embedding"] = embedding_std or by_width
+        return stds
