@@ -23,9 +23,9 @@ class RunFlags:
     tokens: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
     """Tokens of the base and tokens of the run, such as 1:8."""
     b1: float = 0.9
-    """Adam's b1 at the base. A rule is cautioned against if it takes b1 out of (0, 1)."""
+    """Adam's b1 at the base. Rules that take it out of (0, 1) are reported."""
     b2: float = 0.95
-    """Adam's b2 at the base. A rule is cautioned against if it takes b2 out of (0, 1)."""
+    """Adam's b2 at the base. Rules that take it out of (0, 1) are reported."""
 
     def ends(self) -> list[tuple[float, float]]:
         """Return base and run as pairs of numbers: first of batch, then of tokens.

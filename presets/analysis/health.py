@@ -93,7 +93,7 @@ class Health:
                 weight_moves.append(move)
         lazy = max(weight_moves, default=0.0) < -_TOLERANCE
 
-        found: dict[tuple[str, Column], Trouble] = {}
+        faults: dict[tuple[str, Column], Trouble] = {}
         for group, spec in by_group.items():
             verdicts: dict[Column, Trouble | None] = {
                 "init_std": self._judge_init_std(spec),
@@ -102,8 +102,8 @@ class Health:
             }
             for column, trouble in verdicts.items():
                 if trouble is not None:
-                    found[group, column] = trouble
-        return found
+                    faults[group, column] = trouble
+        return faults
 
     def _judge_init_std(self, spec: ParamSpec) -> Trouble | None:
         """Return the fault in a parameter's initial size, if any."""

@@ -79,8 +79,8 @@ def _entry(name: str, growing: str, exponent: float) -> Entry:
     """Return an observable's rounded exponent with its word."""
     rounded = round(exponent, 10) + 0.0
     # A larger drift is what more tokens are for.
-    wanted = rounded > 0 and name == "drift" and growing == "tokens"
-    if rounded == 0 or wanted:
+    is_intended = rounded > 0 and name == "drift" and growing == "tokens"
+    if rounded == 0 or is_intended:
         return Entry(rounded, "stable")
     if rounded > 0:
         return Entry(rounded, "explodes")

@@ -31,7 +31,8 @@ from mupax.presets.rule import Power
 class Limit:
     """Exponents of all quantities of a model in one limit.
 
-    They are computed in the order of a training step: forward, backward, update.
+    An exponent x says that a quantity goes as t^x as the size t goes to infinity. Exponents are
+    computed in the order of a training step: forward, backward, update.
 
     Args:
         family: Optimizer family, which chooses the columns of the rules.
@@ -43,6 +44,8 @@ class Limit:
             an MLP in addition.
 
     Attributes:
+        n, layers, active, experts: Head dimension, depth, active experts and experts.
+        logits, branch: Scales of attention logits and of residual branches.
         q, k, v: Entries of queries, keys and values at initialization.
         attention: Attention logits at initialization.
         spread: Part of the attention logits at initialization that differs between heads.
@@ -101,6 +104,7 @@ class Limit:
         if self.routed:
             self.active = growth.get("active", 0.0)
             self.experts = growth.get("experts", 0.0)
+        # An encoder's blocks are counted by another axis than a decoder's.
         blocks = self.specs["query"].blocks
         self.n = growth.get("head_dim", 0.0)
         self.layers = growth.get(blocks, 0.0)

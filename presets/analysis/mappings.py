@@ -114,6 +114,7 @@ class Stack:
             if name.startswith("encoder.") == encoder:
                 self.specs[NAMES[name]] = spec
         blocks = self.specs[f"{self.label}MLP in"].blocks
+        # Exponents of sizes and scales.
         self.width = self.x("embed")
         self.heads = self.x("heads")
         self.hidden = self.x("mlp")
@@ -124,6 +125,7 @@ class Stack:
         self.scale = _growth(preset.logits, growth)
         self.branch = _growth(preset.branch.renamed(OWN.axis, blocks), growth)
 
+        # Exponents of activations at initialization.
         self.attentions = {self.label: self._attention(self.label, self.tokens)}
         if crossed:
             self.attentions["cross "] = self._attention("cross ", self.x("source"))
@@ -210,6 +212,7 @@ class Stack:
         self._add_part(powers, f"{label}MLP in", grad_up, 0.0, self.tokens)
         self._add_part(powers, f"{label}MLP out", grad_branch, self.up, self.tokens)
         self._add_part(powers, f"{label}token", grad_stream, 0.0, self.tokens)
+        # A smaller difference is rounding.
         if self.stream > self.token + 0.01 and self.layers:
             powers.grows.append(f"{label}stream")
         return grad_memory

@@ -207,8 +207,8 @@ def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, 
         for limit, entry in by_limit.items():
             if entry.verdict != "stable" and observable not in DESCRIPTIVE:
                 unstable[limit].append((observable, entry))
-    for found in unstable.values():
-        found.sort(key=lambda pair: ORDER.index(pair[1].verdict))
+    for pairs in unstable.values():
+        pairs.sort(key=lambda pair: ORDER.index(pair[1].verdict))
     return unstable
 
 
@@ -242,10 +242,10 @@ def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
     rows = [["growing", "observable", *(preset.name for preset in presets)]]
     for limit in LIMITS:
         for observable in tables[0]:
-            found = [table[observable][limit] for table in tables]
-            unstable = any(entry.verdict != "stable" for entry in found)
+            row_entries = [table[observable][limit] for table in tables]
+            unstable = any(entry.verdict != "stable" for entry in row_entries)
             if unstable and observable not in DESCRIPTIVE:
-                cells = [cell(entry, SYMBOLS[limit]) for entry in found]
+                cells = [cell(entry, SYMBOLS[limit]) for entry in row_entries]
                 rows.append([limit, observable, *cells])
     return rows
 
@@ -261,16 +261,16 @@ def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
     rows = [["preset", *(f"{limit} ({SYMBOLS[limit]}) grows" for limit in LIMITS)]]
     for preset in presets:
         cells = []
-        for limit, found in wrong(preset, optimizer).items():
-            cells.append(_summary(found, SYMBOLS[limit]))
+        for limit, unstable in wrong(preset, optimizer).items():
+            cells.append(_summary(unstable, SYMBOLS[limit]))
         rows.append([preset.name, *cells])
     return rows
 
 
-def _summary(found: Sequence[tuple[str, Entry]], symbol: str) -> str:
+def _summary(unstable: Sequence[tuple[str, Entry]], symbol: str) -> str:
     """Return each verdict once, with the observable that has the largest exponent."""
     worst: dict[str, tuple[str, float]] = {}
-    for observable, entry in found:
+    for observable, entry in unstable:
         _, largest = worst.get(entry.verdict, ("", 0.0))
         if abs(entry.exponent) > abs(largest):
             worst[entry.verdict] = (observable, entry.exponent)

@@ -144,8 +144,8 @@ class LazyGaussian:
         if self.responses:
             # Along known directions of the far side the image is known: replace the fresh part.
             directions = far_side.rows[..., : far_images.shape[-2], :]
-            known = new @ transposed(far_images)
-            fresh += (known - fresh @ transposed(directions)) @ directions
+            far_products = new @ transposed(far_images)
+            fresh += (far_products - fresh @ transposed(directions)) @ directions
         return np.concatenate([images, fresh], axis=-2)
 
 

@@ -72,6 +72,7 @@ def attend(
         gradient of the outputs to those of q, k and v.
     """
     logits = scale * q @ np.swapaxes(k, -1, -2)
+    # Without the maximum the exponentials could overflow.
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     y = p @ v

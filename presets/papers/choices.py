@@ -306,11 +306,11 @@ CHOICES = (
 
 def of(preset: str, constant: str) -> list[Choice]:
     """Return the choices of a preset's constant. The list is empty if any value may be given."""
-    found = []
+    matching = []
     for choice in CHOICES:
         if preset in choice.presets and constant == choice.constant:
-            found.append(choice)
-    return found
+            matching.append(choice)
+    return matching
 
 
 def listed(preset: str, **constants: float | str) -> None:

@@ -81,7 +81,7 @@ def completep(
         return row
 
     powers = changed(alpha_a=(alpha_a, 1.0), alpha_l=(alpha_l, 1.0))
-    others = changed(
+    own_constants = changed(
         eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0), c_a=(c_a, 1.0)
     )
     warnings = ()
@@ -97,7 +97,7 @@ def completep(
     return dataclasses.replace(
         family,
         rule=rule,
-        choices=powers | others,
+        choices=powers | own_constants,
         warnings=warnings,
         vanishing=vanishing,
         uneven=False,

@@ -96,6 +96,7 @@ def _row(spec: ParamSpec, s: float, constant: float) -> Rule:
         return _readout(spec, s, constant)
     sgd = D**s
     adam = D ** (s / 2 - 0.5)
+    # eps follows the gradients, which go as the readout's std. (Derived.)
     eps = D ** (-(1 + s) / 2)
     if spec.role in VECTORS:
         summed = heads_summed(spec)
