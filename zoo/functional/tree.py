@@ -129,22 +129,24 @@ def _unused(pattern: str, names: list[str]) -> PresetError:
 
 
 def sizes(
-    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, ParamSpec], known: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]],
+    specs: Mapping[str, ParamSpec],
+    extra_sizes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the size of every axis, from the shapes of arrays and the sizes already known.
+    """Return the size of every axis, from the shapes of arrays and the extra sizes.
 
     An array with one dimension per axis shows all of its axes. Any other array shows the only axis
     that is still unknown, because the product of its axes is its number of entries.
 
     Args:
-        known: Sizes by axis. They must include every axis that no array shows.
+        extra_sizes: Sizes by axis. They must include every axis that no array shows.
 
     Raises:
         PresetError: If an axis has two sizes or none, or if the axes of an array do not multiply to
             its dimensions.
     """
     axes: dict[str, _AxisSize] = {}
-    for axis, size in known.items():
+    for axis, size in extra_sizes.items():
         axes[axis] = _AxisSize(size, "the sizes given")
 
     # Arrays with one dimension per axis come first, because they show every size directly.
@@ -160,7 +162,7 @@ def sizes(
     for _ in regrouped:
         for name in regrouped:
             unknown = _unknown_axes(specs[name], axes)
-            known_product = math.prod(axes[a].size for a in specs[name].axes if a in axes)
+            known_product = math.prod(axes[axis].size for axis in specs[name].axes if axis in axes)
             entries = math.prod(shapes[name])
             if len(unknown) == 1 and entries % known_product == 0:
                 _learn(axes, unknown[0], entries // known_product, name)
@@ -172,7 +174,7 @@ def sizes(
                 f"shows the size of {' and '.join(unknown)}; write sizes={{{unknown[0]!r}: ...}}"
             )
 
-    by_axis = {axis: known_size.size for axis, known_size in axes.items()}
+    by_axis = {axis: axis_size.size for axis, axis_size in axes.items()}
     for name, spec in specs.items():
         axis_sizes = tuple(by_axis[axis] for axis in spec.axes)
         if not _regroups(shapes[name], axis_sizes):

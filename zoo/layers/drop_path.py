@@ -41,5 +41,5 @@ def scales(drop: Drop, step: jax.Array, batch_size: int) -> jax.Array:
     # Dividing by the probability of being kept preserves the expectation of a branch.
     keep_probability = 1 - drop.rates[:, None]
     shape = (batch_size, drop.rates.shape[0], BRANCHES)
-    kept = jax.random.uniform(key, shape) < keep_probability
-    return jnp.where(kept, 1 / keep_probability, 0.0)
+    keep_mask = jax.random.uniform(key, shape) < keep_probability
+    return jnp.where(keep_mask, 1 / keep_probability, 0.0)

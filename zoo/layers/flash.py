@@ -189,6 +189,9 @@ def splash_attention(
     block_sizes = _block_sizes(
         length // shards, source, kind=layout.device_kind, limit=block, causal=causal
     )
+    # A causal mask depends on the query's position, so every device has a part of the mask.
+    query_axis = "sequence" if causal else None
+    query_shards = shards if causal else 1
     if window is not None:
         mask = masks.LocalMask((length, source), (window - 1, 0), 0)
     elif causal:
@@ -199,18 +202,20 @@ def splash_attention(
         masks.MultiHeadMask([mask] * device_heads),
         block_sizes=block_sizes,
         head_shards=1,
-        q_seq_shards=shards if causal else 1,
+        q_seq_shards=query_shards,
         interpret=interpret,
         attn_logits_soft_cap=cap,
     )
 
-    # The kernel holds arrays that describe its mask block by block. A causal mask depends on the
-    # query, so every device gets the rows of its own queries.
+    # The kernel's leaves describe its mask block by block. They enter as arguments, because inside
+    # of `local` every device needs the rows of its own queries.
     mask_arrays, structure = jax.tree.flatten(kernel)
-    query_axis = "sequence" if causal else None
     mask_axes: list[Axes] = []
     for array in mask_arrays:
-        mask_axes.append((query_axis,) if array.ndim == 1 else (None, query_axis, None))
+        if array.ndim == 1:
+            mask_axes.append((query_axis,))
+        else:
+            mask_axes.append((None, query_axis, None))
     segments, segment_axes = _segments(segments_BT)
 
     def local(
@@ -284,7 +289,8 @@ def ring_attention(
     # A stack whose layout is in zig-zag has moved its positions already.
     if not causal or layout.zigzag:
         return attended(*arrays)
-    y_BTHN = attended(*ring.zigzag(*arrays, layout=layout))
+    arrays = ring.zigzag(*arrays, layout=layout)
+    y_BTHN = attended(*arrays)
     (y_BTHN,) = ring.zigzag(y_BTHN, layout=layout, back=True)
     return y_BTHN
 
@@ -304,7 +310,14 @@ def _block_sizes(length: int, source: int, *, kind: str, limit: int | None, caus
     block_q = block_of(length, kind, limit, causal=causal)
     block_kv = block_of(source, kind, limit, causal=causal)
     compute_block_kv = min(block_kv, BLOCK)
+    # The fused kernel computes the gradients of queries with those of keys and values, and has no
+    # blocks of its own for them.
     fused = block_kv >= FUSED
+    dq_block_q = None
+    dq_block_kv = None
+    if not fused:
+        dq_block_q = block_q
+        dq_block_kv = block_kv
     return BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
@@ -313,8 +326,8 @@ def _block_sizes(length: int, source: int, *, kind: str, limit: int | None, caus
         block_kv_dkv=block_kv,
         block_kv_dkv_compute=compute_block_kv,
         use_fused_bwd_kernel=fused,
-        block_q_dq=None if fused else block_q,
-        block_kv_dq=None if fused else block_kv,
+        block_q_dq=dq_block_q,
+        block_kv_dq=dq_block_kv,
     )
 
 

@@ -120,6 +120,7 @@ def tiled_attention(
     heads = q_BTHN.shape[2]
     q_RTN, k_RSN, v_RSN = _merge_batch_and_heads(q_BTHN, k_BSKN, v_BSKN)
     length = q_RTN.shape[1]
+    # At most MAX_TILES tiles, of at least TILE queries each.
     tile_size = max(TILE, -(-length // MAX_TILES))
     segments_RT = None
     if segments_BT is not None:
@@ -273,6 +274,7 @@ def attend(
         ConfigError: If the named implementation cannot compute this attention.
     """
     value_size = v_BSKN.shape[-1]
+    # The implementations need heads of one size.
     if value_size != q_BTHN.shape[-1]:
         q_BTHN, k_BSKN, v_BSKN = widened(q_BTHN, k_BSKN, v_BSKN)
         y_BTHN = attend(
@@ -474,6 +476,7 @@ def chosen(
 
     is_short = q_BTHN.shape[1] < RING * layout.num_shards("sequence")
     for name in AUTO.get(layout.platform, ()):
+        # With few positions per device, combining a ring's parts costs more than it saves.
         if name == "ring" and layout.platform == "tpu" and is_short:
             continue
         reason = why_not(name, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout)

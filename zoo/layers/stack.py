@@ -130,6 +130,7 @@ class Attention(nnx.Module):
         start = None if fresh else cache.length
         q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, start)
         cache = cache.put(layer, k_BTKN, v_BTKN)
+        # An empty cache has nothing to attend to, so the kernels for a complete text do the rest.
         if fresh:
             return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
         y_BTHN = cache.attend(layer, self._scaled(q_BTHN), window=self.window, cap=self.cap)
@@ -151,6 +152,7 @@ class Attention(nnx.Module):
         if self.rope_theta is not None:
             q_BTHN = self._rotated(q_BTHN, start)
             k_BSKN = self._rotated(k_BSKN, start)
+        # `kernels.attend` constrains keys and values. Only a ring keeps their positions split.
         q_BTHN = self.layout.constrain(q_BTHN, ("batch", "sequence", "heads", None))
         return q_BTHN, k_BSKN, v_BSKN
 
@@ -374,7 +376,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Apply the block to T new positions. Return their residual stream and the new cache.
 
-        The positions follow those in the cache. Experts drop no tokens here.
+        The positions follow those in the cache. Experts drop no tokens here, whatever their
+        capacity, because a text that is written token by token has no complete example.
 
         Args:
             h_BTD: Residual stream at the T new positions, [B, T, D].
@@ -525,6 +528,7 @@ def over_layers(
     def period_body(carry: Any, group: Any) -> tuple[Any, Any]:
         return consecutive(carry, group, period)
 
+    # Inside the loop arrays have the axes (groups, period) in place of the axis of layers.
     def grouped(array: jax.Array) -> jax.Array:
         return array[:looped_depth].reshape(-1, period, *array.shape[1:])
 
@@ -640,6 +644,7 @@ def _stack(
         place: int, h_BTD: jax.Array, layer_slice: tuple[nnx.State, ...]
     ) -> tuple[jax.Array, Routing | None]:
         state, *inputs = layer_slice
+        # Under manual FSDP `layout.layer` gathers this layer's matrices and multiplies them.
         layer_block: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
         if period > 1:
             layer_block = layer_block.at(place)

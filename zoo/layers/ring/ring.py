@@ -129,7 +129,10 @@ def ring(
     segments_B1T = None
     if segments_BT is not None:
         segments_B1T = segments_BT[:, None]
-    q_BHTN, k_BKSN, v_BKSN = (jnp.swapaxes(x, 1, 2) for x in qkv)
+    q_BTHN, k_BSKN, v_BSKN = qkv
+    q_BHTN = jnp.swapaxes(q_BTHN, 1, 2)
+    k_BKSN = jnp.swapaxes(k_BSKN, 1, 2)
+    v_BKSN = jnp.swapaxes(v_BSKN, 1, 2)
     y_BHTN: Any = _attended(mesh_axes, part, causal, q_BHTN, k_BKSN, v_BKSN, segments_B1T)
     return jnp.swapaxes(y_BHTN, 1, 2)
 
@@ -225,22 +228,20 @@ def _forward(
     own_keys = _Keys(k_BKSN, v_BKSN, segments_B1T)
     later_queries = jax.tree.map(lambda x: _parts(x, causal)[-1], queries)
 
-    def attend(queries: _Queries, keys: _Keys, masked: bool = False) -> _Output:
-        segments = _paired(queries.segments_B1T, keys.segments_B1S)
-        y_BHTN, lse_BHT = part.forward(queries.q_BHTN, keys.k_BKSN, keys.v_BKSN, masked, segments)
-        return _Output(y_BHTN, lse_BHT)
-
     def accumulate(totals: list[_Output], keys: _Keys, step: jax.Array | int) -> list[_Output]:
-        """Add the attention to keys that came from `step` devices before this one."""
+        """Add the attention to keys of the device that is `step` devices before this one."""
 
         def all_queries_see_first_part() -> list[_Output]:
             first_part = jax.tree.map(lambda x: _parts(x, causal)[0], keys)
-            outputs = _output_parts(attend(queries, first_part), causal)
-            return [_combined(*pair) for pair in zip(totals, outputs, strict=True)]
+            output = _attend(part, queries, first_part, masked=False)
+            outputs = _output_parts(output, causal)
+            return [_combined(old, new) for old, new in zip(totals, outputs, strict=True)]
 
         def later_queries_see_both_parts() -> list[_Output]:
-            return [totals[0], _combined(totals[1], attend(later_queries, keys))]
+            output = _attend(part, later_queries, keys, masked=False)
+            return [totals[0], _combined(totals[1], output)]
 
+        # Without a mask all positions are a single part.
         if not causal:
             return all_queries_see_first_part()
         # The keys' device has a smaller index than this one, unless the ring has wrapped around.
@@ -256,7 +257,7 @@ def _forward(
         totals = accumulate(totals, keys, step)
         return (totals, _sent(keys, mesh_axes)), None
 
-    own_output = attend(queries, own_keys, causal)
+    own_output = _attend(part, queries, own_keys, masked=causal)
     own_output = own_output._replace(y_BHTN=own_output.y_BHTN.astype(jnp.float32))
     totals = _output_parts(own_output, causal)
     # The last step is outside of the loop, because its keys are sent to no one.
@@ -266,6 +267,7 @@ def _forward(
 
     y_BHTN = jnp.concatenate([total.y_BHTN for total in totals], axis=2)
     lse_BHT = jnp.concatenate([total.lse_BHT for total in totals], axis=2)
+    # The backward pass needs both. A remat policy that keeps them runs the ring forward only once.
     y_BHTN = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED)
     lse_BHT = checkpoint_name(lse_BHT, SAVED)
     return y_BHTN, _Saved(q_BHTN, k_BKSN, v_BKSN, segments_B1T, y_BHTN, lse_BHT)
@@ -285,32 +287,25 @@ def _backward(
     queries = _SeenQueries(saved.q_BHTN, saved.y_BHTN, saved.lse_BHT, gradient_BHTN, segments_B1T)
     later_queries = jax.tree.map(lambda x: _parts(x, causal)[-1], queries)
 
-    def gradients(queries: _SeenQueries, keys: _Keys, masked: bool = False) -> list[jax.Array]:
-        q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, query_segments_B1T = queries
-        residuals = Residuals(q_BHTN, keys.k_BKSN, keys.v_BKSN, y_BHTN, lse_BHT)
-        segments = _paired(query_segments_B1T, keys.segments_B1S)
-        cotangents = part.backward(residuals, gradient_BHTN, masked, segments)
-        return [x.astype(jnp.float32) for x in cotangents]
-
     def accumulate(dq: Any, dkv: Any, keys: _Keys, step: jax.Array | int) -> tuple[Any, Any]:
-        """Add gradients between this device's queries and keys from `step` devices before.
+        """Add the gradients of attention to keys of the device that is `step` devices before.
 
         Args:
             dq: Gradients of the queries, a list of their parts.
             dkv: Gradients of keys and of values, each a list of their parts.
-            keys: Keys that came from `step` devices before this one.
-            step: Number of devices between, int32 [].
+            keys: Keys of that device, whose gradients `dkv` are.
+            step: Distance to that device in the ring, int32 [].
         """
         dk, dv = dkv
 
         def all_queries_see_first_part() -> tuple[Any, Any]:
             first_part = jax.tree.map(lambda x: _parts(x, causal)[0], keys)
-            new_dq, new_dk, new_dv = gradients(queries, first_part)
+            new_dq, new_dk, new_dv = _gradients(part, queries, first_part, masked=False)
             total_dq = _plus(dq, _parts(new_dq, causal))
             return total_dq, [_plus(dk, [new_dk]), _plus(dv, [new_dv])]
 
         def later_queries_see_both_parts() -> tuple[Any, Any]:
-            new_dq, new_dk, new_dv = gradients(later_queries, keys)
+            new_dq, new_dk, new_dv = _gradients(part, later_queries, keys, masked=False)
             new_dk_parts = _parts(new_dk, causal)
             new_dv_parts = _parts(new_dv, causal)
             total_dq = [dq[0], dq[1] + new_dq]
@@ -330,7 +325,8 @@ def _backward(
         dq, dkv = accumulate(dq, _sent(dkv, mesh_axes), keys, step)
         return (dq, dkv, _sent(keys, mesh_axes)), None
 
-    dq, *dkv = [_parts(x, causal) for x in gradients(queries, own_keys, causal)]
+    own_gradients = _gradients(part, queries, own_keys, masked=causal)
+    dq, *dkv = [_parts(x, causal) for x in own_gradients]
     carry = (dq, dkv, _sent(own_keys, mesh_axes))
     (dq, dkv, keys), _ = jax.lax.scan(ring_step, carry, jnp.arange(1, num_devices - 1))
     dq, dkv = accumulate(dq, _sent(dkv, mesh_axes), keys, num_devices - 1)
@@ -345,6 +341,27 @@ def _backward(
 
 
 _attended.defvjp(_forward, _backward)
+
+
+def _attend(part: Part, queries: _Queries, keys: _Keys, *, masked: bool) -> _Output:
+    """Return attention of queries to one part of the keys.
+
+    Args:
+        queries: Queries of this device, or of its second part.
+        keys: Keys that any device held first, or their first part.
+        masked: Whether query t sees keys 0..t only, with t counted from the first of both.
+    """
+    segments = _paired(queries.segments_B1T, keys.segments_B1S)
+    y_BHTN, lse_BHT = part.forward(queries.q_BHTN, keys.k_BKSN, keys.v_BKSN, masked, segments)
+    return _Output(y_BHTN, lse_BHT)
+
+
+def _gradients(part: Part, queries: _SeenQueries, keys: _Keys, *, masked: bool) -> list[jax.Array]:
+    """Return the gradients of queries, keys and values by `_attend`, in float32."""
+    residuals = Residuals(queries.q_BHTN, keys.k_BKSN, keys.v_BKSN, queries.y_BHTN, queries.lse_BHT)
+    segments = _paired(queries.segments_B1T, keys.segments_B1S)
+    cotangents = part.backward(residuals, queries.gradient_BHTN, masked, segments)
+    return [cotangent.astype(jnp.float32) for cotangent in cotangents]
 
 
 def _sent(arrays: Any, mesh_axes: tuple[str, ...]) -> Any:
@@ -369,7 +386,7 @@ def _output_parts(output: _Output, causal: bool) -> list[_Output]:
     """Return the outputs of each part of a device's queries."""
     y_parts = _parts(output.y_BHTN, causal)
     lse_parts = _parts(output.lse_BHT, causal)
-    return [_Output(*pair) for pair in zip(y_parts, lse_parts, strict=True)]
+    return [_Output(y, lse) for y, lse in zip(y_parts, lse_parts, strict=True)]
 
 
 def _paired(
