@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
-from mupax.presets import adapters
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.roles import (
     ADAPTERS,
@@ -107,6 +106,9 @@ class Preset:
     def _table(self, spec: ParamSpec) -> Rule:
         """Return the source's row of a parameter, or for an adapter the row derived from it."""
         if spec.role in ADAPTERS:
+            # Few runs have adapters: imported only for them.
+            from mupax.presets import adapters
+
             return adapters.row(self.rule, spec)
         return self.rule(spec)
 

@@ -1,14 +1,12 @@
 """Words for the exponents of `mupax.presets.analysis.limits`, and tables of them.
 
-| word             | meaning                                                                       |
-|------------------|-------------------------------------------------------------------------------|
-| stable           | The observable does not depend on the size.                                   |
-| explodes         | The observable grows with the size.                                           |
-| vanishes         | The observable shrinks with the size.                                         |
-| frozen           | Weights or logits stop moving.                                                |
-| lazy             | Features stop moving while the output learns.                                 |
-| heads collapse   | All heads start with logits of zero and get the same dynamics.                |
-| converges        | A random quantity becomes the same for every initialization.                  |
+* stable: The observable does not depend on the size.
+* explodes: The observable grows with the size.
+* vanishes: The observable shrinks with the size.
+* frozen: Weights or logits stop moving.
+* lazy: Features stop moving while the output learns.
+* heads collapse: All heads start with logits of zero and get the same dynamics.
+* converges: A random quantity becomes the same for every initialization.
 """
 
 from __future__ import annotations
