@@ -224,7 +224,7 @@ def test_the_command_of_every_preset_of_the_project_can_run(
 ):
     name, words = recorded_words(use)
     path = Path(words[words.index("--save-tuned") + 1])
-    assert (EVIDENCE.parents[1] / path).exists()
+    assert (EVIDENCE.parents[2] / path).exists()
     preset, _, own = use.partition(":")
     assert transfer_tuned.check_name(str(path), preset) == own
     if name == "tune":
