@@ -26,8 +26,6 @@ from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors
-from scripts.pages.markdown import parts
-from scripts.parity import __main__ as parity
 from tests.train.checkpoints.test_assets import of_an_older_version
 
 pytestmark = pytest.mark.core
@@ -375,10 +373,3 @@ def test_help_names_both() -> None:
     assert re.findall(r"^  (import|export) ", zoo("--help")[1], re.M) == ["import", "export"]
     for command in ("import", "export"):
         assert "--out FOLDER" in zoo(command, "--help")[1]
-
-
-def test_the_table_in_the_document_has_every_case() -> None:
-    rows = parity.recorded()
-    assert {(row.model, row.way, row.preset) for row in rows} == set(parity.cases())
-    assert max(row.difference for row in rows) < 1e-4
-    assert parts(parity.DOCUMENT.read_text(), "parity")[1].strip() == parity.table(rows)

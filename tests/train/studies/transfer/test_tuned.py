@@ -213,7 +213,7 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
 def recorded_words(use: str) -> tuple[str, list[str]]:
     """Return the command and the words that made a tuned preset, with the place where its file is kept now."""
     name, *words = words_of(committed()[use].provenance["command"])
-    folder = "docs/evidence" if use in tuned.MOVED else "presets/tuned"
+    folder = "docs/evidence/tuned" if use in tuned.MOVED else "presets/tuned"
     words[words.index("--save-tuned") + 1] = f"{folder}/{use.replace(':', '.', 1)}.json"
     return name, words
 
