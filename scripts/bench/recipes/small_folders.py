@@ -1,4 +1,4 @@
-"""Small folders at equal CPU seconds: ours, logistic regression and a small convolutional network; docs/small_folders.json.
+"""Small folders at equal CPU seconds: ours, logistic regression and a small convolutional network; docs/evidence/small_folders.json.
 
     python -m scripts.bench.recipes.small_folders FOLDER --torch-python PYTHON [--budgets 30 120] [--seeds 5] [--sets emoji ...]
 
