@@ -474,7 +474,9 @@ def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> fl
         column: Key of `mupax.presets.constants.COLUMNS`.
         constants: Factors by name, "COLUMN.GROUP". Exponents ("COLUMN.GROUP^AXIS") are not read.
     """
-    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in names(spec))
+    # In one order: that of a set differs between processes, and with it the product's last bit.
+    ordered = sorted(names(spec))
+    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in ordered)
 
 
 def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> Power:

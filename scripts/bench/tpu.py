@@ -31,7 +31,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 def row_of(
     report: Mapping[str, Any], shape: str, says: str, program: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What a report of `mupax compile` says, as the file has it; bytes on one chip.
+    """Return a row of the file from a report of `mupax compile`; bytes are those of one chip.
 
     Args:
         report: of a step that fits.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -236,3 +239,31 @@ def test_the_table_shows_them_by_group(capsys: pytest.CaptureFixture[str]):
     }
     assert rules["readout"][-3:] == ["4", "D^-1", "yes"]
     assert rules["block.query"][-1] == "no"
+
+
+TIED = """
+from mupax.presets.roles import ParamSpec, Role
+from mupax.presets.rule import constant
+
+axes = ("embed", "vocab")
+spec = ParamSpec(role=Role.READOUT, axes=axes, fan_in=("embed",), tied=True)
+factors = {"rates.readout": 0.1, "rates.tied_readout": 0.7, "rates.all": 0.3}
+print(constant("rates", spec, factors).hex())
+"""
+"""Prints a product of three factors that depends on their order in the last bit."""
+
+
+def test_a_product_of_constants_has_the_same_bits_in_every_process():
+    products = set()
+    for seed in range(6):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        command = [sys.executable, "-c", TIED]
+        products.add(subprocess.check_output(command, env=environment, text=True))
+    assert len(products) == 1
+    assert len({(0.1 * 0.7 * 0.3).hex(), (0.1 * 0.3 * 0.7).hex(), (0.3 * 0.7 * 0.1).hex()}) > 1
+
+
+def test_a_missing_number_of_experts_counts_as_one():
+    mup = presets.get("mup", base={"embed": 64, "experts": 4})
+    (caution,) = mup.cautions({"embed": 64, "experts": 8})
+    assert caution.startswith("active/experts is 0.5 times the base's")

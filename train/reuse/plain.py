@@ -136,7 +136,7 @@ def logits_of(definition: Definition, factors: Factors) -> Any:
 def preset_record(
     fields: PresetConfig, preset: Preset, model: Definition, factors: Factors
 ) -> dict[str, Any]:
-    """What is written beside weights: the preset, its forward factors, and what each weight is taken times to be plain.
+    """Return the record that is written beside weights: the preset, its forward factors, and the scale of every weight.
 
     `norm_eps_times` is there where the stream's skips were absorbed: up to so many times the eps of a norm counts, which
     is the one thing that no weight can hold.

@@ -44,7 +44,7 @@ class Block(nn.Module):
     def attention(
         self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
     ) -> torch.Tensor:
-        """What attention adds to the stream, [B, T, D], from its norm."""
+        """Return the output of attention [B, T, D], which is added to the stream."""
         batch, length, _ = x.shape
         sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
         parts = self.qkv(x).split(sizes, dim=-1)

@@ -106,7 +106,7 @@ def jax_step(program: Program, batches: Sequence[dict[str, np.ndarray]]) -> Call
 def torch_step(
     program: Program, batches: Sequence[dict[str, np.ndarray]], *, compiled: bool
 ) -> Callable[[], float]:
-    """The same in PyTorch, from the same initial weights."""
+    """Return a training step in PyTorch that starts from the weights of `program`."""
     import torch
     import torch.nn.functional as F
 

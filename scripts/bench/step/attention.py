@@ -26,7 +26,7 @@ from scripts.bench import in_turns
 def implementations(
     q: jax.Array, k: jax.Array, causal: bool
 ) -> dict[str, Callable[..., jax.Array]]:
-    """Those that can do this here, the one that auto takes first."""
+    """Return the implementations that can run here by name, with the choice of `auto` first."""
     everywhere = {
         "auto": partial(attend.attend, causal=causal),
         "merged": partial(attend.merged_attention, causal=causal),

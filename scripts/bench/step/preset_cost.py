@@ -61,7 +61,7 @@ def config_of(
 def on_chip(
     topology_name: str, width: int, depth: int, batch_size: int, preset: str = "depth-mup"
 ) -> Program:
-    """The same for one chip of a TPU topology, in bfloat16 with heads of 128, as chips like them."""
+    """Return the program for one chip of a TPU topology, in bfloat16 with heads of 128."""
     config = config_of(width, depth, batch_size, preset, head_dim=128, dtype="bfloat16")
     return assemble(config, topology.devices(topology_name)[:1])
 

@@ -71,7 +71,7 @@ def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
 def rows(
     what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]
 ) -> list[Row]:
-    """What half and a quarter of the best rate cost under one strategy over what they cost under another, its growth, and controls.
+    """Return rows on the cost of half and a quarter of the best rate, one strategy less another, with controls.
 
     Args:
         what: the sizes are called.

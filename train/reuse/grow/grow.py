@@ -193,7 +193,7 @@ def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
 def _notes(
     before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes
 ) -> tuple[bool, list[str]]:
-    """Whether a wider stream is exact, and what is not."""
+    """Return whether a wider stream keeps the function exactly, and notes on what does not."""
     notes, ratio = list(axes.notes), after.width / before.width
     if grow_axes.upcycled(before, after) and after.routing.capacity_factor is not None:
         notes.append(
