@@ -90,9 +90,9 @@ def test_answers_come_at_once_and_import_nothing_heavy(flag: str, code: int) -> 
         f"from mupax.train.__main__ import main; main(['lm-tiny', {flag!r}])"
     )
     assert not modules & set(HEAVY)
-    assert (
-        100_000 < count < 700_000
-    )  # 0.5 s on an idle core; the longest of the three, --help, makes 610,000
+    # An idle core makes 700,000 calls in 0.5 s. --help makes 610,000; --print-config 96,000 on
+    # Python 3.13. A process whose calls were not counted makes fewer than 1,000.
+    assert 10_000 < count < 700_000
 
 
 @pytest.mark.parametrize(
