@@ -45,7 +45,7 @@ OF_THE_SITE = {"docs/index.md", "docs/contributing.md", "docs/changelog.md"}
 PAGES = sorted(
     path
     for path in (page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
-    if path not in OF_THE_SITE and not path.startswith(("docs/notebooks/", "docs/reference/api/"))
+    if path not in OF_THE_SITE and not path.startswith(("docs/notebooks/", "docs/reference/api.md"))
 )
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/howto/add_a"))

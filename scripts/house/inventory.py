@@ -72,19 +72,19 @@ def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def exports() -> dict[str, Any]:
-    """Return the names that docs/reference/api documents, each with its signature or with its public members."""
+    """Return the names that docs/reference/api.md documents, each with its signature or with its public members."""
     names: dict[str, Any] = {}
-    for page in sorted((ROOT / "docs" / "reference" / "api").glob("*.md")):
-        for sort, name in _DOCUMENTED.findall(page.read_text()):
-            if sort == "module":
-                names[name] = sorted(getattr(importlib.import_module(name), "__all__", ()))
-                continue
-            module, _, attribute = name.rpartition(".")
-            value = getattr(importlib.import_module(module), attribute)
-            if inspect.isclass(value):
-                names[name] = {member: _signature(value, member) for member in _members(value)}
-            else:
-                names[name] = str(inspect.signature(value))
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for sort, name in _DOCUMENTED.findall(page):
+        if sort == "module":
+            names[name] = sorted(getattr(importlib.import_module(name), "__all__", ()))
+            continue
+        module, _, attribute = name.rpartition(".")
+        value = getattr(importlib.import_module(module), attribute)
+        if inspect.isclass(value):
+            names[name] = {member: _signature(value, member) for member in _members(value)}
+        else:
+            names[name] = str(inspect.signature(value))
     return names
 
 

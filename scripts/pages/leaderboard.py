@@ -1,4 +1,4 @@
-"""Drift and price of every preset, optimizer and axis that was studied: writes docs/evidence/leaderboard.md.
+"""Drift and price of more presets than the project's own transfer studies have: a section of docs/evidence/transfer.md.
 
     python -m scripts.pages.leaderboard [--render]
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
@@ -21,24 +21,18 @@ from typing import Any, NamedTuple
 from mupax import presets
 from mupax.errors import MupaxError
 from scripts import ROOT
+from scripts.pages import markdown
 from scripts.studies.transfer import judge_again
 
 FOLDERS = (ROOT / "docs" / "evidence" / "transfer", ROOT / "docs" / "evidence" / "leaderboard")
-PAGE = ROOT / "docs" / "evidence" / "leaderboard.md"
+PAGE = ROOT / "docs" / "evidence" / "transfer.md"
+PART = "leaderboard"
+"""Name of the page's section, and of the folder of its studies."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-HEAD = """# Leaderboard
+HEADING = """## More presets
 
-Which presets keep the learning rate as a model grows, and what it costs not to tune again. Each table has one model under one optimizer,
-grown in one dimension; all rows saw the same batches. Rows are ordered by price. [Transfer](transfer.md) explains the columns:
-
-| column | meaning |
-|---|---|
-| verdict | `transfers`, `drifts` or `undecided`, as on the page of [transfer](transfer.md) |
-| price | loss at the smallest size's best rate less the least loss, at the largest size |
-| drift | octaves by which the best rate moves per doubling, with a 95 % interval |
-| loss | least loss at the largest size |
-
-To add a row, name a study and write what follows `mupax transfer`:
+Studies of more presets, each of one model under one optimizer. Rows are ordered by price. Add a study by its name and the words
+that follow `mupax transfer`:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
@@ -100,25 +94,32 @@ def _number(value: float | None) -> float:
     return float("inf") if value is None else value
 
 
-def page(entries: Sequence[Row]) -> str:
-    """The page's text."""
-    lines = [HEAD]
-    for task in dict.fromkeys(row.task for row in entries):
-        lines += [f"## {task[0].upper()}{task[1:]}", ""]
+def section(entries: Sequence[Row]) -> str:
+    """Return the section of the page: one table for every task of the studies in docs/evidence/leaderboard."""
+    lines = [HEADING]
+    selected = [row for row in entries if row.study.startswith(f"{PART}/")]
+    for task in dict.fromkeys(row.task for row in selected):
+        lines += [f"### {task[0].upper()}{task[1:]}", ""]
         lines += [
-            "| preset | verdict | price | drift | loss | seeds | study |",
-            "|---|---|---|---|---|---|---|",
+            "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds |",
+            "|---|---|---|---|---|---|",
         ]
-        for row in (row for row in entries if row.task == task):
-            loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
-            lines.append(
-                f"| `{row.preset}` | {row.verdict} | {_interval(row.price, '.3f')} | {_interval(row.drift, '+.2f')} | {loss} | "
-                f"{row.seeds} | `{row.study}` |"
-            )
+        for row in selected:
+            if row.task == task:
+                lines.append(f"| {' | '.join(_cells(row))} |")
         lines.append("")
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
-    return "\n".join([*lines, *([f"Presets without a row: {missing}.", ""] if missing else [])])
+    if missing:
+        lines += [f"Presets without a study: {missing}.", ""]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
+    price = _interval(row.price, ".3f")
+    drift = _interval(row.drift, "+.2f")
+    return [f"`{row.preset}`", row.verdict, price, drift, loss, str(row.seeds)]
 
 
 def _interval(of: Mapping[str, float | None], form: str) -> str:
@@ -133,11 +134,11 @@ def _interval(of: Mapping[str, float | None], form: str) -> str:
 
 
 def add(name: str, words: Sequence[str]) -> int:
-    """Makes a study; its exit code.
+    """Make a study and return its exit code.
 
     Args:
-        name: of its folder.
-        words: what follows `mupax transfer`.
+        name: Name of the study's folder.
+        words: Words that follow `mupax transfer`.
 
     Raises:
         MupaxError: a name that is no folder's, or is one of the project's own studies.
@@ -157,7 +158,7 @@ def add(name: str, words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the study that is named, if any, and writes the page; a study's exit code, 2 for a name that cannot be."""
+    """Make the study that is named, if any, and write the section; return the study's exit code, 2 for a wrong name."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["--help"], ["-h"]):
         print(__doc__)
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if code:
         return code
-    PAGE.write_text(page(rows()))
+    PAGE.write_text(markdown.replaced(PAGE.read_text(), PART, section(rows())))
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from mupax import command_line, spellings
+from mupax import command_line
 from mupax.command_line import Switch
 from mupax.train.config import cli
 from mupax.train.config.record import words_of
@@ -32,7 +32,8 @@ from scripts import ROOT, harness
 from scripts.studies import verdicts
 
 OUT = ROOT / "docs" / "evidence" / "transfer"
-SEARCHES = "## Best rates alone, for less\n"
+KEPT = "<!-- leaderboard: begin -->\n"
+"""First line of what other commands and persons write at the end of the page."""
 LM = (
     "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
     "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
@@ -121,11 +122,11 @@ one. The **drift** is the slope of the best rate, in octaves per doubling of the
 | **undecided** | anything else; a study adds seeds until it is decided, or its seeds or minutes end |
 
 The **price** of not retuning is the loss at the smallest size's best rate less that at the largest size's own best rate, in nats. A control
-must drift. [Quality](quality.md) compares the losses themselves, the [leaderboard](leaderboard.md) has more presets, and
-[the last section but one](#how-far-to-trust-a-verdict) says how often a verdict is right.
+must drift. [Quality](quality.md) compares the losses themselves. [More presets](#more-presets) have tables without pictures, and
+[a simulation](#how-far-to-trust-a-verdict) says how often a verdict is right.
 
-`python -m scripts.studies.transfer` trains all studies and goes on where it was stopped. Every row is in
-`docs/evidence/transfer/*/points.jsonl.gz`.
+`python -m scripts.studies.transfer` trains all studies and goes on where it was stopped; `--list` prints the `mupax transfer` command of
+each. Every row is in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 
 
@@ -149,10 +150,9 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
             *(_row(study) for study in record["studies"]),
             "",
         ]
-        parts += ["```sh", spellings.current(record["command"]), "```", ""]
-    # The page's last section is about finished measurements, and is kept as it stands.
+    # The last two sections are kept: scripts.pages.leaderboard writes one, the other is about finished measurements.
     page = OUT.with_suffix(".md").read_text()
-    return "\n".join([*parts, verdicts.document(), page[page.index(SEARCHES) :]])
+    return "\n".join([*parts, verdicts.document(), page[page.index(KEPT) :]])
 
 
 def _row(study: Mapping[str, Any]) -> str:

@@ -128,7 +128,7 @@ def test_the_page_of_the_first_run_has_its_rows() -> None:
         tried = f", rate {row['rate']:g} of {', '.join(row['rates'])}" if "rates" in row else ""
         cells = f"{row['parameters']:,} | {row['steps']:,} | {row['bytes']:,}"
         line = f"| {name}{tried} | {cells} | {row['cpu_seconds']:.0f} | {row['loss']:.3f} |"
-        assert table_row("first_run.md", name + tried) == line
+        assert table_row("small_runs.md", name + tried) == line
 
 
 def test_rows_had_equal_seconds_and_the_recipe_that_ships_is_the_best() -> None:
@@ -158,10 +158,10 @@ def test_the_page_says_of_images_what_their_record_says_and_no_optimizer_wins() 
     """Were it otherwise on fresh seeds, the recipe would have to change."""
     images = record("first_images.json")
     for name, arm in images["arms"].items():
-        row = table_row("first_run.md", name)
+        row = table_row("small_runs.md", name)
         tried = ", ".join(f"{rate} {np.mean(losses):.3f}" for rate, losses in arm["rates"].items())
         assert row == f"| {name} | {tried} | {arm['best']} | {interval(arm['losses'])} |"
-    page = (DOCS / "first_run.md").read_text()
+    page = (DOCS / "small_runs.md").read_text()
     fresh = images["fresh"]
     apart = np.subtract(fresh["muon"], fresh["vit-digits"])
     of_torch = images["torch"]["losses"]
@@ -191,12 +191,12 @@ def average(rows: Sequence[dict[str, Any]], value: str) -> float:
 
 
 def test_the_page_of_vision_has_the_means_of_its_rows() -> None:
-    page = (DOCS / "vision.md").read_text()
+    page = (DOCS / "small_runs.md").read_text()
     transforms = by_arm(record("vision/transforms.json")["rows"], "arm", "task")
     plain = [group for (arm, _), group in transforms.items() if arm == "none"]
     for group in plain:
         accuracy = 100 * average(group, "accuracy")
-        assert f"{accuracy:.1f} ({len(group)} seeds)" in table_row("vision.md", "none")
+        assert f"{accuracy:.1f} ({len(group)} seeds)" in table_row("small_runs.md", "none")
     assert len(plain) == 3
     for (arm, model), group in by_arm(record("vision/larger.json")["rows"], "arm", "model").items():
         seeds = f"{len(group)} seed{'s' * (len(group) > 1)}"
@@ -205,7 +205,7 @@ def test_the_page_of_vision_has_the_means_of_its_rows() -> None:
 
 
 def test_the_page_of_vision_has_the_best_rate_of_every_arm() -> None:
-    page = (DOCS / "vision.md").read_text()
+    page = (DOCS / "small_runs.md").read_text()
     for (task, arm), rows in by_arm(record("vision/finetune.json")["rows"], "task", "arm").items():
         of_rate = by_arm(rows, "rate")
         shared = set.intersection(*({row["seed"] for row in group} for group in of_rate.values()))
@@ -229,7 +229,7 @@ def test_the_page_of_growth_has_the_losses_of_its_runs() -> None:
     for name in growing["flops_per_token"]:
         losses = [run[name][last_step] for run in growing["runs"]]
         cells = " | ".join(f"{loss:.4f}" for loss in [*losses, np.mean(losses)])
-        assert f" | {cells} | " in (ROOT / "docs" / "howto" / "growing.md").read_text()
+        assert f" | {cells} | " in (ROOT / "docs" / "howto" / "init_from.md").read_text()
 
 
 def test_the_page_of_experts_has_the_best_rate_of_both_models() -> None:
@@ -256,7 +256,7 @@ def test_the_page_of_fine_tuning_has_the_means_of_its_rows() -> None:
         label = "both" if width == 64 else f"`{preset}`"
         (line,) = [
             line
-            for line in (DOCS / "finetuning.md").read_text().splitlines()
+            for line in (DOCS / "small_runs.md").read_text().splitlines()
             if line.startswith(f"| {width} | {label} | {names[arm]} |")
         ]
         assert f" | {' | '.join(cells)} |" in line

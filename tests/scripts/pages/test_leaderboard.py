@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pages import leaderboard
+from scripts.pages import leaderboard, markdown
 
 
-def test_the_page_is_made_of_the_records() -> None:
-    assert leaderboard.PAGE.read_text() == leaderboard.page(leaderboard.rows()), (
-        "write it again: python -m scripts.pages.leaderboard"
-    )
+def test_the_section_is_made_of_the_records() -> None:
+    page = leaderboard.PAGE.read_text()
+    written = markdown.replaced(page, leaderboard.PART, leaderboard.section(leaderboard.rows()))
+    assert page == written, "write it again: python -m scripts.pages.leaderboard"
 
 
 def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def vit_endless() -> Config:
     Cost: a few minutes on two CPU cores. Needs no download. One pass: training and validation loss are the same thing.
     Expect a validation accuracy of about 51 % where logistic regression has 16 % and chance 10 %: first the stripes are found, which
     is a loss of 1.6 nats, then in part the shapes, down to 1.0. With constants tuned at half the width and depth, and
-    depth-mup's branches, it comes to 84 % (docs/evidence/vision.md). How hard and how fast the images are is in `docs/evidence/shapes.json`.
+    depth-mup's branches, it comes to 84 % (docs/evidence/small_runs.md). How hard and how fast the images are is in `docs/evidence/shapes.json`.
     SGD takes a rate of its own. `bordelon-vit` is the run on CIFAR-5M.
     """
     model = configs.get("vit-tiny")

@@ -25,7 +25,7 @@ def vit_s16_imagenet() -> Config:
     Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
     Expect about 76.5 %, which big_vision reaches (Beyer et al. 2022, arXiv 2205.01580); no run of it is on record here.
     Its numbers are those of big_vision/configs/vit_s16_i1k.py (`tests/train/config/recipes/test_imagenet.py` has each beside its
-    source); docs/evidence/imagenet.md lists what is not as there. The layer before its readout has no place in the files of transformers: train
+    source); docs/evidence/small_runs.md lists what is not as there. The layer before its readout has no place in the files of transformers: train
     with `--model.no-pre-logits`, as the paper has it, to export.
     """
     config = _vit_i1k("vit-s16-imagenet", "vit-s16")
