@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scripts.figures.result import Figure
 
+_FIRST_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
+
 HEAD = """# The papers' figures, measured again
 
-`make figures` measures every figure on a CPU in {minutes} minutes of CPU time, and `python -m scripts.figures --render` writes this page
-from the records. Each row compares a number with the prediction of its source:
+`make figures` measures every figure on a CPU in {minutes} minutes of CPU time, `python -m scripts.figures NAME` one of them, and
+`python -m scripts.figures --render` writes this page from the records. Each row compares a measured value with the prediction of its source:
 
 | verdict | means |
 |---|---|
@@ -22,7 +25,7 @@ from the records. Each row compares a number with the prediction of its source:
 | does not reproduce | the whole interval lies outside of the band |
 | undecided | neither |
 
-Where a source only says that a number is above a bound, the whole interval must be above it. A control must fail.
+Where a source only gives a lower bound, the whole interval must be above it. A control must fail.
 """
 
 
@@ -63,9 +66,9 @@ def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
     controls = len(predicted) - len(claims)
     good = sum(map(_reproduces, claims))
     return (
-        f"Of {len(claims)} predictions {good} reproduce; {controls} controls stand beside them. "
-        "The tables show every row that does not reproduce, and the first one of each figure that "
-        "does.\n"
+        f"**{good} of {len(claims)} predictions reproduce**; {controls} controls stand beside them. "
+        "The tables on this page show every prediction that does not reproduce or is undecided. "
+        "A figure's record has all rows, and says in full how it was measured.\n"
     )
 
 
@@ -77,37 +80,36 @@ def _section(folder: str, name: str, record: Mapping[str, Any]) -> str:
 
     counts = [f"{good} of {len(claims)} predictions reproduce"] if claims else []
     counts += [f"{failed} of {len(controls)} controls fail as they must"] if controls else []
-    counts.append(f"all rows are in [{name}.json]({folder}/{name}.json)")
-    return "\n".join(
-        [
-            f"## {record['title']}",
-            "",
-            f"{record['about']} Source: {record['source']}.",
-            "",
-            f"`{record['command']}` ({record['seconds']} s of CPU time): {'; '.join(counts)}.",
-            "",
-            f"![{record['title']}]({folder}/{name}.png)",
-            "",
-            "| what | predicted | measured [95 %] | verdict |",
-            "|---|---|---|---|",
-            *(_line(row) for row in _shown(record["rows"])),
-            "",
-        ]
-    )
+    counts.append(f"[rows and method]({folder}/{name}.json)")
+    lines = [
+        f"## {record['title']}",
+        "",
+        f"{_FIRST_SENTENCE.split(record['about'])[0]} Source: {record['source']}.",
+        "",
+        f"`{name}` ({record['seconds']} s): {'; '.join(counts)}.",
+        "",
+        f"![{record['title']}]({folder}/{name}.png)",
+        "",
+    ]
+    if against := _against(record["rows"]):
+        lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
+        lines += [_line(row) for row in against]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _reproduces(row: Mapping[str, Any]) -> bool:
     return row["verdict"].startswith("reproduces")
 
 
-def _shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the first row, and all others that go against a prediction."""
-    shown = [rows[0]]
-    for row in rows[1:]:
+def _against(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows that go against a prediction."""
+    against: list[Mapping[str, Any]] = []
+    for row in rows:
         failed_control = row["verdict"].startswith("control: fails")
         if row["predicted"] is not None and not _reproduces(row) and not failed_control:
-            shown.append(row)
-    return shown
+            against.append(row)
+    return against
 
 
 def _line(row: Mapping[str, Any]) -> str:
