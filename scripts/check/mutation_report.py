@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 
 from mupax.train.studies.check import theory
 from scripts.check.mutants import COLUMNS
@@ -37,8 +36,8 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "| encoder-decoder | grows heads, on the first and the third size |",
         "| experts | four in each layer |",
         "",
-        f"`{command}` makes this page. `mutations.json` has a row for each mutant, with what gave it away. Rules for batch and tokens",
-        "have [their own section](#wrong-joint-rules).",
+        f"`{command}` makes this section. `mutations.json` has a row for each mutant, with its power of m and what gave it away.",
+        "Rules for batch and tokens have [their own section](#wrong-joint-rules).",
         "",
         f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "
         f"({_percent(len(caught), len(training))}). Activations and their changes alone catch {len(alone)} "
@@ -54,31 +53,19 @@ def markdown(outcomes: Outcomes, command: str) -> str:
 
 
 def _shares(outcomes: Outcomes) -> list[str]:
-    sizes = sorted({abs(one.exponent) for own in outcomes.values() for one in own})
-    head = [
-        "study",
-        "column",
-        *(f"m^±{_text(size)}" for size in sizes),
-        "by activations",
-        "change no training",
-    ]
+    head = ["study", *COLUMNS, "by activations", "change no training"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for study, own in outcomes.items():
-        for column in (c for c in COLUMNS if any(one.column == c for one in own)):
-            mine = [one for one in own if one.column == column]
-            training = [one for one in mine if not one.trains_alike]
-            cells = []
-            for size in sizes:
-                here = [one for one in training if abs(one.exponent) == size]
-                cells.append(
-                    f"{sum(one.by is not None for one in here)} of {len(here)}" if here else ""
-                )
-            alone = sum(one.by_activations is not None for one in training)
-            cells.append(f"{alone} of {len(training)}" if training else "")
-            alike = [one for one in mine if one.trains_alike]
-            detections = sum(one.by is not None for one in alike)
-            cells.append(f"{len(alike)}, {detections} seen" if alike else "")
-            rows.append("| " + " | ".join([study, column, *cells]) + " |")
+        training = [outcome for outcome in own if not outcome.trains_alike]
+        cells = [study]
+        for column in COLUMNS:
+            of_column = [outcome for outcome in training if outcome.column == column]
+            caught = sum(outcome.by is not None for outcome in of_column)
+            cells.append(f"{caught} of {len(of_column)}" if of_column else "")
+        by_activations = sum(outcome.by_activations is not None for outcome in training)
+        cells.append(f"{by_activations} of {len(training)}")
+        cells.append(str(len(own) - len(training)))
+        rows.append("| " + " | ".join(cells) + " |")
     return rows
 
 
@@ -108,38 +95,28 @@ def _harder(outcomes: Outcomes) -> list[str]:
 
 
 def _alike(outcomes: Outcomes) -> list[str]:
+    by_reason: dict[str, list[Outcome]] = {}
+    for own in outcomes.values():
+        for outcome in own:
+            if outcome.trains_alike:
+                by_reason.setdefault(_reason(outcome), []).append(outcome)
     lines = []
-    for study, own in outcomes.items():
-        for column in COLUMNS:
-            for same in (True, False):
-                mine = [
-                    o
-                    for o in own
-                    if o.column == column and o.trains_alike and o.same_numbers is same
-                ]
-                if mine:
-                    lines.append(
-                        f"- {study}, {column}: {_reason(column, mine)} ({len(mine)} mutants)"
-                    )
+    for reason, mutants in by_reason.items():
+        farthest = max(outcome.change for outcome in mutants)
+        differ = f" (at most a factor of 2^{farthest:.1g})" if farthest else ""
+        lines.append(f"- {reason}{differ}: {len(mutants)} mutants")
     return lines
 
 
-def _reason(column: str, mine: Sequence[Outcome]) -> str:
-    if mine[0].same_numbers:
-        why = (
-            "a bias starts at zero whatever its std"
-            if column == "init_std"
-            else "this optimizer has none"
-        )
-        return f"the program gets bitwise the same numbers, {why}"
-    farthest = max(one.change for one in mine)
-    differ = f"by more than a factor of 2^{farthest:.1g}" if farthest else "in a single bit"
-    why = "eps is far below every gradient; " if column == "eps" else ""
-    return f"{why}trained, no activation differs {differ}"
-
-
-def _text(size: float | None) -> str:
-    return "–" if size is None else str(Fraction(size))
+def _reason(outcome: Outcome) -> str:
+    """Return why a mutant trains as the right rule does."""
+    if outcome.same_numbers and outcome.column == "init_std":
+        return "the program gets bitwise the same values, because a bias starts at zero whatever its std"
+    if outcome.same_numbers:
+        return "the program gets bitwise the same values, because this optimizer does not read the column"
+    if outcome.column == "eps":
+        return "eps is far below every gradient"
+    return "no activation differs by more than rounding"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -161,13 +161,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "`depth-mup` with one mistake, which the program follows: the first verdict passes, the second names the role. By theory alone.",
         "ed is ed-proxy untied, with relative positions and a table for each stack; of its depth the decoder's grows.",
         "",
-        "| mistake | model | growing | named by | as |",
-        "|---|---|---|---|---|",
+        f"Each of the {len(WRONG)} mistakes is named by the role that has it (by which observable: `scripts/check/wrong_tables.py`).",
+        "",
+        "| verdict | model | mistakes |",
+        "|---|---|---|",
     ]
-    lines += [
-        f"| {name} | {one.model} | {one.grow} | `{one.where}` | {one.word} |"
-        for name, one in WRONG.items()
-    ]
+    by_verdict: dict[tuple[str, str], list[str]] = {}
+    for name, mistake in WRONG.items():
+        by_verdict.setdefault((mistake.word, mistake.model), []).append(name)
+    for (verdict, model), names in sorted(by_verdict.items()):
+        lines.append(f"| {verdict} | {model} | {'; '.join(names)} |")
     lines += ["", *untold.lines()]
     return "\n".join(lines) + "\n"
 

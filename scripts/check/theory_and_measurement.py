@@ -1,4 +1,4 @@
-"""Every preset, by theory and by measurement: writes docs/evidence/theory-and-measurement.json and .md.
+"""Every preset, by theory and by measurement: docs/evidence/theory-and-measurement.json and a section of docs/evidence/checks.md.
 
     python -m scripts.check.theory_and_measurement
 
@@ -22,8 +22,10 @@ from mupax.train.studies.check import check, report, theory
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT
+from scripts.check import PAGE
+from scripts.pages.markdown import write_section
 
-OUT = ROOT / "docs" / "evidence" / "theory-and-measurement"
+OUT = ROOT / "docs" / "evidence" / "theory-and-measurement.json"
 NAMES = (
     "sp", "mup", "mup-half", "depth-mup", "completep", "ntk", "hybrid", "maximal-update", "u-mup", "spectral", "sp-layerwise",
 )  # fmt: skip
@@ -60,34 +62,38 @@ def main() -> None:
         "optimizer": "adam",
         "model": "lm-proxy",
     }
-    OUT.with_suffix(".json").write_text(
+    OUT.write_text(
         json.dumps({**about, "studies": rows}, indent=None, separators=(",", ":")) + "\n"
     )
-    OUT.with_suffix(".md").write_text(markdown(rows))
+    write_section(PAGE, "theory-and-measurement", markdown(rows))
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One table per grown size: theory | measured [95 %] of the observables that tell presets apart."""
+    """Return the section of the page: a table per grown size, with theory and measurement of the observables that tell presets apart."""
     lines = [
-        "# Theory and measurement",
+        "## Every preset: theory and measurement",
         "",
         "Exponents of observables as one size grows eightfold from width 64, 4 heads, depth 2, under Adam: theory from the preset's",
-        "rules alone (`mupax presets limits`), then the measured slope and its 95 % interval over four seeds. Small sizes stray",
-        "from exponents even where the rule is exact; how far was measured once (`allowances.json`). What explodes soon leaves",
-        "the regime of its power law and may fall short of it; without a rule for depth the tokens of a deep stream grow alike, and",
-        "allowances in depth are wide. The last column says what `mupax check` makes of all observables. `standard` is `sp`",
-        "by another name. Made by `python -m scripts.check.theory_and_measurement`.",
+        "rules alone (`mupax presets limits`) | the measured slope and its 95 % interval over four seeds. Small sizes stray from exponents",
+        "even where the rule is exact; `allowances.json` says how far. An observable that explodes soon leaves its power law and may fall",
+        "short of it. Without a rule for depth the tokens of a deep stream grow alike, so allowances in depth are wide. *check* is the verdict",
+        "on all observables, and how many are wrong. `python -m scripts.check.theory_and_measurement`",
         "",
         _agreement(rows),
     ]
     for axis, symbol in GROWN.items():
-        lines += ["", f"## Growing {axis} ({symbol})", ""]
+        lines += ["", f"### Growing {axis} ({symbol})", ""]
         head = ["preset", *(f"{name}, step {step}" for name, step in SHOWN), "check"]
         lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for row in (row for row in rows if row["grow"] == axis):
-            cells = {(o["observable"], o["step"]): o for o in row["observables"]}
-            shown = [_cell(cells.get(key)) for key in SHOWN]
-            lines.append("| " + " | ".join([f"`{row['preset']}`", *shown, _verdict(row)]) + " |")
+        # Presets whose rules agree under this axis share a row.
+        names: dict[tuple[str, ...], list[str]] = {}
+        for row in rows:
+            if row["grow"] == axis:
+                cells = {(o["observable"], o["step"]): o for o in row["observables"]}
+                shown = [_cell(cells.get(key)) for key in SHOWN]
+                names.setdefault((*shown, _verdict(row)), []).append(f"`{row['preset']}`")
+        for cells, presets_of_row in names.items():
+            lines.append(f"| {', '.join(presets_of_row)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -107,15 +113,16 @@ def _agreement(rows: list[dict[str, Any]]) -> str:
 def _cell(observable: dict[str, Any] | None) -> str:
     if observable is None:
         return ""
-    return f"{observable['predicted']:+.2f} \\| {observable['slope']:+.2f} [{observable['low']:+.2f}, {observable['high']:+.2f}]"
+    slope = f"{observable['slope']:+.2f} [{observable['low']:+.2f}, {observable['high']:+.2f}]"
+    return f"{observable['predicted']:+.2f} \\| {slope}"
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    bad = [o for o in row["observables"] if not o["ok"]]
+    bad = [observable for observable in row["observables"] if not observable["ok"]]
     if not bad:
-        return f"passes ({len(row['observables'])} observables)"
-    words = sorted({o["verdict"] for o in bad})
-    return f"fails: {', '.join(words)} ({', '.join(dict.fromkeys(o['observable'] for o in bad if o['verdict'] == words[-1]))})"
+        return "passes"
+    words = sorted({observable["verdict"] for observable in bad})
+    return f"{', '.join(words)} ({len(bad)} of {len(row['observables'])})"
 
 
 if __name__ == "__main__":

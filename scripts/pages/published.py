@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mupax.presets.tuned import find
 
@@ -11,7 +10,8 @@ HEAD = """## Published
 
 Nothing here was measured by this project. Each preset has the numbers of a public config or program, in the roles of mupax, and
 gives every parameter what the source's own rule gives it (`tests/presets/tuned/test_published.py`, at every size of the source).
-**Verified**: read in the source's config or code, at the commit named. `mupax presets tuned PRESET:NAME` says everything about one.
+**Verified**: read in the source's config or code, at the commit named. `mupax presets tuned PRESET:NAME` lists
+the source's files, what differs from it and what is not known.
 
 ```text
 mupax train lm-1b --preset mup:cerebras-gpt --dry-run
@@ -20,8 +20,8 @@ mupax train lm-1b --preset mup:cerebras-gpt --dry-run
 prints what the preset rests on, the table of the run, and the same in absolute numbers beside the source's nearest model. Constants
 of parameters that the model of the run does not have are left out.
 
-| preset | source | status | optimizer | rate | models | data |
-|---|---|---|---|---|---|---|"""
+| preset | source | status | optimizer, rate | models | data |
+|---|---|---|---|---|---|"""
 
 
 class LeftOut(NamedTuple):
@@ -64,13 +64,12 @@ LEFT_OUT = (
 
 
 def section() -> list[str]:
-    """Return the lines of the section: a table, a card of each preset, and what was left out."""
-    presets = [find.load(path) for path in sorted(find.PUBLISHED.glob("*.json"))]
-    rows = [_row(preset) for preset in presets]
-    lines = [HEAD, *rows, ""]
-    for preset in presets:
-        lines += _card(preset)
-    lines += [
+    """Return the lines of the section: a table of the presets, and one of the sources that were left out."""
+    rows = [_row(find.load(path)) for path in sorted(find.PUBLISHED.glob("*.json"))]
+    lines = [
+        HEAD,
+        *rows,
+        "",
         "### Sources that were left out",
         "",
         "| source | looked at | reason |",
@@ -81,49 +80,15 @@ def section() -> list[str]:
 
 
 def _row(preset: find.Tuned) -> str:
-    study, optimizer = preset.provenance, preset.optimizer
-    models = ", ".join(table["model"] for table in study["tables"])
+    study = preset.provenance
+    source = study["source"]
+    address = f"{source['repository']}/tree/{source['commit']}"
     cells = (
         f"`{preset.use}`",
-        study["source"]["name"],
+        f"[{source['name']}]({address})",
         study["status"],
-        optimizer["name"],
-        f"{optimizer['peak_lr']:.4g}",
-        models,
+        f"{preset.optimizer['name']} {preset.optimizer['peak_lr']:.4g}",
+        ", ".join(table["model"] for table in study["tables"]),
         study["data"],
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _card(preset: find.Tuned) -> list[str]:
-    study, optimizer = preset.provenance, preset.optimizer
-    source = study["source"]
-    repository = "/".join(source["repository"].split("/")[-2:])
-    base = ", ".join(f"{axis} {size}" for axis, size in (preset.base or {}).items())
-    lines = [f"### {preset.use}", ""]
-    lines += [
-        f"- Source: [{repository}]({source['repository']}) at `{source['commit'][:12]}`, read {study['date']}."
-    ]
-    lines += [f"  - {file}" for file in source["files"]]
-    lines += [
-        f"- Gives: {optimizer['name']} at {optimizer['peak_lr']:.4g}, {_decay(optimizer)}; base {base}.",
-        f"- Trained on: {study['data']}{_run(study)}.",
-    ]
-    lines += [f"- Differs: {text}." for text in study["differs"]]
-    lines += [f"- Not known: {text}." for text in study["unknown"]]
-    return [*lines, ""]
-
-
-def _decay(optimizer: Mapping[str, Any]) -> str:
-    return f"{optimizer['decay']} weight decay {optimizer['weight_decay']:g}"
-
-
-def _run(study: Mapping[str, Any]) -> str:
-    facts = [
-        f"{study[name]:,} {word}"
-        for name, word in (("steps", "steps"), ("batch", "examples a batch"))
-        if study[name]
-    ]
-    if study["seen"]:
-        facts.append(f"{study['seen']:,} {study['unit']}s")
-    return "".join(f", {fact}" for fact in facts)

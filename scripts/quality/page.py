@@ -30,7 +30,8 @@ with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that
 in which `mup` has one rule of `sp` say what that rule is worth; their rate is searched at every size.
 
 `python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in
-`points.jsonl` beside it, or `points.jsonl.gz`. With images `embedding_width` changes nothing, because it is about token embeddings; those two
+`points.jsonl` beside it, or `points.jsonl.gz`. In the tables of cells, brackets hold the first arm less this one, or `mup` less an arm
+with one rule of `sp`. With images `embedding_width` changes nothing, because it is about token embeddings; those two
 arms are one.
 """
 READING = {
@@ -156,14 +157,12 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
     name = cell["cell"]
     base = cell["arms"][0]["sizes"][0]
     sizes = [row["size"] for row in max((arm["sizes"] for arm in cell["arms"]), key=len)]
-    lines = [f"## {name}", "", f"`{cell['recipe']}`", ""]
+    lines = [f"## {name}", ""]
     if name in READING:
         lines += [READING[name], ""]
     lines += [
-        f"Tuned at the base in {cell['tuning_seconds'] / 60:.1f} minutes of training: "
-        f"{_setting(base['octaves'])}. All of the cell: {cell['train_seconds'] / 60:.0f} minutes. "
-        "In brackets: the first arm less this one, or `mup` less an arm with one rule of `sp`. "
-        f"Settings are in [result.json](quality/{name}/result.json).",
+        f"Tuned at the base: {_setting(base['octaves'])}. "
+        f"{cell['train_seconds'] / 60:.0f} minutes in all; [recipe and settings](quality/{name}/result.json).",
         "",
         f"| {cell['axis']} | {' | '.join(map(str, sizes))} |",
         f"|---|{'---|' * len(sizes)}",

@@ -147,8 +147,11 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
         "- study: `a` lr x m^-0.5, which moves some activation by a factor of 2^2. The right rule itself strays"
         in page
     )
-    assert "bitwise the same numbers, a bias starts at zero whatever its std (1 mutants)" in page
-    assert "| study | eps |  |  | 1, 1 seen |" in page
+    assert (
+        "bitwise the same values, because a bias starts at zero whatever its std: 1 mutants" in page
+    )
+    assert "eps is far below every gradient: 1 mutants" in page
+    assert "| study |  |  | 1 of 2 |  | 1 of 2 | 2 |" in page
 
 
 def test_the_committed_page_is_complete_and_is_what_its_rows_say():

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.presets.tuned import find
 from scripts.pages import cards, published
 
@@ -25,21 +26,19 @@ def test_every_tuned_preset_has_a_row_with_its_verdict_and_rate() -> None:
         assert float(rate) == pytest.approx(preset.optimizer["peak_lr"], rel=1e-3)
 
 
-def test_every_published_preset_has_a_card_with_its_commit_and_what_is_not_known() -> None:
+def test_every_published_preset_has_a_row_and_the_command_says_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = cards.page()
     for path in find.PUBLISHED.glob("*.json"):
         preset = find.load(path)
-        (card,) = re.findall(
-            rf"^### {re.escape(preset.use)}\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL
-        )
         study = preset.provenance
-        for words in (
-            study["source"]["commit"][:12],
-            *study["source"]["files"],
-            *study["unknown"],
-            *study["differs"],
-        ):
-            assert words in card
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{preset.use}` |")]
+        assert f"{study['source']['repository']}/tree/{study['source']['commit']})" in row
+        assert main(["presets", "tuned", preset.use]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for words in (*study["source"]["files"], *study["unknown"], *study["differs"]):
+            assert words in shown
     for left in published.LEFT_OUT:
         assert left.source in text
         assert left.reason
