@@ -35,7 +35,7 @@ READ = (
     "examples",
     "scripts/launch",
     "docs/notebooks/commands.py",
-    "docs/howto/pods.md",
+    "docs/howto/launch.md",
     "requirements-site.txt",
 )
 """What notebooks run and read."""

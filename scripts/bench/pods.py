@@ -1,4 +1,4 @@
-"""Compile the recipes made for pods, ahead of time, and write `docs/howto/pods.md` and `docs/evidence/pods.json`.
+"""Compile the recipes made for pods, ahead of time, and write a section of docs/howto/launch.md and docs/evidence/pods.json.
 
     python -m scripts.bench.pods [--only "lm-8b v5e:16x16"] [--json REPORT ...]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from mupax.command_line import Switch
 from mupax.terminal import gib
 from scripts import ROOT, harness
 from scripts.bench import commits
-from scripts.pages.markdown import table
+from scripts.pages.markdown import table, write_section
 
 PODS = (
     ("lm-8b", "v5p:4x4x4"),
@@ -36,18 +36,24 @@ PODS = (
 COSTS = ((256, 2, 8, "float32"), (512, 4, 8, "bfloat16"))
 """Width, depth, batch and compute type of the decoders whose preset is counted."""
 RECORD = ROOT / "docs" / "evidence" / "pods.json"
-PAGE = ROOT / "docs" / "howto" / "pods.md"
+PAGE = ROOT / "docs" / "howto" / "launch.md"
 
-INTRODUCTION = """# Pods
+INTRODUCTION = """## Does it fit a pod?
 
-What `mupax compile RECIPE --topology ...` says of the recipes made for pods: the run's own step, compiled by the
-TPU compiler for chips that are not here. Nothing on this page was measured on a TPU. Made by `python -m scripts.bench.pods`.
+`mupax compile` compiles the run's own step with the TPU compiler (extra `tpu`), on a machine without a TPU:
 
-- **Memory** is what the compiler allocates on a chip; **expected** is the sum of `train/pods/estimates.py`, from sizes alone.
-- **Step** is the longest of: products at the chip's peak, main memory traffic, collectives by rings over the links of their
-  mesh axes, and the compiler's estimated cycles with trip counts where the chip's clock is known. Everything is taken to
-  overlap, and attention kernels have no estimated cycles, so it is a bound from below, and **MFU** one from above.
-- **Program** is the commit whose step was compiled, and its day: figures of different programs are not to be compared.
+```text
+mupax compile lm-8b --topology v5e:16x16
+```
+
+It prints memory, collectives, the largest temporaries and a bound of the step's time. Nothing here was measured on a TPU. The recipes made
+for pods, by `python -m scripts.bench.pods`; `docs/evidence/pods.json` has each report in full:
+"""
+COLUMNS = """
+- **memory** is what the compiler allocates on a chip; **expected** is the sum of `train/pods/estimates.py`, from sizes alone.
+- **step** is the longest of: products at the chip's peak, main memory traffic, collectives, and estimated cycles. Everything is taken to
+  overlap and attention kernels have no estimated cycles, so it is a lower bound, and **MFU** an upper one.
+- **program** is the commit whose step was compiled. Figures of different programs are not to be compared.
 """
 
 
@@ -80,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for report in record["pods"]:
         report.setdefault("program", commits.first_committed(report, ROOT))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    PAGE.write_text(document(record))
+    write_section(PAGE, "pods", document(record))
     return 0
 
 
@@ -121,33 +127,26 @@ def preset_cost(
 
 
 def document(record: dict[str, Any]) -> str:
-    """The page."""
+    """Return the section of the page."""
     pods = record["pods"]
-    lines = [INTRODUCTION, _summary(pods)]
-    if old := [
-        f"{report['recipe']} on {report['topology']}" for report in pods if "flags" not in report
-    ]:
+    lines = [INTRODUCTION, _summary(pods), COLUMNS]
+    without_flags = _names(report for report in pods if "flags" not in report)
+    if without_flags:
         lines += [
+            "Compiled by earlier programs, without `--vmem-kib` 32768 on v5e and v5p, and with v5p as a mesh without "
+            f"links around: {without_flags}.",
             "",
-            f"Of earlier programs, without `--vmem-kib` 32768 on v5e and v5p, and with v5p as a mesh without links around: {', '.join(old)}.",
         ]
-    if chunked := [
-        f"{report['recipe']} on {report['topology']}" for report in pods if "loss" not in report
-    ]:
-        lines += ["", f"Of these the loss went by chunks of tokens: {', '.join(chunked)}."]
-    for report in pods:
-        lines += [
-            "",
-            f"## {report['recipe']} on {report['topology']}",
-            "",
-            *_memory(report),
-            "",
-            _collectives(report),
-        ]
-        lines += ["", _temporaries(report)]
+    chunked = _names(report for report in pods if "loss" not in report)
+    if chunked:
+        lines += [f"With the loss by chunks of tokens: {chunked}.", ""]
     if cost := record.get("preset_cost"):
-        lines += ["", *_preset_cost(cost)]
+        lines += _preset_cost(cost)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _names(reports: Iterable[dict[str, Any]]) -> str:
+    return ", ".join(f"{report['recipe']} on {report['topology']}" for report in reports)
 
 
 def _summary(pods: Sequence[dict[str, Any]]) -> str:
@@ -160,6 +159,7 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
         "of",
         "expected",
         "FLOPs a step",
+        "cycles",
         "step",
         "bound by",
         "MFU",
@@ -172,48 +172,10 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
             r["recipe"], r["topology"], f"{r['parameters'] / 1e9:.2f} B", str(r["batch_size"]),
             gib(r["peak_bytes_per_device"]) + ("" if r["fits"] else " (does not fit)"), gib(r["hbm_bytes_per_device"]),
             gib(sum(r["expected_bytes_per_device"].values())), f"{r['flops_per_step']:.3g}",
-            f"≥ {line['step_seconds']:.2f} s", line["bound"].replace("_", " "), f"≤ {line['mfu']:.0%}",
+            f"{r['estimated_cycles']:,}", f"≥ {line['step_seconds']:.2f} s", line["bound"].replace("_", " "), f"≤ {line['mfu']:.0%}",
             "{commit}, {date}".format_map(r["program"]) if r.get("program") else "not known",
         ))  # fmt: skip
     return table([head, *rows])
-
-
-def _memory(report: dict[str, Any]) -> list[str]:
-    terms = ", ".join(
-        f"{name} {gib(size)}" for name, size in report["expected_bytes_per_device"].items() if size
-    )
-    cycles = report["estimated_cycles"]
-    return [
-        f"Mesh {' x '.join(f'{a} {n}' for a, n in report['mesh'].items())}; arguments "
-        f"{gib(report['argument_bytes_per_device'])}, temporaries {gib(report['temporary_bytes_per_device'])}, code "
-        f"{gib(report['code_bytes_per_device'])} a chip; {gib(report['spare_bytes_per_device'])} to spare. Expected: {terms}: "
-        f"the compiler allocates {report['peak_over_expected']:.2f} times their sum. {cycles:,} estimated cycles; "
-        f"{report['traced_flops_per_step']:.3g} FLOPs with recomputation.",
-    ]
-
-
-def _collectives(report: dict[str, Any]) -> str:
-    head = ("collective", "axes", "in loops of", "executions", "bytes", "sent by a chip")
-    rows = [
-        (
-            row["kind"],
-            ", ".join(row["axes"]),
-            " x ".join(map(str, row["loop_trips"])) or "-",
-            f"{row['executions']:,}",
-            gib(row["bytes"]),
-            gib(row["wire_bytes"]),
-        )
-        for row in report["collectives"]
-    ]
-    return table([head, *rows])
-
-
-def _temporaries(report: dict[str, Any]) -> str:
-    rows = [
-        (gib(t["bytes"]), f"`{t['shape']}`", f"`{t['op_name'] or t['name']}`", t["source"])
-        for t in report["temporaries"]
-    ]
-    return table([("temporary at the peak", "shape", "made by", "at"), *rows])
 
 
 def _preset_cost(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -226,9 +188,7 @@ def _preset_cost(rows: Sequence[dict[str, Any]]) -> list[str]:
         for r in rows
     ]  # fmt: skip
     return [
-        "## What a preset costs",
-        "",
-        "FLOPs and bytes of the unrolled step with the preset over those of the same model without factors under "
+        "A preset costs no step time: FLOPs and bytes of the unrolled step with the preset over those of the same model without factors under "
         "`optax.adamw`, as the TPU compiler counts them for one v5e chip (`python -m scripts.bench.pods --preset-cost`).",
         "",
         table([head, *lines]),
