@@ -29,11 +29,12 @@ Losses are means over the last tenth of a run's steps; every run sees the same e
 with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that the interval ends at or below {GOAL:+.3f} nats. Arms
 in which `mup` has one rule of `sp` say what that rule is worth; their rate is searched at every size.
 
-`python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in
-`points.jsonl` beside it, or `points.jsonl.gz`. In the tables of cells, brackets hold the first arm less this one, or `mup` less an arm
-with one rule of `sp`. With images `embedding_width` changes nothing, because it is about token embeddings; those two
-arms are one.
+`python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in `points.jsonl` beside it, or
+`points.jsonl.gz`. The last column of a cell's table is the largest size's loss of the first arm less this arm's; for an arm that is
+`mup` with one rule of `sp` it is `mup` less this arm. `result.json` has it at every size. With images `embedding_width` changes nothing,
+because it is about token embeddings; those two arms are one.
 """
+LESS = "first arm less this one, largest size"
 READING = {
     "head_dim-100": "**Not reached**, because constants of width 64 do not serve larger models at this horizon: `mup`'s best readout rate "
     "falls from 2^3 at width 64 to 2^1 at 256 and stays there. Searched again as `sp` is, `mup` with a readout that starts at m^-1/2 "
@@ -164,17 +165,15 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
         f"Tuned at the base: {_setting(base['octaves'])}. "
         f"{cell['train_seconds'] / 60:.0f} minutes in all; [recipe and settings](quality/{name}/result.json).",
         "",
-        f"| {cell['axis']} | {' | '.join(map(str, sizes))} |",
-        f"|---|{'---|' * len(sizes)}",
+        f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
+        f"|---|{'---|' * (len(sizes) + 1)}",
     ]
     for index, arm in enumerate(cell["arms"]):
-        cells = []
-        for position, row in enumerate(arm["sizes"]):
-            text = _loss(row["losses"])
-            if index > 0 and position > 0 and (apart := _apart(row)):
-                text += f" ({apart})"
-            cells.append(text)
-        lines.append(_row(arm["label"], cells, len(sizes)))
+        losses = [_loss(row["losses"]) for row in arm["sizes"]]
+        losses += [""] * (len(sizes) - len(losses))
+        largest = arm["sizes"][-1]
+        apart = "" if index == 0 or len(arm["sizes"]) < len(sizes) else _apart(largest)
+        lines.append(f"| {arm['label']} | {' | '.join(losses)} | {apart} |")
     return [*lines, "", *_probes(cell)]
 
 
@@ -186,10 +185,6 @@ def _pairs(losses: Sequence[float | None], baseline: Sequence[float | None]) -> 
         if one is not None and other is not None
     ]
     return apart if len(apart) == min(len(losses), len(baseline)) else []
-
-
-def _row(label: str, cells: Sequence[str], columns: int) -> str:
-    return f"| {label} | {' | '.join([*cells, *[''] * (columns - len(cells))])} |"
 
 
 def _loss(losses: Sequence[float | None]) -> str:
