@@ -25,9 +25,9 @@ from scripts.pages.markdown import replaced, table
 
 PAGE = ROOT / "docs" / "evidence" / "performance.md"
 FOLDER = PAGE.with_suffix("")
-MODULES = {
-    "torch_step": "pytorch.step",
-    "torch_parts": "pytorch.parts",
+BESIDE_PYTORCH = {"torch_step": "pytorch.step", "torch_parts": "pytorch.parts"}
+"""Benchmark with a table of its own to its module in this room."""
+INSIDE = {
     "preset_cost": "step.preset_cost",
     "layers": "step.layers",
     "attention": "step.attention",
@@ -36,38 +36,42 @@ MODULES = {
     "sweep_cost": "runs.sweep_cost",
     "start": "runs.start",
 }
-"""Benchmark to its module in this room."""
+"""Benchmark of two ways to do one thing here, which share a table, to its module in this room."""
+MODULES = BESIDE_PYTORCH | INSIDE
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """What every benchmark has: a time of each, and the first one's ratio to the others."""
+    """Return the table of one benchmark: the time of each thing compared, and the first one's ratio to the others."""
     names = list(results[0]["ms"])
     ours = next(name for name in names if name not in results[0]["ratio"])
     baselines = [name for name in names if name != ours]
-    memory = "temporary_bytes" in results[0]
-    head = [
-        "",
-        *[f"{name}, ms" for name in (ours, *baselines)],
-        *[f"{ours} / {name}" for name in baselines],
-    ]
-    counts = [name for name in ("flops", "bytes") if name in results[0]]
-    rows = [
-        [
-            *head,
-            *(f"{name}, MB" for name in (ours, *baselines) if memory),
-            *(f"{name}, ratio" for name in counts),
-        ]
-    ]
+    times = [f"{name}, ms" for name in (ours, *baselines)]
+    rows = [["", *times, *(f"{ours} / {name}" for name in baselines)]]
     for result in results:
-        ratios = [_ratio(result, name) for name in baselines]
-        times = [f"{result['ms'][name]:.1f}" for name in (ours, *baselines)]
-        bytes_ = [
-            f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *baselines) if memory
-        ]
-        rows.append(
-            [_label(result), *times, *ratios, *bytes_, *(f"{result[name]:.4f}" for name in counts)]
-        )
+        measured = [f"{result['ms'][name]:.1f}" for name in (ours, *baselines)]
+        rows.append([_label(result), *measured, *(_ratio(result, name) for name in baselines)])
     return rows
+
+
+def rows_inside(name: str, measured: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of one benchmark in the shared table: a line for every pair."""
+    rows = []
+    for result in measured["results"]:
+        ours = next(way for way in result["ms"] if way not in result["ratio"])
+        for baseline in result["ratio"]:
+            pair = f"{ours} / {baseline}"
+            milliseconds = f"{result['ms'][ours]:,.0f}"
+            rows.append([name, _label(result), pair, milliseconds, _ratio(result, baseline)])
+        if "temporary_bytes" in result:
+            rows[-1][-1] += f"; temporaries {_of_bytes(result['temporary_bytes'])}"
+        if "flops" in result:
+            rows[-1][-1] += f"; FLOPs {result['flops']:.4f}, bytes {result['bytes']:.4f}"
+    return rows
+
+
+def _of_bytes(temporary_bytes: dict[str, int]) -> str:
+    first, second = temporary_bytes.values()
+    return f"{first / 1e6:.0f} of {second / 1e6:.0f} MB"
 
 
 def _ratio(result: dict[str, Any], name: str) -> str:
@@ -98,22 +102,20 @@ def part(name: str, measured: dict[str, Any]) -> str:
     return f"{command}\n\n{table(rows_of(measured['results']))}"
 
 
-def flags(measured: Sequence[dict[str, Any]]) -> str:
-    """Every flag with its time over none of each recipe's step (`step.xla_flags`, which has its own command for each recipe)."""
-    rows = [["", *[one["recipe"] for one in measured]]]
-    for name in measured[0]["sets"]:
-        ratios = (one["sets"][name]["time"]["ratio"]["none"] for one in measured)
-        rows.append([f"`{name}`", *[f"{ratio:.2f}" for ratio in ratios]])
-    return table(rows)
-
-
 def page(text: str, folder: Path) -> str:
-    """The text of docs/evidence/performance.md with the tables of what is in the folder."""
-    if (path := folder / "cpu_flags.json").exists():
-        text = replaced(text, "cpu_flags", flags(json.loads(path.read_text())))
+    """Return the text of docs/evidence/performance.md with the tables of what is in the folder."""
+    rows = [["benchmark", "case", "compared", "first, ms", "ratio"]]
     for name in MODULES:
-        if (path := folder / f"{name}.json").exists():
-            text = replaced(text, name, part(name, json.loads(path.read_text())))
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        measured = json.loads(path.read_text())
+        if name in BESIDE_PYTORCH:
+            text = replaced(text, name, part(name, measured))
+        else:
+            rows += rows_inside(name, measured)
+    if len(rows) > 1:
+        text = replaced(text, "inside", table(rows))
     if (path := folder / tpu.FILE.name).exists():
         text = replaced(text, "tpu", tpu.part(json.loads(path.read_text())))
     return text
