@@ -218,8 +218,10 @@ class Slots:
             error = None if is_finite else DecodingError(_DIVERGED)
             written.append(Written(text, tokens, error))
         # Fast devices make more tokens per call. The drawn tokens do not depend on it.
-        is_fast = time.monotonic() - began < LIVELY_S / 2
-        self._steps = min(2 * steps, MOST) if is_fast else max(self._steps // 2, 1)
+        if time.monotonic() - began < LIVELY_S / 2:
+            self._steps = min(2 * steps, MOST)
+        else:
+            self._steps = max(self._steps // 2, 1)
         return written
 
     def _advance(self, writing: list[Text], steps: int) -> list[tuple[Text, list[int], bool]]:
