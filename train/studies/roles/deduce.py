@@ -488,6 +488,7 @@ def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tupl
                 names.add(matrices.names[param][index])
         if len(names) == 1 and not names & excluded:
             axes |= dict.fromkeys(names)
+    # `shared` holds single axes, and "heads head_dim" is two.
     return tuple(axis for axis in axes if " " not in axis)
 
 

@@ -251,6 +251,7 @@ class Flow:
             return []
         if node in self.statistics or node in self.still or node in self.normalizers:
             return []
+        # The factor of a norm and the sum of a softmax only scale the other operand.
         signals = []
         for operand in _signals(node):
             is_factor = operand in self.normalizers or operand in self.denominators
@@ -374,6 +375,7 @@ class Flow:
             signals = [step.source for step in self.carriers(node)]
             if len(signals) != 1:
                 return None
+            # The factor multiplies the norm's input, which is the only other signal.
             if any(operand in self.normalizers for operand in node.inputs):
                 return signals[0]
             if node.op not in LAYOUT | ADDS | {"mul"} or self.matrix(node):

@@ -126,6 +126,7 @@ class _Interpreter:
         callee = next((params[key] for key in CALLS if key in params), None)
         if callee and name not in OPAQUE and name != "while":
             return self.run(*_opened(callee), operands)
+        # The graph knows rows and slices, so primitives with several results become these.
         if name == "unstack":
             return [self._row(operands[0], index, params["axis"]) for index in range(len(outputs))]
         if name == "split":
@@ -144,6 +145,7 @@ class _Interpreter:
         self, branches: Sequence[Any], operands: list[Node], outputs: list[_Output]
     ) -> list[Node]:
         """Run all branches. Every output is a `select_n` of their results."""
+        # The first operand chooses the branch.
         results = [self.run(*_opened(branch), operands[1:]) for branch in branches]
         selected = []
         for alternatives, output in zip(zip(*results, strict=True), outputs, strict=True):
@@ -157,6 +159,7 @@ class _Interpreter:
         if node.kind == "derived" and op == "sub" and _is_zero(operands):
             node.kind = "constant"
             node.params = frozenset()
+        # A lookup has recorded its use itself.
         if node.kind == "activation" and node.op != "lookup":
             activations = [
                 operand for operand in operands if operand.kind in ("activation", "data")
