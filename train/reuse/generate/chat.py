@@ -25,16 +25,14 @@ _ANSWER_SHARE = 4
 
 
 def main(args: Any, run: TrainedModel, sampling: Sampling) -> int:
-    """Answer the messages of standard input, a line each, until it ends.
+    """Answer the messages of standard input, one per line, until it ends. Return exit code 0.
 
     Args:
-        args: flags of the command.
-        run: run or weights of a decoder.
-        sampling: how tokens are drawn.
+        args: Flags of the command, a `Generate`.
 
     Raises:
-        DataError: the run has no chat template, or the template refuses the system message.
-        DecodingError: a message of a pipe is longer than the model reads. In a terminal a note
+        DataError: The run has no chat template, or the template refuses the system message.
+        DecodingError: A message from a pipe is longer than the model reads. In a terminal a note
             says so, and the conversation goes on.
     """
     conversation = Conversation(args, run, sampling)
@@ -61,10 +59,10 @@ def main(args: Any, run: TrainedModel, sampling: Sampling) -> int:
 
 
 class Conversation:
-    """Messages so far, and the model that answers them.
+    """Conversation with a model: the messages so far, and the generator that answers them.
 
     Raises:
-        DataError: as `main`.
+        DataError: The run has no chat template, or the template refuses the system message.
     """
 
     def __init__(self, args: Any, run: TrainedModel, sampling: Sampling) -> None:
@@ -78,8 +76,10 @@ class Conversation:
         if args.system is not None:
             self._messages.append({"role": "system", "content": args.system})
         self._first = len(self._messages)
-        """Place of the first message that may be left out."""
+        """Index of the first message that may be left out, after the system message."""
         question = {"role": "user", "content": "?"}
+        # Rendered once before the weights are read, so that a template that refuses the system
+        # message is reported at once.
         self._template.render(templates.checked([*self._messages, question]), prompt=True)
 
         self._context = run.config.model.sizes()["position"]
@@ -90,16 +90,16 @@ class Conversation:
         params = run.params(program.abstract)
         self._generator = Generator(program, params, program.step_inputs(), sampling=sampling)
         self.cut_by: str | None = None
-        """What ended the last answer before its own end, or None."""
+        """Limit that cut the last answer, in words. `None` if the answer came to its own end."""
 
     def answer(self, message: str) -> Iterator[str]:
-        """Yield the answer to a message as it is made.
+        """Yield the answer to a message while it is generated.
 
         If the context is full, the oldest messages are left out for good. The system message stays.
 
         Raises:
-            DataError: the template refuses the message.
-            DecodingError: the message is longer than the model reads, or the model has diverged.
+            DataError: The template refuses the message.
+            DecodingError: The message is longer than the model reads, or the model has diverged.
         """
         before = [*self._messages]
         self._messages += templates.checked([{"role": "user", "content": message}])
@@ -108,8 +108,8 @@ class Conversation:
         except (DataError, DecodingError):
             self._messages = before
             raise
-        room = self._context - prompt.size + 1  # the last token is never read
-        length = min(self._tokens, room)
+        max_length = self._context - prompt.size + 1  # the last token is never read
+        length = min(self._tokens, max_length)
         text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
         for part in self._generator.stream(prompt, length, self._seed + len(self._messages)):
             yield text.add(part[0].tolist())
@@ -118,10 +118,11 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": text.text})
         self.cut_by = None
         if text.finish == "length":
-            self.cut_by = f"--tokens {length}" if length < room else "the end of the context"
+            is_end_of_context = length == max_length
+            self.cut_by = "the end of the context" if is_end_of_context else f"--tokens {length}"
 
     def _fitted(self) -> np.ndarray:
-        """Return the conversation in tokens, int32 [P], without old messages that do not fit."""
+        """Drop old messages that do not fit. Return the conversation in tokens, int32 [P]."""
         free = min(self._tokens, self._context // _ANSWER_SHARE)
         count = len(self._messages)
         prompt = self._encoded()
@@ -134,11 +135,13 @@ class Conversation:
                 f"the message has {prompt.size} tokens with its template, and the model reads "
                 f"{self._context}; write a shorter one"
             )
-        if dropped := count - len(self._messages):
+        dropped = count - len(self._messages)
+        if dropped:
             terminal.note(f"note: the context is full; the oldest {dropped} messages are left out")
         return prompt
 
     def _encoded(self) -> np.ndarray:
+        """Return the conversation in tokens, int32 [P], with the start of an answer."""
         _, ids = self._encoder.prompt(self._messages)
         prompt = np.asarray(ids, np.int32)
         check_known(prompt, self._run)
@@ -146,6 +149,7 @@ class Conversation:
 
 
 def _template(run: TrainedModel, file: str | None) -> Template:
+    """Return the chat template of a file or of the run. Raises DataError if there is none."""
     template = run.template(file)
     if template is None:
         raise DataError(

@@ -22,49 +22,59 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate(ModelFlags):
-    """Text from any checkpoint of a language model; of an encoder-decoder, what it makes of a text with `<mask>` (or `<0>`, `<1>`) in it.
+    """Text from any checkpoint of a language model.
 
-    WORKDIR may be weights alone, too: a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub.
+    A decoder continues the prompt. An encoder-decoder fills in a text that has `<mask>` (or `<0>`,
+    `<1>`) in it.
 
-    The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
-    keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
-    costs one position. A model has a longest context (model.seq_len): of a longer prompt its end is read, and a text that
-    reaches it goes on with its own last half as context. The same seed gives the same text.
+    WORKDIR is a run, or weights alone: a folder that `mupax import` wrote, one of Hugging Face, or
+    ORG/NAME of its hub.
+
+    The text goes to stdout while it is generated, its number of tokens and the time to stderr.
+    Without --step the newest checkpoint is used, with the moving average of the parameters if the
+    run keeps one. One device generates, with a cache of keys and values. The context is at most
+    model.seq_len tokens: of a longer prompt only the end is read, and a text that fills the context
+    goes on with its own last half as context. The same seed gives the same text.
     """
 
     prompt: Annotated[str | None, conf.arg(metavar="TEXT")] = None
-    """What to continue, or to fill in; - reads stdin, '' begins a document."""
+    """Text to continue, or to fill in. `-` reads stdin, '' begins a document."""
     chat: Switch = False
-    """Hold a conversation in place of a prompt: every line of standard input is a message. Ctrl-D ends it."""
+    """Hold a conversation: every line of standard input is a message. Ctrl-D ends it."""
     system: Annotated[str | None, conf.arg(metavar="TEXT")] = None
     """Begin the conversation of --chat with this system message."""
     tokens: Annotated[int, conf.arg(metavar="N")] = 200
-    """How many to add; of --chat, the most of one answer."""
+    """Number of tokens to add. With --chat, the limit of one answer."""
     temperature: Annotated[float, conf.arg(metavar="T")] = 0.8
-    """0 takes the likeliest."""
+    """Divisor of the logits. 0 takes the likeliest token."""
     top_k: Annotated[int | None, conf.arg(metavar="K")] = None
-    """Draw among the K likeliest tokens; all unless given."""
+    """Draw among the K likeliest tokens. By default among all."""
     top_p: Annotated[float | None, conf.arg(metavar="P")] = None
-    """Draw among the likeliest that have P together; all unless given."""
+    """Draw among the fewest likeliest tokens with total probability P. By default among all."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the random draws."""
     samples: Annotated[int, conf.arg(metavar="N")] = 1
-    """Texts, made side by side."""
+    """Number of texts, generated in one batch."""
     tokenizer: Annotated[str | None, conf.arg(name="data.tokenizer", metavar="bytes|FILE")] = None
-    """Of weights without a run, where no tokenizer.json lies beside them."""
+    """Tokenizer of weights without a run that have no tokenizer.json beside them."""
     separator: Annotated[str | None, conf.arg(name="data.separator", metavar="TOKEN")] = None
-    """Of weights without a run: the token that ends a document, where it has none of the usual names."""
+    """Token that ends a document, for weights without a run, if it has none of the usual names."""
     chat_template: Annotated[str | None, TEMPLATE_FLAG] = None
-    """A template of jinja2 for --chat, in place of the one beside the tokenizer."""
+    """Jinja2 template for --chat, in place of the one beside the tokenizer."""
     beams: Annotated[int, conf.arg(metavar="K")] = 1
-    """Encoder-decoders, at temperature 0: keep the K likeliest texts so far."""
+    """Number of beams of an encoder-decoder, which needs temperature 0."""
 
 
 _PROG = "mupax generate"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the text; 0 when done. Raises UsageError, WorkdirError, DecodingError or DataError for what does not fit."""
+    """Generate text and print it. Return exit code 0.
+
+    Raises:
+        UsageError, DecodingError: A flag is out of its range or does not fit the model.
+        WorkdirError, DataError: The model or its tokenizer cannot be read.
+    """
     args = command_line.parse(Generate, _PROG, argv)
     _check(args)
     from mupax.train.reuse import trained
@@ -95,7 +105,8 @@ def main(argv: Sequence[str]) -> int:
         return denoised.main(args, run, sampling)
     if args.beams != 1:
         raise DecodingError(
-            f"--beams {args.beams} is for encoder-decoders, and the run is a {run.config.model.family}; leave it out"
+            f"--beams {args.beams} is for encoder-decoders, and the run is a "
+            f"{run.config.model.family}; leave it out"
         )
     import jax
 
@@ -106,7 +117,9 @@ def main(argv: Sequence[str]) -> int:
 
     tokenizer = run.tokenizer()
     assert args.prompt is not None  # see _check
-    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    text = args.prompt
+    if text == "-":
+        text = sys.stdin.read().removesuffix("\n")
     prompt = prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
@@ -125,7 +138,8 @@ def _check(args: Generate) -> None:
     """Raise UsageError for flags that exclude each other, or a prompt that is missing."""
     if args.prompt is None and not args.chat:
         raise command_line.UsageError(
-            f"this needs --prompt TEXT, or --chat for a conversation\n`{_PROG} --help` lists all flags"
+            "this needs --prompt TEXT, or --chat for a conversation\n"
+            f"`{_PROG} --help` lists all flags"
         )
     if not args.chat:
         for flag, value in (("--system", args.system), ("--chat-template", args.chat_template)):
@@ -146,59 +160,68 @@ def _check(args: Generate) -> None:
 def write(
     generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int
 ) -> str:
-    """Print the prompt and its continuations, one as it is made, several when they are done; returns what it took, in words.
+    """Print the prompt and its continuations. Return the number of tokens and the time, in words.
+
+    A single text is printed while it is generated, several when all are complete.
 
     Args:
-        generator: of the model.
-        tokenizer: of the run's data.
-        text: the prompt as it was given.
-        prompt: the same in tokens, int32 [P].
-        length: tokens to add to it.
-        seed: of the draws.
+        prompt: The same prompt in tokens, int32 [P].
+        length: Number of tokens to add.
     """
     import numpy as np
 
-    alone, parts = generator.samples == 1, []
-    began, fast_s, fast_tokens = time.monotonic(), 0.0, 0
-    terminal.show(text if alone else "")
+    is_single = generator.samples == 1
+    parts = []
+    began = time.monotonic()
+    compiled_s = 0.0
+    compiled_tokens = 0
+    terminal.show(text if is_single else "")
 
-    def rows() -> Iterator[list[int]]:
-        nonlocal fast_s, fast_tokens
-        since, compiled = time.monotonic(), generator.compilations
+    def first_rows() -> Iterator[list[int]]:
+        nonlocal compiled_s, compiled_tokens
+        part_began = time.monotonic()
+        compilations = generator.compilations
         for part in generator.stream(prompt, length, seed):
-            if generator.compilations == compiled:  # else the time is mostly the compiler's
-                fast_s, fast_tokens = fast_s + time.monotonic() - since, fast_tokens + part.size
+            # The time of a part for which a program was compiled is mostly the compiler's.
+            if generator.compilations == compilations:
+                compiled_s += time.monotonic() - part_began
+                compiled_tokens += part.size
             parts.append(part)
             yield part[0].tolist()
-            since, compiled = time.monotonic(), generator.compilations
+            part_began = time.monotonic()
+            compilations = generator.compilations
 
-    for piece in pieces(rows(), tokenizer, prompt.tolist()):
-        terminal.show(piece if alone else "")
+    for piece in pieces(first_rows(), tokenizer, prompt.tolist()):
+        terminal.show(piece if is_single else "")
     samples = np.concatenate(parts, axis=1) if parts else [[]] * generator.samples
-    for number, row in enumerate(samples, start=1):
-        if alone:
-            terminal.show("\n")
-            continue
-        continued = "".join(pieces(iter([list(row)]), tokenizer, prompt.tolist()))
-        terminal.show(f"--- sample {number}\n{text}{continued}\n")
+    if is_single:
+        terminal.show("\n")
+    else:
+        for number, row in enumerate(samples, start=1):
+            continuation = "".join(pieces(iter([list(row)]), tokenizer, prompt.tolist()))
+            terminal.show(f"--- sample {number}\n{text}{continuation}\n")
+
     count = length * generator.samples
-    rate = f", {fast_tokens / fast_s:,.0f} tokens/s once compiled" if fast_tokens else ""
-    return f"{count:,} tokens in {time.monotonic() - began:.1f} s{rate}"
+    cost = f"{count:,} tokens in {time.monotonic() - began:.1f} s"
+    if compiled_tokens:
+        cost += f", {compiled_tokens / compiled_s:,.0f} tokens/s once compiled"
+    return cost
 
 
 def pieces(parts: Iterator[list[int]], tokenizer: Any, prompt: Sequence[int] = ()) -> Iterator[str]:
-    """Yield the text of tokens as they come. A character that has only begun waits for its bytes.
+    """Yield the text of tokens as they come. An incomplete character waits for its other bytes.
 
     Args:
-        parts: tokens of one text, a few at a time.
-        tokenizer: tokenizer of the model.
-        prompt: token ids before the text.
+        parts: Tokens of one text, a few at a time.
+        prompt: Tokens before the text, on which its first character can depend.
     """
     from mupax.train.data.text.detokenizer import Detokenizer
 
     decoder = Detokenizer(tokenizer, prompt)
     for part in parts:
-        if piece := decoder.add(map(int, part)):
+        piece = decoder.add(map(int, part))
+        if piece:
             yield piece
-    if piece := decoder.finish():
+    piece = decoder.finish()
+    if piece:
         yield piece

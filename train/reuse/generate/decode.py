@@ -1,7 +1,8 @@
-"""Text from a decoder with a cache: the prompt is read whole, then every token costs one position. Loops run on the devices.
+"""Text from a decoder with a cache: the prompt is read at once, then each token costs one position.
 
-B samples, P prompt tokens, S longest context, V vocabulary. What is drawn depends on the seed, the sample's number and the
-token's number alone: not on how many samples or tokens are asked for.
+B samples, P prompt tokens, T tokens, S longest context, V vocabulary, D width, K likeliest tokens.
+A drawn token depends only on the seed, the sample's number and the token's number, not on how many
+samples or tokens are requested. `mupax generate`, `mupax serve` and the evaluation harness use it.
 """
 
 from __future__ import annotations
@@ -16,51 +17,64 @@ import numpy as np
 
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
-from mupax.train.reuse.generate.sampling import DEFAULT, AnySampling, DecodingError, Sampling, draw
+from mupax.train.reuse.generate.sampling import (
+    DEFAULT,
+    DecodingError,
+    Sampling,
+    TracedSampling,
+    draw,
+)
 from mupax.zoo.definition import Arrays, multiplied
-from mupax.zoo.layers import cache as caches
+from mupax.zoo.layers import cache as kv_cache
+from mupax.zoo.layers.cache import Cache
 from mupax.zoo.transformer import transformer
 
 MOST = 64
-"""Tokens that the devices make before the host looks at them, at most."""
+"""Largest number of tokens that the devices make before the host looks at them."""
 _BLOCK = 64
-"""Positions whose logits exist at once where probabilities of a text are asked for."""
+"""Number of positions whose logits exist at once when probabilities are computed."""
 _LIVELY_S = 0.1
-"""How long a reader may wait for the next tokens, where one does not take longer."""
+"""Longest wait of a reader for the next tokens, unless a single token takes longer."""
 
 
-class _Text(NamedTuple):
-    """A text on the devices: one cache per network, and the newest token, which none has read yet."""
+class _DecoderState(NamedTuple):
+    """Texts on the devices, between two calls of a program."""
 
     caches: Any
+    """Keys and values of all tokens but the newest, one `Cache` per network."""
     token_B: Any
+    """Newest token, int32. It is not in the caches yet."""
     finite: Any
     """Whether all logits so far were finite, bool []."""
 
 
 class Scores(NamedTuple):
-    """Natural logarithms of probabilities of the tokens of texts."""
+    """Natural logarithms of the probabilities of tokens."""
 
     chosen_BT: Any
-    """Of the token that stands there."""
+    """Log-probability of the text's own token at each position, float32."""
     top_BTK: Any
-    """Of the K likeliest there, the likeliest first."""
+    """Log-probabilities of the K likeliest tokens, the likeliest first, float32."""
     ids_BTK: Any
-    """Which these are."""
+    """Ids of these K tokens, int32."""
 
 
 class Generator:
-    """Continues texts with one model. Compiles once per power of two of prompt lengths, and once for all further tokens.
+    """Generator of text by one model.
+
+    It compiles one program per power of two of prompt lengths, and one for all further tokens.
 
     Args:
-        program: of the run; its mesh is where the parameters lie.
-        params: of the model.
-        inputs: the program's numbers: factors, and a reference where the model's output is centred.
-        sampling: how tokens are drawn; None where every text says it anew, and one program draws for all.
-        samples: B, texts continued side by side from one prompt, unless a text says another number.
+        program: Program of the run. The parameters lie on its mesh.
+        params: Parameters of the model as they are stored, without their multipliers.
+        inputs: Factors, and reference parameters if the model's output is centered.
+        sampling: How tokens are drawn. With `None`, every text names its own sampling, and one
+            compiled program draws for all of them.
+        samples: B, number of texts continued from one prompt, unless `stream` is told another.
 
     Raises:
-        ConfigError, DecodingError: the model is no transformer of the zoo, or there are no samples.
+        ConfigError: The model is no transformer of the zoo.
+        DecodingError: `samples` is less than 1.
     """
 
     def __init__(
@@ -78,29 +92,37 @@ class Generator:
         self.forward = inputs.factors.forward
         if samples < 1:
             raise DecodingError(f"samples is {samples}; write at least 1")
-        self._sampling, self.samples = sampling, samples
+        self._sampling = sampling
+        self.samples = samples
         self.compilations = 0
-        """Programs compiled so far."""
+        """Number of programs compiled so far."""
+
         networks = (params,) if inputs.reference is None else (params, inputs.reference)
-        # Multiplied once, not for every token.
-        apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
-        self.weights = apply(networks, inputs.factors.multiplier)
-        whole = program.layout.replicated
-        text = _Text(None, whole, whole)
-        self._fill = jax.jit(self._filled, out_shardings=text)
-        self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=(text, whole))
-        self._score = jax.jit(self._scored, static_argnums=3, out_shardings=whole)
+        # The multipliers are applied once here, not at every token.
+        self.weights = jax.jit(multiply_all)(networks, inputs.factors.multiplier)
+
+        replicated = program.layout.replicated
+        state = _DecoderState(None, replicated, replicated)
+        self._fill = jax.jit(self._read_prompt, out_shardings=state)
+        self._extend = jax.jit(
+            self._write_tokens, donate_argnums=2, out_shardings=(state, replicated)
+        )
+        self._score = jax.jit(self._score_tokens, static_argnums=3, out_shardings=replicated)
 
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:
-        """`length` new tokens after the prompt, int32 [B, length]; raises as `stream`.
+        """Return `length` new tokens after the prompt, int32 [B, length].
 
         Args:
-            prompt: tokens to continue, integers [P], P >= 1.
-            length: tokens to add.
-            seed: of the draws.
+            prompt: Tokens to continue, integers [P], P >= 1.
+            length: Number of tokens to add.
+
+        Raises:
+            DecodingError: The prompt is empty, or the logits are not finite.
         """
         parts = list(self.stream(prompt, length, seed))
-        return np.concatenate(parts, axis=1) if parts else np.zeros((self.samples, 0), np.int32)
+        if not parts:
+            return np.zeros((self.samples, 0), np.int32)
+        return np.concatenate(parts, axis=1)
 
     def stream(
         self,
@@ -111,55 +133,76 @@ class Generator:
         sampling: Sampling | None = None,
         samples: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """New tokens as they are made, int32 [B, n] with n from 1 to `MOST`.
+        """Yield new tokens as they are made, int32 [B, n] with n from 1 to `MOST`.
 
-        The context is at most S tokens: of a longer prompt the last S are read. Where it is full, it begins anew with the
-        last S/2 tokens of the text, so that a token is drawn with S/2 to S tokens before it.
+        The context is at most S tokens. Of a longer prompt only the last S tokens are read. When
+        the context is full, a new one begins with the last S/2 tokens of the text. A token is
+        therefore drawn with S/2 to S tokens before it.
 
         Args:
-            prompt: tokens to continue, integers [P], P >= 1.
-            length: tokens to add.
-            seed: of the draws.
-            sampling: how tokens are drawn, where the generator was made without one.
-            samples: B of this text; the generator's unless given.
+            prompt: Tokens to continue, integers [P], P >= 1.
+            length: Number of tokens to add.
+            sampling: How tokens are drawn, without top_k. Needed if the generator was made without
+                a sampling.
+            samples: B for this text. The generator's by default.
 
         Raises:
-            DecodingError: the prompt is empty, or the logits are not numbers: the model has diverged.
+            DecodingError: The prompt is empty, or the logits are not finite: the model has
+                diverged.
         """
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
             raise DecodingError(
-                f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}"
+                f"a prompt is at least one token; this one is {prompt.dtype} of shape "
+                f"{prompt.shape}"
             )
-        limit, key = self.model.sizes()["position"], jax.random.key(seed)
-        drawn = None if sampling is None else AnySampling.of(sampling)
-        text_BT = np.broadcast_to(prompt.astype(np.int32), (samples or self.samples, prompt.size))[
-            :, -limit:
-        ]
-        text, number, context, count = None, 0, limit, 1
+        limit = self.model.sizes()["position"]
+        key = jax.random.key(seed)
+        traced_sampling = None if sampling is None else TracedSampling.of(sampling)
+        num_rows = samples or self.samples
+        text_BT = np.broadcast_to(prompt.astype(np.int32), (num_rows, prompt.size))[:, -limit:]
+
+        state = None
+        number = 0  # tokens written so far
+        context = limit  # tokens in the caches
+        max_steps = 1
         while number < length:
             began = time.monotonic()
-            if text is None or context == limit:
-                context_BT = text_BT if text is None else text_BT[:, -max(limit // 2, 1) :]
+            if state is None or context == limit:
+                context_BT = text_BT
+                if state is not None:
+                    context_BT = text_BT[:, -max(limit // 2, 1) :]
                 context = context_BT.shape[1]
-                padded_BT, counts = (
+                state = self._fill(
+                    self.weights,
+                    self.forward,
                     self.padded(context_BT),
-                    (np.int32(context), key, np.int32(number)),
+                    np.int32(context),
+                    key,
+                    np.int32(number),
+                    traced_sampling,
                 )
-                text = self._fill(self.weights, self.forward, padded_BT, *counts, drawn)
-                new_BT = np.asarray(text.token_B)[:, None]
+                new_BT = np.asarray(state.token_B)[:, None]
             else:
-                steps = min(count, length - number, limit - context)
-                counts = np.int32(steps), key, np.int32(number)
-                text, out_BT = self._extend(self.weights, self.forward, text, *counts, drawn)
-                context, new_BT = context + steps, np.asarray(out_BT)[:, :steps]
-                # More where they come fast; what is drawn does not depend on it.
-                count = (
-                    min(2 * count, MOST)
-                    if time.monotonic() - began < _LIVELY_S / 2
-                    else max(count // 2, 1)
+                steps = min(max_steps, length - number, limit - context)
+                state, out_BT = self._extend(
+                    self.weights,
+                    self.forward,
+                    state,
+                    np.int32(steps),
+                    key,
+                    np.int32(number),
+                    traced_sampling,
                 )
-            if not text.finite:
+                context += steps
+                new_BT = np.asarray(out_BT)[:, :steps]
+                # Fast devices make more tokens per call. The drawn tokens do not depend on it.
+                if time.monotonic() - began < _LIVELY_S / 2:
+                    max_steps = min(2 * max_steps, MOST)
+                else:
+                    max_steps = max(max_steps // 2, 1)
+
+            if not state.finite:
                 raise DecodingError(
                     "the logits hold nan or inf: the model has diverged, there is nothing to sample"
                 )
@@ -168,31 +211,40 @@ class Generator:
             yield new_BT
 
     def logprobs(self, tokens_BT: np.ndarray, top: int) -> Scores:
-        """How likely the model, read whole, finds every token after the first.
+        """Return the log-probability of every token after the first, and the likeliest tokens.
 
         Args:
-            tokens_BT: at most S + 1 of each text, integers [B, T].
-            top: likeliest tokens that are named at each place.
+            tokens_BT: Integers, at most S + 1 tokens per text.
+            top: K, number of likeliest tokens to return at each position.
 
         Raises:
-            DecodingError: the texts are longer.
+            DecodingError: The texts are longer than S + 1 tokens.
         """
-        limit, count = self.model.sizes()["position"], tokens_BT.shape[1] - 1
+        limit = self.model.sizes()["position"]
+        count = tokens_BT.shape[1] - 1
         if count > limit:
             raise DecodingError(
-                f"{count + 1} tokens are more than the {limit + 1} whose probabilities one reading gives"
+                f"{count + 1} tokens are more than the {limit + 1} whose probabilities one reading "
+                "gives"
             )
-        inputs_BT, next_BT = self.padded(tokens_BT[:, :-1]), self.padded(tokens_BT[:, 1:])
+        inputs_BT = self.padded(tokens_BT[:, :-1])
+        next_BT = self.padded(tokens_BT[:, 1:])
         scores = self._score(self.weights, self.forward, (inputs_BT, next_BT), top)
-        return Scores(*(np.asarray(x)[:, :count] for x in scores))
+        return Scores(*(np.asarray(values)[:, :count] for values in scores))
 
     def padded(self, tokens_BT: np.ndarray) -> np.ndarray:
-        """To a power of two of positions, or to the longest context: few shapes, so few compilations."""
+        """Pad tokens on the right to a power of two of positions, or to the longest context.
+
+        Few shapes mean few compilations.
+        """
         count = tokens_BT.shape[1]
-        size = min(1 << max(count - 1, 0).bit_length(), self.model.sizes()["position"])
+        power_of_two = 1 << max(count - 1, 0).bit_length()
+        size = min(power_of_two, self.model.sizes()["position"])
         return np.pad(tokens_BT, ((0, 0), (0, size - count)))
 
-    def _filled(
+    # Methods below are traced by JAX.
+
+    def _read_prompt(
         self,
         weights: Any,
         forward: Arrays,
@@ -200,97 +252,144 @@ class Generator:
         length: jax.Array,
         key: jax.Array,
         number: jax.Array,
-        drawn: AnySampling | None,
-    ) -> _Text:
-        """Read a text that is padded on the right, and draw a token after its `length` tokens."""
-        empty = (caches.empty(self.model, text_BT.shape[0]),) * len(weights)
-        logits_BV, read = self.logits_after(
+        sampling: TracedSampling | None,
+    ) -> _DecoderState:
+        """Read a text that is padded on the right, and draw the token after its `length` tokens."""
+        empty = (kv_cache.empty(self.model, text_BT.shape[0]),) * len(weights)
+        logits_BV, caches = self.logits_after(
             weights, forward, text_BT, empty, length - 1, fresh=True
         )
-        token_B = self._drawn(logits_BV, key, number, drawn)
-        return _Text(
-            tuple(one._replace(length=length) for one in read), token_B, _finite(logits_BV)
-        )
+        token_B = self._draw(logits_BV, key, number, sampling)
+        caches = tuple(cache._replace(length=length) for cache in caches)
+        return _DecoderState(caches, token_B, _all_finite(logits_BV))
 
-    def _extended(
+    def _write_tokens(
         self,
         weights: Any,
         forward: Arrays,
-        text: _Text,
+        state: _DecoderState,
         steps: jax.Array,
         key: jax.Array,
         number: jax.Array,
-        drawn: AnySampling | None,
-    ) -> tuple[_Text, jax.Array]:
-        """Draw `steps` more tokens, at most `MOST`: the text after them, and they, int32 [B, MOST]."""
+        sampling: TracedSampling | None,
+    ) -> tuple[_DecoderState, jax.Array]:
+        """Draw `steps` more tokens, at most `MOST`.
 
-        def body(loop: tuple[jax.Array, _Text, jax.Array]) -> tuple[jax.Array, _Text, jax.Array]:
-            index, text, out_BT = loop
-            last_B1 = text.token_B[:, None]
-            logits_BV, read = self.logits_after(
-                weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False
+        Returns:
+            The state after them, and the tokens, int32 [B, MOST] with zeros behind the first
+            `steps` of each row.
+        """
+
+        def body(
+            loop: tuple[jax.Array, _DecoderState, jax.Array],
+        ) -> tuple[jax.Array, _DecoderState, jax.Array]:
+            index, state, out_BT = loop
+            last_B1 = state.token_B[:, None]
+            logits_BV, caches = self.logits_after(
+                weights, forward, last_B1, state.caches, jnp.int32(0), fresh=False
             )
-            token_B = self._drawn(logits_BV, key, number + index, drawn)
+            token_B = self._draw(logits_BV, key, number + index, sampling)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (jnp.int32(0), index))
-            return index + 1, _Text(read, token_B, text.finite & _finite(logits_BV)), out_BT
+            next_index = index + 1
+            finite = state.finite & _all_finite(logits_BV)
+            return next_index, _DecoderState(caches, token_B, finite), out_BT
 
-        start = jnp.int32(0), text, jnp.zeros((len(text.token_B), MOST), jnp.int32)
-        return jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)[1:]
+        out_BT = jnp.zeros((len(state.token_B), MOST), jnp.int32)
+        start = (jnp.int32(0), state, out_BT)
+        _, state, out_BT = jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)
+        return state, out_BT
 
     def logits_after(
         self,
         weights: Any,
         forward: Arrays,
         text_BT: jax.Array,
-        read: Any,
-        at: jax.Array,
+        caches: Any,
+        position: jax.Array,
         *,
         fresh: bool,
-    ) -> tuple[jax.Array, tuple[caches.Cache, ...]]:
-        """Logits [B, V] after the token at a position of the text, and the caches with all of it."""
-        self.compilations += 1  # runs when a program is traced, and never again
-        logits, after = [], []
-        for params, cache in zip(weights, read, strict=True):
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        """Read tokens and return the logits [B, V] after one of them, and the filled caches.
+
+        Args:
+            weights: Parameters of each network, multiplied. The logits of a second network are
+                subtracted.
+            text_BT: Tokens that follow those in the caches, int32.
+            position: Index into `text_BT` of the token whose logits are returned, int32 [].
+            fresh: Whether the caches are empty, so that attention needs only the new tokens.
+        """
+        self.compilations += 1  # runs only while a program is traced
+        logits = []
+        filled_caches = []
+        for params, cache in zip(weights, caches, strict=True):
             net: Any = self._definition.bind(params, forward, layout=self.layout)
             h_BTD, filled = net.cached(text_BT, cache, fresh=fresh)
-            logits.append(net.read(jax.lax.dynamic_slice_in_dim(h_BTD, at, 1, axis=1))[:, 0])
-            after.append(filled)
-        return logits[0] - logits[1] if len(logits) == 2 else logits[0], tuple(after)
+            h_B1D = jax.lax.dynamic_slice_in_dim(h_BTD, position, 1, axis=1)
+            logits.append(net.read(h_B1D)[:, 0])
+            filled_caches.append(filled)
+        return centered(logits), tuple(filled_caches)
 
-    def _drawn(
-        self, logits_BV: jax.Array, key: jax.Array, number: jax.Array, drawn: AnySampling | None
+    def _draw(
+        self,
+        logits_BV: jax.Array,
+        key: jax.Array,
+        number: jax.Array,
+        traced_sampling: TracedSampling | None,
     ) -> jax.Array:
-        numbers_B = jnp.arange(logits_BV.shape[0])
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), numbers_B)
-        sampling = self._sampling if drawn is None else drawn
+        """Draw the token with a given number in each row, int32 [B]."""
+        rows_B = jnp.arange(logits_BV.shape[0])
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), rows_B)
+        sampling = self._sampling if traced_sampling is None else traced_sampling
         assert sampling is not None, "a generator without a sampling is told one with every text"
         return draw(logits_BV, keys_B, sampling)
 
-    def _scored(
+    def _score_tokens(
         self, weights: Any, forward: Arrays, tokens: tuple[jax.Array, jax.Array], top: int
     ) -> Scores:
-        """Scores of texts that are padded on the right; logits of `_BLOCK` positions exist at once."""
+        """Score texts that are padded on the right.
+
+        Args:
+            tokens: Inputs and next tokens, both int32 [B, T].
+        """
         self.compilations += 1
         inputs_BT, next_BT = tokens
         nets: list[Any] = [
             self._definition.bind(params, forward, layout=self.layout) for params in weights
         ]
-        empty = caches.empty(self.model, inputs_BT.shape[0])
-        h = [net.cached(inputs_BT, empty, fresh=True)[0].swapaxes(0, 1) for net in nets]
+        empty = kv_cache.empty(self.model, inputs_BT.shape[0])
+        hidden_TBD = []
+        for net in nets:
+            h_BTD, _ = net.cached(inputs_BT, empty, fresh=True)
+            hidden_TBD.append(h_BTD.swapaxes(0, 1))
 
-        def place(one: tuple[Any, jax.Array]) -> Scores:
-            h, next_B = one
-            logits = [net.read(h_BD[:, None])[:, 0] for net, h_BD in zip(nets, h, strict=True)]
-            logp_BV = jax.nn.log_softmax(logits[0] - logits[1] if len(logits) == 2 else logits[0])
+        def score_position(inputs: tuple[Any, jax.Array]) -> Scores:
+            hidden_BD, next_B = inputs
+            logits = []
+            for net, h_BD in zip(nets, hidden_BD, strict=True):
+                logits.append(net.read(h_BD[:, None])[:, 0])
+            logp_BV = jax.nn.log_softmax(centered(logits))
             values_BK, ids_BK = jax.lax.top_k(logp_BV, top)
-            return Scores(
-                jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0], values_BK, ids_BK
-            )
+            chosen_B = jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0]
+            return Scores(chosen_B, values_BK, ids_BK)
 
-        scores = jax.lax.map(place, (h, next_BT.T), batch_size=_BLOCK)
-        return jax.tree.map(lambda x: x.swapaxes(0, 1), scores)
+        # Logits of all positions at once would take more memory than the model.
+        scores = jax.lax.map(score_position, (hidden_TBD, next_BT.T), batch_size=_BLOCK)
+        return jax.tree.map(lambda values: values.swapaxes(0, 1), scores)
 
 
-def _finite(logits_BV: jax.Array) -> jax.Array:
-    # Logits of -inf are masked tokens, as long as one is not.
+def multiply_all(networks: tuple[Arrays, ...], multipliers: Arrays) -> tuple[Arrays, ...]:
+    """Multiply the parameters of each network by their multipliers."""
+    return tuple(multiplied(dict(params), multipliers) for params in networks)
+
+
+def centered(logits: list[jax.Array]) -> jax.Array:
+    """Return the logits of a model, minus those of the reference network if there is one."""
+    if len(logits) == 2:
+        return logits[0] - logits[1]
+    return logits[0]
+
+
+def _all_finite(logits_BV: jax.Array) -> jax.Array:
+    """Return whether every row has a finite largest logit, bool []."""
+    # A logit of -inf is a masked token, which is fine as long as one token is left.
     return jnp.all(jnp.isfinite(jnp.max(logits_BV, axis=-1)))

@@ -1,13 +1,13 @@
-"""Text of an encoder-decoder: of a prompt, or of evaluation examples with noise.
+"""Text from an encoder-decoder, for a prompt or for noised evaluation examples.
 
-The encoder runs once, then every token costs one position. Loops run on the devices. B inputs, K beams of each, S inputs and T
-tokens at most, V vocabulary. What is drawn depends on the seed, the row's number and the token's number alone.
+The encoder runs once, then each token costs one position. B inputs, S input tokens, T written
+tokens, K beams per input, R = B x K rows with the beams of one input side by side, V vocabulary,
+D width. A drawn token depends only on the seed, the row's number and the token's number.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import sys
 import time
@@ -27,52 +27,65 @@ from mupax.train.data.show import restored, side_by_side, visible
 from mupax.train.data.text.denoising import noise_of
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.data.text.vocabulary import SpecialIds, special_ids
+from mupax.train.reuse.generate.decode import centered, multiply_all
 from mupax.train.reuse.generate.sampling import DEFAULT, DecodingError, Sampling, draw
 from mupax.train.reuse.generate.writing import check_known
 from mupax.train.reuse.trained import TrainedModel
-from mupax.zoo.definition import Arrays, multiplied
-from mupax.zoo.layers import cache as caches
+from mupax.zoo.definition import Arrays
+from mupax.zoo.layers import cache as kv_cache
+from mupax.zoo.layers.cache import Cache
 from mupax.zoo.transformer import transformer
 
 GREEDY = Sampling(temperature=0)
 
 
-class _Text(NamedTuple):
-    """Texts on the devices, R = B x K rows, the beams of one input side by side."""
+class _DecoderState(NamedTuple):
+    """Texts on the devices, between two steps."""
 
     number: Any
-    """Tokens of each, int32 []."""
+    """Number of tokens of every row, int32 []."""
     caches: Any
-    """One per network."""
-    out: Any
-    """int32 [R, T]; behind an end stands more of it."""
-    done: Any
-    """Whether a text has ended, bool [R]."""
-    score: Any
-    """ln p of each, float32 [R]."""
-    count: Any
-    """Tokens until its end, int32 [R]."""
+    """Keys and values of all tokens but the newest, one `Cache` per network."""
+    out_RT: Any
+    """Tokens, int32. Positions that are not written yet hold the end token."""
+    done_R: Any
+    """Whether a text has ended, bool."""
+    score_R: Any
+    """ln p of each text, float32."""
+    count_R: Any
+    """Number of tokens of each text with its end, int32."""
     finite: Any
     """Whether all logits so far were finite, bool []."""
+
+
+class _NextToken(NamedTuple):
+    """Choice of one step: how each row goes on."""
+
+    parent_R: jax.Array
+    """Row whose text this row continues, int32."""
+    token_R: jax.Array
+    """Next token, int32."""
+    score_R: jax.Array
+    """ln p of the text with that token, float32."""
 
 
 class Seq2SeqGenerator:
     """Generator of text by an encoder-decoder. It compiles once per shape of inputs.
 
     Args:
-        program: of the run; its mesh is where the parameters lie.
-        params: of the model.
-        inputs: the program's numbers: factors, and a reference where the model's output is centred.
-        start: token before the first that is written.
-        end: token that ends a text.
-        first: the token that every text begins with, where there is one.
-        last: the last token, where there is one, of a text that has not ended before.
-        sampling: how tokens are drawn; with beams the likeliest are taken.
-        beams: K texts are kept for each input, the likeliest so far; 1 takes a token at a time.
-        length_penalty: beams are compared by ln p / length^penalty; 1 takes the mean over tokens.
+        program: Program of the run. The parameters lie on its mesh.
+        params: Parameters of the model as they are stored, without their multipliers.
+        inputs: Factors, and reference parameters if the model's output is centered.
+        start: Token that the decoder reads first. It is not part of the text.
+        end: Token that ends a text and is its last token.
+        first: Token that every text is forced to begin with, if any.
+        last: Token that is forced at the last possible position, if any.
+        sampling: How tokens are drawn. Temperature 0 if there are several beams.
+        beams: K, number of texts that are kept for each input, the likeliest so far.
+        length_penalty: Beams are compared by ln p / length^penalty. 1 is the mean over tokens.
 
     Raises:
-        DecodingError: no beams, or beams and a temperature.
+        DecodingError: `beams` is less than 1, or several beams have a temperature.
     """
 
     def __init__(
@@ -95,136 +108,186 @@ class Seq2SeqGenerator:
             raise DecodingError(
                 f"{beams} beams take the likeliest tokens; write temperature 0 with them, or 1 beam"
             )
-        self._model, self._definition = (
-            transformer(program.config.model, "writing text"),
-            program.definition,
-        )
-        self._layout, self._forward = program.layout, inputs.factors.forward
-        self._start, self._end, self._sampling = start, end, sampling
-        self._first, self._last = first, last
-        self._beams, self._penalty = beams, length_penalty
+        self._model = transformer(program.config.model, "writing text")
+        self._definition = program.definition
+        self._layout = program.layout
+        self._forward = inputs.factors.forward
+        self._start = start
+        self._end = end
+        self._sampling = sampling
+        self._first = first
+        self._last = last
+        self._beams = beams
+        self._penalty = length_penalty
+
         networks = (params,) if inputs.reference is None else (params, inputs.reference)
-        apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
-        self._weights = apply(networks, inputs.factors.multiplier)
+        # The multipliers are applied once here, not at every token.
+        self._weights = jax.jit(multiply_all)(networks, inputs.factors.multiplier)
         self._run = jax.jit(
-            self._written, static_argnums=2, out_shardings=program.layout.replicated
+            self._write_texts, static_argnums=2, out_shardings=program.layout.replicated
         )
 
     def write(
         self, inputs: np.ndarray, input_mask: np.ndarray, length: int | None = None, seed: int = 0
     ) -> list[np.ndarray]:
-        """What is written for each input, int32 [tokens], its end with it where there is one.
+        """Return the text for each input, int32 [tokens], including its end token if it has ended.
 
         Args:
             inputs: int32 [B, S].
             input_mask: int32 [B, S], 0 at padding.
-            length: tokens at most; the model's targets unless given.
-            seed: of the draws.
+            length: Largest number of tokens. By default the model's longest text.
+            seed: Seed of the random draws. Temperature 0 does not use it.
 
         Raises:
-            DecodingError: a length that the model does not have, or the logits are not numbers: the model has diverged.
+            DecodingError: The model cannot write texts of this length, or the logits are not
+                finite: the model has diverged.
         """
-        most = self._model.sizes()["position"]
-        length = most if length is None else length
-        if not 1 <= length <= most:
+        longest = self._model.sizes()["position"]
+        if length is None:
+            length = longest
+        if not 1 <= length <= longest:
             raise DecodingError(
-                f"{length} tokens cannot be written; write 1 to {most}, the model's longest text"
+                f"{length} tokens cannot be written; write 1 to {longest}, the model's longest text"
             )
-        arrays = np.asarray(inputs, np.int32), np.asarray(input_mask, np.int32)
+        arrays = (np.asarray(inputs, np.int32), np.asarray(input_mask, np.int32))
         out_BT, count_B, finite = self._run(self._weights, arrays, length, jax.random.key(seed))
         if not finite:
             raise DecodingError(
                 "the logits hold nan or inf: the model has diverged, there is nothing to write"
             )
-        return [
-            row[:count] for row, count in zip(np.asarray(out_BT), np.asarray(count_B), strict=True)
-        ]
+        rows = zip(np.asarray(out_BT), np.asarray(count_B), strict=True)
+        return [out_T[:count] for out_T, count in rows]
 
-    def _written(
+    # Methods below are traced by JAX.
+
+    def _write_texts(
         self, weights: Any, arrays: tuple[jax.Array, jax.Array], length: int, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The best text of every input, int32 [B, length], its tokens, int32 [B], and whether all logits were finite."""
-        rows = len(arrays[0]) * self._beams
+        """Write the best text of every input.
+
+        Args:
+            arrays: Inputs and their mask, both int32 [B, S].
+            length: T, the largest number of tokens.
+
+        Returns:
+            The tokens, int32 [B, T], how many of them belong to each text, int32 [B], and whether
+            all logits were finite, bool [].
+        """
+        num_rows = len(arrays[0]) * self._beams
         networks: list[Any] = [
             self._definition.bind(params, self._forward, layout=self._layout) for params in weights
         ]
         memories = [net.remember(*arrays).repeated(self._beams) for net in networks]
-        empty = tuple(caches.empty(self._model, rows) for _ in weights)
-        first_R = (
-            jnp.arange(rows) % self._beams == 0
-        )  # beams begin alike: all but one would be copies of it
-        text = _Text(
-            jnp.int32(0), empty, jnp.full((rows, length), self._end, jnp.int32), jnp.zeros(rows, bool),
-            jnp.where(first_R, 0.0, -jnp.inf), jnp.zeros(rows, jnp.int32), jnp.array(True),
-        )  # fmt: skip
-        step = functools.partial(self._step, networks, memories, key)
-        text = jax.lax.while_loop(
-            lambda text: (text.number < length) & ~jnp.all(text.done), step, text
+        empty = tuple(kv_cache.empty(self._model, num_rows) for _ in weights)
+        # All beams of an input begin alike. Only the first may go on, or all would be copies of it.
+        is_first_R = jnp.arange(num_rows) % self._beams == 0
+        start = _DecoderState(
+            number=jnp.int32(0),
+            caches=empty,
+            out_RT=jnp.full((num_rows, length), self._end, jnp.int32),
+            done_R=jnp.zeros(num_rows, bool),
+            score_R=jnp.where(is_first_R, 0.0, -jnp.inf),
+            count_R=jnp.zeros(num_rows, jnp.int32),
+            finite=jnp.array(True),
         )
-        score_BK = (text.score / jnp.maximum(text.count, 1) ** self._penalty).reshape(
-            -1, self._beams
-        )
-        best_B = jnp.arange(len(score_BK)) * self._beams + jnp.argmax(score_BK, axis=1)
-        return text.out[best_B], text.count[best_B], text.finite
 
-    def _step(self, networks: list[Any], memories: list[Any], key: jax.Array, text: _Text) -> _Text:
-        """One token more of every text that has not ended."""
-        newest_R = jax.lax.dynamic_slice_in_dim(
-            text.out, jnp.maximum(text.number - 1, 0), 1, axis=1
-        )[:, 0]
-        newest_R1 = jnp.where(text.number == 0, self._start, newest_R)[:, None]
-        logits, read = [], []
-        for net, memory, cache in zip(networks, memories, text.caches, strict=True):
+        def has_open_text(state: _DecoderState) -> jax.Array:
+            return (state.number < length) & ~jnp.all(state.done_R)
+
+        def step(state: _DecoderState) -> _DecoderState:
+            return self._step(networks, memories, key, state)
+
+        end = jax.lax.while_loop(has_open_text, step, start)
+        mean_score_R = end.score_R / jnp.maximum(end.count_R, 1) ** self._penalty
+        score_BK = mean_score_R.reshape(-1, self._beams)
+        best_B = jnp.arange(len(score_BK)) * self._beams + jnp.argmax(score_BK, axis=1)
+        return end.out_RT[best_B], end.count_R[best_B], end.finite
+
+    def _step(
+        self,
+        networks: list[Any],
+        memories: list[Any],
+        key: jax.Array,
+        state: _DecoderState,
+    ) -> _DecoderState:
+        """Write one more token of every text that has not ended."""
+        last_index = jnp.maximum(state.number - 1, 0)
+        newest_R = jax.lax.dynamic_slice_in_dim(state.out_RT, last_index, 1, axis=1)[:, 0]
+        newest_R1 = jnp.where(state.number == 0, self._start, newest_R)[:, None]
+
+        logits = []
+        caches = []
+        for net, memory, cache in zip(networks, memories, state.caches, strict=True):
             h_R1D, filled = net.cached(newest_R1, cache, memory)
             logits.append(net.read(h_R1D)[:, 0])
-            read.append(filled)
-        logits_RV = logits[0] - logits[1] if len(logits) == 2 else logits[0]
-        finite = text.finite & jnp.all(jnp.isfinite(jnp.max(logits_RV, axis=-1)))
-        chances_RV = jax.nn.log_softmax(logits_RV, axis=-1)
-        for token, at in ((self._first, 0), (self._last, text.out.shape[1] - 1)):
-            if token is not None:
-                only_V = jnp.where(jnp.arange(chances_RV.shape[1]) == token, 0.0, -jnp.inf)
-                chances_RV = jnp.where(text.number == at, only_V, chances_RV)
-        parent_R, token_R, score_R = self._choice(
-            text, chances_RV, jax.random.fold_in(key, text.number)
-        )
-        out, done, count = text.out[parent_R], text.done[parent_R], text.count[parent_R]
-        token_R = jnp.where(done, self._end, token_R)
-        out = jax.lax.dynamic_update_slice(out, token_R[:, None], (0, text.number))
-        if self._beams > 1:
-            read = [
-                one._replace(keys=one.keys[:, parent_R], values=one.values[:, parent_R])
-                for one in read
-            ]
-        ended = done | (token_R == self._end)
-        return _Text(text.number + 1, tuple(read), out, ended, score_R, count + ~done, finite)
+            caches.append(filled)
+        logits_RV = centered(logits)
+        finite = state.finite & jnp.all(jnp.isfinite(jnp.max(logits_RV, axis=-1)))
 
-    def _choice(
-        self, text: _Text, chances_RV: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The text that each row goes on with, the token, and the score with it, all [R]."""
-        rows, vocab = chances_RV.shape
+        logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
+        last_position = state.out_RT.shape[1] - 1
+        for token, position in ((self._first, 0), (self._last, last_position)):
+            if token is not None:
+                forced_V = jnp.where(jnp.arange(logp_RV.shape[1]) == token, 0.0, -jnp.inf)
+                logp_RV = jnp.where(state.number == position, forced_V, logp_RV)
+        chosen = self._next_token(state, logp_RV, jax.random.fold_in(key, state.number))
+
+        # A row can go on with the text of another beam.
+        parent_R = chosen.parent_R
+        out_RT = state.out_RT[parent_R]
+        done_R = state.done_R[parent_R]
+        count_R = state.count_R[parent_R]
+        token_R = jnp.where(done_R, self._end, chosen.token_R)
+        out_RT = jax.lax.dynamic_update_slice(out_RT, token_R[:, None], (0, state.number))
+        if self._beams > 1:
+            caches = [_reordered(cache, parent_R) for cache in caches]
+        ended_R = done_R | (token_R == self._end)
+        return _DecoderState(
+            number=state.number + 1,
+            caches=tuple(caches),
+            out_RT=out_RT,
+            done_R=ended_R,
+            score_R=chosen.score_R,
+            count_R=count_R + ~done_R,
+            finite=finite,
+        )
+
+    def _next_token(self, state: _DecoderState, logp_RV: jax.Array, key: jax.Array) -> _NextToken:
+        """Choose how each row goes on: by drawing a token, or by the likeliest K beams."""
+        num_rows, vocab_size = logp_RV.shape
         if self._beams == 1:
-            keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-            token_R = draw(chances_RV, keys_R, self._sampling)
-            gained_R = jnp.take_along_axis(chances_RV, token_R[:, None], axis=1)[:, 0]
-            return jnp.arange(rows), token_R, text.score + jnp.where(text.done, 0.0, gained_R)
-        # A text that has ended goes on in one way, with its end again, at no cost.
-        ended_V = jnp.where(jnp.arange(vocab) == self._end, 0.0, -jnp.inf)
-        scores_RV = text.score[:, None] + jnp.where(text.done[:, None], ended_V, chances_RV)
-        score_BK, index_BK = jax.lax.top_k(scores_RV.reshape(-1, self._beams * vocab), self._beams)
-        parent_BK = index_BK // vocab + self._beams * jnp.arange(len(index_BK))[:, None]
-        return parent_BK.reshape(-1), (index_BK % vocab).reshape(-1), score_BK.reshape(-1)
+            keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
+            token_R = draw(logp_RV, keys_R, self._sampling)
+            logp_R = jnp.take_along_axis(logp_RV, token_R[:, None], axis=1)[:, 0]
+            own_row_R = jnp.arange(num_rows)
+            score_R = state.score_R + jnp.where(state.done_R, 0.0, logp_R)
+            return _NextToken(own_row_R, token_R, score_R)
+
+        # A text that has ended can only repeat its end token, at no cost.
+        ended_V = jnp.where(jnp.arange(vocab_size) == self._end, 0.0, -jnp.inf)
+        scores_RV = state.score_R[:, None] + jnp.where(state.done_R[:, None], ended_V, logp_RV)
+        scores_BN = scores_RV.reshape(-1, self._beams * vocab_size)
+        score_BK, index_BK = jax.lax.top_k(scores_BN, self._beams)
+        beam_BK = index_BK // vocab_size
+        first_row_B1 = self._beams * jnp.arange(len(index_BK))[:, None]
+        parent_R = (beam_BK + first_row_B1).reshape(-1)
+        token_R = (index_BK % vocab_size).reshape(-1)
+        return _NextToken(parent_R, token_R, score_BK.reshape(-1))
+
+
+def _reordered(cache: Cache, parent_R: jax.Array) -> Cache:
+    """Return a cache whose rows are copies of other rows."""
+    return cache._replace(keys=cache.keys[:, parent_R], values=cache.values[:, parent_R])
 
 
 def main(args: Any, model: TrainedModel, sampling: Sampling) -> int:
-    """Write what the model makes of the prompt. Return 0.
+    """Print the texts that an encoder-decoder writes for the prompt. Return exit code 0.
 
     Args:
-        args: `Generate`, the flags of the command.
+        args: Flags of the command, a `Generate`.
 
     Raises:
-        MupaxError: as `texts`.
+        TextIdsError, DecodingError: See `texts`.
     """
     if args.prompt == "-":
         args = dataclasses.replace(args, prompt=sys.stdin.read().removesuffix("\n"))
@@ -236,40 +299,46 @@ def main(args: Any, model: TrainedModel, sampling: Sampling) -> int:
 
 
 class Request(NamedTuple):
-    """A prompt in tokens, and how the model is to write."""
+    """Prompt in tokens, and the tokens that begin and end the text that the model writes."""
 
     prompt: np.ndarray
     """int32 [P]."""
     pad: int
-    """Fills the input up."""
+    """Token that pads the input."""
     ends: dict[str, Any]
-    """Tokens at the ends of a text, by their names in `Seq2SeqGenerator`."""
+    """Tokens at both ends of a text, by their parameter names in `Seq2SeqGenerator`."""
     hidden: Collection[int]
     """Tokens that stand for no text."""
     holes: SpecialIds | None = None
-    """Tokens of the holes in the prompt that the model fills in; None if it writes a whole text."""
+    """Special tokens if the model fills in holes of the prompt, else `None`."""
 
 
 def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) -> list[str]:
-    """Return what the model makes of a prompt, a text per sample. What it took goes to standard error.
+    """Return the texts that the model writes for a prompt, one per sample.
+
+    The number of tokens and the time go to standard error.
 
     Args:
-        args: has prompt, tokens, samples, beams and seed, as the command's flags.
+        args: Object with the fields prompt, tokens, samples, beams and seed of `Generate`.
 
     Raises:
-        TextIdsError: weights whose files do not say what starts or ends a text.
-        DecodingError: a prompt that is longer than the model's inputs, or has tokens it does not know; beams with a temperature.
+        TextIdsError: The files of published weights do not say which tokens start or end a text.
+        DecodingError: The prompt is longer than the model's inputs, or has tokens that the model
+            does not know. Or several beams have a temperature.
     """
     from mupax.train.reuse import runs
 
     began = time.monotonic()
     sizes = model.model.sizes()
-    find_request = _request_of_weights if model.run is None else _request_of_run
-    request = find_request(args.prompt, model, tokenizer)
+    if model.run is None:
+        request = _request_of_weights(args.prompt, model, tokenizer)
+    else:
+        request = _request_of_run(args.prompt, model, tokenizer)
     prompt = request.prompt
     if not 0 < len(prompt) <= sizes["source"]:
         raise DecodingError(
-            f"the prompt is {len(prompt)} tokens, and the model reads 1 to {sizes['source']}; write another"
+            f"the prompt is {len(prompt)} tokens, and the model reads 1 to {sizes['source']}; "
+            "write another"
         )
     inputs = np.full((args.samples, sizes["source"]), request.pad, np.int32)
     inputs[:, : len(prompt)] = prompt
@@ -281,31 +350,37 @@ def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) ->
     rows = writer.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
     written: list[str] = []
     for row in rows:
-        tokens = row.tolist() if request.holes is None else restored(prompt, row, request.holes)
-        written.append(
-            tokenizer.decode(
-                [i for i in tokens if i not in request.hidden and i < tokenizer.vocab_size]
-            )
-        )
+        tokens = row.tolist()
+        if request.holes is not None:
+            tokens = restored(prompt, row, request.holes)
+        # The model's vocabulary can be padded, so an id can be none of the tokenizer's.
+        visible_ids = [
+            token
+            for token in tokens
+            if token not in request.hidden and token < tokenizer.vocab_size
+        ]
+        written.append(tokenizer.decode(visible_ids))
     seconds = time.monotonic() - began
     terminal.note(f"{model.described}: {sum(map(len, rows)):,} tokens in {seconds:.1f} s")
     return written
 
 
 def _request_of_run(text: str, model: TrainedModel, tokenizer: Any) -> Request:
-    """Return a request whose text is noised as in the run's training."""
+    """Return the request for a run, with the special tokens of the noise in its training."""
     sizes = model.model.sizes()
     noise = noise_of(model.config.data)
-    ids = special_ids(
-        tokenizer, noise.sentinels(noise.lengths(sizes["source"]).tokens), sizes["vocab"]
-    )
+    num_sentinels = noise.sentinels(noise.lengths(sizes["source"]).tokens)
+    ids = special_ids(tokenizer, num_sentinels, sizes["vocab"])
     prompt = _prompt(text, tokenizer, ids, bos=noise.name == "infilling")
     holes = ids if noise.name == "sentinels" else None
     return Request(prompt, ids.pad, _ends(model.config, ids), ids.names(), holes)
 
 
 def _request_of_weights(text: str, model: TrainedModel, tokenizer: Any) -> Request:
-    """Return a request of published weights, whose files say what starts and ends a text, as `transformers` makes it."""
+    """Return the request for published weights, with the special tokens that their files name.
+
+    The library `transformers` uses the same tokens.
+    """
     from mupax.train.reuse.huggingface import text_ids
 
     ids = text_ids.of(model.text_ids, model.workdir, model.model.sizes()["vocab"])
@@ -318,55 +393,65 @@ def _request_of_weights(text: str, model: TrainedModel, tokenizer: Any) -> Reque
 
 
 def _ends(config: Config, ids: SpecialIds) -> dict[str, Any]:
-    """Return the tokens at the ends of a run's targets."""
-    return {"start": ids.eos if config.data.noise == "infilling" else ids.pad, "end": ids.eos}
+    """Return the tokens at both ends of a run's targets, as parameters of `Seq2SeqGenerator`."""
+    start = ids.eos if config.data.noise == "infilling" else ids.pad
+    return {"start": start, "end": ids.eos}
 
 
 def _prompt(text: str, tokenizer: Any, ids: SpecialIds, *, bos: bool) -> np.ndarray:
-    """A text in which words such as <mask> stand for ids, as an input of the model."""
+    """Return a text as input of the model, int32 [P]. Words such as `<mask>` stand for their ids.
+
+    Args:
+        bos: Whether the input begins with the token bos, as in infilling.
+    """
     words = {word: token for token, word in ids.names().items()}
-    parts = re.split(f"({'|'.join(map(re.escape, words))})", text)
-    tokens = [
-        np.array([words[part]])
-        if part in words
-        else tokenizer.encode([part.encode("utf-8", "surrogateescape")])[0]
-        for part in parts
-        if part
-    ]
-    return np.concatenate(
-        [np.array([ids.bos] * bos, np.int32), *tokens, np.array([ids.eos])]
-    ).astype(np.int32)
+    any_word = "|".join(map(re.escape, words))
+    tokens = []
+    for part in re.split(f"({any_word})", text):
+        if part in words:
+            tokens.append(np.array([words[part]]))
+        elif part:
+            tokens.append(tokenizer.encode([part.encode("utf-8", "surrogateescape")])[0])
+    start = np.array([ids.bos] * bos, np.int32)
+    end = np.array([ids.eos])
+    return np.concatenate([start, *tokens, end]).astype(np.int32)
 
 
 def examples_text(
     program: Program, data: Data, params: Arrays, inputs: StepInputs, count: int = 2
 ) -> str:
-    """The first evaluation examples, in columns: the input with noise, what the model writes (greedily), and the text.
+    """Return the first evaluation examples as text in columns.
+
+    The columns are the noised input, the text that the model writes greedily, and the target.
 
     Args:
-        program: of the run.
-        params: of the model.
-        inputs: the program's values.
-        data: of the run.
-        count: how many, at most a batch.
+        data: Data of denoising, with noise, special ids and a tokenizer.
+        count: Number of examples, at most those of one batch.
     """
-    of: Any = data
-    pieces, names = of.tokenizer.pieces(), of.ids.names()
-    pieces += [
-        f"<{i}>" for i in range(len(pieces), program.config.model.sizes()["vocab"])
-    ]  # ids that stand for nothing
-    batch = of.eval_batch(0, slice(0, min(count, of.eval_size)))
-    ends = _ends(program.config, of.ids)
+    noised_data: Any = data
+    ids = noised_data.ids
+    names = ids.names()
+    pieces = noised_data.tokenizer.pieces()
+    # The model's vocabulary can be larger than the tokenizer's. Ids without a piece show as <id>.
+    vocab_size = program.config.model.sizes()["vocab"]
+    pieces += [f"<{token}>" for token in range(len(pieces), vocab_size)]
+
+    batch = noised_data.eval_batch(0, slice(0, min(count, noised_data.eval_size)))
+    ends = _ends(program.config, ids)
     writer = Seq2SeqGenerator(program, params, inputs, **ends, sampling=GREEDY)
     written = writer.write(batch["inputs"], batch["input_mask"])
+
     blocks = []
-    for i, row in enumerate(written):
-        noised = batch["inputs"][i][batch["input_mask"][i] > 0]
-        texts = {"written": row, "text": batch["targets"][i][batch["weights"][i] > 0]}
-        if of.noise.name == "sentinels":
-            texts = {name: restored(noised, tokens, of.ids) for name, tokens in texts.items()}
-        columns = {"input": noised, **texts}
-        blocks.append(
-            side_by_side({name: visible(ids, pieces, names) for name, ids in columns.items()})
-        )
+    for index, row in enumerate(written):
+        noised = batch["inputs"][index][batch["input_mask"][index] > 0]
+        target = batch["targets"][index][batch["weights"][index] > 0]
+        if noised_data.noise.name == "sentinels":
+            row = restored(noised, row, ids)
+            target = restored(noised, target, ids)
+        columns = {
+            "input": visible(noised, pieces, names),
+            "written": visible(row, pieces, names),
+            "text": visible(target, pieces, names),
+        }
+        blocks.append(side_by_side(columns))
     return "\n".join(blocks)

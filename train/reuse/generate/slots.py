@@ -1,7 +1,11 @@
-"""Texts that join and leave while others are written: one compiled step continues all of them, each in a slot of its own.
+"""Continuous batching: texts join and leave a batch of slots while the others are written.
 
-B slots, P prompt tokens, S longest context, V vocabulary. A text is the same whatever is in the other slots, because every
-program has fixed shapes: a prompt is read alone, padded to a power of two, and the step always computes all slots.
+One compiled step continues the texts of all slots. `mupax serve` uses it. A text does not depend on
+the other slots, because every program has fixed shapes: a prompt is read alone, padded to a power
+of two, and the step always computes all slots.
+
+B slots, P prompt tokens, S longest context, V vocabulary. Shapes of caches: L layers, K key heads,
+N head dimension.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,25 +22,31 @@ import numpy as np
 
 from mupax.train.reuse.generate.decode import MOST, Generator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling, draw_each
-from mupax.zoo.layers import cache as caches
+from mupax.zoo.layers import cache as kv_cache
 from mupax.zoo.layers.cache import Cache
 
 PRNG = "threefry2x32"
-"""Generator of random numbers. Others, such as rbg, draw other numbers for a row of a batch than for the row alone."""
+"""Generator of random numbers. Do not use others, such as rbg.
+
+They draw other numbers for a row of a batch than for the row alone.
+"""
 LIVELY_S = 0.04
-"""How long one call of the step may take, so that texts join and leave soon. One token is made however long it takes."""
+"""Longest duration of one call of the step, so that texts join and leave soon.
+
+A call for a single token may take longer.
+"""
 
 
 @dataclasses.dataclass(eq=False)
 class Text:
-    """One text that is being written.
+    """Text that is being written.
 
     Args:
-        prompt: token ids that it follows, at least one.
-        length: tokens to write.
-        seed: seed of the draws.
-        row: number among the texts of one prompt. Texts with the same seed and other numbers differ.
-        sampling: how tokens are drawn; without top_k.
+        prompt: Token ids before the text, at least one.
+        length: Number of tokens to write.
+        row: Number of the text among those of one prompt. Texts with the same seed and different
+            rows differ.
+        sampling: How tokens are drawn, without top_k.
     """
 
     prompt: np.ndarray
@@ -47,28 +57,29 @@ class Text:
     written_ids: list[int] = dataclasses.field(default_factory=list)
     """Token ids written so far."""
     slot: int | None = None
+    """Index of the slot. `None` if the text is in none."""
     context: int = 0
-    """Tokens in the cache. The newest token is not among them."""
+    """Number of tokens in the cache. The newest token is not among them."""
     saved: tuple[Cache, ...] | None = None
-    """Cache of a text that was put aside, for each network."""
+    """Cache of a text that is in no slot, for each network."""
     key: Any = None
-    """uint32 [2]."""
+    """Random key made from the seed, uint32 [2]."""
     done: bool = False
     """Set by a reader who needs no more tokens."""
 
     @property
     def is_complete(self) -> bool:
-        """True if all tokens that were asked for are written."""
+        """True if all requested tokens are written."""
         return len(self.written_ids) >= self.length
 
     def last(self, count: int) -> np.ndarray:
-        """Return the last `count` tokens of the prompt and the text together, or all if there are fewer."""
+        """Return the last `count` tokens of prompt and text together, or all if there are fewer."""
         written = np.array(self.written_ids[-count:], np.int32)
         return np.concatenate([self.prompt, written])[-count:].astype(np.int32)
 
 
 class Written(NamedTuple):
-    """New tokens of a text, or why it cannot go on."""
+    """New tokens of a text, or the error because of which it cannot go on."""
 
     text: Text
     tokens: list[int]
@@ -76,28 +87,32 @@ class Written(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Numbers of the texts in all slots, as the step takes them. An empty slot has zeros."""
+    """Values of the texts in all slots, as the step takes them. An empty slot has zeros."""
 
     token_B: Any
-    """Newest token, which is not in the cache yet."""
+    """Newest token, which is not in the cache yet, int32."""
     context_B: Any
-    """Tokens in the cache. The step writes the next place of every slot, also of one whose text stands still."""
+    """Number of tokens in the cache, int32.
+
+    The step writes the next position of every slot, even if its text is not active.
+    """
     active_B: Any
-    """Whether the text goes on."""
+    """Whether the text goes on, bool."""
     number_B: Any
-    """Number of tokens written."""
+    """Number of tokens written, int32."""
     row_B: Any
+    """Number of the text among those of one prompt, int32."""
     key_B2: Any
     temperature_B: Any
     top_p_B: Any
 
 
 class Slots:
-    """Slots for texts of one model, with a cache for all of them.
+    """Slots for texts of one model, with one cache for all of them.
 
     Args:
-        generator: whose model writes. It was made without a sampling.
-        count: B, number of slots.
+        generator: Generator of the model. It was made with `sampling=None`.
+        count: Number of slots, `B`.
     """
 
     def __init__(self, generator: Generator, count: int) -> None:
@@ -108,7 +123,7 @@ class Slots:
         self.compiling = False
         """True while a program is compiled and runs for the first time."""
         self.longest_call_s = 0.0
-        """Longest call of a program that was compiled before."""
+        """Duration of the longest call of a program that was compiled before."""
         self._compiled: set[Any] = set()
         self._steps = 1
         replicated = generator.layout.replicated
@@ -143,16 +158,18 @@ class Slots:
         return len(self._compiled)
 
     def join(self, text: Text) -> list[int]:
-        """Put a text into a free slot. Return the token that reading its prompt gives, or nothing for a text put aside.
+        """Put a text into a free slot.
+
+        Returns:
+            The first token of a new text. Nothing for a text that was put aside before.
 
         Raises:
-            DecodingError: the logits are not numbers: the model has diverged.
+            DecodingError: The logits are not finite: the model has diverged.
         """
         slot = self.texts.index(None)
+        tokens = []
         if text.saved is None:
             tokens = self._begin(text, text.last(self._limit))
-        else:
-            tokens = []
         assert text.saved is not None
         self._place(text, slot)
         return tokens
@@ -164,7 +181,7 @@ class Slots:
             text.slot = None
 
     def put_aside(self, text: Text) -> None:
-        """Empty the text's slot, and keep its cache in the host's memory so that it can join again later."""
+        """Empty the text's slot, and keep its cache in host memory so that it can join again."""
         assert text.slot is not None
         saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
         text.saved = jax.tree.map(np.asarray, saved)
@@ -172,7 +189,7 @@ class Slots:
 
     @property
     def is_broken(self) -> bool:
-        """True if a program failed after it had taken the cache: its buffers are gone."""
+        """True if a program failed after the cache was donated to it: the buffers are gone."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._caches))
 
     def reset(self) -> None:
@@ -182,15 +199,14 @@ class Slots:
         self._caches = None
 
     def step(self, most: int = MOST) -> list[Written]:
-        """Write at least one token more of every text in a slot that is not complete.
+        """Write at least one more token of every incomplete text in a slot.
 
         Args:
-            most: tokens of each text at most.
+            most: Largest number of tokens of each text.
         """
         began = time.monotonic()
-        full = [
-            text for text in self.active if text.context == self._limit and not text.is_complete
-        ]
+        incomplete = [text for text in self.active if not text.is_complete]
+        full = [text for text in incomplete if text.context == self._limit]
         written = [self._begin_anew(text) for text in full]
         writing = [text for text in self.active if text not in full and not text.is_complete]
         if not writing:
@@ -201,13 +217,15 @@ class Slots:
         for text, tokens, is_finite in self._advance(writing, steps):
             error = None if is_finite else DecodingError(_DIVERGED)
             written.append(Written(text, tokens, error))
-        # More tokens of one call where they come fast. What is drawn does not depend on it.
-        is_fast = time.monotonic() - began < LIVELY_S / 2
-        self._steps = min(2 * steps, MOST) if is_fast else max(self._steps // 2, 1)
+        # Fast devices make more tokens per call. The drawn tokens do not depend on it.
+        if time.monotonic() - began < LIVELY_S / 2:
+            self._steps = min(2 * steps, MOST)
+        else:
+            self._steps = max(self._steps // 2, 1)
         return written
 
     def _advance(self, writing: list[Text], steps: int) -> list[tuple[Text, list[int], bool]]:
-        """Call the step. Return the new tokens of each text, and if its logits are numbers."""
+        """Call the step. Return each text with its new tokens and whether its logits are finite."""
         generator = self._generator
         arguments = (
             generator.weights,
@@ -228,7 +246,7 @@ class Slots:
         return results
 
     def _begin_anew(self, text: Text) -> Written:
-        """Give a text whose context is full a new one: the last half of what is written."""
+        """Replace the full context of a text by the last half of its tokens."""
         slot = text.slot
         assert slot is not None
         try:
@@ -239,7 +257,7 @@ class Slots:
         return Written(text, tokens)
 
     def _begin(self, text: Text, context_P: np.ndarray) -> list[int]:
-        """Read a context from its start, draw the token after it, and keep the cache in `text.saved`."""
+        """Read a context, draw the token after it, and keep the cache in `text.saved`."""
         generator = self._generator
         if text.key is None:
             text.key = np.asarray(jax.random.key_data(jax.random.key(text.seed, impl=PRNG)))
@@ -265,13 +283,20 @@ class Slots:
         self.texts[slot] = text
 
     def _call(self, name: Any, program: Callable, *arguments: Any) -> Any:
-        """Call a program and wait for it."""
+        """Call a program and wait for its result."""
         with self.watched(name):
             return jax.block_until_ready(program(*arguments))
 
     @contextlib.contextmanager
     def watched(self, name: Any) -> Iterator[None]:
-        """Set `compiling` while entered if no program of this name has run before; note how long it takes if one has."""
+        """Context manager around a call of a program.
+
+        For a program that has not run before, it sets `compiling`. For others, it updates
+        `longest_call_s`.
+
+        Args:
+            name: Hashable name of the program, with the shapes that it is compiled for.
+        """
         began = time.monotonic()
         self.compiling = name not in self._compiled
         try:
@@ -283,45 +308,50 @@ class Slots:
             self.compiling = False
 
     def _rows(self, writing: list[Text]) -> _Rows:
-        """Return the numbers of all slots, of which only those of some texts go on."""
+        """Return the values of all slots, with only some texts active."""
         rows = _rows_of(self.texts)
         for index, text in enumerate(self.texts):
             rows.active_B[index] = text in writing
         return rows
 
     def _empty(self, count: int) -> tuple[Cache, ...]:
-        return (caches.empty(self._generator.model, count),) * len(self._generator.weights)
+        """Return an empty cache of `count` slots for each network."""
+        return (kv_cache.empty(self._generator.model, count),) * len(self._generator.weights)
 
-    # The programs
+    # Methods below are traced by JAX.
 
     def _prompt_read(
         self, weights: Any, forward: Any, text_1P: jax.Array, size: jax.Array
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """Read a prompt that is padded on the right. Return the logits after its `size` tokens, and its cache."""
+        """Read a prompt padded on the right. Return logits after `size` tokens, and the cache."""
         return self._generator.logits_after(
             weights, forward, text_1P, self._empty(1), size - 1, fresh=True
         )
 
     def _drawn(self, logits_BV: jax.Array, rows: _Rows) -> tuple[jax.Array, jax.Array]:
-        """Draw a token of each row. Return the tokens, and if the logits are numbers."""
-        keys_B = jax.vmap(_folded)(
-            jax.random.wrap_key_data(rows.key_B2, impl=PRNG), rows.number_B, rows.row_B
-        )
+        """Draw a token of each row. Return tokens and whether logits are finite, both [B]."""
+        text_keys_B = jax.random.wrap_key_data(rows.key_B2, impl=PRNG)
+        keys_B = jax.vmap(_folded)(text_keys_B, rows.number_B, rows.row_B)
         token_B = draw_each(logits_BV, keys_B, rows.temperature_B, rows.top_p_B)
-        # Logits of -inf are masked tokens, as long as one is not.
+        # A logit of -inf is a masked token, which is fine as long as one token is left.
         return token_B, jnp.isfinite(jnp.max(logits_BV, axis=-1))
 
     def _stepped(
-        self, weights: Any, forward: Any, read: tuple[Cache, ...], rows: _Rows, steps: jax.Array
+        self, weights: Any, forward: Any, caches: tuple[Cache, ...], rows: _Rows, steps: jax.Array
     ) -> tuple[tuple[Cache, ...], jax.Array, jax.Array]:
-        """Write `steps` tokens, at most `MOST`, in every slot. Return the caches, the tokens [B, MOST] and if all were finite."""
+        """Write `steps` tokens, at most `MOST`, in every slot.
+
+        Returns:
+            The caches, the tokens, int32 [B, MOST], and whether all logits of a slot were finite,
+            bool [B].
+        """
 
         def body(loop: Any) -> Any:
-            index, read, rows, out_BT, finite_B = loop
-            read = tuple(cache._replace(length=rows.context_B) for cache in read)
+            index, caches, rows, out_BT, finite_B = loop
+            caches = tuple(cache._replace(length=rows.context_B) for cache in caches)
             last_B1 = rows.token_B[:, None]
-            logits_BV, read = self._generator.logits_after(
-                weights, forward, last_B1, read, jnp.int32(0), fresh=False
+            logits_BV, caches = self._generator.logits_after(
+                weights, forward, last_B1, caches, jnp.int32(0), fresh=False
             )
             token_B, new_finite_B = self._drawn(logits_BV, rows)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (0, index))
@@ -331,20 +361,23 @@ class Slots:
                 context_B=rows.context_B + moved_B,
                 number_B=rows.number_B + moved_B,
             )
-            read = tuple(cache._replace(length=jnp.int32(0)) for cache in read)
-            return index + 1, read, rows, out_BT, finite_B & new_finite_B
+            # The lengths are in `rows`. A loop needs values of one shape, so the caches have a 0.
+            caches = tuple(cache._replace(length=jnp.int32(0)) for cache in caches)
+            return index + 1, caches, rows, out_BT, finite_B & new_finite_B
 
         count = len(rows.token_B)
         out_BT = jnp.zeros((count, MOST), jnp.int32)
-        start = jnp.int32(0), read, rows, out_BT, jnp.ones(count, bool)
-        _, read, _, out_BT, finite_B = jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)
-        return read, out_BT, finite_B
+        start = (jnp.int32(0), caches, rows, out_BT, jnp.ones(count, bool))
+        end = jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)
+        _, caches, _, out_BT, finite_B = end
+        return caches, out_BT, finite_B
 
 
 _DIVERGED = "the logits hold nan or inf: the model has diverged, there is nothing to sample"
 
 
-def _rows_of(texts: list[Text | None]) -> _Rows:
+def _rows_of(texts: Sequence[Text | None]) -> _Rows:
+    """Return the values of texts, one row per slot. Rows of texts are active."""
     count = len(texts)
     rows = _Rows(
         token_B=np.zeros(count, np.int32),
@@ -359,39 +392,44 @@ def _rows_of(texts: list[Text | None]) -> _Rows:
     for index, text in enumerate(texts):
         if text is None:
             continue
-        rows.token_B[index] = text.written_ids[-1] if text.written_ids else 0
+        if text.written_ids:
+            rows.token_B[index] = text.written_ids[-1]
         rows.context_B[index] = text.context
         rows.active_B[index] = True
         rows.number_B[index] = len(text.written_ids)
         rows.row_B[index] = text.row
         rows.key_B2[index] = text.key
         rows.temperature_B[index] = text.sampling.temperature
-        rows.top_p_B[index] = 1 if text.sampling.top_p is None else text.sampling.top_p
+        if text.sampling.top_p is not None:
+            rows.top_p_B[index] = text.sampling.top_p
     return rows
 
 
 def _folded(key: jax.Array, number: jax.Array, row: jax.Array) -> jax.Array:
+    """Return the random key of one token, as `Generator` makes it."""
     return jax.random.fold_in(jax.random.fold_in(key, number), row)
 
 
 def _inserted(
-    read: tuple[Cache, ...], saved: tuple[Cache, ...], slot: jax.Array
+    caches: tuple[Cache, ...], saved: tuple[Cache, ...], slot: jax.Array
 ) -> tuple[Cache, ...]:
-    """Replace the cache of one slot."""
+    """Return the caches with one slot replaced."""
 
-    def replaced(all_LBKSN: jax.Array, one_L1KSN: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(all_LBKSN, one_L1KSN, (0, slot, 0, 0, 0))
+    def replaced(cached_LBKSN: jax.Array, saved_L1KSN: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(cached_LBKSN, saved_L1KSN, (0, slot, 0, 0, 0))
 
-    return tuple(
-        Cache(replaced(into.keys, new.keys), replaced(into.values, new.values), into.length)
-        for into, new in zip(read, saved, strict=True)
-    )
+    result = []
+    for cache, saved_cache in zip(caches, saved, strict=True):
+        keys = replaced(cache.keys, saved_cache.keys)
+        values = replaced(cache.values, saved_cache.values)
+        result.append(Cache(keys, values, cache.length))
+    return tuple(result)
 
 
-def _extracted(read: tuple[Cache, ...], slot: jax.Array) -> tuple[Cache, ...]:
-    """Copy the cache of one slot."""
+def _extracted(caches: tuple[Cache, ...], slot: jax.Array) -> tuple[Cache, ...]:
+    """Return a copy of one slot of the caches."""
 
-    def row(all_LBKSN: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(all_LBKSN, slot, 1, axis=1)
+    def row(cached_LBKSN: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(cached_LBKSN, slot, 1, axis=1)
 
-    return tuple(Cache(row(cache.keys), row(cache.values), cache.length) for cache in read)
+    return tuple(Cache(row(cache.keys), row(cache.values), cache.length) for cache in caches)

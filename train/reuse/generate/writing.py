@@ -1,4 +1,7 @@
-"""A text on its way into tokens and out of them: the prompt, what can be shown of what is written, and where it ends."""
+"""Conversion between text and tokens: the prompt's tokens, the text to show, and its end.
+
+`mupax generate` and `mupax serve` use it.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,25 @@ Finish = Literal["stop", "length"]
 
 
 def prompt_of(model: TrainedModel, tokenizer: Any, text: bytes) -> np.ndarray:
-    """Return a text to continue in the model's tokens, int32 [P], P >= 1: an empty one begins a document.
+    """Return the tokens of a text to continue, int32 [P], P >= 1.
+
+    An empty text becomes the separator token, after which a document begins.
 
     Args:
-        model: the model.
-        tokenizer: its own.
-        text: in UTF-8.
+        text: Text in UTF-8.
 
     Raises:
-        DecodingError: a token that the model does not know.
-        DataError: the text cannot be encoded.
+        DecodingError: The text has a token that the model does not know.
+        DataError: The text cannot be encoded.
     """
     prompt = tokenizer.encode([text])[0]
-    if model.run is None:  # as their own library has it
+    if model.run is None:
+        # Published weights: their own library puts these tokens before every text.
         prompt = np.concatenate([tokenizer.start, prompt])
     check_known(prompt, model)
-    return prompt if prompt.size else np.array([tokenizer.separator], np.int32)
+    if not prompt.size:
+        return np.array([tokenizer.separator], np.int32)
+    return prompt
 
 
 def check_known(prompt: np.ndarray, model: TrainedModel) -> None:
@@ -46,17 +52,16 @@ def check_known(prompt: np.ndarray, model: TrainedModel) -> None:
 
 
 class StreamingText:
-    """One text that a model writes after a prompt.
+    """Text that a model writes after a prompt, decoded token by token.
 
-    Two things are held back: a character whose bytes are not all there yet, and what may be the
-    beginning of a stop.
+    Two things are held back: a character whose bytes are not all there yet, and characters that may
+    be the beginning of a stop string.
 
     Args:
-        tokenizer: tokenizer of the model.
-        prompt: token ids that the text follows.
-        length: number of tokens that are asked for.
-        stops: strings that end the text and are not part of it.
-        ends: token ids that end the text and are not part of it.
+        prompt: Token ids before the text, on which its first character can depend.
+        length: Number of requested tokens.
+        stops: Strings that end the text and are not part of it.
+        ends: Token ids that end the text and are not part of it.
     """
 
     def __init__(
@@ -72,20 +77,21 @@ class StreamingText:
         self._stops = stops
         self._ends = ends
         self._held = ""
-        """Certain text that may be the beginning of a stop."""
+        """Decoded text that may be the beginning of a stop string."""
         self.ids: list[int] = []
         """Tokens of the text, without the one that ended it."""
         self.text = ""
-        """Text that is out."""
+        """Text that was returned so far."""
         self.count = 0
-        """Number of tokens made, with the one that ended the text."""
+        """Number of tokens so far, including the one that ended the text."""
         self.finish: Finish | None = None if length else "length"
 
     def add(self, ids: Sequence[int]) -> str:
-        """Return the text that comes out after more tokens. Those after the end are left out."""
+        """Append tokens and return the new text. Tokens after the end of the text are ignored."""
         if self.finish:
             return ""
-        before = copy.copy(self._decoder)
+        # A stop string can end inside these tokens. They are then decoded again to count them.
+        decoder_before = copy.copy(self._decoder)
         held = self._held
         new = self._until_end(ids)
         text = held + self._decoder.add(new)
@@ -94,18 +100,18 @@ class StreamingText:
         stop = self._first_stop(text)
         if stop is not None:
             self.finish = "stop"
-            new = new[: self._tokens_to_stop(before, held, new)]
+            new = new[: self._tokens_to_stop(decoder_before, held, new)]
             self.count = len(self.ids) + len(new)
             text = text[:stop]
-        waits = 0 if self.finish else self._begun(text)
-        certain = len(text) - waits
-        self._held = text[certain:]
+        num_held = 0 if self.finish else self._possible_stop(text)
+        num_shown = len(text) - num_held
+        self._held = text[num_shown:]
         self.ids += new
-        self.text += text[:certain]
-        return text[:certain]
+        self.text += text[:num_shown]
+        return text[:num_shown]
 
     def cut(self) -> str:
-        """End the text where it is, because its time is over. Return what was held back."""
+        """End the text now, because its time is over. Return the text that was held back."""
         text = self._held + self._decoder.finish()
         self._held = ""
         self.text += text
@@ -113,7 +119,7 @@ class StreamingText:
         return text
 
     def _until_end(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokens before the one that ends the text, and note how the text ends."""
+        """Return the tokens before the end of the text. Set `count`, and `finish` at the end."""
         new = []
         for token in ids:
             self.count += 1
@@ -127,12 +133,11 @@ class StreamingText:
         return new
 
     def _tokens_to_stop(self, decoder: Detokenizer, text: str, ids: Sequence[int]) -> int:
-        """Return how many tokens it took until a stop was complete.
+        """Return the number of tokens after which a stop string is complete.
 
         Args:
-            decoder: decoder as it was before these tokens.
-            text: text that was held back then.
-            ids: tokens, with which a stop is complete.
+            decoder: Decoder before these tokens. It is changed.
+            text: Text that was held back before these tokens.
         """
         for count, token in enumerate(ids, start=1):
             text += decoder.add([token])
@@ -141,12 +146,12 @@ class StreamingText:
         return len(ids)
 
     def _first_stop(self, text: str) -> int | None:
-        """Return where the first stop begins, or None if there is none."""
-        places = [text.find(stop) for stop in self._stops]
-        return min((place for place in places if place >= 0), default=None)
+        """Return the index at which the first stop string begins, or `None` without one."""
+        indices = [text.find(stop) for stop in self._stops]
+        return min((index for index in indices if index >= 0), default=None)
 
-    def _begun(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop."""
+    def _possible_stop(self, text: str) -> int:
+        """Return the number of last characters that may be the beginning of a stop string."""
         if not self._stops:
             return 0
         longest = max(map(len, self._stops))
@@ -165,9 +170,10 @@ class AnswerEnd(NamedTuple):
 
 
 def answer_end(template: Template, tokenizer: Any) -> AnswerEnd:
-    """Return what the template puts after an answer.
+    """Return the token or string that the template puts after an answer.
 
-    A special token is left out of every text, so it cannot be a stop. It is matched by its id.
+    A special token is matched by its id: it is left out of every text, so it cannot be a stop
+    string.
     """
     ending = template.ending
     if not ending:

@@ -1,4 +1,7 @@
-"""A classifier of images from a run, an imported folder or one of Hugging Face: probabilities of its classes for image files."""
+"""Image classifier from any trained model: class probabilities of image files.
+
+`mupax predict` and `mupax.train.reuse.model` use it.
+"""
 
 from __future__ import annotations
 
@@ -22,99 +25,112 @@ from mupax.zoo.families import ImageModel
 
 
 class Prediction(NamedTuple):
-    """What a model says of one file."""
+    """Class probabilities of one file, or the reason why there are none."""
 
     path: Path
     probabilities: np.ndarray | None
-    """float64 [classes]; None of a file that cannot be read."""
+    """float64 [classes]. `None` if the file cannot be read or the logits are not finite."""
     error: str = ""
 
 
 class Classifier:
-    """A model of images on one device.
+    """Model of images on one device.
 
     Args:
-        program: of the model, whose evaluation batch is what it takes at once.
-        params: the model's.
-        images: names of its classes, and preprocessing.
-        described: which weights they are, in words.
+        program: Program of the model. Its evaluation batch size is the number of images that are
+            classified at once.
+        params: Parameters of the model as they are stored, without their multipliers.
+        images: Names of the classes, and the preprocessing.
+        described: Description of the weights for messages, such as `TrainedModel.described`.
     """
 
     def __init__(
         self, program: Program, params: Arrays, images: ImageInput, described: str
     ) -> None:
         assert isinstance(program.config.model, ImageModel)
-        self.model, self.images, self.described = program.config.model, images, described
-        self._params, self._inputs = params, program.step_inputs()
-        self._batch, self._logits = program.config.eval_batch_size, program.compile_logits()
+        self.model = program.config.model
+        self.images = images
+        self.described = described
+        self._params = params
+        self._inputs = program.step_inputs()
+        self._batch_size = program.config.eval_batch_size
+        self._logits = program.compile_logits()
 
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction]:
-        """What the model says of each file, in their order. Files are decoded in threads while others are classified."""
+        """Yield the prediction of each file, in order.
+
+        Threads decode the next files while a batch is classified.
+        """
         with ThreadPool(folders.decoding_threads()) as pool:
-            pixels = pool.imap(self._read, paths)
-            for first in range(0, len(paths), self._batch):
-                part = paths[first : first + self._batch]
-                read = [next(pixels) for _ in part]
-                whole = [image for image in read if isinstance(image, np.ndarray)]
-                rows = iter(self._probabilities(np.stack(whole)) if whole else ())
-                for path, image in zip(part, read, strict=True):
-                    if isinstance(image, np.ndarray):
-                        probabilities = next(rows)
-                        if np.isfinite(probabilities).all():
-                            yield Prediction(path, probabilities)
-                        else:
-                            yield Prediction(
-                                path,
-                                None,
-                                f"the model has no answer for {path}: its logits are not finite",
-                            )
-                    else:
-                        yield Prediction(path, None, str(image))
+            decoded = pool.imap(self._read, paths)
+            for first in range(0, len(paths), self._batch_size):
+                batch_paths = paths[first : first + self._batch_size]
+                batch = [next(decoded) for _ in batch_paths]
+                yield from self._predict_batch(batch_paths, batch)
+
+    def _predict_batch(
+        self, paths: Sequence[Path], batch: Sequence[np.ndarray | DataError]
+    ) -> Iterator[Prediction]:
+        """Yield the predictions of a batch of decoded files."""
+        arrays = [image for image in batch if isinstance(image, np.ndarray)]
+        rows = iter(self._probabilities(np.stack(arrays)) if arrays else ())
+        for path, image in zip(paths, batch, strict=True):
+            if isinstance(image, DataError):
+                yield Prediction(path, None, str(image))
+                continue
+            probabilities = next(rows)
+            if np.isfinite(probabilities).all():
+                yield Prediction(path, probabilities)
+            else:
+                error = f"the model has no answer for {path}: its logits are not finite"
+                yield Prediction(path, None, error)
 
     def _read(self, path: Path) -> np.ndarray | DataError:
-        """A file as the model reads it, float32 [H, W, C], or what is wrong with it."""
+        """Return a file's pixels for the model, float32 [H, W, C], or the error of reading it."""
+        pixels = self.images.pixels
         try:
-            image = folders.decoded(
-                path, self.model.channels, str(path), self.images.pixels.background
-            )
+            image = folders.decoded(path, self.model.channels, str(path), pixels.background)
         except DataError as error:
             return error
-        raw = crops.fitted(self.images.pixels, self.model.image_size)(
-            [image], np.zeros((1, images.NUMBERS))
-        )
-        return images.normalized(raw, self.images.pixels)[0]
+        fit = crops.fitted(pixels, self.model.image_size)
+        # Evaluation uses none of the random numbers of an augmentation.
+        raw = fit([image], np.zeros((1, images.NUMBERS)))
+        return images.normalized(raw, pixels)[0]
 
     def _probabilities(self, inputs: np.ndarray) -> np.ndarray:
-        """float64 [b, classes] of at most a batch of images [b, H, W, C]; the rest of the batch is zeros."""
+        """Return class probabilities, float64 [b, classes].
+
+        Args:
+            inputs: Images, float32 [b, H, W, C], with b up to the batch size.
+        """
         count = len(inputs)
-        batch = np.concatenate(
-            [inputs, np.zeros((self._batch - count, *inputs.shape[1:]), np.float32)]
-        )
-        unread = {
-            "targets": np.zeros(self._batch, np.int32),
-            "weights": np.zeros(self._batch, np.float32),
+        # The program has one shape, so zeros fill the batch.
+        padding = np.zeros((self._batch_size - count, *inputs.shape[1:]), np.float32)
+        batch = {
+            "inputs": np.concatenate([inputs, padding]),
+            "targets": np.zeros(self._batch_size, np.int32),
+            "weights": np.zeros(self._batch_size, np.float32),
         }
-        logits = self._logits(self._params, self._inputs, {"inputs": batch, **unread})
+        logits = self._logits(self._params, self._inputs, batch)
         return softmax(np.asarray(jax.device_get(logits))[:count])
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Probabilities, float64 [b, classes], of logits [b, classes]."""
-    with np.errstate(invalid="ignore"):  # rows that are not finite have no probabilities, but NaN
+    """Return probabilities, float64 [b, classes], of logits [b, classes]."""
+    with np.errstate(invalid="ignore"):  # a row that is not finite becomes NaN
         exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
         return exp / exp.sum(axis=1, keepdims=True)
 
 
 def classifier(trained: TrainedModel, batch_size: int) -> Classifier:
-    """Return the classifier of a trained model.
+    """Return the classifier of a trained model, on one device.
 
     Args:
-        trained: the model.
-        batch_size: images that it takes at once.
+        batch_size: Number of images that are classified at once.
 
     Raises:
-        WeightsError: it is a model of text.
-        WorkdirError, TensorFileError: damaged weights.
+        WeightsError: The model is one of text.
+        WorkdirError, TensorFileError: The weights are damaged.
     """
     trained.check_images("predict")
     assert isinstance(trained.model, ImageModel)

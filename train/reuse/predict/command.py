@@ -1,4 +1,4 @@
-"""`mupax predict FOLDER IMAGES...`: the likeliest classes of image files, by a run or by weights from elsewhere."""
+"""`mupax predict WORKDIR IMAGES...`: the likeliest classes of image files, by any trained model."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ from mupax.train.checkpoints.command import ModelFlags
 if TYPE_CHECKING:
     from mupax.train.reuse.image_input import ImageInput
 
-_BATCH = 32
+_BATCH_SIZE = 32
 _LISTS = (".txt", ".lst", ".list")
+"""Suffixes of text files with one path per line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predict(ModelFlags):
     """The likeliest classes of image files, with probabilities.
 
-    WORKDIR is a run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub.
-    Images of any size and mode are read as evaluation reads them, by the preprocessing that lies beside the weights. Answers go
-    to stdout, a line an image, as they are made; a file that cannot be read is named on stderr and left out, and the exit code
-    is 2 then.
+    WORKDIR is a run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or
+    ORG/NAME of its hub. Images of any size and mode are preprocessed as in evaluation, by the
+    settings beside the weights. The answers go to stdout, one line per image. A file that cannot be
+    read is named on stderr and left out, and the exit code is then 2.
     """
 
     images: Annotated[
         conf.Positional[tuple[command_line.Place, ...]], conf.arg(metavar="IMAGES ...")
     ]
-    """Image files, folders of them, or text files (.txt, .lst) with a path a line."""
+    """Image files, folders of images, or text files (.txt, .lst) with one path per line."""
     top: Annotated[int, conf.arg(metavar="K")] = 5
-    """How many classes, the likeliest first."""
+    """Number of classes to print, the likeliest first."""
     json: Switch = False
-    """A JSON object a line: image, and classes with class, label and probability."""
+    """Print one JSON object per line: image, and classes with class, label and probability."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the answers; 0, or 2 where a file could not be read.
+    """Print the likeliest classes of image files.
+
+    Returns:
+        The exit code: 0, or 2 if a file could not be read.
 
     Raises:
-        UsageError: no such file, no image in a folder, or a text that lists none.
-        WeightsError, WorkdirError, TensorFileError: no model of images there.
+        UsageError: A path does not exist, or a folder or list has no images.
+        WeightsError, WorkdirError, TensorFileError: There is no readable model of images.
     """
     args = command_line.parse(Predict, "mupax predict", argv)
     if args.top < 1:
@@ -57,50 +61,45 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.reuse.predict.classifier import classifier
 
     paths = files(args.images)
-    opened = trained.open_model(hub.local(args.workdir, args.revision), args.step, args.average)
-    model = classifier(opened, min(_BATCH, len(paths)))
-    unread = 0
+    source = hub.local(args.workdir, args.revision)
+    trained_model = trained.open_model(source, args.step, args.average)
+    model = classifier(trained_model, min(_BATCH_SIZE, len(paths)))
+    num_failed = 0
     for path, probabilities, error in model.predictions(paths):
         if probabilities is None:
-            unread += 1
+            num_failed += 1
             terminal.note(f"left out: {error}")
             continue
         best = ranked(probabilities, args.top)
-        print(
-            as_json(path, best, model.images) if args.json else as_line(path, best, model.images),
-            flush=True,
-        )
-    lost = f"; {unread} could not be read" if unread else ""
-    terminal.note(f"{len(paths) - unread} of {len(paths)} images by {model.described}{lost}")
-    return 2 if unread else 0
+        if args.json:
+            line = as_json(path, best, model.images)
+        else:
+            line = as_line(path, best, model.images)
+        print(line, flush=True)
+
+    summary = f"{len(paths) - num_failed} of {len(paths)} images by {model.described}"
+    if num_failed:
+        summary += f"; {num_failed} could not be read"
+    terminal.note(summary)
+    return 2 if num_failed else 0
 
 
 def files(places: Sequence[Path]) -> list[Path]:
-    """The image files that words of the command line mean, in their order; a folder's sorted.
+    """Return the image files that the command line names.
+
+    They come in the order of the command line, those of a folder sorted. Files of a folder that are
+    no images are listed on standard error.
+
+    Args:
+        places: Image files, folders, or text files with one path per line.
 
     Raises:
-        UsageError: one of them means none.
+        UsageError: A path does not exist, or a folder or list has no images.
     """
-    from mupax.train.data.records.listing import files_below, summary
-    from mupax.train.data.sources.folders import is_image, not_an_image
-
     paths: list[Path] = []
     for place in places:
         if place.is_dir():
-            listing = files_below(place)
-            inside = [path for _, path in listing.files if is_image(path.name)]
-            if not inside:
-                raise command_line.UsageError(
-                    f"{place} has no image in it; give image files, or a folder that has some"
-                )
-            no_images = {
-                name: not_an_image(path.name)
-                for name, path in listing.files
-                if not is_image(path.name)
-            }
-            for line in summary(listing.skipped | no_images):
-                terminal.note(f"{place}: {line}")
-            paths += inside
+            paths += _images_below(place)
         elif not place.exists():
             raise command_line.UsageError(
                 f"no file or folder {place}; write images, folders, or texts with a path a line"
@@ -116,12 +115,35 @@ def files(places: Sequence[Path]) -> list[Path]:
     return paths
 
 
+def _images_below(folder: Path) -> list[Path]:
+    """Return the image files in a folder, and print a summary of its other files."""
+    from mupax.train.data.records.listing import files_below, summary
+    from mupax.train.data.sources.folders import is_image, not_an_image
+
+    listing = files_below(folder)
+    paths = []
+    skipped = {}
+    for name, path in listing.files:
+        if is_image(path.name):
+            paths.append(path)
+        else:
+            skipped[name] = not_an_image(path.name)
+    if not paths:
+        raise command_line.UsageError(
+            f"{folder} has no image in it; give image files, or a folder that has some"
+        )
+    for line in summary(listing.skipped | skipped):
+        terminal.note(f"{folder}: {line}")
+    return paths
+
+
 def _listed(text: Path) -> list[Path]:
-    """The paths of a text, of which one at least is a file's."""
+    """Return the paths in a text file. At least one of them must be a file."""
     try:
-        lines = [line.strip() for line in text.read_text("utf-8-sig").splitlines() if line.strip()]
+        content = text.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise command_line.UsageError(f"{text} is no text: {error}") from error
+    lines = [line.strip() for line in content.splitlines() if line.strip()]
     if not any(Path(line).is_file() for line in lines):
         first = f"its first line is {lines[0]!r:.60}" if lines else "it is empty"
         raise command_line.UsageError(
@@ -131,42 +153,36 @@ def _listed(text: Path) -> list[Path]:
 
 
 def ranked(probabilities: np.ndarray, top: int) -> list[tuple[int, float]]:
-    """Label and probability of the likeliest classes.
+    """Return label and probability of the likeliest classes, the likeliest first.
 
     Args:
         probabilities: float64 [classes].
-        top: how many, at most.
     """
+    # A stable sort puts the lower label first where probabilities are equal.
     labels = np.argsort(-probabilities, kind="stable")[:top]
     return [(int(label), float(probabilities[label])) for label in labels]
 
 
 def as_line(path: Path, best: list[tuple[int, float]], images: ImageInput) -> str:
-    """An answer to read: the path, names and per cent.
+    """Return a line to read: the path, and names of classes with their probabilities in percent.
 
     Args:
-        path: of the image.
-        best: of `ranked`.
-        images: has the names.
+        best: Result of `ranked`.
     """
     from mupax.train.reuse.image_input import printable
 
-    return f"{printable(str(path))}: {', '.join(f'{images.name(label)} {100 * p:.1f} %' for label, p in best)}"
+    shares = [f"{images.name(label)} {100 * probability:.1f} %" for label, probability in best]
+    return f"{printable(str(path))}: {', '.join(shares)}"
 
 
 def as_json(path: Path, best: list[tuple[int, float]], images: ImageInput) -> str:
-    """An answer to read by a program; classes without names are called by their numbers.
+    """Return a line of JSON for programs. Classes without names are called by their labels.
 
     Args:
-        path: of the image.
-        best: of `ranked`.
-        images: has the names.
+        best: Result of `ranked`.
     """
-    names = images.class_names or [
-        str(label) for label in range(1 + max(label for label, _ in best))
-    ]
-    classes: list[dict[str, Any]] = [
-        {"class": names[label], "label": label, "probability": probability}
-        for label, probability in best
-    ]
+    classes: list[dict[str, Any]] = []
+    for label, probability in best:
+        name = images.class_names[label] if images.class_names else str(label)
+        classes.append({"class": name, "label": label, "probability": probability})
     return json.dumps({"image": str(path), "classes": classes})

@@ -1,4 +1,7 @@
-"""How good a classifier's probabilities are: top-k accuracy, calibration, and every class by itself."""
+"""Scores of a classifier's probabilities: top-5 accuracy, calibration, and a row per class.
+
+`mupax eval` uses them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from mupax.train.core.state import Batch
 from mupax.train.reuse.predict.classifier import softmax
 
 BINS = 15
-"""Of confidence, of equal width, as Guo et al. (2017, arXiv 1706.04599) have them."""
+"""Number of confidence bins of equal width, as in Guo et al. (2017, arXiv 1706.04599)."""
 TOP = 5
+"""The k of top-k accuracy."""
 
 
 class Outcomes:
-    """Logits and labels of an evaluation, batch by batch.
+    """Logits and labels of an evaluation, collected batch by batch.
 
     Args:
-        logits_fn: of a batch, [B, classes].
+        logits_fn: Function that returns the logits of a batch, [B, classes].
     """
 
     def __init__(self, logits_fn: Callable[[Batch], Any]) -> None:
@@ -27,30 +31,41 @@ class Outcomes:
         self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
     def __call__(self, batch: Batch) -> None:
-        """Take in a batch, without what fills it up."""
-        real = np.asarray(batch["weights"]) > 0
-        self._parts.append(
-            (np.asarray(self._logits_fn(batch))[real], np.asarray(batch["targets"])[real])
-        )
+        """Add the logits and labels of a batch, without the examples that pad it."""
+        is_example = np.asarray(batch["weights"]) > 0
+        logits = np.asarray(self._logits_fn(batch))[is_example]
+        targets = np.asarray(batch["targets"])[is_example]
+        self._parts.append((logits, targets))
 
     def scores(self, names: Sequence[str] | None) -> dict[str, Any]:
-        """`scores` of all; classes without names are called by their numbers."""
-        logits, targets = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
-        return scores(logits, targets, names or [str(label) for label in range(logits.shape[1])])
+        """Return `scores` of all examples. Classes without names are called by their labels."""
+        logits = np.concatenate([logits for logits, _ in self._parts])
+        targets = np.concatenate([targets for _, targets in self._parts])
+        if not names:
+            names = [str(label) for label in range(logits.shape[1])]
+        return scores(logits, targets, names)
 
 
 def scores(logits: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """`top5_accuracy` (where there are more than five classes), `ece`, and `classes`: a row per class.
+    """Return the scores of a classifier.
 
-    The expected calibration error is the mean over examples of |accuracy - mean confidence| of the bin that they are in. Of
-    a class, `recall` is the share of its examples that are called so and `precision` the share of what is called so that is;
-    None where there are none. Of equal logits the first class counts as the largest, and NaN is larger than any number: so
-    does accuracy. Where logits are not finite, `not_finite` is the number of such examples, and `ece` is that of the others.
+    Of equal logits the first class counts as the largest, and NaN is larger than any number. The
+    accuracy of an evaluation has the same order.
 
     Args:
         logits: float32 [N, classes].
         targets: int [N].
-        names: one per class.
+        names: Class names, `[classes]`.
+
+    Returns:
+        A dict with these keys:
+        * `top5_accuracy`, if there are more than five classes.
+        * `not_finite`, the number of examples whose logits are not finite, unless it is 0.
+        * `ece`, the expected calibration error of the examples with finite logits: the mean over
+          examples of |accuracy - mean confidence| of their bin.
+        * `classes`, a row per class. `recall` is the share of its examples that are predicted as
+          this class, and `precision` the share of its predictions that are right. Both are `None`
+          if there are no such examples.
     """
     logits = np.asarray(logits)
     guesses = logits.argmax(axis=1)
@@ -66,24 +81,26 @@ def scores(logits: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> dic
 
 
 def _ranks(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return how many classes come before each target, int [N], in the order that argmax goes by."""
+    """Return the number of classes that come before each target in argmax's order, int [N]."""
     # argmax takes NaN for the largest number and the first of equal ones.
     ordered = np.where(np.isnan(logits), np.inf, logits)
-    own = ordered[np.arange(len(targets)), targets][:, None]
-    earlier = np.arange(logits.shape[1]) < targets[:, None]
-    return ((ordered > own) | ((ordered == own) & earlier)).sum(axis=1)
+    target_logits = ordered[np.arange(len(targets)), targets][:, None]
+    is_earlier = np.arange(logits.shape[1]) < targets[:, None]
+    is_before = (ordered > target_logits) | ((ordered == target_logits) & is_earlier)
+    return is_before.sum(axis=1)
 
 
 def _calibration_error(logits: np.ndarray, hits: np.ndarray) -> float | None:
     """Return the expected calibration error, or `None` without examples.
 
     Args:
-        logits: finite, float32 [N, classes].
-        hits: whether the likeliest class is right, bool [N].
+        logits: Finite logits, float32 [N, classes].
+        hits: Whether the likeliest class is right, bool [N].
     """
     if not len(logits):
         return None
     confidence = softmax(logits).max(axis=1)
+    # A confidence of exactly 1 belongs to the last bin.
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = np.bincount(bins, confidence - hits, minlength=BINS)
     return float(np.abs(gaps).sum() / len(logits))
@@ -92,37 +109,49 @@ def _calibration_error(logits: np.ndarray, hits: np.ndarray) -> float | None:
 def _classes(
     guesses: np.ndarray, targets: np.ndarray, names: Sequence[str]
 ) -> list[dict[str, Any]]:
+    """Return the row of each class. `taken_for` is the class it is most often mistaken for."""
     rows: list[dict[str, Any]] = []
     for label, name in enumerate(names):
-        there, called = targets == label, guesses == label
-        hits, wrong = int((there & called).sum()), guesses[there & ~called]
+        is_target = targets == label
+        is_guess = guesses == label
+        num_targets = int(is_target.sum())
+        num_guesses = int(is_guess.sum())
+        num_hits = int((is_target & is_guess).sum())
+        wrong_guesses = guesses[is_target & ~is_guess]
+        taken_for = None
+        if len(wrong_guesses):
+            taken_for = names[int(np.bincount(wrong_guesses).argmax())]
         rows.append(
             {
                 "class": name,
                 "label": label,
-                "examples": int(there.sum()),
-                "recall": hits / int(there.sum()) if there.any() else None,
-                "precision": hits / int(called.sum()) if called.any() else None,
-                "taken_for": names[int(np.bincount(wrong).argmax())] if len(wrong) else None,
+                "examples": num_targets,
+                "recall": num_hits / num_targets if num_targets else None,
+                "precision": num_hits / num_guesses if num_guesses else None,
+                "taken_for": taken_for,
             }
         )
     return rows
 
 
 MOST = 20
-"""Classes that are listed."""
+"""Largest number of classes in the table."""
 
 
 def _with_examples(classes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in classes if row["examples"]]
 
 
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
 def listed(classes: Sequence[dict[str, Any]], most: int = MOST) -> str:
-    """Return how many of the classes `table` lists, and which.
+    """Return a sentence that says which classes `table` lists.
 
     Args:
-        classes: the rows of `scores`.
-        most: how many are listed at most.
+        classes: Rows of `scores`, one per class, `[classes]`.
+        most: Largest number of classes in the table, by default `MOST`.
     """
     rows = _with_examples(classes)
     line = f"{min(len(rows), most)} of {len(classes)} classes are listed"
@@ -134,30 +163,26 @@ def listed(classes: Sequence[dict[str, Any]], most: int = MOST) -> str:
 
 
 def table(classes: Sequence[dict[str, Any]], most: int = MOST) -> list[Sequence[str]]:
-    """The rows of `scores` to print, under a header; of many classes those of the least recall.
+    """Return the cells of a table with a header. Of many classes, those of the least recall.
 
     Args:
-        classes: the rows.
-        most: how many are shown.
+        classes: Rows of `scores`, one per class, `[classes]`.
+        most: Largest number of classes in the table, by default `MOST`.
     """
     from mupax.train.reuse.image_input import printable
-
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.1f} %"
 
     rows = _with_examples(classes)
     if len(rows) > most:
         rows = sorted(rows, key=lambda row: row["recall"])[:most]
     lines: list[Sequence[str]] = [("class", "taken for", "examples", "recall", "precision")]
     for row in rows:
-        prediction = printable(row["taken_for"] or "")
         lines.append(
             (
                 printable(row["class"]),
-                prediction,
+                printable(row["taken_for"] or ""),
                 f"{row['examples']:,}",
-                share(row["recall"]),
-                share(row["precision"]),
+                _percent(row["recall"]),
+                _percent(row["precision"]),
             )
         )
     return lines

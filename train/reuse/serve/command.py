@@ -1,4 +1,4 @@
-"""`mupax serve WORKDIR`: a language model behind OpenAI's API, and a page to try it in a browser."""
+"""`mupax serve WORKDIR`: a language model behind OpenAI's API, with a page to try it."""
 
 from __future__ import annotations
 
@@ -22,50 +22,55 @@ if TYPE_CHECKING:
 class Serve(ModelFlags):
     """A language model behind OpenAI's API, and a page to try it in a browser.
 
-    WORKDIR is a run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub. There are
-    /v1/completions, /v1/chat/completions where a chat template lies beside the tokenizer, /v1/models and /health. Only this
-    machine is answered unless --host says otherwise: there is no key and no encryption. Ctrl-C ends it.
+    WORKDIR is a run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or
+    ORG/NAME of its hub. The routes are /v1/completions, /v1/chat/completions if there is a chat
+    template beside the tokenizer, /v1/models and /health. By default only this machine is answered,
+    because there is no key and no encryption. Ctrl-C ends the server.
     """
 
     host: Annotated[str, conf.arg(metavar="ADDRESS")] = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 answers whoever reaches this machine."""
+    """Address to listen at. 0.0.0.0 answers everyone who reaches this machine."""
     port: Annotated[int, conf.arg(metavar="N")] = 8000
-    """0 takes any that is free."""
+    """Port to listen at. 0 takes any free port."""
     tokenizer: Annotated[str | None, conf.arg(name="data.tokenizer", metavar="bytes|FILE")] = None
-    """Of weights without a run, where no tokenizer.json lies beside them."""
+    """Tokenizer of weights without a run that have no tokenizer.json beside them."""
     separator: Annotated[str | None, conf.arg(name="data.separator", metavar="TOKEN")] = None
-    """Of weights without a run: the token that ends a document, where it has none of the usual names."""
+    """Token that ends a document, for weights without a run, if it has none of the usual names."""
     chat_template: Annotated[str | None, TEMPLATE_FLAG] = None
-    """A template of jinja2, in place of the one beside the tokenizer."""
+    """Jinja2 template of chats, in place of the one beside the tokenizer."""
     slots: Annotated[int, conf.arg(metavar="N")] = 8
-    """Texts that are written at once. Each takes memory for a whole context."""
+    """Number of texts that are written at once. Each takes the memory of a full context."""
     max_tokens: Annotated[int, conf.arg(metavar="N")] = 100_000
-    """Tokens that a request may ask for in each of its texts."""
+    """Largest number of tokens that a request may ask for in each of its texts."""
     max_seconds: Annotated[float, conf.arg(metavar="S")] = 600.0
-    """Time of a request. A text that is not complete by then ends with finish_reason length."""
+    """Time limit of a request. Its incomplete texts then end with finish_reason length."""
     max_waiting: Annotated[int, conf.arg(metavar="N")] = 64
-    """Requests that may wait for a slot. Further ones are answered 503."""
+    """Largest number of requests that wait for a slot. Further requests are answered 503."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until Ctrl-C.
+    """Serve a model until Ctrl-C. Return exit code 0.
 
     Raises:
-        UsageError, WorkdirError, DataError: the flags, the model or its files do not fit, or the extra `serve` is missing.
+        UsageError: A flag is out of its range, or the extra `serve` is not installed.
+        WorkdirError, DataError: The model or its tokenizer cannot be read.
     """
     args = command_line.parse(Serve, "mupax serve", argv)
     _check(args)
     from mupax.train.reuse.serve.server import Server
 
+    # The server listens before weights are read, so that a port that is in use is noticed at once.
     with Server(args.host, args.port) as server:
-        service = server.service = opened_service(args)
+        service = opened_service(args)
+        server.service = service
         if not server.local:
             terminal.note(
-                f"caution: {args.host} is answered to whoever reaches this machine, without a key or encryption"
+                f"caution: {args.host} is answered to whoever reaches this machine, without a key "
+                "or encryption"
             )
         chat = "chat and completions" if service.template else "completions, no chat template"
         terminal.say(f"serving {one_line(service.name)} ({chat}) at {server.url}; Ctrl-C ends it")
-        # Ctrl-C in the very moment in which uvicorn starts leaves a coroutine of it that has not begun.
+        # Ctrl-C while uvicorn starts leaves one of its coroutines unstarted, and Python would warn.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         try:
             server.serve_forever()
@@ -75,15 +80,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Serve) -> None:
-    """Refuse flags out of their range, and an installation without the extra."""
+    """Refuse flags out of their range, and an installation without the extra `serve`."""
     if not 0 <= args.port < 1 << 16:
         raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
-    least = {
+    positive = {
         "--slots": args.slots,
         "--max-tokens": args.max_tokens,
         "--max-waiting": args.max_waiting,
     }
-    for flag, value in least.items():
+    for flag, value in positive.items():
         if value < 1:
             raise command_line.UsageError(f"{flag} is {value}; write at least 1")
     if not 0 < args.max_seconds < math.inf:
@@ -94,7 +99,10 @@ def _check(args: Serve) -> None:
 
 
 def opened_service(args: Serve) -> Service:
-    """The model of a command line, ready for requests. Raises what does not fit, before weights are read."""
+    """Open the model of a command line and return its service.
+
+    A model or template that does not fit raises an error before weights are read.
+    """
     from mupax.train.data.assets import end_ids
     from mupax.train.reuse import runs, trained
     from mupax.train.reuse.generate.decode import Generator

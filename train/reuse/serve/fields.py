@@ -1,4 +1,4 @@
-"""What a request asks for: the fields of OpenAI's API, each checked, and its errors in OpenAI's form."""
+"""Requests of OpenAI's API: reading and checking their fields, and errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from mupax.train.reuse.generate.sampling import Sampling
 
 Usage = Literal["never", "end", "always"]
 LONGEST = 100_000
-"""Tokens that one request may ask for."""
+"""Largest number of tokens that one request may ask for in each text."""
 MOST_TEXTS = 32
-"""Texts of one request, over all its prompts."""
+"""Largest number of texts of one request, over all its prompts."""
 MOST_STOPS = 4
+"""Largest number of stop strings."""
 MOST_LIKELY = 20
-"""Of likeliest tokens that are named at a place."""
+"""Largest number of likeliest tokens that are named at each position."""
 LARGEST_SEED = 2**63 - 1
 DEEPEST = 64
-"""Lists and objects within one another in a request."""
+"""Largest nesting of lists and objects in a request."""
 _SAMPLED = {
     "model",
     "max_tokens",
@@ -40,7 +41,7 @@ FIELDS = {
     False: {*_SAMPLED, "prompt", "echo", "logprobs"},
     True: {*_SAMPLED, "messages", "max_completion_tokens", "logprobs", "top_logprobs"},
 }
-"""Fields that are read, of completions and of chat."""
+"""Fields that are read. The key says whether the request is one of chat."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -50,7 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
 }
-"""Fields of the API that are not read here: their values that change nothing."""
+"""Values of unsupported fields that change nothing, and so are accepted."""
 IGNORED = (
     "metadata",
     "parallel_tool_calls",
@@ -60,17 +61,18 @@ IGNORED = (
     "tool_choice",
     "user",
 )
+"""Fields that are accepted with any value and have no effect."""
 
 
 class ApiError(Exception):
-    """A request that is refused.
+    """Refusal of a request.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and what to write instead.
-        param: the field.
-        code: OpenAI's name of the kind of error, where it has one.
-        retry_s: seconds after which the client may ask again.
+        status: HTTP status, such as 400.
+        message: Description of the mistake and of what to write instead.
+        param: Name of the field, if the mistake is in one. `None` otherwise.
+        code: OpenAI's name of this kind of error, or `None` if there is none.
+        retry_s: Time after which the client may ask again, in seconds.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ApiError(Exception):
         self.retry_s = retry_s
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's JSON form."""
+        """Return the error in OpenAI's JSON form."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -97,38 +99,39 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request whose fields are checked; its prompts are as they were written."""
+    """Request with checked fields. Its prompts are not encoded yet."""
 
     chat: bool
     prompts: list[str | list[int]]
-    """Of completions."""
+    """Prompts of a completion, texts or token ids. Empty for a chat."""
     messages: list[dict[str, Any]]
-    """Of a chat."""
+    """Messages of a chat. Empty for a completion."""
     model: str | None
     max_tokens: int | None
-    """None leaves it to what the context has room for."""
+    """Largest number of tokens of each text. `None` fills the context."""
     sampling: Sampling
     n: int
-    """Texts of each prompt."""
+    """Number of texts for each prompt."""
     stops: tuple[str, ...]
     seed: int
     logprobs: int | None
-    """How many of the likeliest tokens are named beside each; None asks for no probabilities."""
+    """Number of likeliest tokens named at each position. `None` requests no probabilities."""
     echo: bool
     stream: bool
     usage: Usage
-    """When a stream says what it took: never, at its end, or in every chunk."""
+    """Chunks of a stream that have the numbers of tokens: none, an extra one at the end, or all."""
     ignore_eos: bool
 
 
 def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
-    """A request from its JSON.
+    """Return the request of a JSON body.
 
     Args:
-        is_chat: whether it came to /v1/chat/completions.
+        is_chat: Whether the request came to /v1/chat/completions.
 
     Raises:
-        ApiError: 400 for what is no JSON object, and for the first field that is unknown or has no usable value.
+        ApiError: 400 if the body is no JSON object, or for the first field that is unknown or has
+            an unusable value.
     """
     try:
         fields = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
@@ -139,56 +142,88 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
     _check_values(fields)
     fields = {name: value for name, value in fields.items() if value is not None}
     _refuse_others(fields, is_chat)
-    read = _Reader(fields)
-    n, stream = read.whole("n", 1, 1, MOST_TEXTS), read.switch("stream")
-    prompts, messages = ([], _messages(fields)) if is_chat else (_prompts(fields), [])
+    reader = _Reader(fields)
+    n = reader.whole("n", 1, 1, MOST_TEXTS)
+    stream = reader.switch("stream")
+    prompts = []
+    messages = []
+    if is_chat:
+        messages = _messages(fields)
+    else:
+        prompts = _prompts(fields)
     if n * len(prompts) > MOST_TEXTS:
         raise ApiError(
             400,
             f"n {n} times {len(prompts)} prompts is more than {MOST_TEXTS} texts; ask in parts",
             "n",
         )
-    if is_chat:
-        top = read.whole("top_logprobs", 0, 0, MOST_LIKELY)
-        length_field, logprobs = "max_completion_tokens", top if read.switch("logprobs") else None
-        if top and logprobs is None:
-            raise ApiError(400, "top_logprobs needs logprobs true", "top_logprobs")
-    else:
-        length_field, logprobs = "max_tokens", read.whole("logprobs", None, 0, MOST_LIKELY)
+    logprobs = _logprobs(reader, is_chat)
     if logprobs is not None and stream:
         raise ApiError(400, "logprobs are not streamed; leave out stream or logprobs", "logprobs")
-    length_field = length_field if length_field in fields else "max_tokens"
-    echo = read.switch("echo")
+    echo = reader.switch("echo")
+
+    # The order of these checks decides which of several mistakes a client is told.
+    model = reader.text("model")
+    max_tokens = _max_tokens(reader, is_chat, echo)
+    temperature = reader.number("temperature", 1.0, 0, 100)
+    # A top_p of 0 takes the likeliest token, which a tiny probability does, too.
+    top_p = reader.number("top_p", 1.0, 0, 1) or 1e-9
+    stops = _stops(fields)
+    random_seed = int.from_bytes(os.urandom(4)) >> 1
     return Request(
         chat=is_chat,
         prompts=prompts,
         messages=messages,
-        model=read.text("model"),
-        max_tokens=read.whole(length_field, None if is_chat else 16, 0 if echo else 1, LONGEST),
-        sampling=Sampling(
-            read.number("temperature", 1.0, 0, 100), None, read.number("top_p", 1.0, 0, 1) or 1e-9
-        ),
+        model=model,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature, None, top_p),
         n=n,
-        stops=_stops(fields),
-        seed=read.whole("seed", int.from_bytes(os.urandom(4)) >> 1, 0, LARGEST_SEED),
+        stops=stops,
+        seed=reader.whole("seed", random_seed, 0, LARGEST_SEED),
         logprobs=logprobs,
         echo=echo,
         stream=stream,
         usage=_usage(fields),
-        ignore_eos=read.switch("ignore_eos"),
+        ignore_eos=reader.switch("ignore_eos"),
     )
 
 
+def _logprobs(reader: _Reader, is_chat: bool) -> int | None:
+    """Return the number of likeliest tokens to name, or `None` without probabilities.
+
+    Chats have two fields for it: logprobs is true or false, top_logprobs the number.
+    """
+    if not is_chat:
+        return reader.whole("logprobs", None, 0, MOST_LIKELY)
+    top = reader.whole("top_logprobs", 0, 0, MOST_LIKELY)
+    if reader.switch("logprobs"):
+        return top
+    if top:
+        raise ApiError(400, "top_logprobs needs logprobs true", "top_logprobs")
+    return None
+
+
+def _max_tokens(reader: _Reader, is_chat: bool, echo: bool) -> int | None:
+    """Return the largest number of tokens of a text, or `None` to fill the context."""
+    name = "max_tokens"
+    if is_chat and reader.has("max_completion_tokens"):
+        name = "max_completion_tokens"
+    default = None if is_chat else 16
+    # With echo, a client can ask for the probabilities of its prompt alone.
+    least = 0 if echo else 1
+    return reader.whole(name, default, least, LONGEST)
+
+
 def _refuse_constant(name: str) -> Any:
-    """Refuse NaN and Infinity, which Python reads though JSON has none."""
+    """Refuse NaN and Infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 def _check_values(fields: dict[str, Any]) -> None:
-    """Refuse values that later code or other programs cannot handle: deep ones, and halves of a surrogate pair.
+    """Refuse values that later code cannot handle: deep ones, and halves of a surrogate pair.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 with what to change.
     """
     level: list[Any] = [fields]
     for _ in range(DEEPEST):
@@ -212,7 +247,7 @@ def _check_values(fields: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message, cut where it is long."""
+    """Return the repr of a value for a message, at most 40 characters."""
     short = reprlib.Repr()
     short.maxstring = 40
     short.maxother = 40
@@ -220,13 +255,20 @@ def _shown(value: Any) -> str:
 
 
 class _Reader:
-    """The fields by kind; each method raises ApiError for a value of another kind or out of its range."""
+    """Reader of fields by type.
+
+    Every method raises ApiError for a value of another type or out of its range.
+    """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
 
+    def has(self, name: str) -> bool:
+        return name in self._fields
+
     def whole(self, name: str, default: Any, least: int, most: int) -> Any:
         value = self._fields.get(name, default)
+        # type() and not isinstance(), because True is an int.
         if name in self._fields and (type(value) is not int or not least <= value <= most):
             raise ApiError(
                 400, f"{name} is {_shown(value)}; write a whole number from {least} to {most}", name
@@ -235,7 +277,7 @@ class _Reader:
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         value = self._fields.get(name, default)
-        # The comparison is false for nan and inf. It holds for integers that no float can represent.
+        # The comparison is false for nan and inf, and right for integers beyond any float.
         if type(value) not in (int, float) or not least <= value <= most:
             raise ApiError(
                 400, f"{name} is {_shown(value)}; write a number from {least} to {most}", name
@@ -256,6 +298,7 @@ class _Reader:
 
 
 def _refuse_others(fields: Mapping[str, Any], is_chat: bool) -> None:
+    """Refuse fields that are unknown, or unsupported with a value that would change something."""
     for name, value in fields.items():
         if name in FIELDS[is_chat] or name in IGNORED:
             continue
@@ -273,13 +316,13 @@ def _refuse_others(fields: Mapping[str, Any], is_chat: bool) -> None:
 
 
 def _prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
-    """One prompt or several, each a string or token ids."""
+    """Return one prompt or several, each a string or token ids."""
     value = fields.get("prompt", "")
-    several = isinstance(value, list) and (not value or type(value[0]) is not int)
-    prompts = value if several else [value]
+    # A list of integers is one prompt in tokens, any other list has several prompts.
+    is_several = isinstance(value, list) and (not value or type(value[0]) is not int)
+    prompts = value if is_several else [value]
     for prompt in prompts:
-        ids = isinstance(prompt, list) and prompt and all(type(i) is int and i >= 0 for i in prompt)
-        if not (ids or isinstance(prompt, str)):
+        if not isinstance(prompt, str) and not _is_token_ids(prompt):
             raise ApiError(
                 400, "prompt is a string, a list of token ids from 0, or a list of such", "prompt"
             )
@@ -288,6 +331,12 @@ def _prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
     if not prompts:
         raise ApiError(400, "prompt is an empty list; write at least one", "prompt")
     return prompts
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(type(token) is int and token >= 0 for token in prompt)
 
 
 def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -300,11 +349,8 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MOST_STOPS
-        or not all(isinstance(s, str) and s for s in stops)
-    ):
+    is_short_list = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    if not is_short_list or not all(isinstance(stop, str) and stop for stop in stops):
         raise ApiError(
             400, f"stop is a string or a list of at most {MOST_STOPS}, none of them empty", "stop"
         )

@@ -1,10 +1,10 @@
-"""Text of clients in the server's log."""
+"""Escaping of client text for the server's log."""
 
 from __future__ import annotations
 
 
 def one_line(text: str) -> str:
-    """Return a text in which characters that a terminal obeys, and line ends, are written as escapes."""
+    """Return a text with escapes in place of line ends and other unprintable characters."""
     return "".join(map(_visible, text))
 
 

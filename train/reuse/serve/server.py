@@ -1,8 +1,7 @@
-"""HTTP around a `Service`: uvicorn has the connections, starlette the routes.
+"""HTTP server around a `Service`: uvicorn handles the connections, starlette the routes.
 
-Bodies of requests have a bound on each and on all together.
-
-Uvicorn's protocol has limits on time, and errors in OpenAI's form.
+On top of them, this file limits the size of request bodies and the time of slow clients, and gives
+errors in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -36,23 +35,27 @@ from mupax.train.reuse.serve.logs import one_line
 from mupax.train.reuse.serve.service import RETRY_S, Answer, Service, usage
 
 HEAD_S = 15.0
-"""How long the head of a request may take."""
+"""Time limit for the head of a request."""
 WRITE_S = 60.0
-"""How long a client may read nothing of what is sent to it."""
+"""Longest time in which a client reads nothing of its answer."""
 LINGER_S = 2.0
-"""How long what comes after a refusal is read and thrown away."""
+"""Time after a refusal during which further bytes are read and thrown away."""
 LARGEST_HEAD = 1 << 15
-"""Bytes of the head of a request."""
+"""Largest head of a request, in bytes."""
 
 LARGEST = 1 << 24
-"""Bytes of one body."""
+"""Largest body, in bytes."""
 LARGEST_TOTAL = 1 << 26
-"""Bytes of all bodies that are read or parsed at a time."""
+"""Largest total of all bodies in memory at a time, in bytes."""
 BODY_S = 60.0
-"""How long a body may take to come."""
+"""Time limit for a body."""
 _BIG = 1 << 20
-"""Bytes of a body that is parsed alone: what Python makes of JSON can take twenty times its size."""
+"""Size above which bodies are parsed one at a time, in bytes.
 
+Parsed JSON can take twenty times its size in Python.
+"""
+
+# The page may load nothing but itself and this server's answers.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -65,26 +68,26 @@ _POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""What the page may load: nothing but itself and this server's answers."""
+"""Content security policy of the page."""
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
 _PATHS = ("/", "/health", _MODELS, f"{_MODELS}/NAME", _COMPLETIONS, _CHAT)
 _BODY_READ = "mupax.body_read"
-"""Set in a request's scope when all of its body has been read."""
+"""Key in a request's scope. It is set when the complete body has been read."""
 _SAFE = {"X-Content-Type-Options": "nosniff"}
 
 _BACKLOG = 128
 _CONNECTIONS = 512
-"""Connections at a time. Further ones are answered 503."""
+"""Largest number of connections. Further ones are answered 503."""
 _IDLE_S = 60
-"""How long a connection may be open between requests."""
+"""Time limit for a connection between two requests, in seconds."""
 _SHUTDOWN_S = 1
-"""How long answers may go on after Ctrl-C."""
+"""Time limit for open answers after Ctrl-C, in seconds."""
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that is closed if its client sends a head, or reads an answer, too slowly.
+    """Connection that is closed if its client sends a head, or reads an answer, too slowly.
 
     Uvicorn itself limits only the time between requests.
     """
@@ -92,10 +95,12 @@ class LimitedProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
-    """Bytes of a head that is not complete."""
+    """Number of bytes of an incomplete head."""
     _is_refused = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def connection_made(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, transport: asyncio.Transport
+    ) -> None:
         super().connection_made(transport)
         self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
 
@@ -126,9 +131,10 @@ class LimitedProtocol(H11Protocol):
         self._write_timer = _cancelled(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or has a head that is too long."""
+        """Refuse bytes that are no HTTP, or a head that is too long."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # who answers this request reads and writes no more
+            # The request before this one is still answered. Its answer is given up.
+            self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             self.transport.close()
@@ -142,29 +148,32 @@ class LimitedProtocol(H11Protocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        for event in (
+        events = (
             h11.Response(status_code=error.status, headers=headers),
             h11.Data(data=body),
             h11.EndOfMessage(),
-        ):
+        )
+        for event in events:
             self.transport.write(self.conn.send(event) or b"")
-        # What still comes is thrown away for a moment: closed at once, its sender would see no answer.
+        # If the connection were closed at once, a client that still sends would see no answer.
         self._is_refused = True
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
 
     def _give_up(self) -> None:
+        """Close the connection without sending the rest of an answer."""
         if not self.transport.is_closing():
             self.transport.abort()
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    """Cancel a timer. Return `None` to assign in its place."""
     if timer is not None:
         timer.cancel()
 
 
 def is_local(host: str) -> bool:
-    """Return True if only this machine reaches the address."""
+    """Return whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -172,15 +181,15 @@ def is_local(host: str) -> bool:
 
 
 def listening(host: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket.
 
     Args:
-        host: address to listen at.
-        port: 0 for any.
-        backlog: connections that may wait to be accepted.
+        host: IP address or name of this machine. An address with a colon is one of IPv6.
+        port: 0 takes any free port.
+        backlog: Largest number of connections that wait to be accepted.
 
     Raises:
-        UsageError: this machine has no such address, or the port is taken.
+        UsageError: This machine has no such address, or the port is in use.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -189,31 +198,35 @@ def listening(host: str, port: int, backlog: int) -> socket.socket:
         listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
+        # An OverflowError, of a port beyond 65535, has no strerror.
+        reason = getattr(error, "strerror", None) or error
         raise command_line.UsageError(
-            f"cannot listen at {host} port {port}: {getattr(error, 'strerror', None) or error}; write another --port "
+            f"cannot listen at {host} port {port}: {reason}; write another --port "
             "(0 takes any), or an address of this machine as --host"
         ) from error
     return listener
 
 
 class ClientLeft(Exception):
-    """A client that closed its connection."""
+    """Exception for a client that closed its connection."""
 
 
 class Bodies:
-    """Bodies that are in memory."""
+    """Reader of request bodies that limits their total size in memory."""
 
     def __init__(self) -> None:
         self._total = 0
-        self._one_big = asyncio.Lock()
+        """Size of all bodies in memory, in bytes."""
+        self._big_lock = asyncio.Lock()
+        """Lock held while a big body is parsed."""
 
     @contextlib.asynccontextmanager
     async def read(self, scope: Any, receive: Any) -> AsyncIterator[bytearray]:
-        """Read a body, which counts as being in memory while entered.
+        """Context manager that reads a body and frees its memory on exit.
 
         Raises:
-            ApiError: 408, 411, 413, 415 or 503.
-            ClientLeft: the client closed its connection.
+            ApiError: 408 too slow, 411 or 415 a wrong header, 413 too large, 503 too many bodies.
+            ClientLeft: The client closed its connection.
         """
         headers = dict(scope["headers"])
         _check_headers(headers)
@@ -229,7 +242,7 @@ class Bodies:
             raise
         is_big = len(body) > _BIG
         try:
-            async with self._one_big if is_big else contextlib.nullcontext():
+            async with self._big_lock if is_big else contextlib.nullcontext():
                 yield body
         finally:
             self._release(body)
@@ -237,20 +250,22 @@ class Bodies:
                 _give_back_memory()
 
     async def _fill(self, body: bytearray, receive: Any) -> None:
-        more = True
-        while more:
+        """Append the parts of a request's body as they come."""
+        is_complete = False
+        while not is_complete:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             part = message.get("body", b"")
             if len(body) + len(part) > LARGEST:
                 raise ApiError(413, f"the body has more than {LARGEST} bytes")
-            # Bytes count when they come. A client that only says that it will send many takes nothing from others.
+            # Bytes count when they come, not when a header announces them. A client that announces
+            # a large body and sends nothing would otherwise block other clients.
             if self._total + len(part) > LARGEST_TOTAL:
                 raise ApiError(503, "too many large bodies at a time; ask again later", retry_s=5)
             self._total += len(part)
             body += part
-            more = message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
 
     def _release(self, body: bytearray) -> None:
         self._total -= len(body)
@@ -258,11 +273,15 @@ class Bodies:
 
 
 def _check_headers(headers: dict[bytes, bytes]) -> None:
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    if kind != "application/json":  # which a page of another site cannot send unasked
+    """Refuse a body by its headers: type and size."""
+    content_type, _, _ = headers.get(b"content-type", b"").partition(b";")
+    media_type = content_type.strip().lower().decode("latin-1")
+    # A page of another site cannot send this type without asking this server first (CORS).
+    if media_type != "application/json":
         raise ApiError(
             415,
-            f"the body is {kind or 'of no type'}; send JSON with the header Content-Type: application/json",
+            f"the body is {media_type or 'of no type'}; send JSON with the header "
+            "Content-Type: application/json",
         )
     size = headers.get(b"content-length")
     if size is None:
@@ -283,19 +302,20 @@ async def discard(receive: Any) -> None:
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system. The C library keeps it otherwise (`mupax.train.parallel.hardware`)."""
+    """Return free memory to the system, because the C library would keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
 
 
 class App:
-    """The application of ASGI.
+    """ASGI application: routes of the API, and errors in OpenAI's form.
 
-    Requests that a proxy may read otherwise, or that a page of another site may have sent, are refused before they are routed.
+    Before routing, it refuses requests that a proxy may read differently or that a page of another
+    site may have sent.
 
     Args:
-        is_local: whether only this machine is answered.
+        is_local: Whether only this machine is answered, so that other host names are refused.
     """
 
     def __init__(self, service: Service, *, is_local: bool) -> None:
@@ -316,6 +336,7 @@ class App:
         self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request. See the ASGI specification for the arguments."""
         if scope["type"] != "http":
             return
         has_begun = False
@@ -358,27 +379,28 @@ class App:
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > LARGEST_HEAD:
             raise ApiError(431, f"the head of the request has more than {LARGEST_HEAD} bytes")
-        if b"transfer-encoding" in names and (
-            b"content-length" in names or scope["http_version"] == "1.0"
-        ):
-            # A proxy that goes by the other header would see another request in this body.
+        # With both headers, a proxy that goes by the other one would see another request in this
+        # body (request smuggling). HTTP/1.0 has no Transfer-Encoding.
+        is_ambiguous = b"content-length" in names or scope["http_version"] == "1.0"
+        if b"transfer-encoding" in names and is_ambiguous:
             raise ApiError(
                 400,
                 "Transfer-Encoding is no header of a request with Content-Length or of HTTP/1.0",
             )
         if self._is_local:
-            # A page of another site, whose name leads here, must not use the model.
+            # A page of another site can point its own name to this machine (DNS rebinding). It
+            # must not use the model.
             host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
-            name = host.rpartition(":" if "]" not in host else "]:")
-            if not is_local((name[0] or name[2]).strip("[]")):
+            port_separator = "]:" if "]" in host else ":"
+            before, _, after = host.rpartition(port_separator)
+            # Without a port, all of the host is in the last part.
+            name = before or after
+            if not is_local(name.strip("[]")):
                 raise ApiError(403, "this server is for its own machine; ask for localhost")
 
     async def _page(self, request: Request) -> Response:
-        page = (
-            importlib.resources.files(__name__.rpartition(".")[0])
-            .joinpath("page.html")
-            .read_bytes()
-        )
+        package = __name__.rpartition(".")[0]
+        page = importlib.resources.files(package).joinpath("page.html").read_bytes()
         headers = {**_SAFE, "Content-Security-Policy": _POLICY}
         return Response(page, media_type="text/html", headers=headers)
 
@@ -395,11 +417,13 @@ class App:
         return _json(self._service.models())
 
     async def _model(self, request: Request) -> Response:
-        written = request.scope["raw_path"].decode("ascii").removeprefix(f"{_MODELS}/")
-        if not written:
+        name = request.scope["raw_path"].decode("ascii").removeprefix(f"{_MODELS}/")
+        if not name:
             raise HTTPException(404)
-        is_plain = written == self._service.name  # a client may send a percent sign as it is
-        return _json(self._service.model(written if is_plain else urllib.parse.unquote(written)))
+        # A client may send a percent sign of the name as it is.
+        if name != self._service.name:
+            name = urllib.parse.unquote(name)
+        return _json(self._service.model(name))
 
     async def _completions(self, request: Request) -> Response:
         began = time.monotonic()
@@ -415,25 +439,27 @@ class App:
         return _json(completed)
 
     def _parsed(self, body: bytearray, is_chat: bool) -> tuple[Any, fields.Request]:
+        """Return the prompts of a body in tokens, and its request. It runs in a thread."""
         parsed = fields.request(body, is_chat=is_chat)
         return self._service.begin(parsed), parsed
 
     async def _complete_or_leave(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """Return the whole answer, or end its work when the client leaves."""
-        left = asyncio.create_task(_left(request))
-        completed = asyncio.create_task(self._service.complete(answer))
+        """Return the complete answer, or end its work when the client leaves."""
+        disconnection = asyncio.create_task(_wait_for_disconnection(request))
+        completion = asyncio.create_task(self._service.complete(answer))
         try:
-            await asyncio.wait((left, completed), return_when=asyncio.FIRST_COMPLETED)
-            if not completed.done():
+            tasks = (disconnection, completion)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not completion.done():
                 raise ClientLeft
-            return completed.result()
+            return completion.result()
         finally:
             answer.cancel()
-            left.cancel()
-            completed.cancel()
+            disconnection.cancel()
+            completion.cancel()
 
     async def _events(self, answer: Answer, path: str, began: float) -> AsyncIterator[str]:
-        """Yield the events of a stream."""
+        """Yield the server-sent events of a streamed answer."""
         try:
             async for chunk in self._service.stream(answer):
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
@@ -444,7 +470,7 @@ class App:
 
 
 class _Stream(StreamingResponse):
-    """A stream of events whose work ends with it, also when its client leaves."""
+    """Stream of events. The work for its answer ends with it, also when the client leaves."""
 
     def __init__(self, events: AsyncIterator[str], answer: Answer) -> None:
         super().__init__(
@@ -459,17 +485,22 @@ class _Stream(StreamingResponse):
             self._answer.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnection(request: Request) -> None:
     """Return when the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _log(path: str, used: dict[str, int], began: float) -> None:
+def _log(path: str, token_counts: dict[str, int], began: float) -> None:
+    """Log an answered request.
+
+    Args:
+        token_counts: Result of `usage`.
+    """
+    num_read = token_counts["prompt_tokens"]
+    num_made = token_counts["completion_tokens"]
     seconds = time.monotonic() - began
-    terminal.note(
-        f"{path}: {used['prompt_tokens']} tokens read, {used['completion_tokens']} made in {seconds:.2f} s"
-    )
+    terminal.note(f"{path}: {num_read} tokens read, {num_made} made in {seconds:.2f} s")
 
 
 def _json(
@@ -480,13 +511,14 @@ def _json(
 
 
 def _refused(request: Request, error: Any) -> Response:
-    """Return a refusal. Where a body has not been read the connection is closed after it."""
+    """Return a refusal. It closes the connection if the request's body has not been read."""
     if request.method == "POST" and _BODY_READ not in request.scope:
         return _ClosingRefusal(error)
     return _json(error.body(), error.status, _retry(error))
 
 
 def _not_routed(request: Request, error: Any) -> Response:
+    """Return the refusal of an unknown path, or of a wrong method on a known one."""
     path = request.url.path
     if error.status_code == 405:
         allowed = "POST" if path in (_COMPLETIONS, _CHAT) else "GET"
@@ -495,13 +527,15 @@ def _not_routed(request: Request, error: Any) -> Response:
 
 
 def _retry(error: ApiError) -> dict[str, str]:
+    """Return the header that says when to ask again, if the error has a time for it."""
     return {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
 
 
 class _ClosingRefusal(Response):
-    """A refusal after which the connection is closed. What still comes of the body is thrown away for a short time.
+    """Refusal after which the connection is closed.
 
-    If the connection were closed at once, a client that still sends would see a broken pipe and no answer.
+    The rest of the request's body is read and thrown away for a short time. If the connection were
+    closed at once, a client that still sends would see a broken pipe and no answer.
     """
 
     def __init__(self, error: ApiError) -> None:
@@ -520,14 +554,16 @@ class _ClosingRefusal(Response):
 
 
 class Server:
-    """The server. It listens at once, so that a taken port is noticed before weights are read; `serve_forever` answers.
+    """HTTP server. It listens when it is made, and `serve_forever` answers.
+
+    A port that is in use is therefore noticed before weights are read.
 
     Args:
-        host: address to listen at.
-        port: 0 for any.
+        host: IP address or name of this machine. An address with a colon is one of IPv6.
+        port: 0 takes any free port.
 
     Raises:
-        UsageError: this machine has no such address, or the port is taken.
+        UsageError: This machine has no such address, or the port is in use.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -536,7 +572,7 @@ class Server:
         self._uvicorn: uvicorn.Server | None = None
         self._is_stopping = False
         self.local = is_local(host)
-        """True if only this machine is answered."""
+        """Whether only this machine is answered."""
         self.server_port: int = self._listener.getsockname()[1]
         self.service: Service | None = None
 
@@ -567,7 +603,7 @@ class Server:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what a client does wrong is no news for the log
+            log_level="critical",  # mistakes of clients do not belong in the log
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -582,7 +618,7 @@ class Server:
         self._uvicorn.run(sockets=[self._listener])
 
     def shutdown(self) -> None:
-        """Let `serve_forever` return. To be called from another thread."""
+        """Let `serve_forever` return. Call it from another thread."""
         self._is_stopping = True
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True

@@ -1,6 +1,6 @@
-"""What a request gets: its prompts in tokens, the texts as the worker makes them, and the JSON of OpenAI's API around them.
+"""Answers to requests: prompts in tokens, texts from the worker, and the JSON of OpenAI's API.
 
-Probabilities of the tokens of a text come in the forms of completions and of chats.
+The server (`mupax.train.reuse.serve.server`) calls `Service`.
 """
 
 from __future__ import annotations
@@ -44,29 +44,32 @@ from mupax.train.reuse.serve.worker import (
 )
 
 RETRY_S = 5
-"""What a client is told to wait where there is no room for its request."""
+"""Time after which a refused client may ask again, in seconds."""
 _BYTES_PER_TOKEN = 64
-"""A prompt with more bytes for each token of the context is refused before it is encoded, which takes time and memory."""
+"""Largest number of bytes of a prompt per token of the context.
+
+A longer prompt is refused before it is encoded, because encoding takes time and memory.
+"""
 _SHORT_PROMPT = 1 << 16
-"""Bytes of a prompt that is always encoded, so that the message has its number of tokens."""
+"""Size of prompts that are always encoded, in bytes.
+
+The refusal of a prompt that is too long can then name its number of tokens.
+"""
 
 
 class _Entry(NamedTuple):
-    """A token at a place of a text."""
+    """Token at a position of a text."""
 
     token: str
-    """Its text; of a special token its name, of part of a character its bytes as `\\xNN`."""
+    """Text of the token, the name of a special token, or part of a character as `\\xNN`."""
     bytes: bytes
-    """What it adds to the text. Of all tokens, joined, they are the text."""
+    """Bytes that the token adds to the text. The bytes of all tokens, joined, are the text."""
     logprob: float | None
+    """Natural logarithm of the probability. `None` for the first token of a text."""
 
 
 class Probabilities:
-    """Writes natural logarithms of probabilities as JSON.
-
-    Args:
-        tokenizer: tokenizer of the model.
-    """
+    """Writer of log-probabilities as JSON, in the forms of completions and of chats."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -74,59 +77,70 @@ class Probabilities:
     def of_text(
         self, request: Request, ids: list[int], prompt: int, scores: Scores
     ) -> dict[str, Any]:
-        """Return the probabilities of one text.
+        """Return the field `logprobs` of one text.
 
         Args:
-            request: says how many likeliest tokens are named, and if the prompt counts too.
-            ids: token ids of the prompt and of the text.
-            prompt: number of ids of the prompt.
-            scores: of the ids after the first, without an axis of texts.
+            request: Request with the number of likeliest tokens, and `echo` to include the prompt.
+            ids: Token ids of the prompt and of the text after it.
+            prompt: Number of tokens of the prompt.
+            scores: Scores of the tokens after the first, `[T]` and `[T, K]` without an axis B.
         """
         first = 0 if request.echo else prompt
         chosen: list[_Entry] = []
         likeliest: list[list[_Entry] | None] = []
-        before = None
-        for place, token in enumerate(ids):
-            if place >= first:
-                logprob = float(scores.chosen_BT[place - 1]) if place else None
-                chosen.append(self._entry(token, before, logprob))
-                likeliest.append(self._likeliest(request, scores, place, before))
+        previous = None
+        for position, token in enumerate(ids):
+            if position >= first:
+                logprob = float(scores.chosen_BT[position - 1]) if position else None
+                chosen.append(self._entry(token, previous, logprob))
+                likeliest.append(self._likeliest(request, scores, position, previous))
+            # A special token is left out of the text, so the next token joins the one before it.
             if not self._tokenizer.is_skipped(token):
-                before = token
+                previous = token
         if request.chat:
-            return {"content": [_chat_form(*pair) for pair in zip(chosen, likeliest, strict=True)]}
-        tops = [None if top is None else _by_token(top) for top in likeliest]
+            pairs = zip(chosen, likeliest, strict=True)
+            return {"content": [_chat_form(entry, entries) for entry, entries in pairs]}
+        top_logprobs = None
+        if request.logprobs:
+            top_logprobs = [
+                None if entries is None else _by_token(entries) for entries in likeliest
+            ]
         return {
             "tokens": [_legacy_token(entry) for entry in chosen],
             "token_logprobs": [entry.logprob for entry in chosen],
-            "top_logprobs": tops if request.logprobs else None,
+            "top_logprobs": top_logprobs,
             "text_offset": _offsets(chosen),
         }
 
     def _likeliest(
-        self, request: Request, scores: Scores, place: int, before: int | None
+        self, request: Request, scores: Scores, position: int, previous: int | None
     ) -> list[_Entry] | None:
-        """Return the likeliest tokens at a place, the likeliest first. The first has none."""
-        if place == 0:
+        """Return the likeliest tokens at a position, the likeliest first. `None` at position 0."""
+        if position == 0:
             return None
         top = request.logprobs or 0
-        tokens = scores.ids_BTK[place - 1][:top]
-        values = scores.top_BTK[place - 1][:top]
+        tokens = scores.ids_BTK[position - 1][:top]
+        values = scores.top_BTK[position - 1][:top]
         pairs = zip(tokens, values, strict=True)
-        return [self._entry(int(token), before, float(value)) for token, value in pairs]
+        return [self._entry(int(token), previous, float(value)) for token, value in pairs]
 
-    def _entry(self, token: int, before: int | None, logprob: float | None) -> _Entry:
-        data = token_bytes(self._tokenizer, token, before)
+    def _entry(self, token: int, previous: int | None, logprob: float | None) -> _Entry:
+        """Return the entry of a token. Its bytes can depend on the token before it."""
+        data = token_bytes(self._tokenizer, token, previous)
         if not data:
             return _Entry(self._tokenizer.name_of(token), data, logprob)
         try:
             return _Entry(data.decode(), data, logprob)
-        except UnicodeDecodeError:  # part of a character, written as OpenAI's API does
-            return _Entry("".join(f"\\x{byte:02x}" for byte in data), data, logprob)
+        except UnicodeDecodeError:
+            # A part of a character is written as OpenAI's API writes it.
+            escaped = "".join(f"\\x{byte:02x}" for byte in data)
+            return _Entry(escaped, data, logprob)
 
 
 def _chat_form(entry: _Entry, likeliest: list[_Entry] | None) -> dict[str, Any]:
-    return {**_fields(entry), "top_logprobs": [_fields(other) for other in likeliest or []]}
+    """Return a token with its likeliest alternatives, as chats name them."""
+    alternatives = [_fields(alternative) for alternative in likeliest or []]
+    return {**_fields(entry), "top_logprobs": alternatives}
 
 
 def _fields(entry: _Entry) -> dict[str, Any]:
@@ -134,20 +148,22 @@ def _fields(entry: _Entry) -> dict[str, Any]:
 
 
 def _by_token(entries: list[_Entry]) -> dict[str, float | None]:
+    """Return log-probabilities by token, as completions name them."""
     by_token: dict[str, float | None] = {}
     for entry in entries:
-        by_token.setdefault(_legacy_token(entry), entry.logprob)  # the likelier of equal texts
+        # Two tokens can have one text. The first is the likelier.
+        by_token.setdefault(_legacy_token(entry), entry.logprob)
     return by_token
 
 
 def _legacy_token(entry: _Entry) -> str:
-    """Return a token as completions name it, which have no field for bytes."""
+    """Return the name of a token in completions, which have no field for its bytes."""
     is_part = entry.bytes and entry.bytes != entry.token.encode()
     return f"bytes:{entry.token}" if is_part else entry.token
 
 
 def _offsets(entries: list[_Entry]) -> list[int]:
-    """Return the number of characters before each token. A part of a character is not one."""
+    """Return the number of complete characters before each token."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     count = 0
     offsets = []
@@ -162,18 +178,18 @@ class Limits:
     """Limits of requests."""
 
     slots: int = 8
-    """Texts that are written at once."""
+    """Number of texts that are written at once."""
     max_tokens: int = LONGEST
-    """Tokens that a request may ask for in each text."""
+    """Largest number of tokens that a request may ask for in each text."""
     max_seconds: float = 600.0
-    """Time of a request, from its queueing on."""
+    """Time limit of a request after it is queued."""
     max_waiting: int = 64
-    """Requests that may wait for a slot."""
+    """Largest number of requests that wait for a slot."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt, and the texts that go on from it."""
+    """Prompt, and the texts that continue it."""
 
     text: str
     ids: np.ndarray
@@ -182,17 +198,14 @@ class Prompt:
 
 
 class Answer:
-    """The texts of one request, which the worker makes.
+    """Texts of one request while the worker writes them. Making an `Answer` queues its texts.
 
     Args:
-        request: what is asked for.
-        prompts: prompts of the request.
-        worker: where they are queued.
-        client: address of who asks.
-        max_seconds: time that the request may take.
+        client: Address of the client, by which the queue is fair.
+        max_seconds: Time limit of the request, from now on.
 
     Raises:
-        ApiError: 503 where too many requests wait.
+        ApiError: 503 if too many requests wait.
     """
 
     def __init__(
@@ -212,16 +225,13 @@ class Answer:
         self.writings = [writing for prompt in prompts for writing in prompt.writings]
         texts = []
         self._indices = []
-        """Number of the writing of each text of the job. A writing of no tokens has no text."""
-        for place, prompt in enumerate(prompts):
+        """Index in `writings` of each text of the job. A writing of no tokens has no text."""
+        for number, prompt in enumerate(prompts):
+            seed = request.seed + number
             for row, writing in enumerate(prompt.writings):
                 if not writing.finish:
-                    texts.append(
-                        Text(
-                            prompt.ids, writing.length, request.seed + place, row, request.sampling
-                        )
-                    )
-                    self._indices.append(place * request.n + row)
+                    texts.append(Text(prompt.ids, writing.length, seed, row, request.sampling))
+                    self._indices.append(number * request.n + row)
         self._jobs: list[Job | ScoreJob] = []
         self._texts = texts
         if texts:
@@ -229,15 +239,17 @@ class Answer:
             self._submit(job)
 
     def cancel(self) -> None:
-        """Need nothing more: the worker drops the texts."""
+        """Let the worker drop the texts."""
         for job in self._jobs:
             job.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Yield (number of the text, what comes out of it) until all have ended. An ended one comes at least once more, with ''.
+        """Yield (index of a text, new piece of it) until all texts have ended.
+
+        A text that ends is yielded at that moment, even with an empty piece.
 
         Raises:
-            ApiError: 500 or 503 where the worker failed.
+            ApiError: 500 or 503 if the worker failed.
         """
         while not all(writing.finish for writing in self.writings):
             event = await self._next_event()
@@ -256,10 +268,10 @@ class Answer:
                 yield index, piece
 
     async def scores(self, top: int) -> list[Scores]:
-        """Return the probabilities of every token after the first of each prompt with each of its texts.
+        """Return the scores of every text with its prompt, from the second token on.
 
         Args:
-            top: likeliest tokens that are named at each place.
+            top: Number of likeliest tokens at each position.
         """
         rows = []
         for prompt in self.prompts:
@@ -274,6 +286,7 @@ class Answer:
         return [scores[index] for index in range(len(rows))]
 
     def _submit(self, job: Job | ScoreJob) -> None:
+        """Queue a job. Raises ApiError if the worker does not take it."""
         try:
             self._worker.submit(job)
         except BusyError:
@@ -285,11 +298,13 @@ class Answer:
         self._jobs.append(job)
 
     def _deliver(self, event: Event) -> None:
-        """Take an event in the worker's thread."""
-        with contextlib.suppress(RuntimeError):  # the server is closing, and its loop is closed
+        """Pass an event from the worker's thread to the server's event loop."""
+        # If the server is closing, its event loop is closed and needs no events.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def _next_event(self) -> Event:
+        """Wait for the next event of the worker. Raises ApiError if it is an error."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise _api_error(event) from event
@@ -297,21 +312,20 @@ class Answer:
 
 
 def _api_error(error: Exception) -> ApiError:
+    """Return the refusal for an error of the worker."""
     status = error.status if isinstance(error, WorkerError) else 500
     return ApiError(status, str(error), retry_s=RETRY_S if status == 503 else None)
 
 
 class Service:
-    """A model that answers requests.
+    """Model that answers requests.
 
     Args:
-        name: of the model, as requests write it.
-        run: the model, opened.
-        tokenizer: its own.
-        template: of its chats; None where it has none.
-        ends: tokens that end a text, of its tokenizer and of files beside it.
-        generator: of the model, made without a sampling.
-        limits: limits of requests.
+        name: Name of the model, which requests can give in the field `model`.
+        run: Opened model, a `TrainedModel`.
+        template: Chat template, or `None` if the model does not chat.
+        ends: Ids of tokens that end a text, from the tokenizer and the files beside it.
+        generator: Generator of the model, made with `sampling=None`.
     """
 
     def __init__(
@@ -328,24 +342,26 @@ class Service:
         self.template = template
         self.limits = limits
         self.limit = run.config.model.sizes()["position"]
-        self._run, self._tokenizer, self._ends = run, tokenizer, frozenset(ends)
+        self._run = run
+        self._tokenizer = tokenizer
+        self._ends = frozenset(ends)
         self._probabilities = Probabilities(tokenizer)
         self._created = int(time.time())
         self.worker = Worker(generator, limits.slots, limits.max_waiting)
 
     def close(self) -> None:
-        """Ends the worker."""
+        """End the worker."""
         self.worker.stop()
 
     def models(self) -> dict[str, Any]:
-        """Return the list of models, which has one."""
+        """Return the list of models in OpenAI's form. It has one model."""
         return {"object": "list", "data": [self.model(self.name)]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """Describe a model: its longest prompt, and if it chats.
+        """Describe the model in OpenAI's form, with its longest prompt and whether it chats.
 
         Raises:
-            ApiError: 404 for another name than that of this model.
+            ApiError: 404 for any other name than that of this model.
         """
         self._check_name(name)
         return {
@@ -368,14 +384,15 @@ class Service:
 
     @property
     def is_well(self) -> bool:
-        """False if the worker is dead or stuck."""
+        """True unless the worker is dead or stuck."""
         return self.worker.is_well
 
     def begin(self, request: Request) -> list[Prompt]:
-        """Return the prompts of a request in tokens. Encoding them may take long.
+        """Return the prompts of a request in tokens. Encoding can take long.
 
         Raises:
-            ApiError: 400 for what the model cannot do or a prompt that is too long, 404 another model.
+            ApiError: 400 if a prompt is too long or the model cannot do what is requested, 404 for
+                another model.
         """
         if request.model is not None:
             self._check_name(request.model)
@@ -409,15 +426,19 @@ class Service:
         return prompts
 
     def queue(self, request: Request, prompts: list[Prompt], client: str) -> Answer:
-        """Queue the texts of a request. To be called in the loop that reads the answer.
+        """Queue the texts of a request. Call it in the event loop that reads the answer.
 
         Raises:
-            ApiError: 503 where too many requests wait.
+            ApiError: 503 if too many requests wait.
         """
         return Answer(request, prompts, self.worker, client, self.limits.max_seconds)
 
     def _length(self, request: Request, ids: np.ndarray) -> int:
-        """Return the tokens of a text at most."""
+        """Return the largest number of tokens of a text.
+
+        Args:
+            ids: Prompt, int32 [P].
+        """
         if request.max_tokens is None:
             length = min(max(1, self.limit - ids.size), self.limits.max_tokens)
         else:
@@ -425,24 +446,26 @@ class Service:
         if request.logprobs is not None and ids.size + length > self.limit + 1:
             raise ApiError(
                 400,
-                f"logprobs are of at most {self.limit + 1} tokens, and these are {ids.size} and {length} more; "
-                "ask for fewer",
+                f"logprobs are of at most {self.limit + 1} tokens, and these are {ids.size} and "
+                f"{length} more; ask for fewer",
                 "logprobs",
             )
         return length
 
     async def complete(self, answer: Answer) -> dict[str, Any]:
-        """Return the whole answer of a request that is not streamed.
+        """Return the complete answer of a request, in OpenAI's form.
 
         Raises:
-            ApiError: 500 or 503 where the worker failed, or the model has diverged.
+            ApiError: 500 or 503 if the worker failed or the model has diverged.
         """
         async for _ in answer.pieces():
             pass
         request = answer.request
         scores = None
         if request.logprobs is not None:
-            scores = await answer.scores(min(MOST_LIKELY, self._run.config.model.sizes()["vocab"]))
+            # One number for all requests, so that one program serves them.
+            top = min(MOST_LIKELY, self._run.config.model.sizes()["vocab"])
+            scores = await answer.scores(top)
         choices = []
         for prompt in answer.prompts:
             for writing in prompt.writings:
@@ -454,21 +477,21 @@ class Service:
                     logprobs = self._probabilities.of_text(
                         request, ids, prompt.ids.size, scores[index]
                     )
-                body = (
-                    {"message": {"role": "assistant", "content": text}}
-                    if request.chat
-                    else {"text": text}
-                )
-                choices.append(
-                    {"index": index, **body, "logprobs": logprobs, "finish_reason": writing.finish}
-                )
+                choice: dict[str, Any] = {"index": index}
+                if request.chat:
+                    choice["message"] = {"role": "assistant", "content": text}
+                else:
+                    choice["text"] = text
+                choice["logprobs"] = logprobs
+                choice["finish_reason"] = writing.finish
+                choices.append(choice)
         return {**self._head(request), "choices": choices, "usage": usage(answer.prompts)}
 
     async def stream(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer in chunks. Chunks of several texts come as they are made.
+        """Yield the answer in chunks, while the worker writes the texts.
 
         Raises:
-            ApiError: as `complete`.
+            ApiError: 500 or 503 if the worker failed or the model has diverged.
         """
         request = answer.request
         head = self._head(request, ".chunk" if request.chat else "")
@@ -476,34 +499,46 @@ class Service:
         def chunk(
             index: int, text: str | None, finish: str | None = None, **delta: str
         ) -> dict[str, Any]:
-            content = delta | ({} if text is None else {"content": text})
-            body = {"delta": content} if request.chat else {"text": text or ""}
-            choice = {"index": index, **body, "logprobs": None, "finish_reason": finish}
-            used = {}
-            if request.usage != "never":
-                used = {"usage": usage(answer.prompts) if request.usage == "always" else None}
-            return {**head, "choices": [choice], **used}
+            choice: dict[str, Any] = {"index": index}
+            if not request.chat:
+                choice["text"] = text or ""
+            elif text is None:
+                choice["delta"] = delta
+            else:
+                choice["delta"] = {**delta, "content": text}
+            choice["logprobs"] = None
+            choice["finish_reason"] = finish
+
+            content = {**head, "choices": [choice]}
+            if request.usage == "always":
+                content["usage"] = usage(answer.prompts)
+            elif request.usage == "end":
+                content["usage"] = None
+            return content
 
         for index, writing in enumerate(answer.writings):
             if request.chat:
                 yield chunk(index, "", role="assistant")
             elif request.echo:
                 yield chunk(index, answer.prompts[index // request.n].text)
-            if writing.finish:  # no tokens are asked for
+            if writing.finish:  # no tokens are requested
                 yield chunk(index, None, writing.finish)
         async for index, piece in answer.pieces():
             if piece:
                 yield chunk(index, piece)
-            if finish := answer.writings[index].finish:
+            finish = answer.writings[index].finish
+            if finish:
                 yield chunk(index, None, finish)
         if request.usage != "never":
             yield {**head, "choices": [], "usage": usage(answer.prompts)}
 
     def _chat_text(self, request: Request) -> str:
+        """Return the messages of a chat as text, by the chat template."""
         if self.template is None:
             raise ApiError(
                 400,
-                f"{self.name} has no chat template; use /v1/completions, or start the server with --data.chat-template FILE",
+                f"{self.name} has no chat template; use /v1/completions, or start the server with "
+                "--data.chat-template FILE",
                 "messages",
             )
         try:
@@ -517,7 +552,7 @@ class Service:
         return prompt_encoder(self._tokenizer, self.template, self._run.config.data)
 
     def _tokens(self, prompt: str | list[int], request: Request) -> tuple[str, np.ndarray]:
-        """A prompt as text and in tokens."""
+        """Return a prompt as text, which is needed only for echo, and in tokens, int32 [P]."""
         param = "messages" if request.chat else "prompt"
         self._check_size(prompt, param)
         try:
@@ -525,10 +560,12 @@ class Service:
                 ids = np.array(prompt, np.int64)
                 check_known(ids, self._run)
                 text = self._echo(prompt, request)
-            elif request.chat:  # the template has what begins a text
+            elif request.chat:
+                # The template writes the tokens that begin a text.
                 text, ids = self._chat_encoder.prompt(request.messages)
             else:
-                text, ids = prompt, prompt_of(self._run, self._tokenizer, prompt.encode())
+                text = prompt
+                ids = prompt_of(self._run, self._tokenizer, prompt.encode())
         except (DecodingError, DataError, UnicodeEncodeError, OverflowError) as error:
             raise ApiError(400, str(error), param) from error
         if ids.size == 0:
@@ -548,7 +585,10 @@ class Service:
         return answer_end(self.template, self._tokenizer)
 
     def _echo(self, ids: list[int], request: Request) -> str:
-        """Return the text of a prompt in tokens. A character that it begins comes with the text."""
+        """Return the text of a prompt in tokens, or '' without echo.
+
+        An incomplete character at its end belongs to the text that follows.
+        """
         if not request.echo:
             return ""
         if request.max_tokens == 0:
@@ -561,30 +601,40 @@ class Service:
         if size > max(_SHORT_PROMPT, _BYTES_PER_TOKEN * self.limit):
             raise ApiError(
                 400,
-                f"the prompt has {size} characters, and the model reads {self.limit} tokens; shorten it",
+                f"the prompt has {size} characters, and the model reads {self.limit} tokens; "
+                "shorten it",
                 param,
                 "context_length_exceeded",
             )
 
-    def _head(self, request: Request, more: str = "") -> dict[str, Any]:
-        kind, prefix = (
-            (f"chat.completion{more}", "chatcmpl") if request.chat else ("text_completion", "cmpl")
-        )
+    def _head(self, request: Request, suffix: str = "") -> dict[str, Any]:
+        """Return the first fields of an answer or chunk.
+
+        Args:
+            suffix: Suffix of a chat's object type, such as ".chunk".
+        """
+        object_type = "text_completion"
+        id_prefix = "cmpl"
+        if request.chat:
+            object_type = f"chat.completion{suffix}"
+            id_prefix = "chatcmpl"
         return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": object_type,
             "created": int(time.time()),
             "model": self.name,
         }
 
 
 def usage(prompts: list[Prompt]) -> dict[str, int]:
-    """Return the number of tokens read and made, in OpenAI's form."""
-    prompt_tokens = sum(prompt.ids.size for prompt in prompts)
-    completion_tokens = sum(writing.count for prompt in prompts for writing in prompt.writings)
-    total = prompt_tokens + completion_tokens
+    """Return the numbers of prompt tokens and written tokens, in OpenAI's form."""
+    prompt_tokens = 0
+    completion_tokens = 0
+    for prompt in prompts:
+        prompt_tokens += prompt.ids.size
+        completion_tokens += sum(writing.count for writing in prompt.writings)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": total,
+        "total_tokens": prompt_tokens + completion_tokens,
     }

@@ -1,7 +1,8 @@
-"""One thread that has the device: the texts of all requests share its slots, and join and leave between tokens.
+"""Thread that owns the device: the texts of all requests share its slots.
 
-The queue is fair. A free slot goes to the client address with the fewest texts in slots, then to the request with the fewest,
-then to the one that waits longest. Where others wait, a text gives up its slot after `TURN_S` and goes on later.
+Texts join and leave between tokens. The queue is fair. A free slot goes to the client address with
+the fewest texts in slots, then to the request with the fewest, then to the request that has waited
+longest. If another request waits, a text gives up its slot after `TURN_S` and goes on later.
 """
 
 from __future__ import annotations
@@ -26,20 +27,27 @@ from mupax.train.reuse.generate.slots import Slots, Text, Written
 from mupax.train.reuse.serve.logs import one_line
 
 TURN_S = 2.0
-"""How long a text keeps its slot while another request waits for one."""
+"""Time for which a text keeps its slot while another request waits."""
 ASIDE_BYTES = 1 << 30
-"""Memory for caches of texts that gave up their slot. There is always room for as many texts as there are slots."""
+"""Memory for caches of texts that gave up their slot, in bytes.
+
+There is always room for as many texts as there are slots.
+"""
 STALL_S = 10.0
-"""Time without progress after which the worker counts as stuck, in addition to three times its longest call."""
+"""Time without progress after which the worker counts as stuck.
+
+Three times its longest call is added.
+"""
 _STOP_S = 1.0
+"""Time for which `Worker.stop` waits for the thread."""
 
 
 class BusyError(Exception):
-    """More requests wait than may."""
+    """Error for a request when too many others wait."""
 
 
 class WorkerError(Exception):
-    """A request that the worker could not finish.
+    """Error for a request that the worker could not finish.
 
     Args:
         status: HTTP status, 500 or 503.
@@ -57,12 +65,12 @@ class Progress:
     index: int
     tokens: list[int]
     is_last: bool
-    """True if no more tokens come, because all are written or the time is over."""
+    """Whether no more tokens come, because all are written or the time is over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Probabilities of one text of a `ScoreJob`."""
+    """Scores of one text of a `ScoreJob`."""
 
     index: int
     scores: Any
@@ -76,10 +84,9 @@ class Job:
     """Texts of one request.
 
     Args:
-        texts: what to write.
-        client: address of who asks.
-        deadline: `time.monotonic()` at which it ends.
-        deliver: takes every event, in the worker's thread. It must return at once.
+        client: Address of the client, by which the queue is fair.
+        deadline: `time.monotonic()` at which the job ends.
+        deliver: Function that takes every event, in the worker's thread. It must return at once.
     """
 
     texts: Sequence[Text]
@@ -90,7 +97,7 @@ class Job:
     """Set by a reader who needs nothing more."""
     has_begun: bool = False
     order: int = 0
-    """Place in the queue."""
+    """Place in the queue. The lowest has waited longest."""
     waiting: collections.deque[Text] = dataclasses.field(default_factory=collections.deque)
 
     def cancel(self) -> None:
@@ -100,12 +107,15 @@ class Job:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ScoreJob:
-    """Texts whose probabilities one request asks for. They are read one by one, so that memory does not grow with their number.
+    """Texts of one request whose probabilities are computed.
+
+    They are read one by one, so that memory does not grow with their number.
 
     Args:
-        rows: token ids of each text with its prompt.
-        top: likeliest tokens that are named at each place.
-        deadline, deliver: as for `Job`.
+        rows: Token ids of each text with its prompt, int32 [T].
+        top: Number of likeliest tokens at each position.
+        deadline: `time.monotonic()` at which the job ends.
+        deliver: Function that takes every event, in the worker's thread. It must return at once.
     """
 
     rows: list[np.ndarray]
@@ -121,12 +131,11 @@ class ScoreJob:
 
 
 class Worker:
-    """The thread.
+    """Thread that writes and scores the texts of all requests. It starts when it is made.
 
     Args:
-        generator: model to write with. No other thread touches it.
-        num_slots: texts that are written at once.
-        max_waiting: requests that may wait for a slot.
+        generator: Generator of the model. No other thread may use it.
+        max_waiting: Largest number of requests that wait for a slot.
     """
 
     def __init__(self, generator: Generator, num_slots: int, max_waiting: int) -> None:
@@ -138,7 +147,7 @@ class Worker:
         self._jobs: list[Job] = []
         self._score_jobs: collections.deque[ScoreJob] = collections.deque()
         self._owners: dict[Text, tuple[Job, int]] = {}
-        """Job of each text that is waiting or in a slot, and the text's number there."""
+        """Job of each text that waits or is in a slot, and the text's index in the job."""
         self._slot_began: dict[Text, float] = {}
         self._order = itertools.count()
         self._stopped = False
@@ -149,7 +158,7 @@ class Worker:
 
     @property
     def is_well(self) -> bool:
-        """True if the thread lives and is idle, compiles, or made progress lately."""
+        """True if the thread is alive and is idle, compiles, or made progress recently."""
         if not self._thread.is_alive():
             return False
         if self._is_idle or self.slots.compiling:
@@ -161,8 +170,8 @@ class Worker:
         """Queue a job.
 
         Raises:
-            BusyError: too many requests wait already.
-            WorkerError: the thread is dead.
+            BusyError: Too many requests wait.
+            WorkerError: The thread is dead.
         """
         with self._changed:
             if self._stopped or not self._thread.is_alive():
@@ -170,8 +179,9 @@ class Worker:
             if isinstance(job, ScoreJob):
                 self._score_jobs.append(job)
             else:
-                # A request that leaves a slot again is not new: only those that have not begun count.
-                if sum(not queued.has_begun for queued in self._jobs) >= self._max_waiting:
+                # A request whose texts gave up their slots waits again, but does not count.
+                num_waiting = sum(not queued.has_begun for queued in self._jobs)
+                if num_waiting >= self._max_waiting:
                     raise BusyError
                 job.order = next(self._order)
                 job.waiting.extend(job.texts)
@@ -180,7 +190,10 @@ class Worker:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread after the call that it makes now. A call that compiles may take longer than this waits."""
+        """Let the thread end after its present call, and wait for it for a short time.
+
+        A call that compiles can take longer. The process then ends without waiting for it.
+        """
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -189,17 +202,20 @@ class Worker:
             atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """End the process at once if the thread still runs: C++ would abort if Python were taken down under it."""
+        """End the process at once if the thread still runs."""
+        # If Python were finalized while JAX runs in the thread, C++ would abort the process.
         if self._thread.is_alive():
             terminal.leave(128 + signal.SIGINT)
 
     def _run(self) -> None:
+        """Work until `stop`. At the end, answer all open requests with an error."""
         error: BaseException | None = None
         try:
             while self._wait():
                 try:
                     self._turn()
-                except Exception as failure:  # of the worker itself: requests fail, and it lives on
+                except Exception as failure:
+                    # The open requests fail, and the worker goes on.
                     self._fail_everything(failure)
         except BaseException as raised:
             error = raised
@@ -208,14 +224,14 @@ class Worker:
             with self._changed:
                 self._stopped = True
                 outstanding: list[Job | ScoreJob] = [*self._jobs, *self._score_jobs]
-            reason = (
-                "the worker died; the server's log says why" if error else "the server is stopping"
-            )
+            reason = "the server is stopping"
+            if error:
+                reason = "the worker died; the server's log says why"
             for job in outstanding:
                 job.deliver(WorkerError(reason, 503))
 
     def _wait(self) -> bool:
-        """Wait until there is work. Return False when the thread is to end."""
+        """Wait until there is work. Return whether the thread should go on."""
         with self._changed:
             self._is_idle = True
             while not (self._stopped or self._jobs or self._score_jobs):
@@ -225,7 +241,7 @@ class Worker:
             return not self._stopped
 
     def _turn(self) -> None:
-        """Let texts leave and join, score one text, and write some tokens of all texts in slots."""
+        """Let texts leave and join, score one text, and write tokens of all texts in slots."""
         self._drop_unneeded()
         self._fill_slots()
         self._score_one()
@@ -246,7 +262,7 @@ class Worker:
     # Texts that leave
 
     def _drop_unneeded(self) -> None:
-        """Drop texts whose reader has left or has enough, and those whose time is over."""
+        """Drop texts whose client has left or needs no more, and texts whose time is over."""
         now = time.monotonic()
         for job in [*self._jobs]:
             texts = [text for text in job.texts if text in self._owners]
@@ -262,7 +278,7 @@ class Worker:
                 self._drop([text for text in texts if text.done])
 
     def _drop(self, texts: Sequence[Text]) -> None:
-        """Forget texts, and their jobs when nothing of them is left."""
+        """Forget texts, and jobs that have no texts left."""
         for text in texts:
             self.slots.leave(text)
             self._slot_began.pop(text, None)
@@ -281,20 +297,21 @@ class Worker:
         self._drop([text for text in job.texts if text in self._owners])
 
     def _fail_all_in_slots(self, error: Exception) -> None:
-        """Answer all requests that have a text in a slot with an error, and start with empty slots."""
+        """Answer all requests that have a text in a slot with an error, and empty the slots."""
         jobs = {self._owners[text][0] for text in self.slots.active}
         self.slots.reset()
         for job in jobs:
             self._fail(job, error)
 
     def _fail_everything(self, error: Exception) -> None:
-        """Answer all requests with an error, and start with empty slots."""
+        """Answer all requests with an error, and empty the slots."""
         self.slots.reset()
         for job in [*self._jobs]:
             self._fail(job, error)
 
     def _hand_over(self, part: Written) -> None:
-        if part.text not in self._owners:  # another text of its request has failed
+        """Deliver new tokens of a text, and drop the text if it is complete."""
+        if part.text not in self._owners:  # another text of the request has failed
             return
         job, index = self._owners[part.text]
         if part.error is not None:
@@ -308,7 +325,7 @@ class Worker:
     # Texts that join
 
     def _fill_slots(self) -> None:
-        """Put waiting texts into free slots, by fairness."""
+        """Put waiting texts into free slots, the job with the highest priority first."""
         while (job := self._next_job()) is not None:
             if not self.slots.num_free and not self._make_room(job):
                 return
@@ -321,45 +338,49 @@ class Worker:
         with self._changed:
             jobs = [job for job in self._jobs if job.waiting and not job.is_cancelled]
         if not self.slots.num_free and self._num_aside() >= self._max_aside:
-            # Caches of texts that were put aside take memory: no new text begins in exchange for another one of them.
+            # There is no memory for another cache that is put aside, so only texts that bring back
+            # such a cache may take a slot.
             jobs = [job for job in jobs if job.waiting[0].saved is not None]
         return min(jobs, key=self._priority, default=None)
 
     def _num_aside(self) -> int:
+        """Return the number of texts whose caches were put aside."""
         count = 0
         for job in [*self._jobs]:
             count += sum(text.saved is not None for text in job.waiting)
         return count
 
     def _priority(self, job: Job) -> tuple[int, int, int]:
-        """Return what is compared between jobs: the least comes first."""
+        """Return a key to sort jobs by: texts of the client and of the job in slots, and order."""
         owners = [self._owners[text][0] for text in self.slots.active]
-        of_client = sum(owner.client == job.client for owner in owners)
-        return of_client, owners.count(job), job.order
+        num_of_client = sum(owner.client == job.client for owner in owners)
+        num_of_job = owners.count(job)
+        return num_of_client, num_of_job, job.order
 
     def _make_room(self, job: Job) -> bool:
-        """Put aside the text of another job that has had its turn. Return False if there is none."""
+        """Put aside a text of another job whose turn is over. Return whether there was one."""
         now = time.monotonic()
-        over = [
-            text
-            for text in self.slots.active
-            if self._owners[text][0] is not job and now - self._slot_began[text] > TURN_S
-        ]
-        if not over:
+        candidates = []
+        for text in self.slots.active:
+            owner, _ = self._owners[text]
+            if owner is not job and now - self._slot_began[text] > TURN_S:
+                candidates.append(text)
+        if not candidates:
             return False
-        text = max(
-            over,
-            key=lambda text: (
-                *self._priority(self._owners[text][0])[:2],
-                now - self._slot_began[text],
-            ),
-        )
+
+        def claim(text: Text) -> tuple[int, int, float]:
+            """Return how much its owner has: texts of the client, of the job, and the time."""
+            owner, _ = self._owners[text]
+            num_of_client, num_of_job, _ = self._priority(owner)
+            return num_of_client, num_of_job, now - self._slot_began[text]
+
+        text = max(candidates, key=claim)
         try:
             self.slots.put_aside(text)
         except Exception as error:
             if not memory.exhausted(error):
                 raise
-            self._max_aside = self._num_aside()  # no memory for more of them
+            self._max_aside = self._num_aside()  # memory does not suffice for more
             return False
         owner, _ = self._owners[text]
         del self._slot_began[text]
@@ -368,6 +389,7 @@ class Worker:
         return True
 
     def _join(self, job: Job, text: Text) -> None:
+        """Put a text into a free slot and deliver its first token. Answer errors."""
         try:
             tokens = self.slots.join(text)
         except Exception as error:
@@ -384,7 +406,7 @@ class Worker:
     # Probabilities
 
     def _score_one(self) -> None:
-        """Score the next text of the first score job, which then goes behind the others."""
+        """Score the next text of the first score job, and put this job behind the others."""
         with self._changed:
             job = self._score_jobs.popleft() if self._score_jobs else None
         if job is None or job.is_cancelled:
@@ -402,7 +424,9 @@ class Worker:
             job.deliver(_for_client(error))
             return
         self._made_progress()
-        job.deliver(Scored(job.next_row, type(scores)(*(values[0] for values in scores))))
+        # Without the axis of texts, of which there is one.
+        text_scores = type(scores)(*(values[0] for values in scores))
+        job.deliver(Scored(job.next_row, text_scores))
         job.next_row += 1
         if job.next_row < len(job.rows):
             with self._changed:
@@ -410,7 +434,7 @@ class Worker:
 
 
 def _for_client(error: Exception) -> Exception:
-    """Return the error that a client sees, and log what it does not see."""
+    """Return the error that a client sees. Log errors whose details it does not see."""
     if isinstance(error, DecodingError | WorkerError):
         return error
     if memory.exhausted(error):

@@ -1,1 +1,1 @@
-"""The infinitely wide model's own loss curve, and the finite models of our own step beside it."""
+"""Training of infinitely wide models, with finite models by the zoo's training step."""

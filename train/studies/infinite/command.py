@@ -1,12 +1,10 @@
-"""`mupax presets dynamics`: the infinite model's own loss curve, kernels and attention, and finite models of our own step beside it.
+"""`mupax presets dynamics`: training of a model with infinitely many heads, and of finite models.
 
-Both train on one batch and are described in the same terms.
+Both train on one batch and are described by the same arrays. A run's config is translated into the
+config of its infinite limit (`mupax.presets.infinite.stack`).
 
-Z networks, S steps (before each and after the last: S + 1), B examples, C classes, L layers, D width.
-
-A run's config is read as the numbers of its infinite limit (`mupax.presets.infinite.stack`), or refused by one message.
-
-The forward pass has a parameter as multiplier * w; SGD moves that by the square of the multiplier times w's rate.
+Z networks, S training steps (S + 1 states: before each step and after the last), B examples,
+T positions, C classes or channels, L layers, D width.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from tyro import conf
@@ -36,61 +34,73 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 PATHS = {
-    **{name: f"block.{'mlp' if name in ('up', 'down') else 'attention'}.{name}" for name in BLOCK},
-    **{name: name for name in ("patch", "position", "readout")},
+    "query": "block.attention.query",
+    "key": "block.attention.key",
+    "value": "block.attention.value",
+    "out": "block.attention.out",
+    "up": "block.mlp.up",
+    "down": "block.mlp.down",
+    "patch": "patch",
+    "position": "position",
+    "readout": "readout",
 }
-"""What `LimitConfig` calls a parameter to its name in the zoo."""
+"""Path of a parameter in the zoo, by its name in `LimitConfig`."""
 SHARE = 4
-"""A matrix is revealed along at most one in so many of its directions: its record of them is then as large as the matrix."""
+"""A matrix is revealed along at most 1/SHARE of its directions.
+
+The records of so many directions take the memory of the matrix itself.
+"""
 
 PROG = "mupax presets dynamics"
 MATRICES = 22
-"""Vectors of a block that are recorded for each direction: of queries, keys and values 1 + 9, of the other three 4 each."""
+"""Number of vectors of a block that are recorded for each direction.
+
+1 + 9 for queries, keys and values together, 4 for each of the other three matrices.
+"""
 
 
 def with_heads(config: Config, heads: int) -> Config:
-    """The same run with so many heads of the same dimension, and the width with them.
-
-    Args:
-        config: the run.
-        heads: H.
-    """
+    """Return the run with another number of heads of the same dimension, and the width to match."""
     model = _vit(config)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            model, num_heads=heads, width=heads * model.heads_dim, head_dim=None
-        ),
+    wide_model = dataclasses.replace(
+        model, num_heads=heads, width=heads * model.heads_dim, head_dim=None
     )
+    return dataclasses.replace(config, model=wide_model)
 
 
 def numbers(config: Config) -> LimitConfig:
-    """Everything that the limit needs of a run, at the run's own sizes.
+    """Return the config of a run's infinite limit, at the run's own sizes.
 
     Raises:
-        ConfigError: what of the model or optimizer has no limit here, why, and what to write.
-        PresetError: as `mupax.train.config.preset.preset_of`.
+        ConfigError: The model or the optimizer has no limit here. The text says what to write.
+        PresetError: See `mupax.train.config.preset.preset_of`.
     """
     check(config)
-    model, preset, optimizer = _vit(config), preset_of(config), config.scaled_optimizer
-    sizes, specs, depth = model.sizes(), model.parameters(), model.depth
-    stds, rates = {}, {}
+    model = _vit(config)
+    preset = preset_of(config)
+    optimizer = config.scaled_optimizer
+    sizes = model.sizes()
+    specs = model.parameters()
+    stds = {}
+    rates = {}
     for name, path in PATHS.items():
         scales = preset.scales(specs[path], sizes, "sgd")
-        shape = (depth,) if name in BLOCK else ()
+        shape = (model.depth,) if name in BLOCK else ()
         multiplier = np.broadcast_to(np.asarray(scales.multiplier, float), shape)
         stds[name] = multiplier * scales.init_std
+        # The limit's weights are multiplier * w. SGD on w moves them by the multiplier's square.
         rates[name] = optimizer.peak_lr * multiplier**2 * scales.lr
-    factors = np.array(
-        [
-            [preset.residual_scale(sizes, layer, branch) for branch in ("attention", "mlp")]
-            for layer in range(depth)
-        ]
-    )
+
+    residual_scales = []
+    for layer in range(model.depth):
+        attention = preset.residual_scale(sizes, layer, "attention")
+        mlp = preset.residual_scale(sizes, layer, "mlp")
+        residual_scales.append([attention, mlp])
+    factors = np.array(residual_scales)
     return LimitConfig(
         head_dim=model.heads_dim,
         heads=model.num_heads,
-        depth=depth,
+        depth=model.depth,
         mlp=model.mlp_dim,
         stds=stds,
         rates=rates,
@@ -106,15 +116,21 @@ def numbers(config: Config) -> LimitConfig:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a run whose updates are not of low rank, or whose model is none that the limit knows."""
-    model, optimizer = _vit(config), config.scaled_optimizer
+    """Refuse a run whose updates are not of low rank, or whose model has no limit here.
+
+    Raises:
+        ConfigError: A field has an unsupported value. The text says what to write.
+    """
+    model = _vit(config)
+    optimizer = config.scaled_optimizer
     if optimizer.name not in ("sgd", "momentum"):
         raise ConfigError(
-            f"the infinite limit follows updates of low rank, those of SGD with or without momentum; {optimizer.name} acts on every "
-            "entry alone, which makes them full; write --optimizer.name sgd and a rate of its own"
+            "the infinite limit follows updates of low rank, those of SGD with or without "
+            f"momentum; {optimizer.name} acts on every entry alone, which makes them full; "
+            "write --optimizer.name sgd and a rate of its own"
         )
     owners: dict[str, Any] = {"": config, "model": model, "optimizer": optimizer, "ema": config.ema}
-    plain = {
+    supported = {
         "model.norm_gain": False,
         "model.bias": False,
         "model.qk_norm": False,
@@ -137,13 +153,14 @@ def check(config: Config) -> None:
         "freeze": (),
         "train_only": (),
     }
-    for path, needed in plain.items():
+    for path, needed in supported.items():
         owner, _, name = path.rpartition(".")
         value = getattr(owners[owner], name)
         if value != needed:
             flag = path.replace("_", "-")
             raise ConfigError(
-                f"{path} is {value}; the infinite limit is written for {needed}: --{flag} {_word(needed)}"
+                f"{path} is {value}; the infinite limit is written for {needed}: "
+                f"--{flag} {_word(needed)}"
             )
     if model.activation not in ("gelu", "relu"):
         raise ConfigError(
@@ -152,37 +169,44 @@ def check(config: Config) -> None:
 
 
 def check_rank(config: Config, images: int) -> int:
-    """Directions that every matrix is looked at along, by so many steps and a last look.
+    """Return the number of directions along which the run reveals every matrix.
 
     Args:
-        config: has the steps, the positions of an image and the width of the matrices.
-        images: of every step.
+        config: Run with the steps, positions and width to count with.
+        images: Number of images, the same in every step.
 
     Raises:
-        ConfigError: they are more than are worth recording; the text says what fits.
+        ConfigError: Recording so many directions is not worthwhile. The text says what fits.
     """
     model = _vit(config)
-    looks, positions, most = config.steps + 1, model.seq_len, model.width // SHARE
-    rank = looks * images * positions
-    if rank > most:
-        steps, fits = most // (images * positions) - 1, most // (looks * positions)
+    num_forward_passes = config.steps + 1
+    positions = model.seq_len
+    largest_rank = model.width // SHARE
+    rank = num_forward_passes * images * positions
+    if rank > largest_rank:
+        # Rounded up to a whole number of heads.
         fitting = [f"--heads {-(-rank * SHARE // model.heads_dim)}"]
-        fitting += [f"--steps {steps}"] if steps > 0 else []
-        fitting += [f"--images {fits}"] if fits else []
+        fitting_steps = largest_rank // (images * positions) - 1
+        if fitting_steps > 0:
+            fitting.append(f"--steps {fitting_steps}")
+        fitting_images = largest_rank // (num_forward_passes * positions)
+        if fitting_images:
+            fitting.append(f"--images {fitting_images}")
         raise ConfigError(
-            f"{config.steps} steps on {images} images of {positions} positions look at {rank} directions of every matrix, and of "
-            f"width {model.width} at most {most} are worth recording: a {SHARE}th takes the memory of the matrix itself; write "
+            f"{config.steps} steps on {images} images of {positions} positions look at {rank} "
+            f"directions of every matrix, and of width {model.width} at most {largest_rank} are "
+            f"worth recording: a {SHARE}th takes the memory of the matrix itself; write "
             f"{', or '.join(fitting)}"
         )
     return rank
 
 
 def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:
-    """What the patch embedding reads, [B, T, size * size * C], in the order of the zoo's ViT.
+    """Return the inputs of the patch embedding, [B, T, size * size * C], in the zoo's order.
 
     Args:
-        images_BHWC: images.
-        size: side of a patch.
+        images_BHWC: Square images, so that `H == W`.
+        size: Side of a patch, in pixels.
     """
     batch, side, _, channels = images_BHWC.shape
     grid = side // size
@@ -191,27 +215,46 @@ def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:
 
 
 def _vit(config: Config) -> ViTConfig:
+    """Return the model of a run. Raises ConfigError if it is no vision transformer."""
     if not isinstance(config.model, ViTConfig):
         raise ConfigError(
-            f"the infinite limit is of vision transformers, and the model is a {config.model.family}"
+            "the infinite limit is of vision transformers, and the model is a "
+            f"{config.model.family}"
         )
     return config.model
 
 
 def _word(value: Any) -> str:
+    """Return a value as it is written on the command line."""
     return "''" if value == () else str(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Course:
-    """Networks in training.
+class _NetworkStates(NamedTuple):
+    """States of one network in training.
 
     Attributes:
-        losses: nats, [Z, S + 1].
-        logits: centred, [Z, S + 1, B, C].
-        memory: C(t, s), of the features that the readout reads at two steps, mean over examples, [Z, S + 1, S + 1].
-        kernels: of those features at two examples, [Z, S + 1, B, B].
-        attention: as `mupax.presets.infinite.stack.Snapshot`, [Z, S + 1, L, 2]; empty for finite models.
+        logits: [S + 1, B, C].
+        features: Inputs of the readout, [S + 1, B, D].
+        attention: [S + 1, L, 2] as in `mupax.presets.infinite.stack.Snapshot`, or empty.
+    """
+
+    logits: Any
+    features: Any
+    attention: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """Training of several networks.
+
+    Attributes:
+        losses: Mean cross-entropy in nats, [Z, S + 1].
+        logits: Centered logits, [Z, S + 1, B, C].
+        memory: C(t, s), the kernel of the readout's inputs at steps t and s, averaged over
+            examples, [Z, S + 1, S + 1].
+        kernels: Kernel of the readout's inputs of two examples, [Z, S + 1, B, B].
+        attention: Squares of attention logits as in `mupax.presets.infinite.stack.Snapshot`,
+            [Z, S + 1, L, 2]. Empty for finite models.
     """
 
     losses: np.ndarray
@@ -221,41 +264,33 @@ class Course:
     attention: np.ndarray
 
     @staticmethod
-    def of(networks: Sequence[tuple[Any, Any, Any]], targets: np.ndarray) -> Course:
-        """From logits [S + 1, B, C], features [S + 1, B, D] and attention of each network.
+    def of(networks: Sequence[_NetworkStates], targets: np.ndarray) -> Trajectory:
+        """Return the trajectory of Z networks.
 
         Args:
-            networks: Z of them.
-            targets: [B].
+            targets: Classes of the examples, int [B].
         """
-        logits, memory, kernels = [], [], []
-        for outputs, features, _ in networks:
-            x = np.asarray(features, np.float64)
-            logits.append(np.asarray(outputs, np.float64))
-            memory.append(np.einsum("tbd,sbd->ts", x, x, optimize=True) / (x.shape[1] * x.shape[2]))
-            kernels.append(x @ x.swapaxes(1, 2) / x.shape[2])
-        attention = np.array([one[2] for one in networks])
-        outputs = np.array(logits)
-        return Course(
-            cross_entropy(outputs, targets)[0],
-            outputs,
-            np.array(memory),
-            np.array(kernels),
-            attention,
-        )
+        logits = []
+        memory = []
+        kernels = []
+        for states in networks:
+            x_TBD = np.asarray(states.features, np.float64)
+            _, num_examples, width = x_TBD.shape
+            logits.append(np.asarray(states.logits, np.float64))
+            products = np.einsum("tbd,sbd->ts", x_TBD, x_TBD, optimize=True)
+            memory.append(products / (num_examples * width))
+            kernels.append(x_TBD @ x_TBD.swapaxes(1, 2) / width)
+        attention = np.array([states.attention for states in networks])
+        logits_ZTBC = np.array(logits)
+        losses, _ = cross_entropy(logits_ZTBC, targets)
+        return Trajectory(losses, logits_ZTBC, np.array(memory), np.array(kernels), attention)
 
 
 def examples(config: Config, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images and classes of the first `count` training examples of a run.
-
-    Args:
-        config: whose data.
-        count: B.
-    """
+    """Return images and classes of the first `count` training examples of a run."""
     source = dataclasses.replace(config.data, batch_size=count)
-    batch = data.load(
-        source, config.model, seed=config.data_seed, note=lambda line: None
-    ).train_batch(0)
+    dataset = data.load(source, config.model, seed=config.data_seed, note=lambda line: None)
+    batch = dataset.train_batch(0)
     return np.asarray(batch["inputs"]), np.asarray(batch["targets"])
 
 
@@ -269,50 +304,56 @@ def limit(
     seed: int = 0,
     responses: bool = True,
     dtype: type[np.floating] = np.float32,
-) -> Course:
-    """The infinite model on one batch at every step: networks of a width that stands for it, exact in law.
+) -> Trajectory:
+    """Train the infinite model, with the same batch at every step.
+
+    The networks have a finite number of heads, and exactly the law of dense networks of that width.
 
     Args:
-        config: whose model at any number of heads, preset, optimizer and steps.
+        config: Run with the model (at any number of heads), preset, optimizer and steps.
         images: [B, height, width, channels].
-        targets: [B].
-        heads: that stand for infinitely many.
-        draws: independent networks Z, one after another.
-        seed: of them.
-        responses: see `mupax.presets.infinite.dice.LazyGaussian`.
-        dtype: of the numbers.
+        targets: Classes, int [B].
+        heads: Number of heads that stands for infinitely many.
+        draws: Z, number of independent networks. They are trained one after another.
+        responses: Whether products with a matrix and with its transpose are correlated. `False` is
+            a control (`mupax.presets.infinite.dice.LazyGaussian`).
+        dtype: Dtype of the networks, float32 by default.
     """
     wide = with_heads(config, heads)
     model: Any = wide.model
-    of_run, inputs = numbers(wide), patches(images, model.patch_size)
+    limit_config = numbers(wide)
+    inputs = patches(images, model.patch_size)
     networks = []
     for rng in np.random.default_rng(seed).spawn(draws):
-        shape = {
-            "positions": inputs.shape[1],
-            "patch": inputs.shape[2],
-            "classes": model.num_classes,
-        }
-        stack = Stack(of_run, **shape, rng=rng, responses=responses, dtype=dtype)
-        snapshots = [stack.step(inputs, targets) for _ in range(config.steps)] + [
-            stack.look(inputs, targets)
-        ]
-        networks.append(
-            tuple(
-                np.concatenate([getattr(one, x) for one in snapshots])
-                for x in ("logits", "features", "attention")
-            )
+        stack = Stack(
+            limit_config,
+            positions=inputs.shape[1],
+            patch=inputs.shape[2],
+            classes=model.num_classes,
+            rng=rng,
+            responses=responses,
+            dtype=dtype,
         )
-    return Course.of(networks, targets)
+        snapshots = [stack.step(inputs, targets) for _ in range(config.steps)]
+        snapshots.append(stack.look(inputs, targets))
+        # A stack holds one network here, so the axis of draws becomes that of steps.
+        states = _NetworkStates(
+            logits=np.concatenate([snapshot.logits for snapshot in snapshots]),
+            features=np.concatenate([snapshot.features for snapshot in snapshots]),
+            attention=np.concatenate([snapshot.attention for snapshot in snapshots]),
+        )
+        networks.append(states)
+    return Trajectory.of(networks, targets)
 
 
-def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: int) -> Course:
-    """The run's own model, trained by our own step on the same batch, from several seeds.
+def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: int) -> Trajectory:
+    """Train the run's own model by the zoo's training step, with the same batch at every step.
 
     Args:
-        config: the run, its data apart.
+        config: The run. Its data are not used.
         images: [B, height, width, channels].
-        targets: [B].
-        seeds: Z.
+        targets: Classes, int [B].
+        seeds: Number of networks `Z`, with seeds from 0.
     """
     import jax
     import jax.numpy as jnp
@@ -320,11 +361,11 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     from mupax.train.core.program import assemble
 
     count = len(targets)
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, batch_size=count, eval_batch_size=count)
-    )
+    data_config = dataclasses.replace(config.data, batch_size=count, eval_batch_size=count)
+    config = dataclasses.replace(config, data=data_config)
     program = assemble(config, jax.devices()[:1])
-    step, definition = program.compile_train(), program.definition
+    step = program.compile_train()
+    definition = program.definition
     batch = {
         "inputs": jnp.asarray(images),
         "targets": jnp.asarray(targets, jnp.int32),
@@ -332,63 +373,71 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     }
 
     @jax.jit
-    def look(params: Any, run: Any) -> tuple[jax.Array, jax.Array]:
-        readings = [
-            definition.model(weights, run.factors.multiplier, run.factors.forward).readout_inputs(
-                batch["inputs"]
-            )
-            for weights in (params, run.reference)
-            if weights is not None
-        ]
-        logits = readings[0].logits() - (readings[1].logits() if readings[1:] else 0.0)
-        return logits, readings[0].features
+    def outputs_of(params: Any, step_inputs: Any) -> tuple[jax.Array, jax.Array]:
+        """Return logits and inputs of the readout."""
+        factors = step_inputs.factors
+        readings = []
+        for weights in (params, step_inputs.reference):
+            if weights is not None:
+                module = definition.model(weights, factors.multiplier, factors.forward)
+                readings.append(module.readout_inputs(batch["inputs"]))
+        logits = readings[0].logits()
+        reference_logits = readings[1].logits() if len(readings) > 1 else 0.0
+        return logits - reference_logits, readings[0].features
 
     networks = []
     for seed in range(seeds):
-        of_seed = dataclasses.replace(program, config=dataclasses.replace(config, seed=seed))
-        run, state = of_seed.step_inputs(), of_seed.placed(of_seed.initial_state(), step)
-        outputs = [look(state.params, run)]
+        seed_program = dataclasses.replace(program, config=dataclasses.replace(config, seed=seed))
+        step_inputs = seed_program.step_inputs()
+        state = seed_program.placed(seed_program.initial_state(), step)
+        outputs = [outputs_of(state.params, step_inputs)]
         for _ in range(config.steps):
-            state, _ = step(state, run, batch)
-            outputs.append(look(state.params, run))
-        networks.append(
-            (*(np.stack(jax.device_get(x)) for x in zip(*outputs, strict=True)), np.zeros(0))
-        )
-    return Course.of(networks, targets)
+            state, _ = step(state, step_inputs, batch)
+            outputs.append(outputs_of(state.params, step_inputs))
+        logits = np.stack(jax.device_get([logits for logits, _ in outputs]))
+        features = np.stack(jax.device_get([features for _, features in outputs]))
+        networks.append(_NetworkStates(logits, features, attention=np.zeros(0)))
+    return Trajectory.of(networks, targets)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """How a model with infinitely many heads learns a few images by heart: loss, kernels and attention, with error bars.
+    """Training of a model with infinitely many heads on a few images: loss, kernels and attention.
 
-    Every initial matrix is drawn only along what it has acted on, so the network has the law of a dense one of its width, and an
-    update of SGD is of low rank. The images are of the endless set unless --data.name names others; --model.*, --preset.*,
-    --optimizer.* and --seed are those of the recipe.
+    All have error bars. Every initial matrix is drawn only along directions that it has acted on,
+    so the network has the law of a dense one of its width. Updates of SGD are of low rank. The
+    images are synthetic (`shapes`) unless --data.name names others. --model.*, --preset.*,
+    --optimizer.* and --seed are the flags of the recipe.
     """
 
     model: Annotated[str, conf.arg(metavar="MODEL|RECIPE|FILE")] = "bordelon-vit"
-    """A vision transformer of `mupax models` without gains and biases, a recipe, or a config file (also `--config FILE`); its heads grow
-    to --heads."""
+    """Vision transformer of `mupax models` without gains and biases, a recipe, or a config file.
+
+    `--config FILE` is the same. Its number of heads grows to --heads.
+    """
     steps: Annotated[int, conf.arg(metavar="N")] = 8
-    """Steps of SGD, all on the same images."""
+    """Number of SGD steps, all on the same images."""
     images: Annotated[int, conf.arg(metavar="N")] = 2
-    """Images."""
+    """Number of images."""
     heads: Annotated[int, conf.arg(metavar="H")] = 512
-    """Heads that stand for infinitely many, from which they are H^-1/2 away, and their means 1/H."""
+    """Number of heads that stands for infinitely many.
+
+    A network differs from the limit by H^-1/2, the mean of many networks by 1/H.
+    """
     draws: Annotated[int, conf.arg(metavar="N")] = 2
-    """Independent networks, whose standard error is the error bar."""
+    """Number of independent networks. Their standard error is the error bar."""
     finite: Annotated[tuple[int, ...], conf.arg(metavar="H ...")] = ()
-    """Also train models of so many heads by the zoo and our own step."""
+    """Also train models with these numbers of heads by the zoo's training step."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 4
-    """Initializations of each of those."""
+    """Number of initializations of each finite model."""
     float64: Switch = False
-    """Twice the digits in twice the memory."""
+    """Compute the infinite model in float64, in twice the memory."""
     figure: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Draw loss, kernels and attention (PNG)."""
     json: Annotated[str | None, conf.arg(metavar="PATH")] = None
-    """Write all numbers as JSON."""
+    """Write all values as JSON."""
     dry_run: Switch = False
-    """Say how large the network and its records are; train nothing."""
+    """Print the size of the network and its records, and train nothing."""
 
     def __post_init__(self) -> None:
         at_least("--", self, 1, "steps", "images", "heads")
@@ -396,140 +445,192 @@ class Dynamics:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, prints, draws, writes: the exit code 0."""
+    """Train the networks, print a table, and write JSON and a figure if asked. Return exit code 0.
+
+    Raises:
+        UsageError, ConfigError, PresetError: The flags or the model do not fit.
+    """
     args, rest = command_line.parse_known(
         Dynamics, PROG, with_group_constants(_with_model_flag(argv))
     )
-    named = cli.is_recipe(args.model)
-    recipe = args.model if named else "bordelon-vit"
-    words = rest if named else ["--model", args.model, *rest]
-    if recipe == "bordelon-vit" and not any(word.startswith("--data.name") for word in words):
-        words = [*words, "--data.name", "shapes"]
-    config = cli.parse(recipe, cli.recipe(recipe), words, command_line.flags(Dynamics)).config
-    config = dataclasses.replace(config, steps=args.steps)
+    config = _config(args, rest)
     check(config)
     wide = with_heads(config, args.heads)
     rank = check_rank(wide, args.images)
     model: Any = wide.model
-    size = terminal.gib(MATRICES * model.width * rank * model.depth * (8 if args.float64 else 4))
+    bytes_per_value = 8 if args.float64 else 4
+    size = terminal.gib(MATRICES * model.width * rank * model.depth * bytes_per_value)
     terminal.say(
-        f"{args.model} of N = {model.heads_dim}, L = {model.depth}, {args.heads} heads (width {model.width}) for infinitely many; "
-        f"{args.images} images, {args.steps} steps; {rank} directions of every matrix, {size} of records"
+        f"{args.model} of N = {model.heads_dim}, L = {model.depth}, {args.heads} heads "
+        f"(width {model.width}) for infinitely many; {args.images} images, {args.steps} steps; "
+        f"{rank} directions of every matrix, {size} of records"
     )
     if args.dry_run:
         return 0
+
     images, targets = examples(config, args.images)
-    dtype = np.float64 if args.float64 else np.float32
     infinite = limit(
-        config, images, targets, heads=args.heads, draws=args.draws, seed=config.seed, dtype=dtype
+        config,
+        images,
+        targets,
+        heads=args.heads,
+        draws=args.draws,
+        seed=config.seed,
+        dtype=np.float64 if args.float64 else np.float32,
     )
-    nets = {
-        count: finite(with_heads(config, count), images, targets, seeds=args.seeds)
-        for count in args.finite
-    }
+    nets = {}
+    for count in args.finite:
+        nets[count] = finite(with_heads(config, count), images, targets, seeds=args.seeds)
     terminal.say(f"\n{terminal.table(rows(infinite, nets))}")
     if args.json:
         record = {
-            "limit": _plain(infinite),
-            "finite": {str(count): _plain(net) for count, net in nets.items()},
+            "heads": args.heads,
+            "limit": _as_json(infinite),
+            "finite": {str(count): _as_json(net) for count, net in nets.items()},
         }
-        Path(args.json).write_text(json.dumps({"heads": args.heads, **record}) + "\n")
+        Path(args.json).write_text(json.dumps(record) + "\n")
     if args.figure:
-        picture(infinite, nets, f"{args.model}, N = {model.heads_dim}, L = {model.depth}").savefig(
-            args.figure
-        )
+        title = f"{args.model}, N = {model.heads_dim}, L = {model.depth}"
+        picture(infinite, nets, title).savefig(args.figure)
     return 0
+
+
+def _config(args: Dynamics, rest: Sequence[str]) -> Config:
+    """Return the config of the run to follow.
+
+    Args:
+        rest: Words of the command line that are no flags of `Dynamics`.
+    """
+    if cli.is_recipe(args.model):
+        recipe = args.model
+        words = list(rest)
+    else:
+        recipe = "bordelon-vit"
+        words = ["--model", args.model, *rest]
+    # Synthetic images need no download.
+    if recipe == "bordelon-vit" and not any(word.startswith("--data.name") for word in words):
+        words = [*words, "--data.name", "shapes"]
+    config = cli.parse(recipe, cli.recipe(recipe), words, command_line.flags(Dynamics)).config
+    return dataclasses.replace(config, steps=args.steps)
 
 
 def _with_model_flag(argv: Sequence[str]) -> list[str]:
     """Return a command line with `--model PATH` for `--config PATH`."""
     words = cli.with_file_first(argv)
-    return ["--model", *words] if words and cli.is_file(words[0]) else words
+    if words and cli.is_file(words[0]):
+        return ["--model", *words]
+    return words
 
 
 def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over networks, axis 0, and its standard error."""
+    """Return the mean over networks, axis 0, and its standard error."""
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 
 
-def rows(limit: Course, nets: Mapping[int, Course]) -> list[list[str]]:
-    """A line per step: losses, C(t, t), C(t, 0) over the root of both own, root mean square attention logits, and how far they agree.
+def rows(limit: Trajectory, nets: Mapping[int, Trajectory]) -> list[list[str]]:
+    """Return the cells of a table with one line per step, and a header.
+
+    C(t, 0) is divided by the square root of C(t, t) C(0, 0). The last two columns are the root mean
+    square of the attention logits, and of their mean over heads.
 
     Args:
-        limit: the infinite model.
-        nets: finite models by heads.
+        nets: Finite models by their number of heads. Only their losses are in the table.
     """
-
-    def cell(values: np.ndarray) -> list[str]:
-        return [f"{x:.4f} ± {e:.4f}" for x, e in zip(*mean(values), strict=True)]
-
-    own = np.einsum("ztt->zt", limit.memory)
+    own_kernel_ZT = np.einsum("ztt->zt", limit.memory)
+    correlation_ZT = limit.memory[:, 0] / np.sqrt(own_kernel_ZT * own_kernel_ZT[:, :1])
     columns = {
-        "step": [str(step) for step in range(own.shape[1])],
-        "loss, infinite": cell(limit.losses),
-        **{f"loss, H = {count}": cell(net.losses) for count, net in nets.items()},
-        "C(t, t)": cell(own),
-        "C(t, 0) / root": cell(limit.memory[:, 0] / np.sqrt(own * own[:, :1])),
-        "attention logits, rms": cell(np.sqrt(limit.attention[..., 0].mean(-1))),
-        "the same in all heads": cell(np.sqrt(limit.attention[..., 1].mean(-1))),
+        "step": [str(step) for step in range(own_kernel_ZT.shape[1])],
+        "loss, infinite": _cells(limit.losses),
     }
-    return [list(columns), *(list(row) for row in zip(*columns.values(), strict=True))]
+    for count, net in nets.items():
+        columns[f"loss, H = {count}"] = _cells(net.losses)
+    columns["C(t, t)"] = _cells(own_kernel_ZT)
+    columns["C(t, 0) / root"] = _cells(correlation_ZT)
+    columns["attention logits, rms"] = _cells(np.sqrt(limit.attention[..., 0].mean(-1)))
+    columns["the same in all heads"] = _cells(np.sqrt(limit.attention[..., 1].mean(-1)))
+    header = list(columns)
+    return [header, *(list(row) for row in zip(*columns.values(), strict=True))]
 
 
-def picture(limit: Course, nets: Mapping[int, Course], title: str) -> matplotlib.figure.Figure:
-    """Loss, C(t, s) and attention logits by layer over steps.
+def _cells(values: np.ndarray) -> list[str]:
+    """Return the mean over networks with its standard error, as text for each step."""
+    means, errors = mean(values)
+    return [f"{value:.4f} ± {error:.4f}" for value, error in zip(means, errors, strict=True)]
+
+
+def picture(
+    limit: Trajectory, nets: Mapping[int, Trajectory], title: str
+) -> matplotlib.figure.Figure:
+    """Draw loss, C(t, s) and attention logits by layer over the steps.
 
     Args:
-        limit: the infinite model.
-        nets: finite models by heads, beside its loss.
-        title: above all.
+        nets: Finite models by their number of heads. Only their losses are drawn.
     """
     from matplotlib.figure import Figure
 
-    from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE, style
+    from mupax.train.run.report.plotting import INK, style
 
     figure = Figure(figsize=(13, 3.8), dpi=110, layout="constrained")
     figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
-    left, middle, right = figure.subplots(1, 3)
+    loss_axes, kernel_axes, attention_axes = figure.subplots(1, 3)
     steps = np.arange(limit.losses.shape[1])
-    for one, name in (
-        (left, "Loss, nats"),
-        (middle, "Kernels C(t, s), each line an s"),
-        (right, "Attention logits, rms"),
-    ):
-        style(one, 0, int(steps[-1]))
-        one.set_title(name, fontsize=10, color=INK, loc="left")
-        one.set_xlabel("step t", fontsize=9)
-    for fade, (count, net) in zip(
-        np.linspace(0.4, 0.9, len(nets)), sorted(nets.items()), strict=True
-    ):
-        left.plot(steps, net.losses.T, color=ORANGE, alpha=fade / 3, linewidth=0.8)
-        left.plot(
-            steps, net.losses.mean(0), color=ORANGE, alpha=fade, label=f"our step, H = {count}"
-        )
-    middle_loss, error = mean(limit.losses)
-    left.errorbar(steps, middle_loss, error, color=BLUE, capsize=2, label="infinitely many heads")
-    for step in steps:
-        middle.plot(
-            steps, limit.memory.mean(0)[step], color=BLUE, alpha=0.25 + 0.75 * step / steps[-1]
-        )
-    for layer, (squares, of_mean) in enumerate(
-        np.moveaxis(np.sqrt(limit.attention.mean(0)), 0, -1)
-    ):
-        fade = 0.4 + 0.6 * (layer + 1) / limit.attention.shape[2]
-        right.plot(steps, squares, color=BLUE, alpha=fade, label="all" if fade == 1 else None)
-        right.plot(
-            steps,
-            of_mean,
-            "--",
-            color=GREY,
-            alpha=fade,
-            label="their mean over heads" if fade == 1 else None,
-        )
-    left.legend(fontsize=8, frameon=False)
-    right.legend(fontsize=8, frameon=False, title="layers faint to full", title_fontsize=8)
+    titles = {
+        "Loss, nats": loss_axes,
+        "Kernels C(t, s), each line an s": kernel_axes,
+        "Attention logits, rms": attention_axes,
+    }
+    for name, axes in titles.items():
+        style(axes, 0, int(steps[-1]))
+        axes.set_title(name, fontsize=10, color=INK, loc="left")
+        axes.set_xlabel("step t", fontsize=9)
+    _draw_losses(loss_axes, steps, limit, nets)
+    _draw_kernels(kernel_axes, steps, limit)
+    _draw_attention(attention_axes, steps, limit)
     return figure
 
 
-def _plain(of: Course) -> dict[str, Any]:
-    return {name: np.asarray(x).round(6).tolist() for name, x in vars(of).items()}
+def _draw_losses(
+    axes: Any, steps: np.ndarray, limit: Trajectory, nets: Mapping[int, Trajectory]
+) -> None:
+    """Draw the losses of finite models, the faintest for the fewest heads, and of the limit."""
+    from mupax.train.run.report.plotting import BLUE, ORANGE
+
+    opacities = np.linspace(0.4, 0.9, len(nets))
+    for opacity, (count, net) in zip(opacities, sorted(nets.items()), strict=True):
+        axes.plot(steps, net.losses.T, color=ORANGE, alpha=opacity / 3, linewidth=0.8)
+        label = f"our step, H = {count}"
+        axes.plot(steps, net.losses.mean(0), color=ORANGE, alpha=opacity, label=label)
+    mean_losses, errors = mean(limit.losses)
+    axes.errorbar(steps, mean_losses, errors, color=BLUE, capsize=2, label="infinitely many heads")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_kernels(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
+    """Draw C(t, s) over t, a line for each s."""
+    from mupax.train.run.report.plotting import BLUE
+
+    memory = limit.memory.mean(0)
+    for step in steps:
+        axes.plot(steps, memory[step], color=BLUE, alpha=0.25 + 0.75 * step / steps[-1])
+
+
+def _draw_attention(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
+    """Draw the attention logits of every layer, and their mean over heads."""
+    from mupax.train.run.report.plotting import BLUE, GREY
+
+    num_layers = limit.attention.shape[2]
+    rms_TL2 = np.sqrt(limit.attention.mean(0))
+    for layer in range(num_layers):
+        opacity = 0.4 + 0.6 * (layer + 1) / num_layers
+        # Only the last layer, which is drawn in full, is in the legend.
+        is_last = opacity == 1
+        all_label = "all" if is_last else None
+        mean_label = "their mean over heads" if is_last else None
+        axes.plot(steps, rms_TL2[:, layer, 0], color=BLUE, alpha=opacity, label=all_label)
+        axes.plot(steps, rms_TL2[:, layer, 1], "--", color=GREY, alpha=opacity, label=mean_label)
+    axes.legend(fontsize=8, frameon=False, title="layers faint to full", title_fontsize=8)
+
+
+def _as_json(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the arrays of a trajectory as lists, rounded to six decimals."""
+    return {name: np.asarray(x).round(6).tolist() for name, x in vars(trajectory).items()}

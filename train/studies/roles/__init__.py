@@ -1,1 +1,1 @@
-"""What every parameter of a model is, from its loss alone: roles and axes found by tracing, held against declared ones."""
+"""Roles and axes of parameters, traced in a model's loss and compared with declarations."""

@@ -1,4 +1,4 @@
-"""`mupax models roles MODEL`: what every parameter is, found in the loss, and whether it is what its declaration says."""
+"""`mupax models roles MODEL`: roles of all parameters from the loss, compared with declarations."""
 
 from __future__ import annotations
 
@@ -24,25 +24,37 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """Roles, axes and fan-in of every parameter, found in the loss without running it, and held against declarations.
+    """Roles, axes and fan-in of every parameter, from the loss, compared with declarations.
 
-    A recipe, a config file, a model of `mupax models`, or MODULE:FUNCTION of one's own, which gets sizes and returns its parameters' shapes,
-    loss(params, batch) and the batch's shapes (docs/concepts/roles.md). What is not certain is refused by name, with what to write.
-    Exit codes: 0 all is found and as declared, 1 something is refused or differs, 2 bad input.
+    The loss is traced and never runs. MODEL is a recipe, a config file, a model of `mupax models`,
+    or your own MODULE:FUNCTION, which gets sizes and returns the shapes of its parameters,
+    loss(params, batch) and the shapes of a batch (docs/concepts/roles.md). A parameter whose role
+    is not certain is refused by name, with what to write instead.
+    Exit codes: 0 all roles are found and as declared, 1 one is refused or differs, 2 bad input.
     """
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE|MODULE:FUNCTION")]
-    """What is traced."""
+    """Model to trace."""
     sizes: Annotated[str | None, conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Sizes that a function of one's own is called with, by logical axis; each is doubled alone."""
+    """Sizes for your own MODULE:FUNCTION, by logical axis. Each is doubled alone."""
     json: Switch = False
     """Print JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when all is found and as declared, 1 otherwise; raises UsageError and ConfigError for bad input."""
+    """Print the roles of a model's parameters.
+
+    Returns:
+        The exit code: 0 if all roles are found and as declared, 1 otherwise.
+
+    Raises:
+        UsageError, ConfigError: The model or its sizes cannot be used.
+    """
     args = command_line.parse(Command, "mupax models roles", cli.with_file_first(argv))
-    declared, roles, differing = (_own if ":" in args.name else _zoo)(args)
+    if ":" in args.name:
+        declared, roles, differing = _function(args)
+    else:
+        declared, roles, differing = _zoo_model(args)
     if args.json:
         print(json.dumps(as_json(declared, roles, differing), indent=2))
     else:
@@ -50,31 +62,31 @@ def main(argv: Sequence[str]) -> int:
     return int(bool(roles.refused or differing))
 
 
-def _zoo(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
+def _zoo_model(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
+    """Return declarations, traced roles and their differences for a model of the zoo."""
     if args.sizes is not None:
         raise UsageError(
             "--sizes is for a MODULE:FUNCTION; a model of the zoo has sizes of its own"
         )
-    config = cli.recipe(args.name)().model if cli.is_recipe(args.name) else configs.get(args.name)
+    if cli.is_recipe(args.name):
+        config = cli.recipe(args.name)().model
+    else:
+        config = configs.get(args.name)
     from mupax.train.studies.roles import models
 
     roles = models.roles_of_config(config)
     return config.parameters(), roles, models.differences(config, roles)
 
 
-def _own(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
+def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
+    """Return the traced roles of a MODULE:FUNCTION, which has no declarations to differ from."""
     if args.sizes is None:
         raise UsageError(
-            f"{args.name} needs --sizes, such as --sizes embed=32,heads=4,head_dim=8,mlp=128,vocab=64,position=16"
+            f"{args.name} needs --sizes, such as "
+            "--sizes embed=32,heads=4,head_dim=8,mlp=128,vocab=64,position=16"
         )
-    sizes: dict[str, int] = {}
-    for part in args.sizes.split(","):
-        axis, _, size = (word.strip() for word in part.partition("="))
-        if not (axis and size.isascii() and size.isdigit() and int(size) > 1) or axis in sizes:
-            raise UsageError(
-                f"--sizes {args.sizes}: {part!r} is no AXIS=N of at least 2; write each axis once, as embed=32,heads=4"
-            )
-        sizes[axis] = int(size)
+    sizes = _parsed_sizes(args.sizes)
+    # The module is looked for in the present directory first, as by `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
         build: Any = function_of(args.name)
@@ -87,56 +99,74 @@ def _own(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]
     return {}, models.roles_of(build, sizes), {}
 
 
+def _parsed_sizes(text: str) -> dict[str, int]:
+    """Return the sizes of a text such as "embed=32,heads=4", by axis."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        is_size = size.isascii() and size.isdigit() and int(size) > 1
+        if not axis or not is_size or axis in sizes:
+            raise UsageError(
+                f"--sizes {text}: {part!r} is no AXIS=N of at least 2; "
+                "write each axis once, as embed=32,heads=4"
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
 def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str, str]) -> str:
-    """A table of what was found, then what was refused and what differs, then a sentence.
+    """Return a table of roles, then lines of refusals and differences, then a summary.
 
     Args:
-        declared: declarations, none for a model of one's own.
-        roles: what was found.
-        differing: by parameter.
+        declared: Declarations by parameter. Empty for a MODULE:FUNCTION, which has none.
+        differing: Differences from declarations, in words by parameter. See `models.differences`.
     """
-    rows = [["parameter", "group", "axes", "fan-in", "why"]]
-    rows += [
-        [name, spec.group, " ".join(spec.axes), " ".join(spec.fan_in), roles.evidence[name]]
-        for name, spec in roles.specs.items()
-    ]
-    lines = [terminal.table(rows, left=rows[0])]
+    header = ["parameter", "group", "axes", "fan-in", "why"]
+    rows = [header]
+    for name, spec in roles.specs.items():
+        axes = " ".join(spec.axes)
+        fan_in = " ".join(spec.fan_in)
+        rows.append([name, spec.group, axes, fan_in, roles.evidence[name]])
+    lines = [terminal.table(rows, left=header)]
     lines += [f"refused: {name}: {reason}" for name, reason in roles.refused.items()]
     lines += [f"differs: {name}: {words}" for name, words in differing.items()]
+
     count = len(roles.specs) + len(roles.refused)
-    same = (
-        f", {sum(name in roles.specs for name in declared) - len(differing)} as declared"
-        if declared
-        else ""
-    )
-    lines.append(f"{len(roles.specs)} of {count} parameters found{same}")
+    summary = f"{len(roles.specs)} of {count} parameters found"
+    if declared:
+        num_declared = sum(name in roles.specs for name in declared)
+        summary += f", {num_declared - len(differing)} as declared"
+    lines.append(summary)
     return "\n".join(lines)
 
 
 def as_json(
     declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The same as plain values.
+    """Return the contents of `text` as values for JSON.
 
     Args:
-        declared, roles, differing: as of `text`.
+        declared: Declarations by parameter. Empty for a MODULE:FUNCTION, which has none.
+        differing: Differences from declarations, in words by parameter. See `models.differences`.
     """
-
-    def plain(spec: ParamSpec) -> dict[str, Any]:
-        fields = dataclasses.asdict(spec) | {
-            "role": spec.role.value,
-            "of": spec.of and spec.of.value,
-            "group": spec.group,
-        }
-        return {name: value for name, value in fields.items() if name != "start"}
-
+    parameters = {}
+    for name, spec in roles.specs.items():
+        parameters[name] = {**_spec_as_json(spec), "evidence": roles.evidence[name]}
     return {
-        "parameters": {
-            name: {**plain(spec), "evidence": roles.evidence[name]}
-            for name, spec in roles.specs.items()
-        },
-        "tied_readout": roles.tied and plain(roles.tied),
+        "parameters": parameters,
+        "tied_readout": roles.tied and _spec_as_json(roles.tied),
         "refused": roles.refused,
         "differs": dict(differing),
         "declared": len(declared),
     }
+
+
+def _spec_as_json(spec: ParamSpec) -> dict[str, Any]:
+    """Return the fields of a declaration that tracing can find, as values for JSON."""
+    fields = dataclasses.asdict(spec)
+    fields["role"] = spec.role.value
+    fields["of"] = spec.of and spec.of.value
+    fields["group"] = spec.group
+    # No loss shows the initial value of a gain.
+    del fields["start"]
+    return fields

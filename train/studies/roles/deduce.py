@@ -1,6 +1,7 @@
-"""Declarations of all parameters of a traced loss, each with its evidence, and what is refused and why.
+"""Declarations of all parameters of a traced loss, with evidence, and the reasons of refusals.
 
-A loss cuts dimensions apart: a Linear to heads * head_dim is reshaped to [..., heads, head_dim].
+Axes come from shapes at several sizes. A dimension can hold two axes: if a Linear to
+heads * head_dim is reshaped to [..., heads, head_dim], the graph shows how the loss cuts it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mupax.presets.roles import ParamSpec, PresetError, Role
-from mupax.train.studies.roles.flow import ADDS, Flow
-from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, Place
+from mupax.train.studies.roles.flow import ADDS, Flow, SignalSource
+from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, ParamDim
 from mupax.train.studies.roles.matrices import (
     FIXED,
     Attention,
@@ -26,81 +27,97 @@ from mupax.train.studies.roles.matrices import (
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
-"""Matrices that no gain belongs to: what they write is the stream, or chooses."""
+"""Roles of matrices that write the stream or choose experts, so that no gain belongs to them."""
 _LOOKUPS = {"position": Role.POSITION, "source": Role.POSITION, "distance": Role.RELATIVE_BIAS}
+"""Roles of tables that are looked up along an axis. All others are token embeddings."""
+_JOINS = ("concatenate", "select_n", "scatter", "dynamic_update_slice", "stack")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fact(matrices: Matrices, use: OperandUse) -> Constraint:
-    """What a use that is no product says.
-
-    Args:
-        matrices: what products say.
-        use: the other one.
+    """Return the constraint from a use that is no product.
 
     Raises:
-        Refusal: it says nothing for sure.
+        Refusal: The role is not certain.
     """
-    node, names = use.node, matrices.names[use.param]
-    if node.op in ADDS and use.other in matrices.flow.branches:
-        fact = _of_branch(matrices, use)
-        if fact is not None:
-            return fact
-    if matrices.flow.between(node) and node not in matrices.flow.branches:
+    flow = matrices.flow
+    node = use.node
+    if node.op in ADDS and use.other in flow.branches:
+        bias = _bias_after_branch(matrices, use)
+        if bias is not None:
+            return bias
+    if flow.between(node) and node not in flow.branches:
         raise Refusal(
-            "it acts on the stream itself between two branches, where in_block is not settled; declare its role"
+            "it acts on the stream itself between two branches, where in_block is not settled; "
+            "declare its role"
         )
     if node.op == "lookup":
-        axes = {names[at] for param, at in node.info["chosen"] if param == use.param}
-        role = next((_LOOKUPS[axis] for axis in axes if axis in _LOOKUPS), Role.TOKEN_EMBEDDING)
-        if role is Role.RELATIVE_BIAS:
-            raise Refusal(
-                "the batch says which distance to look up; compute distances of positions"
-            )
-        return Constraint(
-            role=role,
-            evidence=f"is looked up along {', '.join(sorted(axes))} by integers of the batch",
-        )
+        return _looked_up(matrices, use)
     if node.op in ADDS:
         return _added(matrices, use)
     if node.op in ("mul", "div"):
         return _multiplied(matrices, use)
-    if (
-        node.op in ("concatenate", "select_n", "scatter", "dynamic_update_slice", "stack")
-        and matrices.flow.branch_of(node) is None
-    ):
+    if node.op in _JOINS and flow.branch_of(node) is None:
         return Constraint(
             role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own"
         )
     raise Refusal(
-        f"it meets an activation in {node.op}; none of the roles does so: declare one, or write it as a product or sum"
+        f"it meets an activation in {node.op}; none of the roles does so: "
+        "declare one, or write it as a product or sum"
     )
 
 
-def _of_branch(matrices: Matrices, use: OperandUse) -> Constraint | None:
-    """Return the bias of the matrix that ended the branch before, as in h + x @ w + b; None where that is no such sum."""
+def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
+    """Return the constraint on a table that the batch looks up."""
+    names = matrices.names[use.param]
+    axes = {names[index] for param, index in use.node.info["chosen"] if param == use.param}
+    role = next((_LOOKUPS[axis] for axis in axes if axis in _LOOKUPS), Role.TOKEN_EMBEDDING)
+    if role is Role.RELATIVE_BIAS:
+        raise Refusal("the batch says which distance to look up; compute distances of positions")
+    return Constraint(
+        role=role,
+        evidence=f"is looked up along {', '.join(sorted(axes))} by integers of the batch",
+    )
+
+
+def _bias_after_branch(matrices: Matrices, use: OperandUse) -> Constraint | None:
+    """Return the bias of the matrix that ended the branch before, as in h + x @ w + b.
+
+    The result is `None` if the sum is no such bias.
+    """
     flow = matrices.flow
-    end = use.other
-    assert end is not None
-    sources = flow.sources(flow.branches[end][1])
-    facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]
-    if (
-        len(facts) != 1
-        or facts[0] is None
-        or not set(_axes(matrices, use)) <= _outputs(matrices, sources)
-    ):
+    assert use.other is not None
+    sources = flow.sources(flow.branches[use.other].last)
+    constraints = _constraints(matrices, sources)
+    if len(constraints) != 1 or constraints[0] is None:
         return None
-    evidence = f"is added after the product of the {facts[0].role.value}, which ends the branch"
-    return dataclasses.replace(
-        facts[0], role=Role.BIAS, evidence=evidence, fan_in=(), of=facts[0].role
-    )
+    if not set(_axes(matrices, use)) <= _output_axes(matrices, sources):
+        return None
+    matrix = constraints[0]
+    evidence = f"is added after the product of the {matrix.role.value}, which ends the branch"
+    return _bias_of(matrix, evidence)
+
+
+def _bias_of(matrix: Constraint, evidence: str) -> Constraint:
+    return dataclasses.replace(matrix, role=Role.BIAS, evidence=evidence, fan_in=(), of=matrix.role)
+
+
+def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint | None]:
+    """Return the constraint of every product among origins. `None` for a refused one."""
+    constraints = []
+    for source in sources:
+        for param in source.params:
+            constraints.append(matrices.constraints.get((source.node, param)))
+    return constraints
 
 
 def _added(matrices: Matrices, use: OperandUse) -> Constraint:
-    flow, node, other = matrices.flow, use.node, use.other
+    """Return the constraint on a parameter that is added: a bias or a position embedding."""
+    flow = matrices.flow
+    other = use.other
     assert other is not None
-    in_block = flow.branch_of(node) is not None
+    in_block = flow.branch_of(use.node) is not None
     if flow.norm(other) is not None:
         return Constraint(
             role=Role.BIAS,
@@ -108,184 +125,224 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
             in_block=in_block,
             of=Role.NORM_GAIN,
         )
+
     sources = flow.sources(other, through=True)
-    if sources and all(
-        any(source.node is of.logits for of in matrices.attentions) for source in sources
-    ):
-        if not any(kind == "constant" for (param, _), kind in use.view.picks if param == use.param):
-            raise Refusal(
-                "it is added to logits of attention and no distance chose it; declare its role"
-            )
-        return Constraint(
-            role=Role.RELATIVE_BIAS,
-            evidence="distances look it up; it is added to logits of attention",
-            in_block=in_block,
-        )
-    facts = {matrices.at.get((source.node, param)) for source in sources for param in source.params}
-    if blind := [
-        p for source in sources for p in source.params if (source.node, p) not in matrices.at
-    ]:
-        raise Refusal(f"it is added to the product of {blind[0]}, which is refused itself")
-    roles = {fact.role for fact in facts if fact is not None}
+    all_logits = {attention.logits for attention in matrices.attentions}
+    if sources and all(source.node in all_logits for source in sources):
+        return _added_to_logits(use, in_block)
+
+    for source in sources:
+        for param in source.params:
+            if (source.node, param) not in matrices.constraints:
+                raise Refusal(f"it is added to the product of {param}, which is refused itself")
+    constraints = [fact for fact in _constraints(matrices, sources) if fact is not None]
+    roles = {fact.role for fact in constraints}
     if len(roles) == 1 and all(source.params for source in sources):
-        of = next(fact for fact in facts if fact is not None)
-        direct = of.role is Role.ROUTER or all(source.plain for source in sources)
-        if direct and set(_axes(matrices, use)) <= _outputs(matrices, sources):
-            evidence = f"is added to the product of the {of.role.value}"
-            return dataclasses.replace(of, role=Role.BIAS, evidence=evidence, fan_in=(), of=of.role)
+        matrix = constraints[0]
+        # A router's bias may come behind its softmax or sigmoid.
+        is_direct = matrix.role is Role.ROUTER or all(source.plain for source in sources)
+        if is_direct and set(_axes(matrices, use)) <= _output_axes(matrices, sources):
+            return _bias_of(matrix, f"is added to the product of the {matrix.role.value}")
     if not in_block and any(axis in ("position", "source") for axis in _axes(matrices, use)):
         return Constraint(
             role=Role.POSITION,
             evidence="is added to the stream before its blocks, a row a position",
         )
-    what = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
-    raise Refusal(f"it is added to {what}, as neither their bias nor a position; declare its role")
+    target = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
+    raise Refusal(
+        f"it is added to {target}, as neither their bias nor a position; declare its role"
+    )
 
 
-def _outputs(matrices: Matrices, sources: list) -> set[str]:
-    """Axes that products with parameters are made of, without those that they sum over."""
+def _added_to_logits(use: OperandUse, in_block: bool) -> Constraint:
+    """Return the constraint on a parameter that is added to logits of attention."""
+    for (param, _), index_kind in use.view.picks:
+        # Distances of positions do not depend on the batch, so their index is a constant.
+        if param == use.param and index_kind == "constant":
+            return Constraint(
+                role=Role.RELATIVE_BIAS,
+                evidence="distances look it up; it is added to logits of attention",
+                in_block=in_block,
+            )
+    raise Refusal("it is added to logits of attention and no distance chose it; declare its role")
+
+
+def _output_axes(matrices: Matrices, sources: Iterable[SignalSource]) -> set[str]:
+    """Return the axes of products with parameters, without those that they sum over."""
     axes: set[str] = set()
     for source in sources:
         for param in source.params:
-            of = matrices.at.get((source.node, param))
+            constraint = matrices.constraints.get((source.node, param))
+            if constraint is None:
+                continue
             names = matrices.names.get(param, ())
-            outputs = [
-                axis for at, axis in enumerate(names) if of is not None and at not in of.fan_in
-            ]
-            axes |= set(split_names(outputs))
+            outputs = [axis for index, axis in enumerate(names) if index not in constraint.fan_in]
+            axes.update(split_names(outputs))
     return axes
 
 
 def _axes(matrices: Matrices, use: OperandUse) -> tuple[str, ...]:
+    """Return the axes of a use's parameter."""
     return split_names(matrices.names[use.param])
 
 
 def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
-    flow, node = matrices.flow, use.node
-    other: Node | None = use.other
+    """Return the constraint on a parameter that is multiplied elementwise: a gain."""
+    flow = matrices.flow
+    node = use.node
+    other = use.other
     assert other is not None
     in_block = flow.branch_of(node) is not None
-    base = flow.norm(other)
+    norm_input = flow.norm(other)
     if other in flow.normalizers:
-        base = _normalized(matrices, node)
-    elif base is None and flow.norm_after(node):
-        base = other
-    if base is None and not in_block:
+        norm_input = _normalized(matrices, node)
+    elif norm_input is None and flow.norm_after(node):
+        norm_input = other
+    if norm_input is None and not in_block:
         raise Refusal("it multiplies what no norm made, outside of all branches; declare its role")
-    sources = flow.sources(other if base is None else base, through=True)
-    plain = flow.sources(base) if base is not None else sources
-    facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]
-    roles = {fact.role for fact in facts if fact is not None} - _STREAM
-    streams = [
-        source.node in flow.branches or source.node.op == "lookup" or bool(source.params)
-        for source in plain
-    ]
-    if base is not None and not roles and all(streams or [False]):
+
+    scaled = other if norm_input is None else norm_input
+    sources = flow.sources(scaled, through=True)
+    direct_sources = sources if norm_input is None else flow.sources(norm_input)
+    constraints = [fact for fact in _constraints(matrices, sources) if fact is not None]
+    roles = {fact.role for fact in constraints} - _STREAM
+    if norm_input is not None and not roles and _are_streams(flow, direct_sources):
         return Constraint(
             role=Role.NORM_GAIN, evidence="multiplies a norm of the stream", in_block=in_block
         )
-    if roles and roles <= _ENDS:
-        roles = {Role.MLP_OUT} if "experts" not in _axes(matrices, use) else roles
+
+    if roles and roles <= _ENDS and "experts" not in _axes(matrices, use):
+        # A gain without an axis of experts acts on the sum of experts as on an MLP.
+        roles = {Role.MLP_OUT}
     if len(roles) != 1:
-        what = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
+        target = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
         raise Refusal(
-            f"it multiplies {what}; a gain belongs to a norm, or to one matrix: declare its role"
+            f"it multiplies {target}; a gain belongs to a norm, or to one matrix: declare its role"
         )
     role = roles.pop()
-    ends = role in _ENDS | {Role.ATTENTION_OUT}
-    if base is not None and not ends and not all(source.params for source in plain):
+    ends_branch = role in _ENDS | {Role.ATTENTION_OUT}
+    are_products = all(source.params for source in direct_sources)
+    if norm_input is not None and not ends_branch and not are_products:
         raise Refusal(
-            f"it multiplies a norm of what a nonlinearity made of the {role.value}; declare its role"
+            f"it multiplies a norm of what a nonlinearity made of the {role.value}; "
+            "declare its role"
         )
-    if base is None and not ends:
+    if norm_input is None and not ends_branch:
         raise Refusal(
             f"it multiplies the product of the {role.value}, which no norm made; declare its role"
         )
-    of = next(fact for fact in facts if fact is not None)
-    evidence = (
-        f"multiplies {'a norm of ' if base is not None else ''}the product of the {role.value}"
-    )
+    target = "the product" if norm_input is None else "a norm of the product"
+    matrix = constraints[0]
     return Constraint(
-        role=Role.NORM_GAIN, evidence=evidence, in_block=of.in_block, of=role, cross=of.cross
+        role=Role.NORM_GAIN,
+        evidence=f"multiplies {target} of the {role.value}",
+        in_block=matrix.in_block,
+        of=role,
+        cross=matrix.cross,
     )
+
+
+def _are_streams(flow: Flow, sources: Sequence[SignalSource]) -> bool:
+    """Return whether all origins are streams: ends of branches, lookups, or embeddings."""
+    if not sources:
+        return False
+    for source in sources:
+        is_stream = source.node in flow.branches or source.node.op == "lookup"
+        if not is_stream and not source.params:
+            return False
+    return True
 
 
 def _normalized(matrices: Matrices, factor: Node) -> Node | None:
-    """What a norm is taken of whose factor is multiplied by the gain first."""
+    """Return the input of a norm whose factor is multiplied by the gain first."""
     stack = [factor]
     while stack:
         node = stack.pop()
         for user in matrices.flow.users(node):
             if user in matrices.flow.normalizers:
                 stack.append(user)
-            elif (steps := matrices.flow.carriers(user)) and len(steps) == 1:
+                continue
+            steps = matrices.flow.carriers(user)
+            if len(steps) == 1:
                 return steps[0].source
     return None
 
 
-def cuts_of(graph: Graph) -> dict[Place, set[tuple[int, ...]]]:
-    """Return, of every dimension of a parameter, the sizes of parts that the loss cuts it into, the outermost first."""
-    cuts: dict[Place, set[tuple[int, ...]]] = {}
+def cuts_of(graph: Graph) -> dict[ParamDim, set[tuple[int, ...]]]:
+    """Return the sizes that the loss cuts each dimension of a parameter into, outermost first."""
+    cuts: dict[ParamDim, set[tuple[int, ...]]] = {}
     for node in graph.nodes:
         for dim in node.dims:
             for atom in dim:
-                _note(cuts, atom.places, [(atom,)])
+                _add_cuts(cuts, atom.param_dims, (atom,))
     for use in graph.uses:
-        for place, dims in _met(use):
-            _note(cuts, [place], dims)
+        for param_dim, dim in _aligned_dims(use):
+            _add_cuts(cuts, [param_dim], dim)
     return cuts
 
 
-def _note(
-    cuts: dict[Place, set[tuple[int, ...]]], places: Iterable[Place], dims: list[Dim]
+def _add_cuts(
+    cuts: dict[ParamDim, set[tuple[int, ...]]], param_dims: Iterable[ParamDim], dim: Dim
 ) -> None:
-    parts = {sizes for dim in dims for sizes in _parts(dim)}
-    for place in places if parts else ():
-        cuts.setdefault(place, set()).update(parts)
+    """Add the parts of a dimension to the cuts of dimensions of parameters."""
+    parts = _parts(dim)
+    if parts:
+        for param_dim in param_dims:
+            cuts.setdefault(param_dim, set()).update(parts)
 
 
 def _parts(dim: Dim) -> set[tuple[int, ...]]:
-    """Return the parts that a dimension is cut into, or is made of."""
-    parts = {tuple(atom.size for atom in dim)} if len(dim) > 1 else set[tuple[int, ...]]()
+    """Return the sizes of parts that a dimension is cut into, or consists of."""
+    parts: set[tuple[int, ...]] = set()
+    if len(dim) > 1:
+        parts.add(tuple(atom.size for atom in dim))
     for atom in dim:
-        for cut in [root.parts for root in _line(atom) if root.parts is not None]:
-            parts.add((cut[0].size, cut[1].size))
+        for descendant in _descendants(atom):
+            if descendant.parts is not None:
+                outer, inner = descendant.parts
+                parts.add((outer.size, inner.size))
     return parts
 
 
-def _line(atom: Atom) -> list[Atom]:
+def _descendants(atom: Atom) -> list[Atom]:
     """Return the atom and all parts that it was cut into."""
-    parts = [] if atom.parts is None else [*_line(atom.parts[0]), *_line(atom.parts[1])]
-    return [atom, *parts]
+    if atom.parts is None:
+        return [atom]
+    outer, inner = atom.parts
+    return [atom, *_descendants(outer), *_descendants(inner)]
 
 
-def _met(use: OperandUse) -> list[tuple[Place, list[Dim]]]:
-    """Return the dimensions of activations that a parameter's dimensions lie along: contracted with them, or added to them."""
+def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
+    """Return dimensions of a parameter with the dimensions of activations that they lie along.
+
+    A product contracts the two with each other, a sum adds along them.
+    """
     view = use.view
     node = use.node
-    other = use.other
-    if other is None:
+    if use.other is None:
         return []
     if node.op == "dot":
         side = 0 if node.inputs[0] is view else 1
-        pairs = list(
-            zip(node.info["contracted"][side], node.info["contracted"][1 - side], strict=True)
-        )
+        view_dims = node.info["contracted"][side]
+        other_dims = node.info["contracted"][1 - side]
     elif len(view.dims) == len(node.dims):
-        pairs = list(zip(view.dims, node.dims, strict=True))
+        view_dims = view.dims
+        other_dims = node.dims
     else:
-        pairs = []
-    return [
-        (place, [theirs])
-        for own, theirs in pairs
-        for place in sorted(
-            {place for atom in own for place in atom.places if place[0] == use.param}
-        )
-    ]
+        return []
+
+    aligned = []
+    for view_dim, other_dim in zip(view_dims, other_dims, strict=True):
+        param_dims: set[ParamDim] = set()
+        for atom in view_dim:
+            param_dims.update((path, index) for path, index in atom.param_dims if path == use.param)
+        for param_dim in sorted(param_dims):
+            aligned.append((param_dim, other_dim))
+    return aligned
 
 
 class Sample(NamedTuple):
-    """One setting of all sizes, and the shapes of parameters there."""
+    """One setting of all sizes, and the shapes of the parameters at these sizes."""
 
     sizes: Mapping[str, int]
     shapes: Shapes
@@ -293,13 +350,13 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What tracing says.
+    """Result of tracing a loss.
 
     Attributes:
-        specs: path to declaration.
-        evidence: path to the reason, in words.
-        refused: path to why no role is certain, and what to write.
-        tied: declaration of a readout that shares the token embedding's table; None without one.
+        specs: Declaration of each parameter, by path.
+        evidence: Reason for each declaration, in words.
+        refused: Reason why a parameter's role is not certain, and what to write instead.
+        tied: Declaration of a readout that shares the token embedding's table, or `None`.
     """
 
     specs: dict[str, ParamSpec]
@@ -309,21 +366,24 @@ class Roles:
 
 
 def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
-    """The declarations of a traced loss.
+    """Return the declarations of the parameters of a traced loss.
 
     Args:
-        graph: of the loss at the first of the samples.
-        samples: shapes at the base, then with each size changed alone.
+        graph: Graph of the loss at the sizes of the first sample.
+        samples: Shapes at the base sizes, then with each size changed alone.
     """
     names, refused = axis_names(samples, graph)
     named = {param: axes for param, axes in names.items() if param not in refused}
     flow = Flow(graph)
-    of_attention = attentions(flow)
-    matrices = Matrices(flow, of_attention, named)
-    refused |= {param: reason for param, reason in matrices.refused.items() if param not in refused}
+    all_attention = attentions(flow)
+    matrices = Matrices(flow, all_attention, named)
+    for param, reason in matrices.refused.items():
+        refused.setdefault(param, reason)
     uses: dict[str, list[OperandUse]] = {}
     for use in graph.uses:
         uses.setdefault(use.param, []).append(use)
+
+    has_kv_heads = "kv_heads" in samples[0].sizes
     specs: dict[str, ParamSpec] = {}
     evidence: dict[str, str] = {}
     tied = None
@@ -331,16 +391,14 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         if param in refused:
             continue
         try:
-            facts = [_fact(matrices, of_attention, use) for use in uses.get(param, [])]
-            one, readout = _one(facts)
-            if "kv_heads" not in samples[0].sizes and Role(one.of or one.role) in (
-                Role.KEY,
-                Role.VALUE,
-            ):
-                axes = tuple(
-                    axis.replace("heads", "kv_heads") for axis in axes
-                )  # as presets call them
-            specs[param], evidence[param] = _spec(axes, one), one.evidence
+            facts = [_fact(matrices, all_attention, use) for use in uses.get(param, [])]
+            agreed, readout = _agreed(facts)
+            owner = Role(agreed.of or agreed.role)
+            if not has_kv_heads and owner in (Role.KEY, Role.VALUE):
+                # Presets name the heads of keys and values so in every model.
+                axes = tuple(axis.replace("heads", "kv_heads") for axis in axes)
+            specs[param] = _spec(axes, agreed)
+            evidence[param] = agreed.evidence
             if readout is not None:
                 tied = dataclasses.replace(_spec(axes, readout), tied=True)
                 evidence[param] += f"; tied: {readout.evidence}"
@@ -349,7 +407,12 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     return Roles(specs, evidence, refused, tied)
 
 
-def _fact(matrices: Matrices, of_attention: list[Attention], use: OperandUse) -> Constraint:
+def _fact(matrices: Matrices, all_attention: list[Attention], use: OperandUse) -> Constraint:
+    """Return the complete constraint from one use of a parameter.
+
+    Raises:
+        Refusal: The role is not certain.
+    """
     flow = matrices.flow
     if use.node in flow.opaque:
         raise Refusal(
@@ -357,127 +420,180 @@ def _fact(matrices: Matrices, of_attention: list[Attention], use: OperandUse) ->
         )
     if use.view.kind == "derived":
         raise Refusal(
-            f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored"
+            f"it is computed with ({use.view.op}) before it meets an activation; "
+            "apply it as it is stored"
         )
-    declared = (
-        matrices.at[use.node, use.param] if use.node in flow.matrices else fact(matrices, use)
-    )
-    memory = [
-        use.other
-        for of in of_attention
-        if of.cross
-        for node, _ in of.keys
-        for use in flow.matrices[node]
+    if use.node in flow.matrices:
+        constraint = matrices.constraints[use.node, use.param]
+    else:
+        constraint = fact(matrices, use)
+    cross_attention = [attention for attention in all_attention if attention.cross]
+    encoder = _is_in_encoder(flow, cross_attention, use.node)
+
+    # A norm before several matrices is one of cross-attention if all of them are its queries.
+    is_gain_or_bias = constraint.role in (Role.NORM_GAIN, Role.BIAS)
+    is_norm = is_gain_or_bias and constraint.of in (None, Role.NORM_GAIN)
+    if is_norm and constraint.in_block and not encoder:
+        cross = _makes_cross_queries(flow, cross_attention, use.node)
+        constraint = dataclasses.replace(constraint, cross=cross)
+    shared = _shared(matrices, use, constraint)
+    return dataclasses.replace(constraint, encoder=encoder, shared=shared)
+
+
+def _is_in_encoder(flow: Flow, cross_attention: list[Attention], node: Node) -> bool:
+    """Return whether keys of cross-attention are computed from a value."""
+    for attention in cross_attention:
+        for key, _ in attention.keys:
+            for use in flow.matrices[key]:
+                if use.other is not None and flow.precedes(node, use.other):
+                    return True
+    return False
+
+
+def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Node) -> bool:
+    """Return whether all matrices that a value goes into make queries of cross-attention."""
+    queries: set[Node] = set()
+    for attention in cross_attention:
+        queries.update(query for query, _ in attention.queries)
+    matrices = [
+        destination.end for destination in flow.reaches(node) if flow.matrix(destination.end)
     ]
-    encoder = any(x is not None and flow.precedes(use.node, x) for x in memory)
-    if (
-        declared.role in (Role.NORM_GAIN, Role.BIAS)
-        and declared.in_block
-        and not encoder
-        and declared.of in (None, Role.NORM_GAIN)
-    ):
-        nexts = [end for end, _, _ in flow.reaches(use.node) if flow.matrix(end)]
-        crossed = [
-            any(node is end for of in of_attention if of.cross for node, _ in of.queries)
-            for end in nexts
-        ]
-        declared = dataclasses.replace(declared, cross=bool(crossed) and all(crossed))
-    return dataclasses.replace(declared, encoder=encoder, shared=_shared(matrices, use, declared))
+    return bool(matrices) and all(matrix in queries for matrix in matrices)
 
 
-def _shared(matrices: Matrices, use: OperandUse, fact: Constraint) -> tuple[str, ...]:
-    """Return the growing axes of what a parameter meets that it has not itself: along these its gradient is a sum.
+def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tuple[str, ...]:
+    """Return the growing axes of the other operand that the parameter itself lacks.
 
-    Of a QK-norm's gain and a relative bias its own axes say so already.
+    The parameter's gradient is a sum over these axes.
     """
-    if not fact.in_block or fact.of in (Role.QUERY, Role.KEY) or fact.role is Role.RELATIVE_BIAS:
+    # The own axes of a QK-norm's gain and of a relative bias already tell about the sum.
+    is_qk_norm = constraint.of in (Role.QUERY, Role.KEY)
+    if not constraint.in_block or is_qk_norm or constraint.role is Role.RELATIVE_BIAS:
         return ()
-    own = set(split_names(matrices.names[use.param])) | FIXED | {"layers", "encoder_layers"}
-    axes: dict[str, None] = {}
+    excluded = set(split_names(matrices.names[use.param]))
+    excluded |= FIXED | {"layers", "encoder_layers"}
     if use.node.op == "dot":
         side = 0 if use.node.inputs[0] is use.view else 1
         atoms = use.node.info["kept"][1 - side]
     else:
         atoms = {atom for dim in use.node.dims for atom in dim}
-    for atom in sorted(atoms, key=lambda atom: sorted(atom.places)):
-        if any(param == use.param for param, _ in atom.places):
+
+    axes: dict[str, None] = {}
+    for atom in sorted(atoms, key=lambda atom: sorted(atom.param_dims)):
+        if any(param == use.param for param, _ in atom.param_dims):
             continue
-        names = {matrices.names[param][at] for param, at in atom.places if param in matrices.names}
-        if len(names) == 1 and not names & own:
+        names = set()
+        for param, index in atom.param_dims:
+            if param in matrices.names:
+                names.add(matrices.names[param][index])
+        if len(names) == 1 and not names & excluded:
             axes |= dict.fromkeys(names)
+    # `shared` holds single axes, and "heads head_dim" is two.
     return tuple(axis for axis in axes if " " not in axis)
 
 
-def _one(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
-    """What all uses say together, and the fact of a readout that is tied to an embedding."""
+def _agreed(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
+    """Return the constraint that all uses agree on.
+
+    The second value is the constraint of a readout that is tied to this embedding, or `None`.
+
+    Raises:
+        Refusal: There are no uses, or they do not agree.
+    """
     if not facts:
         raise Refusal("the loss does not use it; leave it out")
+    # A parameter belongs to the encoder only if all its uses do.
     encoder = all(fact.encoder for fact in facts)
-    same = {dataclasses.replace(fact, evidence="", encoder=encoder): fact for fact in facts}
-    roles = {fact.role: dataclasses.replace(fact, encoder=encoder) for fact in same.values()}
-    if len(same) == 1:
-        return next(iter(roles.values())), None
-    if len(same) == 2 and set(roles) == {Role.TOKEN_EMBEDDING, Role.READOUT}:
-        return roles[Role.TOKEN_EMBEDDING], dataclasses.replace(roles[Role.READOUT], encoder=False)
+    distinct: dict[Constraint, Constraint] = {}
+    for fact in facts:
+        distinct[dataclasses.replace(fact, evidence="", encoder=encoder)] = fact
+    by_role = {}
+    for fact in distinct.values():
+        by_role[fact.role] = dataclasses.replace(fact, encoder=encoder)
+    if len(distinct) == 1:
+        return next(iter(by_role.values())), None
+    if len(distinct) == 2 and set(by_role) == {Role.TOKEN_EMBEDDING, Role.READOUT}:
+        readout = dataclasses.replace(by_role[Role.READOUT], encoder=False)
+        return by_role[Role.TOKEN_EMBEDDING], readout
     uses = sorted({fact.evidence for fact in facts})
     raise Refusal(
-        f"its uses do not agree: {'; or '.join(uses)}; make them parameters of their own, or declare its role"
+        f"its uses do not agree: {'; or '.join(uses)}; make them parameters of their own, or "
+        "declare its role"
     )
 
 
-def _spec(names: tuple[str, ...], fact: Constraint) -> ParamSpec:
-    if fact.cross and fact.role in (Role.KEY, Role.VALUE):
-        names = tuple("memory" if at in fact.fan_in else axis for at, axis in enumerate(names))
-    part = "cross" if fact.cross else "encoder" if fact.encoder else ""
+def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
+    """Return the declaration of a parameter.
+
+    Args:
+        names: Axes of each dimension. Two axes of one dimension have a space between them.
+    """
+    if constraint.cross and constraint.role in (Role.KEY, Role.VALUE):
+        # They read the width of the memory, which is another axis than the stream's.
+        names = tuple(
+            "memory" if index in constraint.fan_in else axis for index, axis in enumerate(names)
+        )
+    part = ""
+    if constraint.cross:
+        part = "cross"
+    elif constraint.encoder:
+        part = "encoder"
     return ParamSpec(
-        role=fact.role,
+        role=constraint.role,
         axes=split_names(names),
-        fan_in=split_names([names[at] for at in fact.fan_in]),
-        in_block=fact.in_block,
-        of=fact.of,
+        fan_in=split_names([names[index] for index in constraint.fan_in]),
+        in_block=constraint.in_block,
+        of=constraint.of,
         part=part,
-        value_dim=fact.value_dim,
-        shared=fact.shared,
+        value_dim=constraint.value_dim,
+        shared=constraint.shared,
     )
 
 
 def axis_names(
     samples: Sequence[Sample], graph: Graph | None = None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the axis of every dimension, by parameter; and why a parameter has none: what its dimension is instead.
+    """Name the axis of every dimension of every parameter.
 
-    A dimension that is several axes has their names in order, with spaces between: "heads head_dim" (`split_names`).
+    A dimension of two axes has both names in order, with a space between: "heads head_dim"
+    (`split_names`).
 
     Args:
-        samples: at the base first, then with each size changed.
-        graph: of the loss at the base, which shows how a dimension of several axes is cut; None: such a one is refused.
+        samples: Shapes at the base sizes first, then with each size changed.
+        graph: Graph of the loss at the base sizes, which shows how a dimension of two axes is cut.
+            By default such dimensions are refused.
+
+    Returns:
+        Names by parameter, and for parameters with an unnamed dimension the reason.
     """
     cuts = {} if graph is None else cuts_of(graph)
-    # No parameter counts active experts, and the memory's width is the stream's: what reads it is told apart by flow.
-    columns = {
-        axis: tuple(sample.sizes[axis] for sample in samples)
-        for axis in samples[0].sizes
-        if axis not in ("active", "memory")
-    }
+    # No parameter has an axis of active experts. The memory is as wide as the stream, and the axis
+    # of what reads the memory is found by flow.
+    columns = {}
+    for axis in samples[0].sizes:
+        if axis not in ("active", "memory"):
+            columns[axis] = tuple(sample.sizes[axis] for sample in samples)
+
     names: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
     for param, shape in samples[0].shapes.items():
         axes = []
-        for at in range(len(shape)):
-            column = tuple(sample.shapes[param][at] for sample in samples)
-            fitting = [axis for axis, sizes in columns.items() if sizes == column]
-            if len(fitting) == 1:
-                axes.append(*fitting)
+        for index in range(len(shape)):
+            column = tuple(sample.shapes[param][index] for sample in samples)
+            matching = [axis for axis, sizes in columns.items() if sizes == column]
+            if len(matching) == 1:
+                axes.append(matching[0])
                 continue
-            several = _cut_axes(column, columns, cuts.get((param, at), ()))
-            if several:
-                axes.append(several)
+            two_axes = _cut_axes(column, columns, cuts.get((param, index), ()))
+            if two_axes:
+                axes.append(two_axes)
                 continue
-            refused.setdefault(param, _why(at, column, fitting, columns))
+            refused.setdefault(param, _reason(index, column, matching, columns))
         axes = _as_heads(param, axes, samples[0].sizes, cuts)
         if param not in refused and len(set(axes)) < len(axes):
             refused[param] = (
-                f"two of its dimensions {shape} are the same axis; name them apart: {', '.join(axes)}"
+                f"two of its dimensions {shape} are the same axis; name them apart: "
+                f"{', '.join(axes)}"
             )
         names[param] = tuple(axes)
     return names, refused
@@ -488,20 +604,25 @@ def _cut_axes(
     columns: Mapping[str, tuple[int, ...]],
     cuts: Collection[tuple[int, ...]],
 ) -> str:
-    """Return the axes that a dimension is a product of, in the order in which the loss cuts it; empty where it does not.
+    """Return the two axes whose product a dimension is, in the order in which the loss cuts it.
+
+    The result is empty if there are none, or if their order cannot be told.
 
     Args:
-        column: sizes of the dimension in all samples.
-        columns: those of every axis.
-        cuts: sizes of the parts that the loss takes the dimension apart into, the outermost first.
+        column: Size of the dimension in every sample.
+        columns: Size of every axis in every sample.
+        cuts: Sizes of the parts that the loss cuts the dimension into, the outermost first.
     """
-    for axes in itertools.permutations(columns, 2):
-        first, second = (columns[axis] for axis in axes)
-        product = tuple(outer * inner for outer, inner in zip(first, second, strict=True))
-        if product == column and (first[0], second[0]) in cuts:
-            if first[0] == second[0]:
-                return ""  # the order cannot be told
-            return " ".join(axes)
+    for outer_axis, inner_axis in itertools.permutations(columns, 2):
+        outer_sizes = columns[outer_axis]
+        inner_sizes = columns[inner_axis]
+        product = tuple(
+            outer * inner for outer, inner in zip(outer_sizes, inner_sizes, strict=True)
+        )
+        if product == column and (outer_sizes[0], inner_sizes[0]) in cuts:
+            if outer_sizes[0] == inner_sizes[0]:
+                return ""
+            return f"{outer_axis} {inner_axis}"
     return ""
 
 
@@ -509,39 +630,61 @@ def _as_heads(
     param: str,
     names: list[str],
     sizes: Mapping[str, int],
-    cuts: Mapping[Place, Collection[tuple[int, ...]]],
+    cuts: Mapping[ParamDim, Collection[tuple[int, ...]]],
 ) -> list[str]:
-    """Return the names where a width that the loss cuts into heads is "heads head_dim".
+    """Return the names with "heads head_dim" for a width that the loss cuts into heads.
 
-    In models whose heads make up the width, embed = heads * head_dim, no size of a head is named.
+    In models whose heads make up the width, embed = heads * head_dim, no size is named head_dim.
     """
     if "head_dim" in sizes or "heads" not in sizes:
         return names
-    heads = sizes["heads"]
-    cut = {
-        at
-        for at in range(len(names))
-        if any(parts[:1] == (heads,) for parts in cuts.get((param, at), ()))
-    }
-    return [
-        "heads head_dim" if name == "embed" and at in cut else name for at, name in enumerate(names)
-    ]
+    num_heads = sizes["heads"]
+    result = []
+    for index, name in enumerate(names):
+        is_cut = any(parts[:1] == (num_heads,) for parts in cuts.get((param, index), ()))
+        result.append("heads head_dim" if name == "embed" and is_cut else name)
+    return result
 
 
-def _why(
-    at: int, column: tuple[int, ...], fitting: Sequence[str], columns: Mapping[str, tuple[int, ...]]
+def _reason(
+    index: int,
+    column: tuple[int, ...],
+    matching: Sequence[str],
+    columns: Mapping[str, tuple[int, ...]],
 ) -> str:
-    if fitting:
-        return f"dimension {at} is {' and '.join(fitting)} at all sizes; build the model so that each can change alone"
+    """Return the reason why a dimension has no name, and what to write instead.
+
+    Args:
+        column: Size of the dimension in every sample.
+        matching: Axes with these sizes, none or at least two.
+        columns: Size of every axis in every sample.
+    """
+    if matching:
+        return (
+            f"dimension {index} is {' and '.join(matching)} at all sizes; "
+            "build the model so that each can change alone"
+        )
     growing = {axis: sizes for axis, sizes in columns.items() if len(set(sizes)) > 1}
     for count in (2, 3):
         for axes in itertools.combinations(growing, count):
-            products = [math.prod(of) for of in zip(*(growing[axis] for axis in axes), strict=True)]
-            if len({n / m for n, m in zip(column, products, strict=True)}) == 1:
-                times = column[0] / products[0]
-                product = " x ".join([*([f"{times:g}"] if times != 1 else []), *axes])
-                return f"dimension {at} is {product}; a declaration names one axis a dimension: keep {' and '.join(axes)} apart"
+            sample_sizes = zip(*(growing[axis] for axis in axes), strict=True)
+            products = [math.prod(sizes) for sizes in sample_sizes]
+            ratios = {size / product for size, product in zip(column, products, strict=True)}
+            if len(ratios) == 1:
+                factor = column[0] / products[0]
+                factors = [*axes] if factor == 1 else [f"{factor:g}", *axes]
+                return (
+                    f"dimension {index} is {' x '.join(factors)}; a declaration names one axis a "
+                    f"dimension: keep {' and '.join(axes)} apart"
+                )
     for axis, sizes in growing.items():
-        if len(ratios := {n / m for n, m in zip(column, sizes, strict=True)}) == 1:
-            return f"dimension {at} is {ratios.pop():g} x {axis}; make {axis} a dimension of its own, or name this size"
-    return f"dimension {at}, of size {column[0]}, grows with none of {', '.join(columns)}; name it among the sizes"
+        ratios = {size / axis_size for size, axis_size in zip(column, sizes, strict=True)}
+        if len(ratios) == 1:
+            return (
+                f"dimension {index} is {ratios.pop():g} x {axis}; make {axis} a dimension of its "
+                "own, or name this size"
+            )
+    return (
+        f"dimension {index}, of size {column[0]}, grows with none of {', '.join(columns)}; "
+        "name it among the sizes"
+    )

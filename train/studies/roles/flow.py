@@ -1,9 +1,8 @@
-"""How signals go through a traced loss: what carries them on unchanged in kind, where they meet, branches, softmaxes and norms.
+"""Signals in a traced loss: the operations that carry them, their products, branches and norms.
 
-A signal is carried by layout operations, sums, scalings, gains and norms; elementwise nonlinearities and gates carry it too but
-are noted. Statistics (of norms, of softmax) and integers carry none.
-
-Norms and softmaxes only scale a signal by a statistic of its own.
+Layout operations, sums, scalings, gains and norms carry a signal unchanged in kind. Elementwise
+nonlinearities and gates carry it, too, but are noted. Statistics (of norms and softmaxes) and
+integers carry none: norms and softmaxes only scale a signal by a statistic of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from mupax.train.studies.roles.operations import LAYOUT
 
 SQUARES = frozenset({"square", "integer_pow"})
 _SCALES = LAYOUT | {"add", "add_any", "sub", "mul", "div", "max", "reduce_sum"}
+"""Operations between the squares and the root of a norm's statistic."""
 
 ADDS = frozenset({"add", "add_any", "sub"})
 BRANCHES = frozenset({"add", "add_any"})
+"""Sums that can end a residual branch."""
 NONLINEAR = frozenset({
-    "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erfc", "max", "min", "square", "integer_pow", "pow", "sin",
-    "cos", "abs", "sqrt", "rsqrt", "cbrt", "clamp", "atan", "tan", "sinh", "cosh", "asinh", "cumsum", "cumlogsumexp", "sign",
-    "reduce_prod",
+    "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erfc", "max", "min",
+    "square", "integer_pow", "pow", "sin", "cos", "abs", "sqrt", "rsqrt", "cbrt", "clamp", "atan",
+    "tan", "sinh", "cosh", "asinh", "cumsum", "cumlogsumexp", "sign", "reduce_prod",
 })  # fmt: skip
 STILL = frozenset(
     {
@@ -39,98 +40,126 @@ STILL = frozenset(
         "sign",
     }
 )
-"""What a signal ends in: orders and extremes, which other operations take for what they cost no gradient."""
+"""Operations in which a signal ends: orders and extremes.
+
+Other operations use their results only for purposes that need no gradient.
+"""
 
 
-def norms(graph: Graph) -> tuple[set[Node], set[Node]]:
-    """Values within a norm's statistic, and what a norm multiplies or divides by, times its gain or not.
+class Norms(NamedTuple):
+    """Values of all norms in a graph."""
 
-    A statistic is a root of sums of squares, with what is added and the means that are subtracted.
+    statistics: set[Node]
+    """Values between the input of a norm and its root."""
+    factors: set[Node]
+    """Values that a norm multiplies or divides by, with or without its gain."""
+
+
+def norms(graph: Graph) -> Norms:
+    """Find the norms of a graph.
+
+    A norm's statistic is the root of a sum of squares, with or without a constant that is added and
+    a mean that is subtracted.
     """
-    inside: set[Node] = set()
+    statistics: set[Node] = set()
     factors: set[Node] = set()
     for root in graph.nodes:
-        if (
-            root.op in ("rsqrt", "sqrt", "pow")
-            and root.kind == "activation"
-            and (chain := _statistic(root))
-        ):
-            inside |= chain
-            factors.add(root)
+        if root.op in ("rsqrt", "sqrt", "pow") and root.kind == "activation":
+            chain = _statistic(root)
+            if chain:
+                statistics |= chain
+                factors.add(root)
     for node in graph.nodes:
-        signals = [x for x in node.inputs if x.kind == "activation"]
-        if signals and all(x in factors for x in signals) and node.op in LAYOUT | {"mul", "div"}:
+        signals = [operand for operand in node.inputs if operand.kind == "activation"]
+        all_factors = bool(signals) and all(operand in factors for operand in signals)
+        if all_factors and node.op in LAYOUT | {"mul", "div"}:
             factors.add(node)
-    return inside, factors
+    return Norms(statistics, factors)
 
 
 def _statistic(root: Node) -> set[Node]:
-    """What a root is taken of, back to squares; empty where that is no sum of squares."""
+    """Return the values from a root back to the squares. Empty if it is no root of their sum."""
     chain: set[Node] = set()
-    stack, summed, squared = [root.inputs[0]], False, False
+    stack = [root.inputs[0]]
+    has_sum = False
+    has_squares = False
     while stack:
         node = stack.pop()
         if node in chain or node.kind != "activation":
             continue
         chain.add(node)
-        summed |= node.op == "reduce_sum"
+        has_sum |= node.op == "reduce_sum"
         if node.op in SQUARES or (node.op == "mul" and node.inputs[0] is node.inputs[1]):
-            squared = True
+            has_squares = True
             continue
         if node.op not in _SCALES:
             return set()
         stack.extend(node.inputs)
-    return chain if summed and squared else set()
+    return chain if has_sum and has_squares else set()
 
 
-def softmaxes(graph: Graph) -> tuple[set[Node], set[Node]]:
-    """Exponentials that are divided by their sums, and those sums or one over them."""
-    after = users(graph)
+class Softmaxes(NamedTuple):
+    """Values of all softmaxes in a graph."""
+
+    exps: set[Node]
+    """Exponentials that are divided by their sums."""
+    denominators: set[Node]
+    """These sums, and their inverses."""
+
+
+def softmaxes(graph: Graph) -> Softmaxes:
+    """Find the softmaxes of a graph."""
+    users_of = users(graph)
     exps: set[Node] = set()
-    sums: set[Node] = set()
+    denominators: set[Node] = set()
     for exp in graph.nodes:
         if exp.op != "exp" or exp.kind != "activation":
             continue
-        moved = _closure([exp], after, LAYOUT)
-        totals = {
-            user for x in (exp, *moved) for user in after.get(x, []) if user.op == "reduce_sum"
-        }
-        below = totals | _closure(totals, after, LAYOUT)
-        over = {user for x in below for user in after.get(x, []) if _inverse(user, x)}
-        divides = any(
-            user.op == "div" and user.inputs[1] is x for x in below for user in after.get(x, [])
-        )
-        if divides or over:
+        # jax.nn.softmax divides by the sum. A kernel written by hand may multiply by its inverse.
+        sums: set[Node] = set()
+        for node in (exp, *_closure([exp], users_of, LAYOUT)):
+            sums.update(user for user in users_of.get(node, []) if user.op == "reduce_sum")
+        divisors = sums | _closure(sums, users_of, LAYOUT)
+        inverses: set[Node] = set()
+        divides = False
+        for node in divisors:
+            for user in users_of.get(node, []):
+                if _is_inverse(user, node):
+                    inverses.add(user)
+                divides |= user.op == "div" and user.inputs[1] is node
+        if divides or inverses:
             exps.add(exp)
-            sums |= below | over | _closure(over, after, LAYOUT)
-    return exps, sums
+            denominators |= divisors | inverses | _closure(inverses, users_of, LAYOUT)
+    return Softmaxes(exps, denominators)
 
 
-def _inverse(node: Node, of: Node) -> bool:
+def _is_inverse(node: Node, operand: Node) -> bool:
+    """Return whether a value is a constant divided by the operand, or its power -1."""
     if node.op == "div":
-        return node.inputs[1] is of and node.inputs[0].kind == "constant"
+        return node.inputs[1] is operand and node.inputs[0].kind == "constant"
     return node.op == "integer_pow" and node.info["power"] == -1
 
 
 def _closure(
-    nodes: Iterable[Node], after: Mapping[Node, list[Node]], ops: frozenset[str]
+    nodes: Iterable[Node], users_of: Mapping[Node, list[Node]], ops: frozenset[str]
 ) -> set[Node]:
-    """All that these operations make of values."""
-    stack, out = list(nodes), set()
+    """Return all values that these operations compute from nodes, in any number of steps."""
+    stack = list(nodes)
+    result: set[Node] = set()
     while stack:
-        for user in after.get(stack.pop(), []):
-            if user.op in ops and user not in out:
-                out.add(user)
+        for user in users_of.get(stack.pop(), []):
+            if user.op in ops and user not in result:
+                result.add(user)
                 stack.append(user)
-    return out
+    return result
 
 
 class Step(NamedTuple):
-    """One operand that carries a signal into a value."""
+    """Operand that carries a signal into a value."""
 
     source: Node
     plain: bool
-    """Whether without a nonlinearity, a gate or a product of two signals."""
+    """Whether the step has no nonlinearity, gate or product of two signals."""
 
 
 class SignalSource(NamedTuple):
@@ -138,176 +167,216 @@ class SignalSource(NamedTuple):
 
     node: Node
     params: frozenset[str]
-    """Matrices whose products it is, of a product with a parameter; empty of any other."""
+    """Parameters, if the origin is a product with parameters. Empty otherwise."""
     plain: bool
+    """Whether no nonlinearity, gate or product of two signals lies between."""
+
+
+class Destination(NamedTuple):
+    """End of the way of a signal: a product, the end of a branch, or the loss."""
+
+    end: Node
+    last: Node
+    """Operand of `end` that carries the signal."""
+    plain: bool
+    """Whether no nonlinearity, gate or product of two signals lies between."""
+
+
+class Branch(NamedTuple):
+    """Residual branch, which a sum ends."""
+
+    fork: Node
+    """Value of the stream at which the branch leaves it."""
+    last: Node
+    """Last value of the branch, which the sum adds to the stream."""
 
 
 class Flow:
-    """The signals of a graph.
-
-    Args:
-        graph: of a loss.
-    """
+    """Signals of a graph, and the products, branches and norms on their ways."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.matrices: dict[Node, list[OperandUse]] = {}
+        """Uses of parameters in each product with parameters."""
         for use in graph.uses:
             if use.node.op == "dot":
                 self.matrices.setdefault(use.node, []).append(use)
         self._users = users(graph)
-        self.before = [0] * len(graph.nodes)
+
+        self._ancestors = [0] * len(graph.nodes)
+        """For each value a set of the values that it is computed from, as bits of an integer."""
         for node in graph.nodes:
-            for x in node.inputs:
-                self.before[node.number] |= self.before[x.number] | 1 << x.number
+            for operand in node.inputs:
+                bits = self._ancestors[operand.number] | 1 << operand.number
+                self._ancestors[node.number] |= bits
+
         self.still: set[Node] = set()
+        """Values that carry no signal."""
         for node in graph.nodes:
-            signals = [x for x in node.inputs if x.kind == "activation" and x.floating]
-            if node.op in STILL or (signals and all(x in self.still for x in signals)):
+            signals = _signals(node)
+            if node.op in STILL or (signals and all(operand in self.still for operand in signals)):
                 self.still.add(node)
-        self.opaque = {
-            n
-            for n in graph.nodes
-            if n.floating and n.kind in ("activation", "derived") and n.op not in _ALL
-        }
+
+        self.opaque: set[Node] = set()
+        """Results of unsupported operations."""
+        for node in graph.nodes:
+            depends_on_params = node.kind in ("activation", "derived")
+            if node.floating and depends_on_params and node.op not in _SUPPORTED:
+                self.opaque.add(node)
+
         self.statistics, self.normalizers = norms(graph)
         self.exps, self.denominators = softmaxes(graph)
         self.consumers: dict[Node, list[tuple[Node, bool]]] = {}
+        """Values into which each value carries its signal, with `Step.plain`."""
         for node in graph.nodes:
             for source, plain in self.carriers(node):
                 self.consumers.setdefault(source, []).append((node, plain))
         self.products = {node for node in graph.nodes if self.mixes(node)}
-        self.branches: dict[Node, tuple[Node, Node]] = {}
+        """Products of two activations. `matrices.attentions` removes sums that a router weighs."""
+
+        self.branches: dict[Node, Branch] = {}
+        """Branch that each sum ends."""
         for node in graph.nodes:
-            if (branch := self._branch(node)) is not None:
+            branch = self._branch(node)
+            if branch is not None:
                 self.branches[node] = branch
 
-    def precedes(self, node: Node, other: Node) -> bool:
-        """Whether a value is the other one, or what it is made of.
-
-        Args:
-            node: that may come first.
-            other: that may be made of it.
-        """
-        return node is other or bool(self.before[other.number] >> node.number & 1)
+    def precedes(self, ancestor: Node, node: Node) -> bool:
+        """Return whether `ancestor` is `node`, or `node` is computed from it."""
+        return ancestor is node or bool(self._ancestors[node.number] >> ancestor.number & 1)
 
     def carriers(self, node: Node) -> list[Step]:
-        """The operands whose signal goes on in a value."""
-        if (
-            not node.floating
-            or node.kind != "activation"
-            or node in self.statistics
-            or node in self.still
-        ):
+        """Return the operands that carry a signal into a value."""
+        if not node.floating or node.kind != "activation":
             return []
-        signals = [
-            x for x in node.inputs if x.kind == "activation" and x.floating and x not in self.still
-        ]
-        signals = [x for x in signals if x not in self.normalizers and x not in self.denominators]
-        if node in self.normalizers:
+        if node in self.statistics or node in self.still or node in self.normalizers:
             return []
-        if node.op == "dot":
-            return [Step(x, len(signals) < 2) for x in signals]
+        # The factor of a norm and the sum of a softmax only scale the other operand.
+        signals = []
+        for operand in _signals(node):
+            is_factor = operand in self.normalizers or operand in self.denominators
+            if operand not in self.still and not is_factor:
+                signals.append(operand)
+        is_single = len(signals) < 2
+
+        if node.op in ("dot", "mul"):
+            return [Step(operand, is_single) for operand in signals]
         if node.op in ADDS or node.op in LAYOUT:
-            return [Step(x, True) for x in signals]
-        if node.op == "mul":
-            return [Step(x, len(signals) < 2) for x in signals]
+            return [Step(operand, True) for operand in signals]
         if node.op == "div":
-            return [Step(x, x is node.inputs[0] and len(signals) < 2) for x in signals]
-        return [Step(x, node.op not in NONLINEAR and node.op in _LINEAR) for x in signals]
+            return [Step(operand, operand is node.inputs[0] and is_single) for operand in signals]
+        is_linear = node.op not in NONLINEAR and node.op in _LINEAR
+        return [Step(operand, is_linear) for operand in signals]
 
     def matrix(self, node: Node) -> bool:
-        """Whether it is the product of an activation, or the batch, with parameters."""
+        """Return whether a value is a product of parameters with an activation or the batch."""
         return node in self.matrices
 
     def mixes(self, node: Node) -> bool:
-        """Whether it is a product of two activations."""
-        return (
-            node.op == "dot"
-            and not self.matrix(node)
-            and sum(x.kind == "activation" for x in node.inputs) == 2
-        )
+        """Return whether a value is a product of two activations."""
+        if node.op != "dot" or self.matrix(node):
+            return False
+        return sum(operand.kind == "activation" for operand in node.inputs) == 2
 
     def sources(self, node: Node, *, through: bool = False) -> list[SignalSource]:
-        """Where the signal of a value comes from: products with parameters or of two signals, streams, lookups, the batch.
+        """Return the origins of a value's signal.
+
+        An origin is a product with parameters, a product of two signals, the end of a branch, a
+        lookup, an unsupported operation, or the batch.
 
         Args:
-            node: the value.
-            through: go on where a nonlinearity is, which `Source.plain` then says.
+            through: Whether to go on through nonlinearities, which `SignalSource.plain` then tells.
+                Otherwise they are origins, too.
         """
-        out: dict[tuple[Node, frozenset[str]], SignalSource] = {}
+        result: dict[tuple[Node, frozenset[str]], SignalSource] = {}
         stack: list[tuple[Node, frozenset[str] | None, bool]] = [(node, None, True)]
         visited: set[tuple[Node, frozenset[str] | None, bool]] = set()
         while stack:
-            at, only, plain = stack.pop()
-            if (at, only, plain) in visited:
+            entry = stack.pop()
+            if entry in visited:
                 continue
-            visited.add((at, only, plain))
-            if "selected" in at.info:
-                only = (
-                    at.info["selected"]
-                    if only is None
-                    else only & at.info["selected"] or at.info["selected"]
-                )
-            steps = self.carriers(at)
-            if at in self.matrices:
-                params = frozenset(use.param for use in self.matrices[at])
-                params = params & only if only else params
-                out.setdefault((at, params), SignalSource(at, params, plain))
-            elif (
-                self._begins(at) or not steps or not (through or all(step.plain for step in steps))
-            ):
-                out.setdefault((at, frozenset()), SignalSource(at, frozenset(), plain))
-            else:
-                stack.extend((step.source, only, plain and step.plain) for step in steps)
-        return list(out.values())
+            visited.add(entry)
+            # `selected` are the parameters of this part of a concatenation, such as the queries in
+            # a fused projection. `None` if nothing was sliced on the way.
+            current, selected, plain = entry
+            if "selected" in current.info:
+                in_slice = current.info["selected"]
+                if selected is not None and selected & in_slice:
+                    selected = selected & in_slice
+                else:
+                    selected = in_slice
 
-    def _begins(self, node: Node) -> bool:
-        return (
-            any(node in nodes for nodes in (self.products, self.opaque, self.branches))
-            or node.op == "lookup"
-        )
+            steps = self.carriers(current)
+            if current in self.matrices:
+                params = frozenset(use.param for use in self.matrices[current])
+                if selected:
+                    params = params & selected
+                result.setdefault((current, params), SignalSource(current, params, plain))
+                continue
+            is_passable = through or all(step.plain for step in steps)
+            if self._is_origin(current) or not steps or not is_passable:
+                no_params = frozenset[str]()
+                result.setdefault((current, no_params), SignalSource(current, no_params, plain))
+                continue
+            for step in steps:
+                stack.append((step.source, selected, plain and step.plain))
+        return list(result.values())
 
-    def reaches(self, node: Node, param: str = "") -> Iterator[tuple[Node, Node, bool]]:
-        """Where the signal of a value goes: every next product, branch's end or end of all, as (there, from where, plain).
+    def _is_origin(self, node: Node) -> bool:
+        """Return whether `sources` ends at a value that is no product with parameters."""
+        is_product = node in self.products
+        return is_product or node in self.opaque or node in self.branches or node.op == "lookup"
+
+    def reaches(self, node: Node, param: str = "") -> Iterator[Destination]:
+        """Yield the destinations of a value's signal.
+
+        Destinations are the next products, ends of branches, unsupported operations, `top_k` and
+        the loss. The signal goes on behind a product of two activations.
 
         Args:
-            node: the value.
-            param: whose signal it is: where products of several were laid side by side, only its part is followed.
+            param: Parameter whose signal it is. Of a concatenation of several products, only the
+                part of this parameter is followed. By default all of it.
         """
-        stack, visited = [(node, True)], set()
+        stack = [(node, True)]
+        visited = set()
         while stack:
-            at, plain = stack.pop()
-            if (at, plain) in visited:
+            entry = stack.pop()
+            if entry in visited:
                 continue
-            visited.add((at, plain))
-            nexts = self.consumers.get(at, [])
-            if any(x.op == "top_k" for x in self.users(at)):
-                yield next(x for x in self.users(at) if x.op == "top_k"), at, plain
-            for other, step in nexts:
-                if param and param not in other.info.get("selected", (param,)):
+            visited.add(entry)
+            current, plain = entry
+            choice = next((user for user in self.users(current) if user.op == "top_k"), None)
+            if choice is not None:
+                yield Destination(choice, current, plain)
+            for consumer, step_plain in self.consumers.get(current, []):
+                if param and param not in consumer.info.get("selected", (param,)):
                     continue
-                ends = (
-                    other.op in ("dot", "loss")
-                    or other in self.opaque
-                    or (other in self.branches and self.branches[other][1] is at)
+                is_branch_end = (
+                    consumer in self.branches and self.branches[consumer].last is current
                 )
-                if ends:
-                    yield other, at, plain
-                if not ends or (other.op == "dot" and not self.matrix(other)):
-                    stack.append((other, plain and step))
+                is_end = consumer.op in ("dot", "loss") or consumer in self.opaque or is_branch_end
+                if is_end:
+                    yield Destination(consumer, current, plain)
+                # A product of two activations ends no signal: attention weights carry it on.
+                is_product = consumer.op == "dot" and not self.matrix(consumer)
+                if not is_end or is_product:
+                    stack.append((consumer, plain and step_plain))
 
     def users(self, node: Node) -> list[Node]:
-        """Values made of a value."""
+        """Return the values that are computed from a value."""
         return self._users.get(node, [])
 
     def norm(self, node: Node) -> Node | None:
-        """What a norm was taken of, where a value is that norm's result, times gains and plus biases or not; None elsewhere."""
+        """Return the input of the norm whose result a value is, or `None` if it is no such result.
+
+        Gains, biases and layout operations may lie between.
+        """
         while node.kind == "activation":
             signals = [step.source for step in self.carriers(node)]
             if len(signals) != 1:
                 return None
-            if any(x in self.normalizers for x in node.inputs):
+            # The factor multiplies the norm's input, which is the only other signal.
+            if any(operand in self.normalizers for operand in node.inputs):
                 return signals[0]
             if node.op not in LAYOUT | ADDS | {"mul"} or self.matrix(node):
                 return None
@@ -315,71 +384,93 @@ class Flow:
         return None
 
     def norm_after(self, node: Node) -> bool:
-        """Whether a norm's factor that is no statistic of this value multiplies it next."""
+        """Return whether the factor of a norm multiplies a value next.
+
+        A factor whose statistic is computed from the value itself does not count.
+        """
         for user in self.users(node):
-            factors = [x for x in user.inputs if x in self.normalizers]
-            if any(not self.precedes(node, x) for x in factors) or (
-                user.op in LAYOUT and self.norm_after(user)
-            ):
+            factors = [operand for operand in user.inputs if operand in self.normalizers]
+            if any(not self.precedes(node, factor) for factor in factors):
+                return True
+            if user.op in LAYOUT and self.norm_after(user):
                 return True
         return False
 
     def branch_of(self, node: Node) -> Node | None:
-        """The sum that ends the residual branch which a value is in, the innermost one; None outside of all."""
-        for end, (fork, last) in self.branches.items():
-            if fork is not node and self.precedes(fork, node) and self.precedes(node, last):
+        """Return the sum that ends the innermost residual branch around a value, or `None`."""
+        for end, branch in self.branches.items():
+            is_after_fork = branch.fork is not node and self.precedes(branch.fork, node)
+            if is_after_fork and self.precedes(node, branch.last):
                 return end
         return None
 
     @functools.cached_property
     def _streams(self) -> set[Node]:
-        return {node for fork, _ in self.branches.values() for node in self._stream(fork)}
+        """Values of all streams up to a fork."""
+        nodes: set[Node] = set()
+        for branch in self.branches.values():
+            nodes.update(self._stream(branch.fork))
+        return nodes
 
     def between(self, node: Node) -> bool:
-        """Whether a value is the stream itself after one branch and before another, as where a norm follows the sum."""
+        """Return whether a value is the stream itself after one branch and before another.
+
+        An example is a norm that follows the sum.
+        """
         if node not in self._streams or self.branch_of(node) is not None:
             return False
         return any(end is not node and self.precedes(end, node) for end in self.branches)
 
-    def _branch(self, node: Node) -> tuple[Node, Node] | None:
-        """Of a sum of a stream and what a branch made of it: where the branch left the stream, and its last value."""
-        if (
-            node.op not in BRANCHES
-            or len(node.inputs) != 2
-            or any(x.kind != "activation" for x in node.inputs)
-        ):
+    def _branch(self, node: Node) -> Branch | None:
+        """Return the branch that a value ends, if it is the sum of a stream and a branch."""
+        if node.op not in BRANCHES or len(node.inputs) != 2:
             return None
+        if any(operand.kind != "activation" for operand in node.inputs):
+            return None
+        # Either operand of the sum can be the stream.
         for stream, last in (node.inputs, node.inputs[::-1]):
-            forks = [x for x in self._stream(stream) if self.precedes(x, last) and x is not last]
-            fork = max(forks, key=lambda x: x.number, default=None)
-            if fork is not None and any(
-                self.precedes(fork, dot) and self.precedes(dot, last) and dot is not fork
-                for dot in self.matrices
-            ):
-                return fork, last
+            forks = []
+            for candidate in self._stream(stream):
+                if self.precedes(candidate, last) and candidate is not last:
+                    forks.append(candidate)
+            # The branch begins at the latest fork. Earlier ones belong to branches before it.
+            fork = max(forks, key=lambda candidate: candidate.number, default=None)
+            if fork is not None and self._has_matrix_between(fork, last):
+                return Branch(fork, last)
         return None
 
+    def _has_matrix_between(self, first: Node, last: Node) -> bool:
+        """Return whether a product with parameters lies between two values."""
+        for product in self.matrices:
+            is_after_first = product is not first and self.precedes(first, product)
+            if is_after_first and self.precedes(product, last):
+                return True
+        return False
+
     def _stream(self, node: Node) -> list[Node]:
-        """A value and all that were summed up in it."""
-        stack, out = [node], []
+        """Return a value and all values that are summed up in it, apart from scalings."""
+        stack = [node]
+        result: list[Node] = []
         while stack:
-            at = stack.pop()
-            if at in out:
+            current = stack.pop()
+            if current in result:
                 continue
-            out.append(at)
-            signals = [x for x in at.inputs if x.kind == "activation" and x.floating]
-            if (
-                at.op in BRANCHES
-                or at.op in LAYOUT
-                or (at.op == "mul" and len(signals) == 1 and _scaled(at))
-            ):
+            result.append(current)
+            signals = _signals(current)
+            is_sum = current.op in BRANCHES or current.op in LAYOUT
+            if is_sum or (current.op == "mul" and len(signals) == 1 and _is_scaled(current)):
                 stack.extend(signals)
-        return out
+        return result
 
 
 _LINEAR = LAYOUT | ADDS | {"mul", "div", "neg", "reduce_sum", "dot", "loss", "stacked"}
-_ALL = _LINEAR | NONLINEAR | STILL | {"lookup"}
+_SUPPORTED = _LINEAR | NONLINEAR | STILL | {"lookup"}
 
 
-def _scaled(node: Node) -> bool:
-    return any(x.kind == "constant" for x in node.inputs)
+def _signals(node: Node) -> list[Node]:
+    """Return the operands that are activations of real numbers."""
+    return [operand for operand in node.inputs if operand.kind == "activation" and operand.floating]
+
+
+def _is_scaled(node: Node) -> bool:
+    return any(operand.kind == "constant" for operand in node.inputs)

@@ -1,7 +1,8 @@
-"""A traced loss as a graph of values whose every dimension is made of atoms: which parameter's axes came to lie where.
+"""Graph of a traced loss, in which every dimension of every value is made of atoms.
 
-An atom is an axis or a part of one. Reshapes cut and join atoms, transposes move them, products copy those they keep; so of any
-value it is known which dimensions of which parameter its own are, whatever layout operations lie between.
+An atom is an axis or a part of one. Reshapes cut and join atoms, transposes move them, and products
+copy the atoms that they keep. For every value the graph therefore knows which dimensions of which
+parameters its own dimensions are, whatever layout operations lie between.
 """
 
 from __future__ import annotations
@@ -10,78 +11,89 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-Place = tuple[str, int]
-"""A parameter's path and one of its dimensions."""
+ParamDim = tuple[str, int]
+"""Path of a parameter, and the index of one of its dimensions."""
 Kind = Literal["constant", "data", "view", "derived", "activation"]
-"""Of nothing; of the batch alone; a parameter in another layout; computed of parameters alone; of parameters and batch."""
+"""Dependence of a value.
+
+* constant: on nothing.
+* data: on the batch alone.
+* view: a parameter in another layout.
+* derived: computed from parameters alone.
+* activation: on parameters and the batch.
+"""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Atom:
-    """One axis, or a part of one.
+    """Axis, or a part of one.
 
     Attributes:
-        size: numbers along it.
-        places: dimensions of parameters that it is, or is a part of.
-        source: the atom that it was cut out of.
-        parts: what it was last cut into.
-        segments: of arrays laid end to end: where each ends, and its parameters.
-        broadcast: whether everything along it is equal.
+        size: Number of elements along the atom.
+        param_dims: Dimensions of parameters that the atom is, or is a part of.
+        source: Atom that this one was cut out of.
+        parts: Outer and inner atom that this one was last cut into.
+        segments: For concatenated arrays, the end of each and its parameters.
+        broadcast: Whether all elements along the atom are equal.
     """
 
     size: int
-    places: frozenset[Place] = frozenset()
+    param_dims: frozenset[ParamDim] = frozenset()
     source: Atom | None = None
     parts: tuple[Atom, Atom] | None = None
     segments: tuple[tuple[int, frozenset[str]], ...] = ()
     broadcast: bool = False
 
     def copy(self) -> Atom:
-        """The same axis of a product's result, which is another value along it."""
-        return Atom(self.size, self.places, segments=self.segments)
+        """Return the same axis for the result of a product, which has other values along it."""
+        return Atom(self.size, self.param_dims, segments=self.segments)
 
-    def is_of(self, atoms: set[Atom]) -> bool:
-        """Whether it is one of these, or was cut out of one."""
-        return any(atom in atoms for atom in self.line())
+    def is_from(self, atoms: set[Atom]) -> bool:
+        """Return whether this atom is one of `atoms`, or was cut out of one."""
+        return any(atom in atoms for atom in self.ancestors())
 
-    def line(self) -> list[Atom]:
-        """Itself, what it was cut out of, and so on."""
-        return [self, *([] if self.source is None else self.source.line())]
+    def ancestors(self) -> list[Atom]:
+        """Return this atom, the atom that it was cut out of, and so on."""
+        if self.source is None:
+            return [self]
+        return [self, *self.source.ancestors()]
 
-    def cut(self, first: int) -> tuple[Atom, Atom]:
-        """Its outer part, of size `first`, and the inner rest; the same two whenever it is cut so."""
-        if self.parts is None or self.parts[0].size != first:
-            rest = self.size // first
-            whole = self.segments and all(stop % rest == 0 for stop, _ in self.segments)
-            outer = tuple((stop // rest, params) for stop, params in self.segments) if whole else ()
-            one, other = (
-                Atom(size, self.places, self, broadcast=self.broadcast) for size in (first, rest)
-            )
-            one.segments = outer
-            self.parts = (one, other)
+    def cut(self, outer_size: int) -> tuple[Atom, Atom]:
+        """Return the outer part and the inner part. Equal cuts return the same two atoms."""
+        if self.parts is None or self.parts[0].size != outer_size:
+            inner_size = self.size // outer_size
+            outer = Atom(outer_size, self.param_dims, self, broadcast=self.broadcast)
+            inner = Atom(inner_size, self.param_dims, self, broadcast=self.broadcast)
+            # Segments stay known only if the cut does not go through one of them.
+            if all(stop % inner_size == 0 for stop, _ in self.segments):
+                outer.segments = tuple(
+                    (stop // inner_size, params) for stop, params in self.segments
+                )
+            self.parts = (outer, inner)
         return self.parts
 
 
 Dim = tuple[Atom, ...]
-"""Atoms of a dimension, the outermost first; none where its size is 1."""
+"""Atoms of a dimension, the outermost first. A dimension of size 1 has none."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """A value.
+    """Value in the graph.
 
     Attributes:
-        number: in the order of computation.
-        op: the primitive that made it, or "parameter", "batch", "constant", "lookup".
-        inputs: its operands.
-        dims: what each dimension is made of.
-        kind: what it depends on.
-        floating: whether it is of real numbers: others carry no gradient.
-        params: parameters that a view shows.
-        picks: dimensions of them that an index chose, and the kind of the index.
-        info: what else is known of the operation.
+        number: Index in the order of computation.
+        op: Primitive that made the value, or "parameter", "batch", "constant", "lookup", "loss".
+        inputs: Operands of the primitive.
+        dims: Atoms of each dimension.
+        kind: Dependence on parameters and the batch.
+        floating: Whether the value has real numbers. Others carry no gradient.
+        params: Parameters that a view shows. A derived value has those of the views among its
+            inputs.
+        picks: Dimensions of these parameters that an index chose, with the kind of the index.
+        info: Further facts about the operation, by name.
     """
 
     number: int
@@ -91,7 +103,7 @@ class Node:
     kind: Kind
     floating: bool
     params: frozenset[str] = frozenset()
-    picks: frozenset[tuple[Place, Kind]] = frozenset()
+    picks: frozenset[tuple[ParamDim, Kind]] = frozenset()
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -101,13 +113,13 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OperandUse:
-    """One place where a parameter meets an activation or the batch.
+    """Operation in which a parameter meets an activation or the batch.
 
     Attributes:
-        param: its path.
-        node: what comes out.
-        view: the parameter as it was taken.
-        other: what it met; None of a lookup.
+        param: Path of the parameter.
+        node: Result of the operation.
+        view: Operand that holds the parameter.
+        other: The other operand. `None` for a lookup.
     """
 
     param: str
@@ -115,19 +127,13 @@ class OperandUse:
     view: Node
     other: Node | None
 
-    def places(self, dims: Iterable[Dim]) -> tuple[int, ...]:
-        """Dimensions of the parameter that these of the view are made of."""
-        return tuple(
-            sorted(
-                {
-                    at
-                    for dim in dims
-                    for atom in dim
-                    for name, at in atom.places
-                    if name == self.param
-                }
-            )
-        )
+    def dims_of_param(self, dims: Iterable[Dim]) -> tuple[int, ...]:
+        """Return the indices of the parameter's dimensions that `dims` are made of, sorted."""
+        indices = set()
+        for dim in dims:
+            for atom in dim:
+                indices.update(index for name, index in atom.param_dims if name == self.param)
+        return tuple(sorted(indices))
 
 
 class Graph:
@@ -137,6 +143,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.uses: list[OperandUse] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
+        """Shape of every parameter, by path."""
 
     def add(
         self,
@@ -147,17 +154,17 @@ class Graph:
         kind: Kind,
         **info: Any,
     ) -> Node:
-        """A new value.
+        """Add a value. The arguments are the attributes of `Node`.
 
-        Args:
-            op, inputs, dims, floating, kind: as of `Node`.
-            **info: what else is known.
+        Views and derived values take over the parameters of the views among their inputs.
         """
-        views = (
-            [node for node in inputs if node.kind == "view"] if kind in ("view", "derived") else []
-        )
-        params = frozenset().union(*(node.params for node in views)) if views else frozenset()
-        picks = frozenset().union(*(node.picks for node in views)) if views else frozenset()
+        params: frozenset[str] = frozenset()
+        picks: frozenset[tuple[ParamDim, Kind]] = frozenset()
+        if kind in ("view", "derived"):
+            for node in inputs:
+                if node.kind == "view":
+                    params |= node.params
+                    picks |= node.picks
         node = Node(
             len(self.nodes), op, tuple(inputs), tuple(dims), kind, floating, params, picks, info
         )
@@ -165,94 +172,103 @@ class Graph:
         return node
 
     def parameter(self, path: str, shape: tuple[int, ...]) -> Node:
-        """A parameter as it is stored.
+        """Add a parameter as it is stored.
 
         Args:
-            path: its keys, joined by dots.
-            shape: of the array.
+            path: Keys of the parameter in the tree, joined by dots.
         """
         self.shapes[path] = shape
-        dims = [
-            () if size == 1 else (Atom(size, frozenset({(path, at)})),)
-            for at, size in enumerate(shape)
-        ]
+        dims: list[Dim] = []
+        for index, size in enumerate(shape):
+            dims.append(() if size == 1 else (Atom(size, frozenset({(path, index)})),))
         node = self.add("parameter", (), dims, True, "view")
         node.params = frozenset({path})
         return node
 
     def use(self, node: Node, view: Node, other: Node | None) -> None:
-        """Note that all parameters of a view meet something.
-
-        Args:
-            node: what comes out.
-            view: of the parameters.
-            other: what they meet; None of a lookup.
-        """
-        self.uses.extend(OperandUse(param, node, view, other) for param in sorted(view.params))
+        """Record a use of all parameters of a view. The arguments are those of `OperandUse`."""
+        for param in sorted(view.params):
+            self.uses.append(OperandUse(param, node, view, other))
 
 
 def users(graph: Graph) -> dict[Node, list[Node]]:
-    """Of every value those made of it."""
-    out: dict[Node, list[Node]] = {}
+    """Return the values that are computed from each value."""
+    result: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        for x in node.inputs:
-            out.setdefault(x, []).append(node)
-    return out
+        for operand in node.inputs:
+            result.setdefault(operand, []).append(node)
+    return result
 
 
 def fresh(shape: Iterable[int], broadcast: bool = False) -> tuple[Dim, ...]:
-    """Dimensions that are no parameter's.
+    """Return new dimensions that belong to no parameter.
 
     Args:
-        shape: sizes.
-        broadcast: whether everything along them is equal.
+        broadcast: Whether all elements along these dimensions are equal.
     """
     return tuple(() if size == 1 else (Atom(size, broadcast=broadcast),) for size in shape)
 
 
-def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | None:
-    """The same numbers in another shape: atoms joined and cut; None where a cut goes across atoms.
+def param_dims_of(atoms: Iterable[Atom]) -> frozenset[ParamDim]:
+    """Return the dimensions of parameters that any of the atoms is a part of."""
+    param_dims: frozenset[ParamDim] = frozenset()
+    for atom in atoms:
+        param_dims |= atom.param_dims
+    return param_dims
 
-    Args:
-        dims: before.
-        shape: after.
+
+def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | None:
+    """Return the dimensions after a reshape: atoms joined and cut.
+
+    The result is `None` if a new dimension begins or ends inside an atom that cannot be cut there.
     """
-    left, out = list(itertools.chain(*dims))[::-1], []
+    # A stack of the atoms, the outermost on top.
+    atoms = list(itertools.chain(*dims))
+    atoms.reverse()
+    result = []
     for size in shape:
-        atoms: list[Atom] = []
+        dim: list[Atom] = []
         while size > 1:
-            if not left:
+            if not atoms:
                 return None
-            atom = left.pop()
+            atom = atoms.pop()
             if size % atom.size:
                 if atom.size % size:
                     return None
-                atom, rest = atom.cut(size)
-                left.append(rest)
-            atoms.append(atom)
+                atom, inner = atom.cut(size)
+                atoms.append(inner)
+            dim.append(atom)
             size //= atom.size
-        out.append(tuple(atoms))
-    return None if left else tuple(out)
+        result.append(tuple(dim))
+    return None if atoms else tuple(result)
 
 
-def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> tuple[Dim, frozenset[str] | None]:
-    """A range of a dimension, and the parameters that it is of, where arrays laid end to end were cut apart again.
+class Slice(NamedTuple):
+    """Range of a dimension."""
 
-    Args:
-        dim: before.
-        start, stop, stride: of the range.
-    """
-    size, count = math.prod(atom.size for atom in dim), len(range(start, stop, stride))
+    dim: Dim
+    params: frozenset[str] | None
+    """Parameters in the range, if the dimension is a concatenation of several. `None` otherwise."""
+
+
+def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> Slice:
+    """Return a range of a dimension."""
+    size = math.prod(atom.size for atom in dim)
+    count = len(range(start, stop, stride))
     if count == size:
-        return dim, None
-    places = frozenset().union(*(atom.places for atom in dim))
-    chosen, inner = None, size // dim[0].size
-    if segments := dim[0].segments:
-        chosen, begin = frozenset(), 0
-        for end, params in segments:
-            if begin * inner < stop and start < end * inner:
-                chosen |= params
-            begin = end
+        return Slice(dim, None)
+
+    params = None
+    segments = dim[0].segments
+    if segments:
+        inner_size = size // dim[0].size
+        params = frozenset()
+        segment_start = 0
+        for segment_stop, segment_params in segments:
+            if segment_start * inner_size < stop and start < segment_stop * inner_size:
+                params |= segment_params
+            segment_start = segment_stop
     if count == 1:
-        return (), chosen
-    return (Atom(count, places, dim[0] if len(dim) == 1 else None),), chosen
+        return Slice((), params)
+    source = dim[0] if len(dim) == 1 else None
+    return Slice((Atom(count, param_dims_of(dim), source),), params)

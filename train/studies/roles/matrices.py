@@ -1,21 +1,23 @@
-"""Roles of parameters that products contract: by what a product reads, and by what next takes it.
+"""Roles of parameters that products contract, from the inputs and the destinations of a product.
 
-A loss attends where the softmax of a product weighs a sum: which matrices make queries, keys and values of it is found first.
+Attention is a softmax of a product that weighs a sum. The matrices that make its queries, keys and
+values are found first, then all others.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from mupax.presets.roles import Role
-from mupax.train.studies.roles.flow import Flow
-from mupax.train.studies.roles.graph import Node, OperandUse
+from mupax.train.studies.roles.flow import Destination, Flow, SignalSource
+from mupax.train.studies.roles.graph import Atom, Dim, Node, OperandUse
 from mupax.train.studies.roles.operations import LAYOUT
 
 Matrix = tuple[Node, str]
-"""A product with a parameter, and the parameter."""
+"""Product with a parameter, and the path of the parameter."""
 
 FIXED = frozenset(
     {
@@ -31,17 +33,19 @@ FIXED = frozenset(
         "active",
     }
 )
-"""Axes that no limit takes to infinity: those of data, and of what is read out."""
+"""Axes that stay finite in every limit: axes of the data and of the readout."""
 
 
 class Attention(NamedTuple):
     """One softmax over keys.
 
     Attributes:
-        logits: product of queries and keys.
-        mix: product of weights and values.
-        queries, keys, values: the products with parameters that they are.
-        cross: whether keys are made of another stream than queries.
+        logits: Product of queries and keys.
+        mix: Product of softmax weights and values.
+        queries: Products with parameters that make the queries.
+        keys: Products with parameters that make the keys.
+        values: Products with parameters that make the values.
+        cross: Whether keys come from another stream than queries.
     """
 
     logits: Node
@@ -52,89 +56,137 @@ class Attention(NamedTuple):
     cross: bool
 
 
+class _SoftmaxProduct(NamedTuple):
+    """Product in which the weights of a softmax over keys meet the values."""
+
+    mix: Node
+    side: int
+    """Index of the operand with the weights, 0 or 1."""
+    logits: Node
+
+
 def attentions(flow: Flow) -> list[Attention]:
-    """All of a loss. `Flow.products` has no sums that a router weighed afterwards."""
-    out, products = [], []
-    for mix in (node for node in flow.graph.nodes if flow.mixes(node)):
-        for side in (0, 1):
-            exps = [
-                source.node for source in flow.sources(mix.inputs[side]) if source.node in flow.exps
-            ]
-            of = [
-                source.node for exp in exps for source in flow.sources(exp.inputs[0], through=True)
-            ]
-            logits = list(dict.fromkeys(node for node in of if flow.mixes(node)))
-            if len(logits) == 1 and len(exps) == 1 and _over_keys(flow, mix, side, exps[0]):
-                products.append((mix, side, logits[0]))
-    of_attention = {node for mix, _, logits in products for node in (mix, logits)}
-    flow.products = of_attention | {
-        node for node in flow.products if node not in of_attention and not _weighed(flow, node)
-    }
-    for mix, side, logits in products:
-        summed = [atom for dim in mix.info["contracted"][side] for atom in dim]
-        key = next(
-            (at for at in (0, 1) if any(atom.is_of(logits.info["kept"][at]) for atom in summed)),
-            None,
-        )
-        if key is None:
+    """Find all attention in a loss.
+
+    Products of two activations that are sums weighed by a router are removed from `flow.products`.
+    """
+    products = []
+    for mix in flow.graph.nodes:
+        if not flow.mixes(mix):
             continue
-        query, keys, values = (
-            _matrices(flow, x)
-            for x in (logits.inputs[1 - key], logits.inputs[key], mix.inputs[1 - side])
-        )
-        out.append(
-            Attention(
-                logits, mix, query, keys, values, _streams(flow, query) != _streams(flow, keys)
-            )
-        )
-    return out
+        for side in (0, 1):
+            logits = _logits(flow, mix, side)
+            if logits is not None:
+                products.append(_SoftmaxProduct(mix, side, logits))
+
+    of_attention: set[Node] = set()
+    for product in products:
+        of_attention |= {product.mix, product.logits}
+    # All products are looked at before the set changes, because `sources` ends at products.
+    unweighed = set()
+    for node in flow.products:
+        if node not in of_attention and not _is_weighed(flow, node):
+            unweighed.add(node)
+    flow.products = of_attention | unweighed
+
+    result = []
+    for mix, side, logits in products:
+        key_side = _key_side(mix, side, logits)
+        if key_side is None:
+            continue
+        queries = _matrices(flow, logits.inputs[1 - key_side])
+        keys = _matrices(flow, logits.inputs[key_side])
+        values = _matrices(flow, mix.inputs[1 - side])
+        cross = _streams(flow, queries) != _streams(flow, keys)
+        result.append(Attention(logits, mix, queries, keys, values, cross))
+    return result
 
 
-def _over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
-    """Whether a softmax is over what its weights are then summed over, as attention's is."""
-    summed = [atom for dim in mix.info["contracted"][side] for atom in dim]
-    roots = {root for atom in summed for root in atom.line()}
-    totals = [
-        node for node in flow.denominators if node.op == "reduce_sum" and flow.precedes(exp, node)
-    ]
-    over = {root for node in totals for atom in node.info["summed"] for root in atom.line()}
-    return bool(roots & over)
+def _logits(flow: Flow, mix: Node, side: int) -> Node | None:
+    """Return the product of queries and keys whose softmax is one side of a product, or `None`."""
+    sources = flow.sources(mix.inputs[side])
+    exps = [source.node for source in sources if source.node in flow.exps]
+    logits: dict[Node, None] = {}
+    for exp in exps:
+        for source in flow.sources(exp.inputs[0], through=True):
+            if flow.mixes(source.node):
+                logits[source.node] = None
+    if len(logits) != 1 or len(exps) != 1 or not _is_over_keys(flow, mix, side, exps[0]):
+        return None
+    return next(iter(logits))
 
 
-def _weighed(flow: Flow, node: Node) -> bool:
-    """Whether one side is made of scores of which the largest choose, as an expert's weight is."""
-    for x in node.inputs:
-        sources = flow.sources(x, through=True)
-        if sources and all(
-            source.params and any(end.op == "top_k" for end, _, _ in flow.reaches(source.node))
-            for source in sources
-        ):
+def _key_side(mix: Node, side: int, logits: Node) -> int | None:
+    """Return the index of the operand of the logits that has the keys, or `None`.
+
+    It is the side whose rows the mix sums over.
+    """
+    summed = list(itertools.chain(*mix.info["contracted"][side]))
+    for key_side in (0, 1):
+        key_atoms = logits.info["kept"][key_side]
+        if any(atom.is_from(key_atoms) for atom in summed):
+            return key_side
+    return None
+
+
+def _is_over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
+    """Return whether a softmax normalizes over the axis that its weights are summed over."""
+    summed: set[Atom] = set()
+    for atom in itertools.chain(*mix.info["contracted"][side]):
+        summed.update(atom.ancestors())
+    normalized: set[Atom] = set()
+    for node in flow.denominators:
+        if node.op == "reduce_sum" and flow.precedes(exp, node):
+            for atom in node.info["summed"]:
+                normalized.update(atom.ancestors())
+    return bool(summed & normalized)
+
+
+def _is_weighed(flow: Flow, node: Node) -> bool:
+    """Return whether one side of a product comes from scores that a `top_k` chooses by.
+
+    An example is the weight of an expert.
+    """
+    for operand in node.inputs:
+        sources = flow.sources(operand, through=True)
+        if sources and all(source.params and _is_chosen_by(flow, source) for source in sources):
             return True
     return False
 
 
+def _is_chosen_by(flow: Flow, source: SignalSource) -> bool:
+    return any(destination.end.op == "top_k" for destination in flow.reaches(source.node))
+
+
 def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
-    return frozenset(
-        (source.node, param) for source in flow.sources(node) for param in source.params
-    )
+    """Return the products with parameters that a value comes from."""
+    matrices = set()
+    for source in flow.sources(node):
+        matrices.update((source.node, param) for param in source.params)
+    return frozenset(matrices)
 
 
 def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
-    inputs = [
-        use.other for node, param in matrices for use in flow.matrices[node] if use.param == param
-    ]
-    return {
-        source.node for x in inputs if x is not None for source in flow.sources(x, through=True)
-    }
+    """Return the origins of the inputs of products."""
+    nodes = set()
+    for node, param in matrices:
+        for use in flow.matrices[node]:
+            if use.param == param and use.other is not None:
+                sources = flow.sources(use.other, through=True)
+                nodes.update(source.node for source in sources)
+    return nodes
 
 
 def split_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the axes of dimensions of which some are several: "heads head_dim" is two."""
-    return tuple(axis for name in names for axis in name.split())
+    """Return single axes. A name such as "heads head_dim" is a dimension of two axes."""
+    axes: list[str] = []
+    for name in names:
+        axes += name.split()
+    return tuple(axes)
 
 
 class Refusal(Exception):
-    """Why a parameter's role cannot be told; what to write instead stands in the text."""
+    """Error for a parameter whose role is not certain. The text says what to write instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,16 +194,16 @@ class Constraint:
     """Constraint on a parameter's role that follows from one use of it.
 
     Attributes:
-        role: it acts as.
-        evidence: the words that say so.
-        fan_in: dimensions that are summed over.
-        in_block: whether a residual branch has it.
-        cross: whether it is of attention to another stream.
-        of: role of the matrix or norm that a vector belongs to.
-        value_dim: of a query or key, whether values have a size of their own.
-        encoder: whether all it does goes into what another stack attends to.
-        tied: whether it is a readout of a table that is looked up elsewhere.
-        shared: growing axes of what it meets that it has not itself.
+        role: Role in this use.
+        evidence: Reason for the role, in words.
+        fan_in: Indices of dimensions that are summed over.
+        in_block: Whether the use is in a residual branch.
+        cross: Whether the use is in attention to another stream.
+        of: For a vector, the role of its matrix, or `Role.NORM_GAIN` for the bias of a norm.
+        value_dim: For a query or key, whether values have a size of their own.
+        encoder: Whether keys of cross-attention are computed from it.
+        tied: Whether it is a readout with the table of an embedding.
+        shared: Growing axes of the other operand that the parameter itself lacks.
     """
 
     role: Role
@@ -166,226 +218,311 @@ class Constraint:
     shared: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product:
+    """Product with a parameter whose role is wanted.
+
+    Attributes:
+        use: Use of the parameter.
+        other: The other operand.
+        side: Index of the parameter's operand, 0 or 1.
+        fan_in: Indices of the parameter's dimensions that are summed over.
+        names: Axes of all dimensions of the parameter.
+        in_block: Whether the product is in a residual branch.
+        destinations: Where the product's signal goes.
+    """
+
+    use: OperandUse
+    other: Node
+    side: int
+    fan_in: tuple[int, ...]
+    names: tuple[str, ...]
+    in_block: bool
+    destinations: list[Destination]
+
+    @property
+    def contraction(self) -> str:
+        """Beginning of the evidence."""
+        return f"contracts {', '.join(self.names[index] for index in self.fan_in)}"
+
+    def constraint(self, role: Role, evidence: str, *, cross: bool = False) -> Constraint:
+        """Return the constraint that the product has a role.
+
+        Args:
+            evidence: Reason for the role, written after `contraction`.
+        """
+        return Constraint(
+            role=role,
+            evidence=f"{self.contraction}{evidence}",
+            fan_in=self.fan_in,
+            in_block=self.in_block,
+            cross=cross,
+        )
+
+
 class Matrices:
-    """Facts of every product with a parameter.
+    """Constraints from every product with a parameter.
 
     Args:
-        flow: of the loss.
-        attentions: in it.
-        names: axes of every parameter whose dimensions have names.
+        names: Axes of the dimensions by parameter. Parameters without names are left out.
     """
 
     def __init__(
         self, flow: Flow, attentions: list[Attention], names: Mapping[str, tuple[str, ...]]
     ) -> None:
-        self.flow, self.attentions, self.names = flow, attentions, names
-        self.at: dict[tuple[Node, str], Constraint] = {}
+        self.flow = flow
+        self.attentions = attentions
+        self.names = names
+        self.constraints: dict[Matrix, Constraint] = {}
         self.refused: dict[str, str] = {}
-        for use in (use for uses in flow.matrices.values() for use in uses):
-            if use.param in names:
+        """Reason of the first refusal, by parameter."""
+        for uses in flow.matrices.values():
+            for use in uses:
+                if use.param not in names:
+                    continue
                 try:
-                    self.at[use.node, use.param] = self._fact(use)
+                    self.constraints[use.node, use.param] = self._constraint(use)
                 except Refusal as reason:
                     self.refused.setdefault(use.param, str(reason))
 
-    def _fact(self, use: OperandUse) -> Constraint:
-        flow, node, other = self.flow, use.node, use.other
-        assert other is not None
-        if use.view.kind == "derived":
-            raise Refusal(
-                f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored"
-            )
-        side = 0 if node.inputs[0] is use.view else 1
-        fan_in, names = (
-            whole(use, flow.graph.shapes[use.param], node.info["contracted"][side]),
-            self.names[use.param],
-        )
-        reads = ", ".join(names[at] for at in fan_in)
-        if not fan_in:
-            raise Refusal(
-                "it is multiplied with an activation and nothing is summed over; write the product as a matrix product"
-            )
-        if other.kind == "data":
-            if _one_hot(other):
-                return Constraint(
-                    role=Role.TOKEN_EMBEDDING,
-                    evidence=f"is multiplied by one-hot vectors over {reads}",
-                )
-            return Constraint(
-                role=Role.PATCH_EMBEDDING,
-                evidence=f"contracts {reads} with the batch itself",
-                fan_in=fan_in,
-            )
-        ends = list(flow.reaches(node, use.param))
+    def _constraint(self, use: OperandUse) -> Constraint:
+        """Return the role of a parameter in one product.
+
+        Raises:
+            Refusal: The role is not certain.
+        """
+        product = self._product(use)
+        if product.other.kind == "data":
+            return _constraint_on_data(product)
         of_attention = self._of_attention(use)
         if len(of_attention) > 1:
-            roles = " and ".join(sorted(of.role.value for of in of_attention))
+            roles = " and ".join(sorted(constraint.role.value for constraint in of_attention))
             raise Refusal(
                 f"its product acts as {roles} of attention; make them parameters of their own"
             )
         if of_attention:
-            return dataclasses.replace(of_attention[0], fan_in=fan_in)
-        in_block = flow.branch_of(node) is not None
-        same = {"fan_in": fan_in, "in_block": in_block}
-        contracts = f"contracts {reads}"
-        if any(end.op == "top_k" for end, _, _ in ends):
-            return Constraint(
-                role=Role.ROUTER, evidence=f"{contracts}; top_k of its product chooses", **same
-            )
-        sources = flow.sources(other)
-        if blind := [
-            x
-            for x in (*(s.node for s in sources), *(end for end, _, _ in ends))
-            if x in flow.opaque
-        ]:
-            raise Refusal(
-                f"it reads or feeds {blind[0].op}, through which nothing can be seen; declare its role"
-            )
-        if mixes := [
-            of for of in self.attentions if any(source.node is of.mix for source in sources)
-        ]:
-            if len(sources) > len(mixes):
-                raise Refusal("it reads attention and something else at once; project them apart")
-            cross = any(of.cross for of in mixes)
-            return Constraint(
-                role=Role.ATTENTION_OUT,
-                evidence=f"{contracts} of values that a softmax weighed",
-                cross=cross,
-                **same,
-            )
-        if any(source.node in flow.products for source in flow.sources(other, through=True)) or any(
-            end in flow.products for end, _, _ in ends
-        ):
-            raise Refusal(
-                "a product of two activations, which is no softmax's attention, takes or makes it; declare its role"
-            )
-        if all(end.op == "loss" for end, _, _ in ends):
-            if not ends:
-                raise Refusal("its product does not reach the loss; leave the parameter out")
-            return Constraint(
-                role=Role.READOUT,
-                evidence=f"{contracts}; its product reaches the loss through no other matrix",
-                **same,
-            )
-        return self._hidden(use, contracts, ends, side, same)
+            return dataclasses.replace(of_attention[0], fan_in=product.fan_in)
+        if any(destination.end.op == "top_k" for destination in product.destinations):
+            return product.constraint(Role.ROUTER, "; top_k of its product chooses")
 
-    def _hidden(
-        self,
-        use: OperandUse,
-        contracts: str,
-        ends: list[tuple[Node, Node, bool]],
-        side: int,
-        same: dict,
-    ) -> Constraint:
-        """Of an MLP, of experts or neither."""
-        flow, names = self.flow, self.names[use.param]
+        sources = self.flow.sources(product.other)
+        self._refuse_opaque(product, sources)
+        output = self._attention_out(product, sources)
+        if output is not None:
+            return output
+        self._refuse_products(product)
+        if all(destination.end.op == "loss" for destination in product.destinations):
+            if not product.destinations:
+                raise Refusal("its product does not reach the loss; leave the parameter out")
+            return product.constraint(
+                Role.READOUT, "; its product reaches the loss through no other matrix"
+            )
+        return self._mlp_or_hidden(product)
+
+    def _product(self, use: OperandUse) -> _Product:
+        """Return the facts about a product that decide on the role."""
         assert use.other is not None
-        rows = [*use.places(use.node.info["batched"][side])]
-        rows += [
-            at
-            for (param, at), kind in use.view.picks
-            if param == use.param and kind == "activation"
-        ]
-        experts = bool(rows) and same["in_block"]
-        outputs = [
-            at
-            for at in range(len(names))
-            if at not in (*same["fan_in"], *rows) and self._in_output(use, at)
-        ]
-        grows = all(names[at] not in FIXED for at in (*same["fan_in"], *outputs))
-        nexts = [plain for end, _, plain in ends if flow.matrix(end)]
-        reads = [source for source in flow.sources(use.other, through=True) if source.params]
-        ended = any(end in flow.branches for end, _, _ in ends)
-        inner = any(flow.branch_of(source.node) is not None for source in reads)
-        if "experts" in names and not experts:
+        if use.view.kind == "derived":
             raise Refusal(
-                "it has an axis of experts, and no index or batch dimension has a matrix each; declare its role"
+                f"it is computed with ({use.view.op}) before it meets an activation; "
+                "apply it as it is stored"
             )
-        if same["in_block"] and grows:
-            if nexts and not ended and not inner and not any(nexts):
-                role = Role.EXPERT_IN if experts else Role.MLP_IN
-                return Constraint(
-                    role=role,
-                    evidence=f"{contracts}; a nonlinearity or gate follows, then another matrix",
-                    **same,
-                )
-            if ended and not nexts and inner and not any(source.plain for source in reads):
-                role = Role.EXPERT_OUT if experts else Role.MLP_OUT
-                return Constraint(
-                    role=role,
-                    evidence=f"{contracts} of a hidden layer; its product ends the branch",
-                    **same,
-                )
-        if experts:
+        node = use.node
+        side = 0 if node.inputs[0] is use.view else 1
+        shape = self.flow.graph.shapes[use.param]
+        fan_in = complete_dims(use, shape, node.info["contracted"][side])
+        if not fan_in:
             raise Refusal(
-                "an index chooses among its matrices, and it is neither the first nor the last of an MLP; declare its role"
+                "it is multiplied with an activation and nothing is summed over; "
+                "write the product as a matrix product"
             )
-        return Constraint(
-            role=Role.HIDDEN,
-            evidence=f"{contracts}; between other matrices, in no part of attention or an MLP",
-            **same,
+        return _Product(
+            use=use,
+            other=use.other,
+            side=side,
+            fan_in=fan_in,
+            names=self.names[use.param],
+            in_block=self.flow.branch_of(node) is not None,
+            destinations=list(self.flow.reaches(node, use.param)),
         )
 
-    def _in_output(self, use: OperandUse, at: int) -> bool:
-        places = {place for side in use.node.info["kept"] for atom in side for place in atom.places}
-        return (use.param, at) in places
+    def _refuse_opaque(self, product: _Product, sources: list[SignalSource]) -> None:
+        """Refuse a product next to an unsupported operation."""
+        neighbors = [source.node for source in sources]
+        neighbors += [destination.end for destination in product.destinations]
+        for node in neighbors:
+            if node in self.flow.opaque:
+                raise Refusal(
+                    f"it reads or feeds {node.op}, through which nothing can be seen; "
+                    "declare its role"
+                )
+
+    def _attention_out(self, product: _Product, sources: list[SignalSource]) -> Constraint | None:
+        """Return the role of a product that reads attention, `None` for any other product."""
+        read = []
+        for attention in self.attentions:
+            if any(source.node is attention.mix for source in sources):
+                read.append(attention)
+        if not read:
+            return None
+        if len(sources) > len(read):
+            raise Refusal("it reads attention and something else at once; project them apart")
+        cross = any(attention.cross for attention in read)
+        evidence = " of values that a softmax weighed"
+        return product.constraint(Role.ATTENTION_OUT, evidence, cross=cross)
+
+    def _refuse_products(self, product: _Product) -> None:
+        """Refuse a product next to a product of two activations that is no attention."""
+        products = self.flow.products
+        sources = self.flow.sources(product.other, through=True)
+        reads = any(source.node in products for source in sources)
+        if reads or any(destination.end in products for destination in product.destinations):
+            raise Refusal(
+                "a product of two activations, which is no softmax's attention, takes or makes it; "
+                "declare its role"
+            )
+
+    def _mlp_or_hidden(self, product: _Product) -> Constraint:
+        """Return the role of a product of an MLP or of experts, or `Role.HIDDEN`."""
+        flow = self.flow
+        use = product.use
+        rows = self._rows(product)
+        experts = bool(rows) and product.in_block
+        if "experts" in product.names and not experts:
+            raise Refusal(
+                "it has an axis of experts, and no index or batch dimension has a matrix each; "
+                "declare its role"
+            )
+
+        outputs = []
+        for index in range(len(product.names)):
+            is_fan_out = index not in (*product.fan_in, *rows)
+            if is_fan_out and self._is_in_output(use, index):
+                outputs.append(index)
+        grows = all(product.names[index] not in FIXED for index in (*product.fan_in, *outputs))
+        if product.in_block and grows:
+            sources = flow.sources(product.other, through=True)
+            hidden = [source for source in sources if source.params]
+            reads_branch = any(flow.branch_of(source.node) is not None for source in hidden)
+            ends_branch = any(dest.end in flow.branches for dest in product.destinations)
+            matrices = [dest for dest in product.destinations if flow.matrix(dest.end)]
+
+            only_nonlinear = bool(matrices) and not any(dest.plain for dest in matrices)
+            if only_nonlinear and not ends_branch and not reads_branch:
+                role = Role.EXPERT_IN if experts else Role.MLP_IN
+                return product.constraint(
+                    role, "; a nonlinearity or gate follows, then another matrix"
+                )
+            reads_nonlinear = reads_branch and not any(source.plain for source in hidden)
+            if reads_nonlinear and ends_branch and not matrices:
+                role = Role.EXPERT_OUT if experts else Role.MLP_OUT
+                return product.constraint(role, " of a hidden layer; its product ends the branch")
+        if experts:
+            raise Refusal(
+                "an index chooses among its matrices, and it is neither the first nor the last of "
+                "an MLP; declare its role"
+            )
+        return product.constraint(
+            Role.HIDDEN, "; between other matrices, in no part of attention or an MLP"
+        )
+
+    def _rows(self, product: _Product) -> list[int]:
+        """Return the dimensions along which a batch or routing chooses among matrices."""
+        use = product.use
+        rows = [*use.dims_of_param(use.node.info["batched"][product.side])]
+        for (param, index), kind in use.view.picks:
+            if param == use.param and kind == "activation":
+                rows.append(index)
+        return rows
+
+    def _is_in_output(self, use: OperandUse, index: int) -> bool:
+        """Return whether a dimension of the parameter is one of the product's result."""
+        left_atoms, right_atoms = use.node.info["kept"]
+        return any((use.param, index) in atom.param_dims for atom in left_atoms | right_atoms)
 
     def _of_attention(self, use: OperandUse) -> list[Constraint]:
-        """As query, key and value: one fact each that holds."""
-        facts: dict[Role, Constraint] = {}
-        for of in self.attentions:
-            branch = any(self.flow.branch_of(node) for node, _ in of.queries)
-            own = any(
-                "value_dim" in split_names(self.names.get(param, ())) for _, param in of.values
+        """Return one constraint for each role of query, key and value that a product has."""
+        constraints: dict[Role, Constraint] = {}
+        matrix = (use.node, use.param)
+        for attention in self.attentions:
+            in_block = any(self.flow.branch_of(node) for node, _ in attention.queries)
+            has_value_dim = any(
+                "value_dim" in split_names(self.names.get(param, ()))
+                for _, param in attention.values
             )
-            keys = ", ".join(sorted({param for _, param in of.keys}))
-            queries = ", ".join(sorted({param for _, param in of.queries}))
-            for role, group, evidence in (
-                (
-                    Role.QUERY,
-                    of.queries,
-                    f"its products with those of {keys} go through a softmax over the latter",
-                ),
-                (
-                    Role.KEY,
-                    of.keys,
-                    f"its products with those of {queries} go through a softmax over its own rows",
-                ),
-                (Role.VALUE, of.values, "its product is weighed by a softmax and summed"),
-            ):
-                if (use.node, use.param) in group:
-                    wide = own and role is not Role.VALUE
-                    facts[role] = Constraint(
-                        role=role,
-                        evidence=evidence,
-                        in_block=branch,
-                        cross=of.cross,
-                        value_dim=wide,
-                    )
-        return list(facts.values())
+            keys = ", ".join(sorted({param for _, param in attention.keys}))
+            queries = ", ".join(sorted({param for _, param in attention.queries}))
+            if matrix in attention.queries:
+                constraints[Role.QUERY] = Constraint(
+                    role=Role.QUERY,
+                    evidence=f"its products with those of {keys} go through a softmax over the "
+                    "latter",
+                    in_block=in_block,
+                    cross=attention.cross,
+                    value_dim=has_value_dim,
+                )
+            if matrix in attention.keys:
+                constraints[Role.KEY] = Constraint(
+                    role=Role.KEY,
+                    evidence=f"its products with those of {queries} go through a softmax over its "
+                    "own rows",
+                    in_block=in_block,
+                    cross=attention.cross,
+                    value_dim=has_value_dim,
+                )
+            if matrix in attention.values:
+                constraints[Role.VALUE] = Constraint(
+                    role=Role.VALUE,
+                    evidence="its product is weighed by a softmax and summed",
+                    in_block=in_block,
+                    cross=attention.cross,
+                )
+        return list(constraints.values())
 
 
-def whole(use: OperandUse, shape: tuple[int, ...], dims: tuple) -> tuple[int, ...]:
-    """Dimensions of a parameter that these of its view are; all of each.
+def _constraint_on_data(product: _Product) -> Constraint:
+    """Return the role of a product with the batch itself: an embedding."""
+    if _is_one_hot(product.other):
+        reads = ", ".join(product.names[index] for index in product.fan_in)
+        return Constraint(
+            role=Role.TOKEN_EMBEDDING, evidence=f"is multiplied by one-hot vectors over {reads}"
+        )
+    return Constraint(
+        role=Role.PATCH_EMBEDDING,
+        evidence=f"{product.contraction} with the batch itself",
+        fan_in=product.fan_in,
+    )
+
+
+def complete_dims(
+    use: OperandUse, shape: tuple[int, ...], dims: tuple[Dim, ...]
+) -> tuple[int, ...]:
+    """Return the indices of the parameter's dimensions that dimensions of its view are.
 
     Args:
-        use: of the parameter.
-        shape: of the parameter.
-        dims: of the view.
+        shape: Shape of the stored parameter, before any cut.
+        dims: Dimensions of the view, such as those that a product sums over.
+
+    Raises:
+        Refusal: The view has only a part of such a dimension, or mixes dimensions.
     """
-    for at in use.places(dims):
-        atoms = [atom for dim in dims for atom in dim if (use.param, at) in atom.places]
+    indices = use.dims_of_param(dims)
+    for index in indices:
         size = 1
-        for atom in atoms:
-            size *= atom.size
-        if size != shape[at] and len(use.view.params) == 1:
+        for atom in itertools.chain(*dims):
+            if (use.param, index) in atom.param_dims:
+                size *= atom.size
+        # A view of several parameters, such as fused projections, has a part of each.
+        if size != shape[index] and len(use.view.params) == 1:
             raise Refusal(
-                f"a product sums over {size} of the {shape[at]} along its dimension {at}, or mixes axes; keep axes apart"
+                f"a product sums over {size} of the {shape[index]} along its dimension {index}, "
+                "or mixes axes; keep axes apart"
             )
-    return use.places(dims)
+    return indices
 
 
-def _one_hot(node: Node) -> bool:
+def _is_one_hot(node: Node) -> bool:
+    """Return whether a value comes from an equality test by layout operations."""
     while node.op in LAYOUT and node.inputs:
         node = node.inputs[0]
     return not node.floating and node.op == "eq"

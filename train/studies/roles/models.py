@@ -1,6 +1,7 @@
-"""Traced models: a model of the zoo, or anyone's `build(sizes)`, at a base and with every size changed; and the graphs of their losses.
+"""Tracing of models: the graph of a loss, and parameter shapes at several sizes.
 
-A loss' graph is read from its jaxpr, which never runs: calls are entered, loops go round twice, branches are all taken.
+A model is one of the zoo, or anyone's `build(sizes)`. The graph is read from the loss' jaxpr, which
+never runs: calls are entered, loops run twice, and all branches are taken.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -27,30 +28,35 @@ from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Where an equation that calls keeps what it calls."""
+"""Parameters in which an equation holds the jaxpr that it calls."""
 OPAQUE = frozenset({"shard_map", "pallas_call", "xla_pmap"})
-"""Calls whose insides are in another world: of a device's part, or of memory."""
+"""Calls that are not entered, because their jaxpr is about parts of arrays or about memory."""
 
 BATCH = 2
-_ALONE = {
-    "head_dim": "heads_dim", "num_kv_heads": "kv_heads", "encoder_depth": "encoder_blocks", "target_len": "targets",
-}  # fmt: skip
-"""Fields that follow others unless given, and what they then are."""
+_FOLLOWING = {
+    "head_dim": "heads_dim",
+    "num_kv_heads": "kv_heads",
+    "encoder_depth": "encoder_blocks",
+    "target_len": "targets",
+}
+"""Fields that follow other fields if they are `None`, and the properties with their values then."""
 _TOGETHER = (("num_heads", "num_kv_heads"), ("image_size", "patch_size"))
+"""Fields that can only be doubled together in some models."""
 
 
 def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Graph:
-    """The graph of a loss; nothing is computed.
+    """Return the graph of a loss. Nothing is computed.
 
     Args:
-        loss: of parameters and a batch, a number.
-        params: tree of arrays or shapes.
-        batch: the same.
+        loss: Function of parameters and a batch that returns a scalar.
+        params: Tree of arrays, or of shapes such as `jax.ShapeDtypeStruct`.
+        batch: Tree of arrays, or of shapes such as `jax.ShapeDtypeStruct`.
     """
     closed = jax.make_jaxpr(loss)(params, batch)
     graph = Graph()
-    leaves = named_leaves(params)
-    inputs = [graph.parameter(name, tuple(leaf.shape)) for name, leaf in leaves.items()]
+    inputs = []
+    for name, leaf in named_leaves(params).items():
+        inputs.append(graph.parameter(name, tuple(leaf.shape)))
     for leaf in jax.tree.leaves(batch):
         floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
         inputs.append(graph.add("batch", (), fresh(leaf.shape), floating, "data"))
@@ -59,179 +65,210 @@ def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Gra
     return graph
 
 
+class _Output(NamedTuple):
+    """Output variable of an equation."""
+
+    shape: tuple[int, ...]
+    floating: bool
+
+
 class _Interpreter:
+    """Interpreter of jaxprs that adds every value to a graph."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
     def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Node]) -> list[Node]:
-        """What comes out of a jaxpr.
+        """Return the outputs of a jaxpr.
 
         Args:
-            jaxpr: open.
-            consts: arrays, or nodes of an outer one.
-            inputs: its arguments.
+            consts: Arrays, or nodes of an outer jaxpr.
         """
         values: dict[Any, Node] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = const if isinstance(const, Node) else self._constant(const)
         values.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
-            operands = [
-                self._constant(v.val) if hasattr(v, "val") else values[v] for v in eqn.invars
-            ]
+            operands = [self._value(var, values) for var in eqn.invars]
             values.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
-        return [self._constant(v.val) if hasattr(v, "val") else values[v] for v in jaxpr.outvars]
+        return [self._value(var, values) for var in jaxpr.outvars]
+
+    def _value(self, var: Any, values: Mapping[Any, Node]) -> Node:
+        """Return the node of a variable, or a new constant for a literal."""
+        if hasattr(var, "val"):
+            return self._constant(var.val)
+        return values[var]
 
     def _constant(self, value: Any) -> Node:
+        """Add a constant to the graph, with its value if it is a scalar."""
         shape = tuple(np.shape(value))
-        floating = jax.numpy.issubdtype(
-            np.asarray(value).dtype if shape == () else value.dtype, jax.numpy.floating
-        )
-        info = {"value": value.item() if hasattr(value, "item") else value} if shape == () else {}
+        # A scalar can be a Python number, which has no dtype.
+        dtype = np.asarray(value).dtype if shape == () else value.dtype
+        floating = jax.numpy.issubdtype(dtype, jax.numpy.floating)
+        info = {}
+        if shape == ():
+            info["value"] = value.item() if hasattr(value, "item") else value
         return self.graph.add("constant", (), fresh(shape), floating, "constant", **info)
 
     def _equation(self, eqn: Any, operands: list[Node]) -> list[Node]:
-        name, params = eqn.primitive.name, eqn.params
-        outputs = [
-            (tuple(v.aval.shape), jax.numpy.issubdtype(v.aval.dtype, jax.numpy.floating))
-            for v in eqn.outvars
-        ]
+        """Add the outputs of an equation to the graph."""
+        name = eqn.primitive.name
+        params = eqn.params
+        outputs = []
+        for var in eqn.outvars:
+            floating = jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating)
+            outputs.append(_Output(tuple(var.aval.shape), floating))
+
         if name == "scan":
             return self._scan(params, operands, outputs)
         if name == "cond":
-            branches = [self.run(*_opened(b), operands[1:]) for b in params["branches"]]
-            return [
-                self._op("select_n", {}, [operands[0], *each], *out)
-                for each, out in zip(zip(*branches, strict=True), outputs, strict=True)
-            ]
-        if (
-            name not in OPAQUE
-            and name != "while"
-            and (inner := next((params[k] for k in CALLS if k in params), None))
-        ):
-            return self.run(*_opened(inner), operands)
+            return self._cond(params["branches"], operands, outputs)
+        callee = next((params[key] for key in CALLS if key in params), None)
+        if callee and name not in OPAQUE and name != "while":
+            return self.run(*_opened(callee), operands)
+        # The graph knows rows and slices, so primitives with several results become these.
         if name == "unstack":
             return [self._row(operands[0], index, params["axis"]) for index in range(len(outputs))]
         if name == "split":
-            sizes = [shape[params["axis"]] for shape, _ in outputs]
+            sizes = [output.shape[params["axis"]] for output in outputs]
             starts = itertools.accumulate(sizes, initial=0)
-            return [
-                self._slice(operands[0], params["axis"], start, size)
-                for start, size in zip(starts, sizes, strict=False)
-            ]
+            parts = []
+            for start, size in zip(starts, sizes, strict=False):
+                parts.append(self._slice(operands[0], params["axis"], start, size))
+            return parts
         if name == "optimization_barrier":
-            return [
-                self._op("copy", {}, [x], *out) for x, out in zip(operands, outputs, strict=True)
-            ]
-        return [self._op(name, params, operands, *out) for out in outputs]
+            pairs = zip(operands, outputs, strict=True)
+            return [self._op("copy", {}, [operand], output) for operand, output in pairs]
+        return [self._op(name, params, operands, output) for output in outputs]
 
-    def _op(
-        self,
-        name: str,
-        params: dict[str, Any],
-        operands: list[Node],
-        shape: tuple[int, ...],
-        floating: bool,
-    ) -> Node:
-        graph = self.graph
+    def _cond(
+        self, branches: Sequence[Any], operands: list[Node], outputs: list[_Output]
+    ) -> list[Node]:
+        """Run all branches. Every output is a `select_n` of their results."""
+        # The first operand chooses the branch.
+        results = [self.run(*_opened(branch), operands[1:]) for branch in branches]
+        selected = []
+        for alternatives, output in zip(zip(*results, strict=True), outputs, strict=True):
+            selected.append(self._op("select_n", {}, [operands[0], *alternatives], output))
+        return selected
+
+    def _op(self, name: str, params: dict[str, Any], operands: list[Node], output: _Output) -> Node:
+        """Add the result of a primitive to the graph, and record uses of parameters."""
         op = "scatter" if name.startswith("scatter") else name
-        if op in ("dot_general", "ragged_dot_general"):
-            node = (
-                operations.dot(graph, operands, params)
-                if op == "dot_general"
-                else operations.ragged(graph, operands, params, shape)
-            )
-        elif op in operations.LAYOUT:
-            node = operations.layout(graph, op, operands, params, shape)
-            node.floating = floating
-        elif op in operations.REDUCTIONS:
-            gone = set(params["axes"])
-            dims = [dim for at, dim in enumerate(operands[0].dims) if at not in gone]
-            summed = {atom for at in gone for atom in operands[0].dims[at]}
-            node = graph.add(
-                op, operands, dims, floating, operations.kind_of(op, operands), summed=summed
-            )
-        elif op in operations.ELEMENTWISE or math.prod(shape) == 1:
-            node = graph.add(
-                op,
-                operands,
-                operations.combined(operands, shape),
-                floating,
-                operations.kind_of(op, operands),
-                **_info(op, params),
-            )
-        else:
-            node = graph.add(op, operands, fresh(shape), floating, operations.kind_of(op, operands))
-        if node.kind == "derived" and op == "sub" and _same(operands):
-            node.kind, node.params = "constant", frozenset()
+        node = self._result(op, params, operands, output)
+        if node.kind == "derived" and op == "sub" and _is_zero(operands):
+            node.kind = "constant"
+            node.params = frozenset()
+        # A lookup has recorded its use itself.
         if node.kind == "activation" and node.op != "lookup":
-            activations = [x for x in operands if x.kind in ("activation", "data")]
-            for x in operands:
-                if x.kind in ("view", "derived"):
-                    graph.use(node, x, activations[0])
+            activations = [
+                operand for operand in operands if operand.kind in ("activation", "data")
+            ]
+            for operand in operands:
+                if operand.kind in ("view", "derived"):
+                    self.graph.use(node, operand, activations[0])
         return node
 
-    def _scan(self, params: dict[str, Any], operands: list[Node], outputs: list[Any]) -> list[Node]:
-        """A loop, gone round twice, so that what a round makes of the first one's result is seen too."""
-        body, length = _opened(params["jaxpr"]), params["length"]
+    def _result(
+        self, op: str, params: dict[str, Any], operands: list[Node], output: _Output
+    ) -> Node:
+        """Add the result of a primitive to the graph."""
+        graph = self.graph
+        shape = output.shape
+        floating = output.floating
+        if op == "dot_general":
+            return operations.dot(graph, operands, params)
+        if op == "ragged_dot_general":
+            return operations.ragged(graph, operands, params, shape)
+        if op in operations.LAYOUT:
+            node = operations.layout(graph, op, operands, params, shape)
+            node.floating = floating
+            return node
+        kind = operations.kind_of(op, operands)
+        if op in operations.REDUCTIONS:
+            axes = set(params["axes"])
+            dims = []
+            summed = set()
+            for index, dim in enumerate(operands[0].dims):
+                if index in axes:
+                    summed.update(dim)
+                else:
+                    dims.append(dim)
+            return graph.add(op, operands, dims, floating, kind, summed=summed)
+        if op in operations.ELEMENTWISE or math.prod(shape) == 1:
+            dims = operations.combined(operands, shape)
+            info = {"power": params["y"]} if op == "integer_pow" else {}
+            return graph.add(op, operands, dims, floating, kind, **info)
+        return graph.add(op, operands, fresh(shape), floating, kind)
+
+    def _scan(
+        self, params: dict[str, Any], operands: list[Node], outputs: list[_Output]
+    ) -> list[Node]:
+        """Run the body of a scan twice, so that the second round reads results of the first."""
+        body = _opened(params["jaxpr"])
         if "ft_in" in params:  # jax 0.12
-            consts, carried, _ = map(len, params["ft_in"].unpack())
+            num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
         else:
-            consts, carried = params["num_consts"], params["num_carry"]
-        fixed, carry, xs = (
-            operands[:consts],
-            operands[consts : consts + carried],
-            operands[consts + carried :],
-        )
+            num_consts = params["num_consts"]
+            num_carry = params["num_carry"]
+        consts = operands[:num_consts]
+        carry = operands[num_consts : num_consts + num_carry]
+        xs = operands[num_consts + num_carry :]
         rounds = []
-        for at in range(min(length, 2)):
-            rows = [self._row(x, at, 0) for x in xs]
-            results = self.run(*body, [*fixed, *carry, *rows])
-            carry, ys = results[:carried], results[carried:]
-            rounds.append(ys)
+        for index in range(min(params["length"], 2)):
+            rows = [self._row(x, index, 0) for x in xs]
+            results = self.run(*body, [*consts, *carry, *rows])
+            carry = results[:num_carry]
+            rounds.append(results[num_carry:])
+
         stacked = []
-        for each, (shape, floating) in zip(
-            zip(*rounds, strict=True), outputs[carried:], strict=True
-        ):
-            kind = operations.kind_of("copy", each) if each[0].kind != "derived" else "derived"
-            dims = (*fresh(shape[:1]), *each[0].dims)
-            stacked.append(self.graph.add("stacked", each, dims, floating, kind))
+        for ys, output in zip(zip(*rounds, strict=True), outputs[num_carry:], strict=True):
+            kind = "derived"
+            if ys[0].kind != "derived":
+                kind = operations.kind_of("copy", ys)
+            dims = (*fresh(output.shape[:1]), *ys[0].dims)
+            stacked.append(self.graph.add("stacked", ys, dims, output.floating, kind))
         return [*carry, *stacked]
 
-    def _row(self, x: Node, index: int, axis: int) -> Node:
-        row = self._slice(x, axis, index, 1)
-        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
-        return self._op("squeeze", {"dimensions": (axis,)}, [row], shape, x.floating)
+    def _row(self, array: Node, index: int, axis: int) -> Node:
+        """Add one row along an axis to the graph, without the axis."""
+        row = self._slice(array, axis, index, 1)
+        shape = (*array.shape[:axis], *array.shape[axis + 1 :])
+        output = _Output(shape, array.floating)
+        return self._op("squeeze", {"dimensions": (axis,)}, [row], output)
 
-    def _slice(self, x: Node, axis: int, start: int, size: int) -> Node:
-        """Return a range along one axis, as the primitive makes it."""
-        starts = [0] * len(x.dims)
-        stops = list(x.shape)
+    def _slice(self, array: Node, axis: int, start: int, size: int) -> Node:
+        """Add a range along one axis to the graph, as the primitive `slice` makes it."""
+        starts = [0] * len(array.dims)
+        stops = list(array.shape)
         starts[axis] = start
         stops[axis] = start + size
         params = {"start_indices": starts, "limit_indices": stops, "strides": None}
         shape = tuple(stop - first for first, stop in zip(starts, stops, strict=True))
-        return self._op("slice", params, [x], shape, x.floating)
+        return self._op("slice", params, [array], _Output(shape, array.floating))
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants, of one that is closed or open."""
+    """Return a jaxpr that is open, and the constants of a closed one."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def _info(op: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    return {"power": params["y"]} if op == "integer_pow" else {}
-
-
-def _same(operands: Sequence[Node]) -> bool:
-    """Whether both sides of a difference are one parameter, cut alike: x - stop_gradient(x), which is 0."""
-    while operands[0].op in operations.SAME or operands[1].op in operations.SAME:
-        operands = [x.inputs[0] if x.op in operations.SAME else x for x in operands]
-    return operands[0] is operands[1]
+def _is_zero(operands: Sequence[Node]) -> bool:
+    """Return whether a difference is 0, as in x - stop_gradient(x)."""
+    left, right = operands
+    while left.op in operations.SAME or right.op in operations.SAME:
+        if left.op in operations.SAME:
+            left = left.inputs[0]
+        if right.op in operations.SAME:
+            right = right.inputs[0]
+    return left is right
 
 
 class Build(Protocol):
-    """A model of one's own: (sizes) to its parameters' shapes, loss(params, batch), and the batch's shapes."""
+    """Function that builds a model at given sizes.
+
+    It returns the shapes of its parameters, loss(params, batch), and the shapes of a batch.
+    """
 
     def __call__(
         self, sizes: Mapping[str, int], /
@@ -239,161 +276,201 @@ class Build(Protocol):
 
 
 class _Sizes(dict[str, int]):
+    """Sizes by axis. A missing axis raises an error that says what to write."""
+
     def __missing__(self, axis: str) -> int:
         raise PresetError(
-            f"the model asks for the size of {axis!r}, which is not among {', '.join(self)}; name it too"
+            f"the model asks for the size of {axis!r}, which is not among {', '.join(self)}; "
+            "name it too"
         )
 
 
 def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
-    """Declarations of a model of one's own, from its loss.
+    """Return the declarations of anyone's model, from its loss.
 
     Args:
-        build: makes it at any sizes; shapes (`jax.ShapeDtypeStruct`) do, nothing is computed.
-        sizes: of the base, by logical axis (`mupax.presets.roles.AXES`); each is doubled alone.
+        build: Function that makes the model at any sizes. Shapes (`jax.ShapeDtypeStruct`) suffice,
+            because nothing is computed.
+        sizes: Base sizes by logical axis (`mupax.presets.roles.AXES`). Each is doubled alone.
 
     Raises:
-        PresetError: an axis that there is none of, or a tree of another structure at other sizes.
+        PresetError: An axis does not exist, or the model has other parameters at other sizes.
     """
     for axis in sizes:
         if axis not in AXES:
             raise PresetError(f"no logical axis is named {axis!r}; the axes are {', '.join(AXES)}")
-    sizes = _Sizes(sizes)
-    params, loss, batch = build(sizes)
-    samples = [Sample(sizes, _shapes(params))]
+    base_sizes = _Sizes(sizes)
+    params, loss, batch = build(base_sizes)
+    base = Sample(base_sizes, _shapes(params))
+    samples = [base]
     for axis, size in sizes.items():
-        other = _Sizes({**sizes, axis: 2 * size})
-        samples.append(Sample(other, _shapes(build(other)[0])))
-        if axis != "layers" and samples[-1].shapes.keys() != samples[0].shapes.keys():
-            changed = sorted(samples[-1].shapes.keys() ^ samples[0].shapes.keys())
+        doubled_sizes = _Sizes({**sizes, axis: 2 * size})
+        doubled_params, _, _ = build(doubled_sizes)
+        doubled = Sample(doubled_sizes, _shapes(doubled_params))
+        # A deeper model can have parameters of further layers.
+        if axis != "layers" and doubled.shapes.keys() != base.shapes.keys():
+            changed = sorted(doubled.shapes.keys() ^ base.shapes.keys())
             raise PresetError(
                 f"with {axis} {2 * size} the model has other parameters: {', '.join(changed[:3])}"
             )
-    shared = [s for s in samples if samples[0].shapes.keys() <= s.shapes.keys()]
-    return deduce(trace(loss, params, batch), shared)
+        samples.append(doubled)
+    complete = [sample for sample in samples if base.shapes.keys() <= sample.shapes.keys()]
+    return deduce(trace(loss, params, batch), complete)
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    # By the names of `define_function`, which takes the declarations: of an nnx.Variable without ".value".
+    """Return the shapes of parameters by path."""
+    # The paths are those of `define_function`, which takes the declarations. An nnx.Variable has no
+    # ".value" in its path there.
     return {name: tuple(leaf.shape) for name, leaf in named_leaves(params).items()}
 
 
 def roles_of_config(config: ModelConfig) -> Roles:
-    """Declarations of a model of the zoo, from the loss that it trains with."""
+    """Return the declarations of a model of the zoo, from the loss that it trains with."""
     model = definition(config)
-    example = {
-        k: jax.ShapeDtypeStruct((BATCH, *a.shape), a.dtype) for k, a in config.example().items()
-    }
-    samples = [_sample(of) for of in (config, *variations(config))]
-    # As for a CPU, where attention is made of operations: through a kernel nothing could be seen.
+    batch = {}
+    for name, array in config.example().items():
+        batch[name] = jax.ShapeDtypeStruct((BATCH, *array.shape), array.dtype)
+    samples = [_sample(variation) for variation in (config, *variations(config))]
+    # On a CPU attention consists of primitives. The kernels of other devices are opaque.
     cpu = Layout(Mesh(np.array(jax.devices("cpu")[:1]), "data"), {})
-    graph = trace(loss_of(model, cpu), model.abstract, example)
+    graph = trace(loss_of(model, cpu), model.abstract, batch)
     return deduce(graph, samples)
 
 
 def loss_of(
     model: Definition, layout: Layout = ONE_DEVICE
 ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array]:
-    """Return the loss of a model of the zoo, of parameters and a batch, every factor being 1.
+    """Return the loss of a model of the zoo, a function of parameters and a batch.
+
+    All multipliers are 1.
 
     Args:
-        model: taken apart.
-        layout: of the devices that the loss is traced for.
+        layout: Layout of the devices that the loss is traced for, by default one device.
     """
-    ones = {name: np.ones(of["shape"], np.float32) for name, of in model.factors.items()}
+    ones = {name: np.ones(info["shape"], np.float32) for name, info in model.factors.items()}
 
     def loss(params: Mapping[str, Any], batch: Mapping[str, Any]) -> jax.Array:
         module: Any = model.bind(params, ones, layout=layout)
-        inputs = {
-            name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")
-        }
-        read = readout_method(module)
-        if read is None:
-            return cross_entropy_from_logits(
-                module(batch["inputs"], **inputs), batch["targets"], batch["weights"]
-            ).loss
-        readout_inputs = read(batch["inputs"], **inputs)
+        further_inputs = {}
+        for name, array in batch.items():
+            if name not in ("inputs", "targets", "weights"):
+                further_inputs[name] = array
+        readout_inputs = readout_method(module)
+        if readout_inputs is None:
+            logits = module(batch["inputs"], **further_inputs)
+            return cross_entropy_from_logits(logits, batch["targets"], batch["weights"]).loss
         sums = cross_entropy(
-            readout_inputs, batch["targets"], batch["weights"], how="plain", layout=layout
+            readout_inputs(batch["inputs"], **further_inputs),
+            batch["targets"],
+            batch["weights"],
+            how="plain",
+            layout=layout,
         )
-        return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
+        if sums.routing is None:
+            return sums.loss
+        return sums.loss + sums.routing.penalty
 
     return loss
 
 
 def variations(config: ModelConfig) -> list[ModelConfig]:
-    """The same model with every size that can be changed doubled, one at a time or two that must go together."""
+    """Return the model with one size doubled, for every size that can be changed.
+
+    Two sizes are doubled if they only change together.
+    """
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    alone = {
-        name: getattr(config, of)
-        for name, of in _ALONE.items()
-        if name in values and values[name] is None
-    }
-    values |= alone
-    counts = [
-        (name,) for name, value in values.items() if type(value) is int or name == "mlp_ratio"
-    ]
-    out = []
-    for fields in (*counts, *_TOGETHER):
-        changed = {name: 2 * values[name] for name in fields if values.get(name) is not None}
+    # Fields that follow another one are fixed, so that doubling the other changes one size alone.
+    fixed = {}
+    for name, source in _FOLLOWING.items():
+        if name in values and values[name] is None:
+            fixed[name] = getattr(config, source)
+    values |= fixed
+
+    single_fields = []
+    for name, value in values.items():
+        if type(value) is int or name == "mlp_ratio":
+            single_fields.append((name,))
+    result = []
+    for names in (*single_fields, *_TOGETHER):
+        doubled = {name: 2 * values[name] for name in names if values.get(name) is not None}
         try:
-            other = dataclasses.replace(config, **alone | changed)
+            variation = dataclasses.replace(config, **fixed | doubled)
         except ConfigError:
             continue
-        if other.sizes() != config.sizes():
-            out.append(other)
-    return out
+        if variation.sizes() != config.sizes():
+            result.append(variation)
+    return result
 
 
 def _sample(config: ModelConfig) -> Sample:
-    """Sizes and shapes of a config, whose modules make every parameter so (`mupax.zoo.definition.Init.param`)."""
+    """Return the sizes of a model and the shapes of its parameters, from its declarations.
+
+    Its modules make every parameter with this shape (`mupax.zoo.definition.Init.param`).
+    """
     sizes = config.sizes()
-    shapes = {
-        name: tuple(sizes[axis] for axis in spec.axes) for name, spec in config.parameters().items()
-    }
+    shapes = {}
+    for name, spec in config.parameters().items():
+        shapes[name] = tuple(sizes[axis] for axis in spec.axes)
     return Sample(sizes, shapes)
 
 
 def differences(
     config: ModelConfig, roles: Roles, declared: Mapping[str, ParamSpec] | None = None
 ) -> dict[str, str]:
-    """What differs from declarations, by parameter, in words; what a gain starts at is in no loss and not compared.
+    """Return the differences between declarations and traced roles, in words by parameter.
+
+    The initial value of a gain is not compared, because no loss shows it.
 
     Args:
-        config: of the model.
-        roles: what its loss says.
-        declared: in place of the config's declarations.
+        declared: Declarations to compare. By default those of the config.
     """
-    declared, out = config.parameters() if declared is None else declared, {}
+    if declared is None:
+        declared = config.parameters()
+    result = {}
     for name in sorted(declared.keys() | roles.specs.keys()):
-        spec, other = declared.get(name), roles.specs.get(name)
+        spec = declared.get(name)
+        traced = roles.specs.get(name)
         if spec is None:
-            out[name] = f"is not declared: {roles.evidence[name]}"
-        elif other is not None and (words := _fields(spec, other)):
-            out[name] = f"{words}: {roles.evidence[name]}"
+            result[name] = f"is not declared: {roles.evidence[name]}"
+        elif traced is not None:
+            words = _different_fields(spec, traced)
+            if words:
+                result[name] = f"{words}: {roles.evidence[name]}"
     if config.tied_readout != roles.tied:
-        out["tied readout"] = f"is declared {config.tied_readout} and traced {roles.tied}"
-    return out
+        result["tied readout"] = f"is declared {config.tied_readout} and traced {roles.tied}"
+    return result
 
 
 def refuse_wrong_declarations(config: ModelConfig) -> None:
-    """Raises PresetError where declarations of a model are not what its loss does; what tracing refuses is let through."""
-    if differing := differences(config, roles_of_config(config)):
+    """Check a model's declarations against its loss. Parameters that tracing refuses pass.
+
+    Raises:
+        PresetError: A declaration differs from the role that the loss shows.
+    """
+    differing = differences(config, roles_of_config(config))
+    if differing:
         lines = "\n".join(f"{name}: {words}" for name, words in differing.items())
         raise PresetError(
             f"the declarations of {config.family} are not what its loss does; mend them:\n{lines}"
         )
 
 
-def _fields(spec: ParamSpec, other: ParamSpec) -> str:
-    names = [field.name for field in dataclasses.fields(spec) if field.name != "start"]
-    pairs = [(name, getattr(spec, name), getattr(other, name)) for name in names]
-    return "; ".join(
-        f"{name} is declared {_text(a)} and traced {_text(b)}" for name, a, b in pairs if a != b
-    )
+def _different_fields(declared: ParamSpec, traced: ParamSpec) -> str:
+    """Return the different fields of two declarations, in words. Empty if there are none."""
+    words = []
+    for field in dataclasses.fields(declared):
+        declared_value = getattr(declared, field.name)
+        traced_value = getattr(traced, field.name)
+        if field.name != "start" and declared_value != traced_value:
+            declared_text = _text(declared_value)
+            traced_text = _text(traced_value)
+            words.append(f"{field.name} is declared {declared_text} and traced {traced_text}")
+    return "; ".join(words)
 
 
 def _text(value: Any) -> str:
+    """Return the value of a declaration's field as text."""
     if isinstance(value, tuple):
         return f"({', '.join(value)})"
     return str(getattr(value, "value", value))

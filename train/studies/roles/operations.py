@@ -1,7 +1,8 @@
-"""What each primitive of JAX makes of its operands: the atoms of what comes out, and whether it is still a view of a parameter."""
+"""Results of JAX's primitives in the graph: the atoms of their dimensions, and their kind."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,22 +13,28 @@ from mupax.train.studies.roles.graph import (
     Graph,
     Kind,
     Node,
-    Place,
+    ParamDim,
+    Slice,
     fresh,
+    param_dims_of,
     regrouped,
     sliced,
 )
 
 SAME = frozenset({
-    "convert_element_type", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "name", "reduce_precision",
-    "stop_gradient", "device_put", "pvary", "pbroadcast", "reshard", "layout_constraint",
+    "convert_element_type", "copy", "copy_p", "optimization_barrier", "sharding_constraint",
+    "name", "reduce_precision", "stop_gradient", "device_put", "pvary", "pbroadcast", "reshard",
+    "layout_constraint",
 })  # fmt: skip
+"""Primitives that return their operand."""
 LAYOUT = SAME | {
-    "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "split", "concatenate",
-    "stack", "pad", "rev", "gather", "scatter", "dynamic_update_slice", "select_n", "taken",
+    "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
+    "dynamic_slice", "split", "concatenate", "stack", "pad", "rev", "gather", "scatter",
+    "dynamic_update_slice", "select_n", "taken",
 }  # fmt: skip
-"""Primitives that move numbers and compute none."""
+"""Primitives that move elements and compute nothing."""
 SCALING = frozenset({"mul", "div", "neg"})
+"""Primitives that leave a view a view if the other operand is a constant."""
 REDUCTIONS = frozenset(
     {
         "reduce_sum",
@@ -41,253 +48,334 @@ REDUCTIONS = frozenset(
     }
 )
 ELEMENTWISE = frozenset({
-    "add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf",
-    "erfc", "sqrt", "rsqrt", "cbrt", "square", "integer_pow", "pow", "sin", "cos", "abs", "sign", "clamp", "is_finite", "floor",
-    "round", "sort", "cumsum", "cumlogsumexp", "cummax", "cumprod", "atan2", "tan", "asinh", "sinh", "cosh", "atan",
+    "add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "exp2", "log", "log1p",
+    "expm1", "tanh", "logistic", "erf", "erfc", "sqrt", "rsqrt", "cbrt", "square", "integer_pow",
+    "pow", "sin", "cos", "abs", "sign", "clamp", "is_finite", "floor", "round", "sort", "cumsum",
+    "cumlogsumexp", "cummax", "cumprod", "atan2", "tan", "asinh", "sinh", "cosh", "atan",
 })  # fmt: skip
 """Primitives that keep the shape of their operands."""
 
 
 def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
-    """What the result depends on.
-
-    Args:
-        op: the primitive.
-        inputs: its operands.
-    """
+    """Return the kind of a primitive's result."""
     kinds = {node.kind for node in inputs}
     if not kinds & {"view", "derived", "activation"}:
         return "data" if "data" in kinds else "constant"
     if kinds & {"activation", "data"}:
         return "activation"
-    scales = (
-        op in SCALING
-        and [node.kind for node in inputs].count("view") == 1
-        and (op != "div" or inputs[0].kind == "view")
-    )
-    return "view" if kinds <= {"view", "constant"} and (op in LAYOUT or scales) else "derived"
+    if not kinds <= {"view", "constant"}:
+        return "derived"
+    if op in LAYOUT or _is_scaled_view(op, inputs):
+        return "view"
+    return "derived"
+
+
+def _is_scaled_view(op: str, inputs: Sequence[Node]) -> bool:
+    """Return whether a primitive multiplies one view by constants."""
+    if op not in SCALING:
+        return False
+    num_views = [node.kind for node in inputs].count("view")
+    # A constant divided by a view is no multiple of the view.
+    return num_views == 1 and (op != "div" or inputs[0].kind == "view")
 
 
 def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
-    """Dimensions of an elementwise result: of an activation's operand before a parameter's, those before a constant's.
+    """Return the dimensions of an elementwise result.
 
-    Args:
-        inputs: operands.
-        shape: of the result.
+    Dimensions of activations come before those of views, and these before those of constants.
     """
     order = ("activation", "view", "derived", "data", "constant")
-    ranked = sorted(
-        (node for node in inputs if node.shape == shape), key=lambda node: order.index(node.kind)
-    )
+    full_inputs = [node for node in inputs if node.shape == shape]
+    full_inputs.sort(key=lambda node: order.index(node.kind))
     dims = []
-    for at in range(len(shape)):
-        choices = [
-            node.dims[at] for node in ranked if not any(atom.broadcast for atom in node.dims[at])
-        ]
-        dims.append(next(iter(choices), ranked[0].dims[at] if ranked else fresh(shape)[at]))
+    for index in range(len(shape)):
+        candidates = [node.dims[index] for node in full_inputs]
+        if not candidates:
+            candidates = [fresh(shape)[index]]
+        # A dimension along which everything is equal says less than any other.
+        varying = [dim for dim in candidates if not any(atom.broadcast for atom in dim)]
+        dims.append(varying[0] if varying else candidates[0])
     return tuple(dims)
 
 
-def joined(inputs: Sequence[Node], at: int) -> tuple[Dim, ...]:
-    """Dimensions of arrays laid end to end.
+def joined(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
+    """Return the dimensions of concatenated arrays.
 
     Args:
-        inputs: the arrays, in order.
-        at: dimension along which they lie.
+        axis: Dimension along which the arrays are concatenated.
     """
-    first = max(inputs, key=lambda node: node.kind == "activation")
-    if any(node.kind == "activation" for node in inputs) or not all(
-        node.kind == "view" for node in inputs
-    ):
-        total = sum(node.shape[at] for node in inputs)
-        return tuple(fresh([total])[0] if i == at else dim for i, dim in enumerate(first.dims))
+    if not all(node.kind == "view" for node in inputs):
+        return _joined_values(inputs, axis)
+
     dims: list[Dim] = []
-    for i, each in enumerate(zip(*(node.dims for node in inputs), strict=True)):
-        places = frozenset().union(*(atom.places for dim in each for atom in dim))
-        if i != at:
-            alike = all([a.size for a in dim] == [a.size for a in each[0]] for dim in each)
-            columns = zip(*each, strict=True) if alike else ()
-            same = tuple(
-                Atom(c[0].size, frozenset().union(*(a.places for a in c))) for c in columns
-            )
-            dims.append(same if alike else (Atom(first.shape[i], places),))
-            continue
-        stop, segments = 0, []
-        for node in inputs:
-            stop += node.shape[at]
-            segments.append((stop, node.params))
-        dims.append((Atom(stop, places, segments=tuple(segments)),))
+    for index in range(len(inputs[0].dims)):
+        if index == axis:
+            dims.append(_segmented(inputs, axis))
+        else:
+            dims.append(_merged([node.dims[index] for node in inputs], inputs[0].shape[index]))
     return tuple(dims)
+
+
+def _joined_values(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
+    """Return the dimensions of concatenated arrays that are not all views."""
+    # The first activation, or the first array if there is none.
+    leading = max(inputs, key=lambda node: node.kind == "activation")
+    dims = list(leading.dims)
+    total = sum(node.shape[axis] for node in inputs)
+    dims[axis] = fresh([total])[0]
+    return tuple(dims)
+
+
+def _segmented(views: Sequence[Node], axis: int) -> Dim:
+    """Return the dimension along which views are concatenated, with a segment for each view."""
+    param_dims: frozenset[ParamDim] = frozenset()
+    segments = []
+    stop = 0
+    for view in views:
+        param_dims |= param_dims_of(view.dims[axis])
+        stop += view.shape[axis]
+        segments.append((stop, view.params))
+    return (Atom(stop, param_dims, segments=tuple(segments)),)
+
+
+def _merged(dims: Sequence[Dim], size: int) -> Dim:
+    """Return one dimension for a dimension of several views, with the parameters of all."""
+    sizes = [[atom.size for atom in dim] for dim in dims]
+    if any(atom_sizes != sizes[0] for atom_sizes in sizes):
+        return (Atom(size, param_dims_of(itertools.chain(*dims))),)
+    atoms = []
+    for column in zip(*dims, strict=True):
+        atoms.append(Atom(column[0].size, param_dims_of(column)))
+    return tuple(atoms)
 
 
 def layout(
     graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
 ) -> Node:
-    """The result of an operation that computes nothing.
+    """Add the result of a layout operation to the graph.
 
     Args:
-        graph: to which it is added.
-        op: the primitive.
-        inputs: operands; indices are among them.
-        params: of the equation.
-        shape: of the result.
+        inputs: Operands, the array first. Indices and start positions come after it.
     """
-    x, kind, info = inputs[0], kind_of(op, inputs), {}
-    dims: Sequence[Dim] | None
+    if op == "gather":
+        return _gathered(graph, inputs, params, shape)
+    array = inputs[0]
+    kind = kind_of(op, inputs)
+    info: dict[str, Any] = {}
+    dims: Sequence[Dim]
     match op:
         case "reshape":
-            dims = regrouped(x.dims, shape)
-            if dims is None:
-                info["mixed"] = True
-                places = frozenset().union(*(atom.places for dim in x.dims for atom in dim))
-                dims = [() if size == 1 else (Atom(size, places),) for size in shape]
+            dims = _reshaped(array, shape)
         case "transpose":
-            dims = [x.dims[at] for at in params["permutation"]]
+            dims = _take(array.dims, params["permutation"])
         case "broadcast_in_dim":
             dims = list(fresh(shape, broadcast=True))
-            for at, to in enumerate(params["broadcast_dimensions"]):
-                dims[to] = x.dims[at] if x.shape[at] == shape[to] else dims[to]
+            for index, target in enumerate(params["broadcast_dimensions"]):
+                if array.shape[index] == shape[target]:
+                    dims[target] = array.dims[index]
         case "squeeze":
-            dropped = {at % len(x.dims) for at in params["dimensions"]}
-            dims = [dim for at, dim in enumerate(x.dims) if at not in dropped]
+            dropped = {index % len(array.dims) for index in params["dimensions"]}
+            dims = [dim for index, dim in enumerate(array.dims) if index not in dropped]
         case "expand_dims":
-            dims = list(x.dims)
-            for at in sorted(params["dimensions"]):
-                dims.insert(at, ())
+            dims = list(array.dims)
+            for index in sorted(params["dimensions"]):
+                dims.insert(index, ())
         case "slice":
-            strides = params["strides"] or (1,) * len(x.dims)
-            ranges = zip(
-                x.dims, params["start_indices"], params["limit_indices"], strides, strict=True
-            )
-            dims, info = _cut([sliced(*of) for of in ranges])
+            starts = params["start_indices"]
+            stops = params["limit_indices"]
+            strides = params["strides"] or (1,) * len(array.dims)
+            ranges = zip(array.dims, starts, stops, strides, strict=True)
+            slices = [sliced(dim, start, stop, stride) for dim, start, stop, stride in ranges]
+            dims = [part.dim for part in slices]
+            info = _selection(slices)
         case "dynamic_slice":
-            starts = [node.info.get("value") for node in inputs[1:]]
-            offsets = [0 if start is None else start for start in starts]
-            dims, info = _cut(
-                [sliced(d, at, at + n) for d, at, n in zip(x.dims, offsets, shape, strict=True)]
-            )
-            if None in [s for s, d, n in zip(starts, x.shape, shape, strict=True) if d != n]:
-                info = {}
-            kind = kind_of(op, [x])
+            dims, info = _dynamically_sliced(inputs, shape)
+            kind = kind_of(op, [array])
         case "concatenate":
             dims = joined(inputs, params["dimension"])
         case "stack":
-            at = params["axis"] if "axis" in params else params["dimension"]
-            rows = [_with_row(graph, node, at) for node in inputs]
-            dims = joined(rows, at)
+            axis = params["axis"] if "axis" in params else params["dimension"]
+            rows = [_with_row(graph, node, axis) for node in inputs]
+            dims = joined(rows, axis)
         case "select_n":
             kind = kind_of(op, inputs[1:])
             dims = combined(inputs[1:], shape)
-        case "pad" | "scatter" | "dynamic_update_slice" | "rev":
-            same = [
-                dim if n == m else d
-                for dim, n, m, d in zip(x.dims, x.shape, shape, fresh(shape), strict=True)
-            ]
-            dims = same if op in ("pad", "rev") or x.kind == "activation" else fresh(shape)
-        case "gather":
-            return _gathered(graph, inputs, params, shape)
+        case "pad" | "rev":
+            dims = _where_size_stays(array, shape)
+        case "scatter" | "dynamic_update_slice":
+            if array.kind == "activation":
+                dims = _where_size_stays(array, shape)
+            else:
+                dims = fresh(shape)
         case _:
-            dims = x.dims
-    if (
-        x.kind in ("data", "constant")
-        and dims is not None
-        and op not in ("concatenate", "stack", "select_n")
-    ):
+            dims = array.dims
+    if array.kind in ("data", "constant") and op not in ("concatenate", "stack", "select_n"):
         info = {}
-    node = graph.add(op, inputs, dims or (), True, kind, **info)
-    return node
+    return graph.add(op, inputs, dims, True, kind, **info)
 
 
-def _with_row(graph: Graph, node: Node, at: int) -> Node:
+def _reshaped(array: Node, shape: tuple[int, ...]) -> Sequence[Dim]:
+    """Return the dimensions after a reshape.
+
+    If it mixes atoms, every new dimension can belong to all parameters of the array.
+    """
+    dims = regrouped(array.dims, shape)
+    if dims is not None:
+        return dims
+    param_dims = param_dims_of(itertools.chain(*array.dims))
+    return [() if size == 1 else (Atom(size, param_dims),) for size in shape]
+
+
+def _dynamically_sliced(
+    inputs: Sequence[Node], shape: tuple[int, ...]
+) -> tuple[list[Dim], dict[str, Any]]:
+    """Return the dimensions of a dynamic slice, and its selection of parameters.
+
+    Args:
+        inputs: Array, then the start index of every dimension.
+    """
+    array = inputs[0]
+    slices = []
+    is_known = True
+    for dim, size, start_node, count in zip(
+        array.dims, array.shape, inputs[1:], shape, strict=True
+    ):
+        start = start_node.info.get("value")
+        if start is None and size != count:
+            is_known = False
+        offset = 0 if start is None else start
+        slices.append(sliced(dim, offset, offset + count))
+    dims = [part.dim for part in slices]
+    return dims, _selection(slices) if is_known else {}
+
+
+def _where_size_stays(array: Node, shape: tuple[int, ...]) -> list[Dim]:
+    """Return the array's dimensions, with new ones where the size changes."""
+    dims = []
+    new_dims = fresh(shape)
+    for dim, size, new_size, new_dim in zip(array.dims, array.shape, shape, new_dims, strict=True):
+        dims.append(dim if size == new_size else new_dim)
+    return dims
+
+
+def _with_row(graph: Graph, node: Node, axis: int) -> Node:
+    """Add an array with one more dimension of size 1 to the graph."""
     dims = list(node.dims)
-    dims.insert(at, ())
+    dims.insert(axis, ())
     return graph.add("expand_dims", (node,), dims, node.floating, node.kind)
 
 
-def _cut(parts: Sequence[tuple[Dim, frozenset[str] | None]]) -> tuple[list[Dim], dict[str, Any]]:
-    chosen = [params for _, params in parts if params is not None]
-    return [dim for dim, _ in parts], {
-        "selected": frozenset.intersection(*chosen)
-    } if chosen else {}
+def _selection(slices: Sequence[Slice]) -> dict[str, Any]:
+    """Return the field "selected" of a slice's info: the parameters that are left in it.
+
+    Only a slice of a concatenation has the field.
+    """
+    params = [part.params for part in slices if part.params is not None]
+    if not params:
+        return {}
+    return {"selected": frozenset.intersection(*params)}
 
 
 def _gathered(
     graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
 ) -> Node:
-    """Rows that an index chose: of a parameter by the batch a lookup; by routing or by positions alone, a view."""
-    x, index = inputs[0], inputs[1]
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
-    dims, axes = list(fresh(shape)), [at for at in range(len(x.dims)) if at not in gone]
-    for at, to in zip(axes, numbers.offset_dims, strict=True):
-        dims[to] = x.dims[at] if sizes[at] == x.shape[at] else dims[to]
-    rest = [at for at in range(len(shape)) if at not in numbers.offset_dims]
-    for at, dim in zip(rest, index.dims[:-1], strict=True):
-        dims[at] = dim
-    if x.kind != "view":
-        return graph.add("gather", inputs, dims, x.floating, kind_of("gather", inputs))
-    chosen = {
-        place for at in numbers.start_index_map for atom in x.dims[at] for place in atom.places
-    }
+    """Add rows that an index chose to the graph.
+
+    Rows of a parameter are a lookup if the index comes from the batch alone. They are a view if it
+    comes from constants, such as positions, or from activations, such as routing.
+    """
+    array = inputs[0]
+    index = inputs[1]
+    numbers = params["dimension_numbers"]
+    sizes = params["slice_sizes"]
+    dropped = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    window_axes = [axis for axis in range(len(array.dims)) if axis not in dropped]
+    dims = list(fresh(shape))
+    for axis, target in zip(window_axes, numbers.offset_dims, strict=True):
+        if sizes[axis] == array.shape[axis]:
+            dims[target] = array.dims[axis]
+    batch_axes = [axis for axis in range(len(shape)) if axis not in numbers.offset_dims]
+    # The last dimension of the index holds the coordinates of a row.
+    for axis, dim in zip(batch_axes, index.dims[:-1], strict=True):
+        dims[axis] = dim
+    if array.kind != "view":
+        return graph.add("gather", inputs, dims, array.floating, kind_of("gather", inputs))
+
+    chosen: set[ParamDim] = set()
+    for axis in numbers.start_index_map:
+        for atom in array.dims[axis]:
+            chosen |= atom.param_dims
     if index.kind == "data":
-        node = graph.add("lookup", (x, index), dims, True, "activation", chosen=chosen)
-        graph.use(node, x, None)
+        node = graph.add("lookup", (array, index), dims, True, "activation", chosen=chosen)
+        graph.use(node, array, None)
         return node
-    node = graph.add("gather", (x, index), dims, True, "view")
-    picks: frozenset[tuple[Place, Kind]] = frozenset((place, index.kind) for place in chosen)
-    node.params, node.picks = x.params, x.picks | picks
+    node = graph.add("gather", (array, index), dims, True, "view")
+    picks: frozenset[tuple[ParamDim, Kind]] = frozenset(
+        (param_dim, index.kind) for param_dim in chosen
+    )
+    node.params = array.params
+    node.picks = array.picks | picks
     return node
 
 
 def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
-    """A product, with the dimensions that it sums over and those of each side that it keeps.
+    """Add a `dot_general` to the graph.
 
-    Args:
-        graph: to which it is added.
-        inputs: both sides.
-        params: of the equation.
+    Its info has, for the left and the right side, the dimensions that it sums over ("contracted"),
+    the batch dimensions ("batched"), and the atoms of the others in the result ("kept").
     """
-    (lc, rc), (lb, rb) = params["dimension_numbers"]
-    left, right = inputs[0], inputs[1]
-    free = [
-        [d for at, d in enumerate(x.dims) if at not in (*c, *b)]
-        for x, c, b in ((left, lc, lb), (right, rc, rb))
-    ]
-    sides = [[tuple(atom.copy() for atom in dim) for dim in dims] for dims in free]
-    act = [x for x in inputs if x.kind in ("activation", "data")]
-    lead = next(iter(act), left)
-    dims = [*(lead.dims[at] for at in (lb if lead is left else rb)), *sides[0], *sides[1]]
-    contracted = tuple(tuple(x.dims[at] for at in c) for x, c in ((left, lc), (right, rc)))
-    batched = tuple(tuple(x.dims[at] for at in b) for x, b in ((left, lb), (right, rb)))
-    atoms = [{atom for dim in side for atom in dim} for side in sides]
-    info = {"contracted": contracted, "batched": batched, "kept": atoms}
+    contracting_axes, batch_axes = params["dimension_numbers"]
+    contracted = []
+    batched = []
+    all_free_dims: list[Dim] = []
+    free_atoms = []
+    for node, contracting, batch in zip(inputs, contracting_axes, batch_axes, strict=True):
+        contracted.append(_take(node.dims, contracting))
+        batched.append(_take(node.dims, batch))
+        free_dims = []
+        for axis, dim in enumerate(node.dims):
+            if axis not in (*contracting, *batch):
+                free_dims.append(tuple(atom.copy() for atom in dim))
+        all_free_dims += free_dims
+        free_atoms.append(set(itertools.chain(*free_dims)))
+
+    # Batch dimensions of the result are those of the activation, or of the left side.
+    leading = 0
+    if inputs[0].kind not in ("activation", "data") and inputs[1].kind in ("activation", "data"):
+        leading = 1
+    dims = [*batched[leading], *all_free_dims]
+    info = {"contracted": tuple(contracted), "batched": tuple(batched), "kept": free_atoms}
     return graph.add("dot", inputs, dims, True, kind_of("dot", inputs), **info)
+
+
+def _take(dims: Sequence[Dim], axes: Sequence[int]) -> tuple[Dim, ...]:
+    """Return some of the dimensions, in the order of `axes`."""
+    return tuple(dims[axis] for axis in axes)
 
 
 def ragged(
     graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
 ) -> Node:
-    """A product of rows in groups with a matrix a group, which counts as a batch dimension of the matrices.
+    """Add a `ragged_dot_general` to the graph: rows in groups, times one matrix per group.
+
+    The dimension of groups counts as a batch dimension of the matrices.
 
     Args:
-        graph: to which it is added.
-        inputs: rows, matrices, sizes of groups.
-        params: of the equation.
-        shape: of the result.
+        inputs: Rows, matrices, and the sizes of the groups.
     """
     numbers = params["ragged_dot_dimension_numbers"]
-    (lc, rc), _ = numbers.dot_dimension_numbers
-    x, w, group = inputs[0], inputs[1], numbers.rhs_group_dimensions
-    out = [w.dims[at] for at in range(len(w.dims)) if at not in (*rc, *group)]
-    dims = [
-        *(d for at, d in enumerate(x.dims) if at not in lc),
-        *(tuple(a.copy() for a in d) for d in out),
-    ]
-    contracted = (tuple(x.dims[at] for at in lc), tuple(w.dims[at] for at in rc))
+    (row_axes, matrix_axes), _ = numbers.dot_dimension_numbers
+    group_axes = numbers.rhs_group_dimensions
+    rows = inputs[0]
+    matrices = inputs[1]
+    dims: list[Dim] = [dim for axis, dim in enumerate(rows.dims) if axis not in row_axes]
+    for axis, dim in enumerate(matrices.dims):
+        if axis not in (*matrix_axes, *group_axes):
+            dims.append(tuple(atom.copy() for atom in dim))
     info = {
-        "contracted": contracted,
-        "batched": ((), tuple(w.dims[at] for at in group)),
+        "contracted": (_take(rows.dims, row_axes), _take(matrices.dims, matrix_axes)),
+        "batched": ((), _take(matrices.dims, group_axes)),
         "kept": [set(), set()],
     }
-    assert tuple(math.prod(a.size for a in d) for d in dims) == shape
-    return graph.add("dot", (x, w), dims, True, kind_of("dot", (x, w)), **info)
+    assert tuple(math.prod(atom.size for atom in dim) for dim in dims) == shape
+    return graph.add("dot", (rows, matrices), dims, True, kind_of("dot", (rows, matrices)), **info)
