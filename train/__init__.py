@@ -9,7 +9,7 @@ In Python::
     run = train.fit(config)  # the same as `mupax train lm-tiny --steps 200`
     print(run.workdir, run.step, run.evaluation["eval_loss"])
 
-    # The trained model of a run, a workdir, an imported folder, or ORG/NAME of the Hugging Face hub.
+    # The trained model of a run, a workdir, an imported folder, or ORG/NAME of Hugging Face.
     model = train.load(run)
     print(model.generate("def ", tokens=100))
     # A model of images has model.predict(["a.png", "b.png"]) instead.

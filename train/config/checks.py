@@ -39,6 +39,7 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
     """
     for name in names:
         value = getattr(config, name)
+        # Written so that NaN fails, too.
         if value is not None and not smallest <= value < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 

@@ -14,7 +14,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro import conf
 
@@ -31,6 +31,9 @@ from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, StopConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
+
+if TYPE_CHECKING:
+    from mupax.presets.tuned.find import Tuned
 
 RUN = "run"
 """Section of the flags that have no dot in their name."""
@@ -166,13 +169,31 @@ def parse(
     )
     command_line.refuse(unread, [*command_line.flags(start), *more_flags], prog, "--help all")
 
+    config = _finished_config(command, argv, recipe, tuned_preset)
+    if command.compilation_cache is not None:
+        # The folder belongs to the process and its children, not to a run: no config records it.
+        os.environ["MUPAX_COMPILATION_CACHE"] = command.compilation_cache
+    published = None
+    if tuned_preset is not None:
+        from mupax.train.config import tuned
+
+        published = tuned_preset.use if tuned_preset.is_published else None
+        tuned.check(tuned_preset, config)
+    return dataclasses.replace(command, config=config.resolved(), published=published)
+
+
+def _finished_config(
+    command: Command,
+    argv: Sequence[str],
+    recipe: Callable[[], Config],
+    tuned_preset: Tuned | None,
+) -> Config:
+    """Return the config of a command after the steps that need all flags, and check it."""
     config = command.config
-    published = command.published
     if tuned_preset is not None:
         from mupax.train.config import tuned
 
         config = tuned.fitted(config, tuned_preset)
-        published = tuned_preset.use if tuned_preset.is_published else None
     if config.preset.joint != "none":
         from mupax.train.config import tuned
 
@@ -187,15 +208,7 @@ def parse(
         )
         config = dataclasses.replace(config, optimizer=optimizer)
     preset_of(config)  # refuses a wrong preset before anything runs
-
-    if command.compilation_cache is not None:
-        # The folder belongs to the process and its children, not to a run: no config records it.
-        os.environ["MUPAX_COMPILATION_CACHE"] = command.compilation_cache
-    if tuned_preset is not None:
-        from mupax.train.config import tuned
-
-        tuned.check(tuned_preset, config)
-    return dataclasses.replace(command, config=config.resolved(), published=published)
+    return config
 
 
 def is_file(word: str) -> bool:

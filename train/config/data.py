@@ -75,6 +75,7 @@ def __getattr__(name: str) -> Any:
     return DataKind
 
 
+# Loaders are imported when they are called: they need numpy, PIL or JAX, and `--help` does not.
 def _import_text():
     from mupax.train.data.sources import text
 
@@ -141,6 +142,7 @@ def _import_builders():
     return builders
 
 
+# Fields of `DataConfig` that several kinds of data read.
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
@@ -225,6 +227,7 @@ def source(name: str) -> DataKind:
     data_set = name.partition(":")[0]
     task = _PUBLISHED.get(data_set.partition("/")[0])
     images = _IMAGES | {"pixels", "limits"}
+    # A data set that is not in `_PUBLISHED` may be either, so flags for both are accepted.
     reads_by_task = {"tokens": _TEXT, "images": images, None: _TEXT | images}
     return DataKind(
         Lazy(lambda: _import_published().tfds_data),
@@ -288,8 +291,8 @@ class PixelsConfig:
 
     fit: Annotated[Fit, Affects("data", test="train/data/sources/test_folders.py")] = "edge"
     """How an image is made square. edge: scale the shorter edge and cut out the centre; squash:
-    scale both sides; centre: first cut out the central 7/8 of the shorter side, then scale (Hugging
-    Face's files cannot express this)."""
+    scale both sides to the same length; centre: first cut out the central 7/8 of the shorter side,
+    then scale (Hugging Face's files cannot express this)."""
     resize: Annotated[int | None, Affects("data", test="train/data/sources/test_folders.py")] = None
     """Pixels of the shorter edge (edge) or of both sides (squash) before the centre is cut out.
     None: 8/7 of the model's image size, rounded (edge), or the image size (squash)."""
@@ -370,7 +373,7 @@ class PixelsConfig:
 class TransformsConfig:
     """Random changes to training images and their labels, in addition to `augment`.
 
-    None is made by default. Evaluation images are never changed.
+    By default there are none. Evaluation images are never changed.
     """
 
     crop: Annotated[
@@ -615,6 +618,7 @@ class DataConfig:
 
     def _check_images(self) -> None:
         """Refuse transforms of images that these data do not scale."""
+        # Data that read `pixels` scale and crop images. Others have only `augment`.
         scales_images = "pixels" in source(self.name).reads
         if self.transforms.jitter is not None and not scales_images:
             raise ConfigError(

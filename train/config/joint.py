@@ -88,6 +88,7 @@ def scaled(run: Run) -> OptimizerConfig:
     ratio = ratios(run)
     preset = run.preset
     opt = run.optimizer
+    # The rule must hold at both ends, the base's batch and the run's.
     largest = max(run.data.batch_size, base_of(run)["batch"])
     if ratio["batch"] != 1 and preset.noise_scale is not None and largest > preset.noise_scale:
         raise ConfigError(

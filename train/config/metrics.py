@@ -128,6 +128,7 @@ def _loss(loss: float, bytes_per_target: float | None) -> float:
 
 def _perplexity(loss: float, bytes_per_target: float | None) -> float:
     del bytes_per_target
+    # exp(710) is beyond the largest float64.
     return math.exp(loss) if loss < 700 else math.inf
 
 

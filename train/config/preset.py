@@ -42,12 +42,12 @@ class PresetConfig:
     """
 
     name: Annotated[str, conf.arg(aliases=("--preset",)), Listed("model", "sp")] = "mup"
-    """Name of the preset (`mupax presets` lists them), or measured:PATH, a file of `mupax presets
-    balance`."""
+    """Name of a preset (`mupax presets` lists them), PRESET:NAME of a tuned preset, or
+    measured:PATH, a file of `mupax presets balance`."""
     base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,..."), Listed("model", None)] = None
     """Model that factors are relative to, or its sizes, such as embed=64,head_dim=16,layers=2. A
-    model without experts gets those of the run. None is the absolute form (every base size is
-    1)."""
+    base model without experts gets as many as the run's model. None is the absolute form (every
+    base size is 1)."""
     form: Annotated[
         Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None,
         Affects("model", "mean-field"),
@@ -76,9 +76,9 @@ class PresetConfig:
         conf.arg(aliases=("--joint",)),
         Listed("model", "sde", given={"preset.base": "lm-proxy,batch=4,tokens=768"}),
     ] = "none"
-    """Rule that scales learning rate, betas, eps, decay and warm-up from one batch and number of
-    tokens to another (`mupax presets joint`): from the base's, written MODEL,batch=N,tokens=N, or
-    else from the recipe's."""
+    """Scale learning rate, betas, eps, weight decay and warm-up by this rule (`mupax presets
+    joint`). Their values were tuned at the recipe's batch and tokens, or at those of a base written
+    MODEL,batch=N,tokens=N."""
     noise_scale: Annotated[
         float | None,
         conf.arg(aliases=("--noise-scale",)),
@@ -88,6 +88,7 @@ class PresetConfig:
     batch."""
 
     def __post_init__(self) -> None:
+        # Records, messages and comparisons have one name for a preset, whichever alias was written.
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
         if self.noise_scale is not None and not self.noise_scale > 0:
             raise ConfigError(
@@ -166,6 +167,7 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
     specs = list(model.parameters().values())
     if model.tied_readout:
         specs.append(model.tied_readout)
+    # A tuned preset, PRESET:NAME. `measured:PATH` is not in the table of presets.
     if ":" in config.name and config.name.partition(":")[0] in presets.PRESETS:
         preset = _without_idle_constants(preset, config, specs)
     check(preset.constants, specs, preset.name)

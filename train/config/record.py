@@ -294,8 +294,9 @@ def _sources(config: Config) -> list[str]:
     """Return every source that a config reads data from, as data.name would have it."""
     places = [config.data.name, *config.data.evaluation_sets.values()]
     for word in config.data.mix:
-        place, _, weight = word.partition("=")[2].rpartition(":")
-        places.append(place if place else weight)
+        # SOURCE:WEIGHT. Without any colon `rpartition` returns the text as its last part.
+        place, _, last_part = word.partition("=")[2].rpartition(":")
+        places.append(place or last_part)
     return places
 
 
@@ -503,11 +504,11 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
             raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
-            values[name] = _make(hint, f"{prefix}{name}.", value)
-        elif not _fits(value, hint):
-            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {_type_name(hint)}")
+        if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
+            values[name] = _make(hints[name], f"{prefix}{name}.", value)
+        elif not _fits(value, hints[name]):
+            type_name = _type_name(hints[name])
+            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {type_name}")
         elif isinstance(value, list):
             values[name] = tuple(value)
     try:

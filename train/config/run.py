@@ -144,29 +144,28 @@ def _check_name(name: str, choices: Collection[str], kind: str, context: str) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each named mesh axis. One axis may be -1: all devices that are left."""
+    """Number of devices along each mesh axis. One axis may be -1, for all devices that are left."""
 
     data: Annotated[int, Listed("layout", 2, given={"mesh.data": 1, "mesh.fsdp": -1})] = -1
-    """The batch is split over these devices, and parameters are replicated (data parallel)."""
+    """Number of devices that split the batch and replicate the parameters (data parallel)."""
     fsdp: Annotated[int, Listed("layout", 2)] = 1
-    """The batch, the parameters and the optimizer state are split over these devices (FSDP)."""
+    """Number of devices that split the batch, the parameters and the optimizer state (FSDP)."""
     experts: Annotated[int, Affects("layout", test="train/parallel/test_mesh_experts.py")] = 1
-    """Experts are split over these devices, and tokens are sent to their experts and back (expert
-    parallel). The batch and all other parameters are split as by fsdp."""
+    """Number of devices that split the experts; tokens are sent to their experts and back (expert
+    parallel). They split the batch and all other parameters as fsdp does."""
     sequence: Annotated[int, Listed("layout", 2)] = 1
-    """Positions are split over these devices (context parallel)."""
+    """Number of devices that split the positions (context parallel)."""
     tensor: Annotated[int, Listed("layout", 2)] = 1
-    """Heads, MLP and vocabulary are split over these devices (tensor parallel)."""
+    """Number of devices that split heads, MLP and vocabulary (tensor parallel)."""
     sweep: Annotated[int, Affects("layout", test="train/run/test_loop_errors.py")] = 1
-    """Points of a `mupax sweep` that train side by side, each on its own devices. 1 in any other
-    run."""
+    """Number of points of a `mupax sweep` that train side by side. 1 in any other run."""
     rules: Annotated[
         tuple[str, ...],
         conf.arg(metavar="LOGICAL=MESH ..."),
         Affects("layout", ("mlp=none",), given={"mesh.tensor": 2}),
     ] = ()
-    """Changes to the table of which logical axis is split over which mesh axes: mlp=fsdp,
-    vocab=none, batch=data,fsdp."""
+    """Changes to the table of the mesh axes that split each logical axis: mlp=fsdp, vocab=none,
+    batch=data,fsdp."""
     slices: Annotated[
         tuple[str, ...],
         conf.arg(metavar="AXIS=N ..."),
@@ -214,7 +213,7 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A complete run."""
+    """Config of a complete run."""
 
     recipe: Annotated[conf.Suppress[conf.Fixed[str]], Affects("origin", "mine")]
     """Name of the recipe that this run started from."""
@@ -320,6 +319,7 @@ class Config:
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         at_least("", self, 1024, "vmem_kib")
+        # Written so that NaN fails, too.
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"z_loss is {self.z_loss}; write a number of 0 or more, such as 1e-4")
         check_place("workdir", self.workdir)

@@ -283,8 +283,8 @@ class FaultsConfig:
     """Stop under any policy after this many steps left out in a row, or rollbacks to one
     checkpoint."""
     spike_deviations: Annotated[float | None, Affects("step", 4.0)] = 6.0
-    """A loss is a spike from this many running standard deviations above the running mean on. None
-    counts no spikes."""
+    """A loss this many running standard deviations above the running mean is a spike. None counts
+    no spikes."""
     skip_spikes: Annotated[bool, Affects("step", True)] = False
     """Leave out the steps of loss spikes."""
     watchdog_seconds: Annotated[
@@ -593,6 +593,7 @@ def staying(saved: Sequence[int], measured: Measured, parts: Sequence[RunPart]) 
         parts: Parts of the run, oldest first (`run_parts`).
     """
     reasons: dict[int, list[str]] = {step: [] for step in saved}
+    # From the last part to the first, so that reasons of the current settings come first.
     for index in reversed(range(len(parts))):
         is_last = index == len(parts) - 1
         candidates = saved

@@ -174,6 +174,7 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
         )
     if axis == "expert_dim":
         return dataclasses.replace(model, expert_dim=size)
+    # The share of experts that a token goes to stays, so its cost grows with their number.
     active, remainder = divmod(size * model.active, model.experts)
     if remainder or not active:
         raise ConfigError(

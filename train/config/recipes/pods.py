@@ -71,7 +71,7 @@ def gpt2_c4() -> Config:
         ),
         log=LogConfig(eval_every_steps=1000),
         checkpoint=CheckpointConfig(every_steps=1000),
-        steps=20_000,
+        steps=20_000,  # 20,000 x 512 sequences x 1,024 tokens are 10 B tokens
     )
 
 
@@ -98,6 +98,7 @@ def lm_1b() -> Config:
 
     Expect nothing yet: no run of it is on record here.
     """
+    # 24,000 steps x 512 sequences x 2,048 tokens are 25 B tokens.
     return _pod_lm("lm-1b", batch_size=512, steps=24_000)
 
 
@@ -110,6 +111,7 @@ def lm_8b() -> Config:
 
     Expect nothing yet: no run of it is on record here.
     """
+    # 76,000 steps x 256 sequences x 8,192 tokens are 160 B tokens.
     return _pod_lm("lm-8b", batch_size=256, steps=76_000)
 
 
@@ -124,6 +126,7 @@ def lm_30b_a3b() -> Config:
 
     Expect nothing yet: no run of it is on record here.
     """
+    # 64,000 steps x 256 sequences x 4,096 tokens are 67 B tokens.
     config = _pod_lm("lm-30b-a3b", batch_size=256, steps=64_000)
     return dataclasses.replace(config, mesh=dataclasses.replace(_SHARDED, experts=8))
 
@@ -216,6 +219,7 @@ def _vit_i1k(name: str, model: str) -> Config:
         optimizer=dataclasses.replace(
             base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True
         ),
+        # 90 epochs of 99 % of the 1,281,167 training images.
         steps=111_477,
     )
 
@@ -235,6 +239,7 @@ def _imagenet(name: str, model: str) -> Config:
             warmup_steps=10_000,
             clip_norm=1.0,
         ),
+        # An epoch is 1,251 whole batches. Evaluations are 5 epochs apart, and the run has 90.
         log=LogConfig(eval_every_steps=6_255),
         checkpoint=CheckpointConfig(every_steps=2_500),
         steps=112_590,
