@@ -14,7 +14,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro import conf
 
@@ -31,9 +31,6 @@ from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, StopConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
-
-if TYPE_CHECKING:
-    from mupax.presets.tuned.find import Tuned
 
 RUN = "run"
 """Section of the flags that have no dot in their name."""
@@ -169,7 +166,19 @@ def parse(
     )
     command_line.refuse(unread, [*command_line.flags(start), *more_flags], prog, "--help all")
 
-    config = _finished_config(command, argv, recipe, tuned_preset)
+    config = command.config
+    if tuned_preset is not None:
+        from mupax.train.config import tuned
+
+        config = tuned.fitted(config, tuned_preset)
+    if config.preset.joint != "none":
+        from mupax.train.config import tuned
+
+        config = tuned.with_run_base(config, recipe(), tuned_preset)
+    _check_read(config, argv)
+    config = _with_durations(config, command, argv)
+    preset_of(config)  # refuses a wrong preset before anything runs
+
     if command.compilation_cache is not None:
         # The folder belongs to the process and its children, not to a run: no config records it.
         os.environ["MUPAX_COMPILATION_CACHE"] = command.compilation_cache
@@ -182,33 +191,15 @@ def parse(
     return dataclasses.replace(command, config=config.resolved(), published=published)
 
 
-def _finished_config(
-    command: Command,
-    argv: Sequence[str],
-    recipe: Callable[[], Config],
-    tuned_preset: Tuned | None,
-) -> Config:
-    """Return the config of a command after the steps that need all flags, and check it."""
-    config = command.config
-    if tuned_preset is not None:
-        from mupax.train.config import tuned
+def _with_durations(config: Config, command: Command, argv: Sequence[str]) -> Config:
+    """Return the config with warm-up and weight decay from the command's duration flags."""
+    if command.warmup_tokens is None and command.decay_timescale is None:
+        return config
+    from mupax.train.config import joint
 
-        config = tuned.fitted(config, tuned_preset)
-    if config.preset.joint != "none":
-        from mupax.train.config import tuned
-
-        config = tuned.with_run_base(config, recipe(), tuned_preset)
-    _check_read(config, argv)
-    if command.warmup_tokens is not None or command.decay_timescale is not None:
-        from mupax.train.config import joint
-
-        flags = {word.partition("=")[0].replace("_", "-") for word in argv}
-        optimizer = joint.with_durations(
-            config, command.warmup_tokens, command.decay_timescale, flags
-        )
-        config = dataclasses.replace(config, optimizer=optimizer)
-    preset_of(config)  # refuses a wrong preset before anything runs
-    return config
+    flags = {word.partition("=")[0].replace("_", "-") for word in argv}
+    optimizer = joint.with_durations(config, command.warmup_tokens, command.decay_timescale, flags)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def is_file(word: str) -> bool:
