@@ -411,7 +411,7 @@ class Policy(abc.ABC):
     """Rule for which checkpoints stay."""
 
     lasts: ClassVar[bool] = False
-    """True if checkpoints that stayed for this reason still stay when the run continues without the
+    """True if the checkpoints that the policy kept stay when the run continues without the
     policy."""
     ranks: ClassVar[bool] = False
     """True if the policy reads evaluations, which checkpoints then hold."""
@@ -419,7 +419,7 @@ class Policy(abc.ABC):
     @property
     @abc.abstractmethod
     def reason(self) -> str:
-        """Words for the policy in the list of checkpoints."""
+        """Name of the policy in the list of checkpoints."""
 
     @abc.abstractmethod
     def staying(self, saved: Sequence[int], measured: Measured) -> Collection[int]:

@@ -1,4 +1,4 @@
-"""Runs for any machine: real data that needs no download, minutes on two CPU cores."""
+"""Recipes for any machine. They take minutes on two CPU cores."""
 
 from __future__ import annotations
 
