@@ -1,4 +1,4 @@
-"""Everything that runs: data, mesh, optimizer, step, loop, checkpoints.
+"""Training: data, mesh, optimizer, step, loop and checkpoints.
 
 In Python::
 
@@ -6,14 +6,15 @@ In Python::
     from mupax import train
 
     config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
-    run = train.fit(config)  # as `mupax train lm-tiny --steps 200`
+    run = train.fit(config)  # the same as `mupax train lm-tiny --steps 200`
     print(run.workdir, run.step, run.evaluation["eval_loss"])
 
-    # The trained model: of `run`, a workdir, an imported folder, or ORG/NAME of the Hugging Face hub.
+    # The trained model of a run, a workdir, an imported folder, or ORG/NAME of Hugging Face.
     model = train.load(run)
-    print(model.generate("def ", tokens=100))  # a model of images has model.predict(["a.png", "b.png"])
+    print(model.generate("def ", tokens=100))
+    # A model of images has model.predict(["a.png", "b.png"]) instead.
 
-    # The model, step and optimizer of a config, to run by yourself.
+    # The model, step and optimizer of a config, for a training loop of your own.
     program = train.assemble(config.resolved())
 
     # A preset for a model and a training loop of any framework.
@@ -67,7 +68,7 @@ __all__ = [
     "parameterize",
 ]
 
-_PLACES = {
+_MODULES = {
     "Parameterization": "core.functional.parameterization",
     "parameterize": "core.functional.parameterization",
     "RECIPES": "config.recipes",
@@ -83,7 +84,7 @@ _PLACES = {
     "Model": "reuse.model",
     "Prediction": "reuse.model",
 }
-"""Name to its module where that is not `config.run`; read when first asked for, since some import JAX."""
+"""Name to its module, unless that is `config.run`. Read on first use, because some import JAX."""
 
 
 def __getattr__(name: str) -> Any:
@@ -91,5 +92,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    module = importlib.import_module(f"mupax.train.{_PLACES.get(name, 'config.run')}")
+    module_name = _MODULES.get(name, "config.run")
+    module = importlib.import_module(f"mupax.train.{module_name}")
     return getattr(module, name)

@@ -1,4 +1,4 @@
-"""`python -m train` in a checkout is `mupax train`."""
+"""Entry point of `python -m train` in a checkout, which is `mupax train`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from mupax.commands import dispatch
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """Return the exit code of a command line, which is the words after `mupax train`."""
+    """Run `mupax train` and return its exit code.
+
+    Args:
+        argv: Words after `mupax train`.
+    """
     return dispatch.run(["train", *argv])
 
 

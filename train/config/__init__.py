@@ -1,1 +1,1 @@
-"""What a run is, as frozen data, and the command line that makes one. Imports no JAX."""
+"""Config of a run as frozen data, and the command line that makes one. Imports no JAX."""

@@ -1,4 +1,4 @@
-"""What settings of any kind are checked for: numbers in range, paths of this machine, patterns that mean parameters."""
+"""Checks of settings: numbers in range, paths of this machine, patterns that name parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
 
 _TEXT_FLAGS = ("--prompt", "--system")
-"""Flags whose value is a person's words, not a path."""
+"""Flags whose value is text that a person wrote, not a path."""
 _PLACE_FLAGS = (
     "",
     "--workdir",
@@ -25,51 +25,61 @@ _PLACE_FLAGS = (
     "--out",
     "--config",
 )
-"""Flags whose value may be in a bucket; the empty one is a word without a flag."""
+"""Flags whose value may be a path in a bucket. The empty one stands for a word without a flag."""
 
 
 def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
-    """Raise ConfigError where a field of a config is a number below, or none; None is no number.
+    """Raise ConfigError if a field of a config is less than `smallest`, infinite or NaN.
+
+    A field that is `None` passes.
 
     Args:
-        owner: what stands before a field's name in the message, such as `optimizer.` or `--`.
-        config: has the fields.
-        smallest: number that they may have, itself included.
-        *names: of the fields.
+        owner: Text before a field's name in the message, such as "optimizer." or "--".
+        smallest: Least value that passes, such as 0 or 1.
     """
     for name in names:
         value = getattr(config, name)
+        # Written so that NaN fails, too.
         if value is not None and not smallest <= value < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 
 
 def check_local(name: str, path: str | None) -> None:
-    """Raise ConfigError where a path is an address: pathlib would make a folder here of gs://bucket/run, without a word.
+    """Raise ConfigError if a path is an address, such as gs://bucket/run.
+
+    pathlib would silently make a local folder of that name.
 
     Args:
-        name: of the field, flag or variable, for the message.
-        path: what it says; text:, images: and measured: may stand before it.
+        name: Field, flag or variable for the message.
+        path: A path or an address, which may begin with `text:`, `images:` or `measured:`.
     """
-    if path is not None and (address := ADDRESS.match(path)):
+    if path is None:
+        return
+    address = ADDRESS.match(path)
+    if address is not None:
         raise ConfigError(
-            f"{name} is {path}, and {address[1]}:// is no folder of this machine, the only place that it can name; "
-            "mount the bucket (gcsfuse, mount-s3) or copy the files here, and write the path of that folder"
+            f"{name} is {path}, and {address[1]}:// is no folder of this machine, "
+            "the only place that it can name; mount the bucket (gcsfuse, mount-s3) "
+            "or copy the files here, and write the path of that folder"
         )
 
 
 def check_place(name: str, path: str | None) -> None:
-    """Raise ConfigError where a path is an address of another kind than gs://, or one that cannot be read on this machine.
+    """Raise ConfigError if a path is an address that is not gs://, or that is not readable.
 
     Args:
-        name: of the field or flag, for the message.
-        path: what it says; text: or images: may stand before it.
+        path: A path or an address, which may begin with `text:` or `images:`.
     """
-    if path is None or not (address := ADDRESS.match(path)):
+    if path is None:
+        return
+    address = ADDRESS.match(path)
+    if address is None:
         return
     if address[1] != "gs":
         raise ConfigError(
-            f"{name} is {path}, and {address[1]}:// is no folder of this machine and not gs://, the one kind of bucket that is "
-            "read and written; mount the bucket (gcsfuse, mount-s3) or copy the files here, and write the path of that folder"
+            f"{name} is {path}, and {address[1]}:// is no folder of this machine and not gs://, "
+            "the one kind of bucket that is read and written; mount the bucket (gcsfuse, "
+            "mount-s3) or copy the files here, and write the path of that folder"
         )
     try:
         path_of(path[address.start(1) :])
@@ -78,90 +88,113 @@ def check_place(name: str, path: str | None) -> None:
 
 
 def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
-    """Apply `check_place` to every word of a command line that may name a bucket, and `check_local` to the others.
+    """Check every word of a command line that may be a path.
+
+    A word that may name a bucket goes through `check_place`, any other through `check_local`.
 
     Args:
-        argv: words of the command line.
-        is_local: the command writes many small files, or pages about them, so only its config may be in a bucket.
+        is_local: Only the config file may be in a bucket. For commands that write many small
+            files, or pages about them.
     """
-    before = ""
+    previous = ""
     for word in argv:
-        if before in _TEXT_FLAGS:  # the text itself, which may begin with dashes
-            before = ""
+        if previous in _TEXT_FLAGS:
+            # The text itself, which may begin with dashes.
+            previous = ""
             continue
-        flag, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
+
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+        else:
+            flag = previous
+            value = word
         if flag not in _TEXT_FLAGS:
-            check = (
-                check_place
-                if flag == "--config" or (flag.replace("_", "-") in _PLACE_FLAGS and not is_local)
-                else check_local
-            )
-            check(flag or "the path", value)
-        before = word if word.startswith("--") else ""
+            may_be_in_bucket = flag.replace("_", "-") in _PLACE_FLAGS and not is_local
+            name = flag or "the path"
+            if flag == "--config" or may_be_in_bucket:
+                check_place(name, value)
+            else:
+                check_local(name, value)
+        previous = word if word.startswith("--") else ""
 
 
 def note_warmup(steps: int, warmup: int) -> None:
-    """Says so, on standard error, where a run is shorter than its warm-up: the learning rate rises to its end.
+    """Print a note on standard error if a run is shorter than its warm-up.
+
+    Its learning rate then rises to the end.
 
     Args:
-        steps: of the run.
-        warmup: steps of its warm-up.
+        steps: Number of optimizer steps of the run.
+        warmup: Number of warm-up steps in its config.
     """
     if steps < warmup:
         terminal.note(
-            f"note: all {steps} steps are warm-up, which has {warmup} in this config; see --optimizer.warmup-steps"
+            f"note: all {steps} steps are warm-up, which has {warmup} in this config; "
+            "see --optimizer.warmup-steps"
         )
 
 
 def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -> set[str]:
-    """Names of the parameters that any pattern means.
+    """Return the names of the parameters that match any pattern.
 
     Args:
-        patterns: each a role (`readout`: the matrix and its bias; `bias`: all of them), a row of the preset's table
-            (`block.query`), or a name such as `block.mlp.*`.
-        specs: name to declaration.
-        flag: where they were written, for the message.
+        patterns: Each is a role (`readout` means the matrix and its bias, `bias` all biases), a
+            row of the preset's table (`block.query`), or a name such as `block.mlp.*`.
+        specs: Declarations of the model's parameters by name.
+        flag: Flag that has the patterns, for the message.
 
     Raises:
-        ConfigError: a pattern that means none; the text has what comes nearest.
+        ConfigError: A pattern matches no parameter. The text has the nearest names.
     """
     names: set[str] = set()
     for pattern in patterns:
-        hit = {n for n, s in specs.items() if pattern in _words(s) or fnmatchcase(n, pattern)}
-        if not hit:
-            roles = [
-                role.value for role in Role if any(role.value in _words(s) for s in specs.values())
-            ]
+        matches = set()
+        for name, spec in specs.items():
+            if pattern in _words(spec) or fnmatchcase(name, pattern):
+                matches.add(name)
+        if not matches:
+            roles = _roles_of(specs)
             near = difflib.get_close_matches(pattern, [*roles, *specs], n=3) or roles
             raise ConfigError(
-                f"{flag} {pattern}: no parameter has this role or name; did you mean {', '.join(near)}?"
+                f"{flag} {pattern}: no parameter has this role or name; "
+                f"did you mean {', '.join(near)}?"
             )
-        names |= hit
+        names |= matches
     return names
+
+
+def _roles_of(specs: Mapping[str, ParamSpec]) -> list[str]:
+    """Return the roles that a pattern may name, in the order of `Role`."""
+    words: set[str] = set()
+    for spec in specs.values():
+        words |= _words(spec)
+    return [role.value for role in Role if role.value in words]
 
 
 def trained(
     train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str, ParamSpec]
 ) -> dict[str, ParamSpec]:
-    """The parameters that a run trains: those of `train_only` (all where it is empty) without those of `freeze`.
+    """Return the parameters that a run trains: `train_only` without `freeze`.
 
     Args:
-        train_only: patterns of `chosen`.
-        freeze: the same.
-        specs: name to declaration.
+        train_only: Patterns as in `chosen`. Empty means all parameters.
+        freeze: Patterns as in `chosen`.
+        specs: Declarations of the model's parameters by name.
 
     Raises:
-        ConfigError: a pattern that means none, or nothing left to train.
+        ConfigError: A pattern matches no parameter, or none is left to train.
     """
-    left = chosen(train_only, specs, "--train-only") if train_only else set(specs)
-    left -= chosen(freeze, specs, "--freeze")
-    if not left:
+    names = set(specs)
+    if train_only:
+        names = chosen(train_only, specs, "--train-only")
+    names -= chosen(freeze, specs, "--freeze")
+    if not names:
         raise ConfigError(
             "--freeze and --train-only leave no parameter to train; write fewer patterns"
         )
-    return {name: spec for name, spec in specs.items() if name in left}
+    return {name: spec for name, spec in specs.items() if name in names}
 
 
 def _words(spec: ParamSpec) -> set[str]:
-    """Words that mean a parameter."""
+    """Return the words that match a parameter: its role, the role that it belongs to, its group."""
     return {spec.role.value, (spec.of or spec.role).value, spec.group}

@@ -1,8 +1,8 @@
-"""Command line of a recipe: its config as flags, by tyro; and one clear message for whatever does not fit.
+"""Command line of a recipe: tyro makes a flag of each field of its config.
 
-Imports no JAX: `--help`, `--print-config` and every error found here answer within a second.
-
-`mupax train RECIPE --help` lists the flags in use. `--help all` and `--help SECTION` list the others.
+`mupax train RECIPE --help` lists the flags in use. `--help all` and `--help SECTION` list the
+others. Words that do not fit end in one message that says what to write. This file imports no JAX,
+so `--help`, `--print-config` and its errors answer within a second.
 """
 
 from __future__ import annotations
@@ -37,80 +37,88 @@ RUN = "run"
 
 
 def section_of(flag: str) -> str:
-    """Return the section that a flag is listed in: `model` of `--model.compute.dtype`."""
+    """Return the section that lists a flag, such as `model` for `--model.compute.dtype`."""
     owner, dot, _ = flag.removeprefix("--").partition(".")
     return owner if dot else RUN
 
 
 def is_listed(field: FlagField) -> bool:
-    """Return whether the short help of a recipe lists a flag, which its field declares."""
+    """Return whether the short help of a recipe lists a flag. The flag's field declares it."""
     return isinstance(affects_of(field.hint), Listed)
 
 
 def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> FlagHelp | None:
-    """Return what the help that the words ask for lists; None for all flags, or where no help is asked for.
+    """Return what `--help` among the words lists.
 
     Args:
-        argv: words of the command line.
-        fields: every flag.
-        prog: what stands before the flags.
+        prog: Words before the flags, such as "mupax train lm-tiny".
+
+    Returns:
+        The flags to list and a line about the others. `None` for all flags, or without `--help`.
 
     Raises:
-        UsageError: the word after `--help` is no section.
+        UsageError: The word after `--help` is not a section.
     """
-    places = [place for place, word in enumerate(argv) if word in ("-h", "--help")]
-    if not places:
+    positions = [index for index, word in enumerate(argv) if word in ("-h", "--help")]
+    if not positions:
         return None
-    section = next(iter(argv[places[0] + 1 :]), "")
-    sections = list(dict.fromkeys([RUN, *(section_of(field.names[0]) for field in fields)]))
+    section = next(iter(argv[positions[0] + 1 :]), "")
     if section == "all":
         return None
+
+    section_of_field = {field.names[0]: section_of(field.names[0]) for field in fields}
+    sections = list(dict.fromkeys([RUN, *section_of_field.values()]))
     if not section or section.startswith("-"):
         shown = [field.names for field in fields if is_listed(field)]
         lists = f"These are the flags in use. `{prog} --help all` lists all {len(fields)}"
     elif section in sections:
-        shown = [field.names for field in fields if section_of(field.names[0]) == section]
+        shown = [field.names for field in fields if section_of_field[field.names[0]] == section]
         lists = f"`{prog} --help all` lists all {len(fields)} flags"
     else:
         raise UsageError(f"--help {section}: write all, or one of {', '.join(sections)}")
-    listed = frozenset(itertools.chain.from_iterable(shown))
-    return FlagHelp(listed, f"{lists}, `--help SECTION` those of one: {', '.join(sections)}.")
+    flags = frozenset(itertools.chain.from_iterable(shown))
+    return FlagHelp(flags, f"{lists}, `--help SECTION` those of one: {', '.join(sections)}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A recipe's config, and what to do with it."""
+    """Config of a recipe with all flags applied, and what to do with it."""
 
     config: Annotated[Config, conf.arg(name="")]
     model: Annotated[str | None, conf.arg(metavar="NAME"), Listed("model")] = None
-    """Train another model of `mupax models`, of the recipe's family; --model.* change the one chosen."""
+    """Train another model of the recipe's family (`mupax models` lists them). --model.* flags
+    change that model."""
     dry_run: Annotated[Switch, Listed("session")] = False
-    """Print shapes, the preset's table, memory, FLOPs and the time of a save; train nothing."""
+    """Print shapes, the preset's table, memory, FLOPs and the time of a save, and train nothing."""
     print_config: Annotated[Switch, Listed("session")] = False
-    """Print the resolved config as JSON and stop."""
+    """Print the resolved config as JSON, and train nothing."""
     restart: Annotated[int, conf.arg(metavar="N"), Listed("session")] = 0
-    """Train in a child process and start it again after a crash, from its newest good checkpoint, at most so many times."""
+    """Train in a child process, and start it again after a crash from its newest good checkpoint,
+    at most N times."""
     compilation_cache: Annotated[str | None, conf.arg(metavar="DIR|none")] = None
-    """Where compiled programs are kept for the next start (or MUPAX_COMPILATION_CACHE); the user cache folder unless given."""
+    """Folder that keeps compiled programs for the next start (or MUPAX_COMPILATION_CACHE). None:
+    the user cache folder."""
 
     warmup_tokens: Annotated[
         str | None, conf.arg(aliases=("--optimizer.warmup-tokens",), metavar="N[k|m|b|t]")
     ] = None
-    """optimizer.warmup_steps in tokens (of images: images), such as 500k; under --joint of the base's run."""
+    """optimizer.warmup_steps in tokens (or images), such as 500k. With --joint, in tokens of the
+    base's run."""
     decay_timescale: Annotated[
         float | None, conf.arg(aliases=("--optimizer.decay-timescale",), metavar="TAU")
     ] = None
-    """optimizer.weight_decay as the share of the run that decayed weights average over; under --joint of the base's run."""
+    """optimizer.weight_decay as the share of the run that decayed weights average over. With
+    --joint, of the base's run."""
 
     published: conf.Suppress[conf.Fixed[str | None]] = None
-    """The tuned preset that the words name, where others have published its numbers."""
+    """Tuned preset that the words name, if others have published its values."""
 
     def __post_init__(self) -> None:
         at_least("", self, 0, "restart")
 
 
 FILES = (".json", ".yaml", ".yml")
-"""How the path of a config file ends."""
+"""Endings of a config file's path."""
 
 
 def parse(
@@ -120,93 +128,102 @@ def parse(
     more_flags: Sequence[str] = (),
     infers_sizes: bool = True,
 ) -> Command:
-    """The recipe with the flags of `argv` applied and checked, as far as can be known without JAX.
+    """Return the recipe with the flags of `argv` applied, checked as far as JAX is not needed.
 
     Args:
-        name: the recipe's name, for messages.
-        recipe: makes the config that flags change.
-        argv: the words after the recipe's name.
-        more_flags: of a command that takes a recipe's too and has read its own, for a near match.
-        infers_sizes: whether a model of images takes its sizes from other data than the recipe's, as far as no flag sets them.
+        name: Name of the recipe or path of the config file, for messages.
+        recipe: Function that makes the config that the flags change.
+        more_flags: Flags that the command has read itself, which a wrong flag may be close to.
+        infers_sizes: Let data other than the recipe's set the classes, channels and image size of
+            a model of images, unless a flag sets them.
 
     Raises:
-        SystemExit: code 0, after `--help` was printed.
-        UsageError: a flag or word that does not exist or a value of the wrong kind.
-        ConfigError: values that do not fit together, or a flag that the chosen optimizer or data never reads.
-        PresetError: no such preset, tuned or not, or a constant out of its range.
+        SystemExit: With code 0, after `--help` was printed.
+        UsageError: A flag or word that does not exist, or a value of the wrong kind.
+        ConfigError: Values that do not fit together, or a flag that the chosen optimizer or data
+            never reads.
+        PresetError: The preset, tuned or not, does not exist, or a constant is out of range.
     """
     prog = f"mupax train {name}"
-    default, preset = _with_mix(_with_model(recipe(), argv), argv), None
+    default = _with_mix(_with_model(recipe(), argv), argv)
     if infers_sizes:
         default = _with_sizes_of_data(default, name, argv)
+
+    tuned_preset = None
     if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
         from mupax.train.config import tuned
 
-        default, argv, preset = tuned.applied(default, argv, value_of("--steps", argv))
+        default, argv, tuned_preset = tuned.applied(default, argv, value_of("--steps", argv))
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     argv = command_line.with_dashed_values(argv, start)
+
     listing = None
     if {"-h", "--help"} & set(argv):
         listing = flag_help(argv, list(command_line.flag_fields(start)), prog)
-    command, rest = command_line.parse_known(
+    command, unread = command_line.parse_known(
         Command, prog, argv, start, inspect.getdoc(recipe), listing
     )
-    command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog, "--help all")
-    if preset:
+    command_line.refuse(unread, [*command_line.flags(start), *more_flags], prog, "--help all")
+
+    config = command.config
+    if tuned_preset is not None:
         from mupax.train.config import tuned
 
-        published = preset.use if preset.is_published else None
-        command = dataclasses.replace(
-            command, config=tuned.fitted(command.config, preset), published=published
-        )
-    if command.config.preset.joint != "none":
+        config = tuned.fitted(config, tuned_preset)
+    if config.preset.joint != "none":
         from mupax.train.config import tuned
 
-        command = dataclasses.replace(
-            command, config=tuned.with_run_base(command.config, recipe(), preset)
-        )
-    _check_read(command.config, argv)
-    if command.warmup_tokens is not None or command.decay_timescale is not None:
-        from mupax.train.config import joint
+        config = tuned.with_run_base(config, recipe(), tuned_preset)
+    _check_read(config, argv)
+    config = _with_durations(config, command, argv)
+    preset_of(config)  # refuses a wrong preset before anything runs
 
-        flags = {word.partition("=")[0].replace("_", "-") for word in argv}
-        optimizer = joint.with_durations(
-            command.config, command.warmup_tokens, command.decay_timescale, flags
-        )
-        command = dataclasses.replace(
-            command, config=dataclasses.replace(command.config, optimizer=optimizer)
-        )
-    preset_of(command.config)
     if command.compilation_cache is not None:
-        # Of the process and its children, not of a run: no config records it.
+        # The folder belongs to the process and its children, not to a run: no config records it.
         os.environ["MUPAX_COMPILATION_CACHE"] = command.compilation_cache
-    if preset:
+    published = None
+    if tuned_preset is not None:
         from mupax.train.config import tuned
 
-        tuned.check(preset, command.config)
-    return dataclasses.replace(command, config=command.config.resolved())
+        published = tuned_preset.use if tuned_preset.is_published else None
+        tuned.check(tuned_preset, config)
+    return dataclasses.replace(command, config=config.resolved(), published=published)
+
+
+def _with_durations(config: Config, command: Command, argv: Sequence[str]) -> Config:
+    """Return the config with warm-up and weight decay from the command's duration flags."""
+    if command.warmup_tokens is None and command.decay_timescale is None:
+        return config
+    from mupax.train.config import joint
+
+    flags = {word.partition("=")[0].replace("_", "-") for word in argv}
+    optimizer = joint.with_durations(config, command.warmup_tokens, command.decay_timescale, flags)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def is_file(word: str) -> bool:
-    """Whether a word is a config file's path rather than a recipe's name."""
+    """Return whether a word is the path of a config file and not the name of a recipe."""
     return word.lower().endswith(FILES)
 
 
 def with_file_first(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the path of `--config PATH` in a recipe's place, which is first.
+    """Return a command line with the path of `--config PATH` first, where a recipe's name stands.
 
     Raises:
-        UsageError: no config file follows, or something else says what to train too.
+        UsageError: No config file follows `--config`, or another word also says what to train.
     """
     words = list(argv)
     for index, word in enumerate(words):
         flag, equals, path = word.partition("=")
         if flag != "--config":
             continue
-        end = index + 1 if equals else index + 2
-        path = path if equals else "".join(words[index + 1 : end])
+        end = index + 1
+        if not equals:
+            end = index + 2
+            path = "".join(words[index + 1 : end])
         _check_config_file(path)
+
         remaining = words[:index] + words[end:]
         if any(later.partition("=")[0] == "--config" for later in remaining):
             raise command_line.UsageError("--config comes twice; write one of the files")
@@ -229,7 +246,7 @@ def _check_config_file(path: str) -> None:
 
 
 def _refuse_folder(path: str) -> None:
-    """Raise UsageError where a path is a run's folder, whose config.json is meant."""
+    """Raise UsageError if a path is the folder of a run. Its config.json is meant."""
     record = path_of(path) / "config.json"
     if record.is_file():
         raise command_line.UsageError(
@@ -238,7 +255,15 @@ def _refuse_folder(path: str) -> None:
 
 
 def recipe(name: str) -> Callable[[], Config]:
-    """The recipe of that name, or of a config file's path; raises UsageError where there is none, ConfigError for a wrong file."""
+    """Return the recipe that has a name, or a function that makes the config of a file.
+
+    Args:
+        name: Name of a recipe, or path of a config file.
+
+    Raises:
+        UsageError: No recipe has the name.
+        ConfigError: The file does not exist, or holds no config.
+    """
     if is_file(name):
         from mupax.train.config.recipes import files
 
@@ -254,10 +279,10 @@ def is_recipe(name: str) -> bool:
 
 
 def model_of(name: str) -> configs.ModelConfig:
-    """Return the model of the zoo that has the name, or that of a recipe or config file.
+    """Return the model of the zoo that has the name, or the model of a recipe or config file.
 
     Raises:
-        ConfigError: nothing has the name, or the file is wrong.
+        ConfigError: Nothing has the name, or the file is wrong.
     """
     if name not in configs.CONFIGS and is_recipe(name):
         return recipe(name)().model
@@ -265,20 +290,22 @@ def model_of(name: str) -> configs.ModelConfig:
 
 
 def recipe_of_points(name: str) -> Callable[[], Config]:
-    """Return what makes the config of a study's points: the recipe, without what a file has for a run by itself.
+    """Return the function that makes the config of a study's points.
 
-    A file that trains a run can be swept so as it is. What is left out is a line on standard error.
+    It is the recipe without further evaluation sets and early stopping, which a config file may
+    have for a run by itself. A line on standard error says what was left out.
     """
     start = recipe(name)
 
     def load() -> Config:
         config = start()
-        alone = {"data.evaluate": config.data.evaluate, "stop.patience": config.stop.patience}
-        names = [field for field, value in alone.items() if value]
+        settings = {"data.evaluate": config.data.evaluate, "stop.patience": config.stop.patience}
+        names = [field for field, value in settings.items() if value]
         if not names:
             return config
         terminal.note(
-            f"note: {name}: {' and '.join(names)} left out: points train all their steps, on their own data"
+            f"note: {name}: {' and '.join(names)} left out: "
+            "points train all their steps, on their own data"
         )
         data = dataclasses.replace(config.data, evaluate=())
         checkpoint = dataclasses.replace(config.checkpoint, keep_best=None, best_metric=METRIC)
@@ -289,26 +316,35 @@ def recipe_of_points(name: str) -> Callable[[], Config]:
 
 
 def name_of(word: str) -> str:
-    """Return a recipe's name as a part of a folder's name; a config file's own name, or its folder's for a run's config.json."""
+    """Return the part of a folder's name that stands for a recipe or config file.
+
+    A recipe has its own name, a file its stem. The config.json of a run has its folder's name.
+    """
     if not is_file(word):
         return word
     path = PurePath(word)
-    return path.parent.name or path.stem if path.name == "config.json" else path.stem
+    if path.name == "config.json" and path.parent.name:
+        return path.parent.name
+    return path.stem
 
 
 def value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """Return the word after the last of a flag, or after its `=`; None without the flag."""
+    """Return the value of the last `flag` among the words, or `None` without the flag."""
     value = None
-    for word, after in zip(argv, [*argv, None][1:], strict=True):
+    followers = [*argv, None][1:]
+    for word, follower in zip(argv, followers, strict=True):
         if word == flag:
-            value = after
+            value = follower
         elif word.startswith(f"{flag}="):
             value = word.partition("=")[2]
     return value
 
 
 def _with_model(config: Config, argv: Sequence[str]) -> Config:
-    """The recipe on the model that `--model NAME` names: read before the flags, whose defaults are its sizes."""
+    """Return the recipe with the model that `--model NAME` names.
+
+    The name is read before all other flags, because the sizes of the model are their defaults.
+    """
     name = value_of("--model", argv)
     if name is None or name.startswith("-"):
         return config
@@ -318,18 +354,25 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
 
 
 def _with_mix(config: Config, argv: Sequence[str]) -> Config:
-    """Return the recipe with a data.name that fits its mixture: `--data.mix` names mix, another `--data.name` ends a file's."""
+    """Return the recipe with a `data.name` that fits its mixture.
+
+    `--data.mix` makes the name `mix`. Another `--data.name` ends the mixture of a config file.
+    """
     name = value_of("--data.name", argv)
+    data = config.data
     mixes = any(word.partition("=")[0] == "--data.mix" for word in argv)
     if mixes and name is None:
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, name="mix"))
-    if not mixes and config.data.mix and name not in (None, "mix"):
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, mix=()))
+        return dataclasses.replace(config, data=dataclasses.replace(data, name="mix"))
+    if not mixes and data.mix and name not in (None, "mix"):
+        return dataclasses.replace(config, data=dataclasses.replace(data, mix=()))
     return config
 
 
 def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Config:
-    """The recipe with classes, channels and image size of its data, where no flag and no file sets them."""
+    """Return the recipe with the classes, channels and image size of its data.
+
+    A size that a flag or a config file sets stays.
+    """
     if config.model.task != "images":
         return config
     from mupax.train.config import data_sizes
@@ -343,36 +386,61 @@ def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Confi
 
 
 def _check_read(config: Config, argv: Sequence[str]) -> None:
-    """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
+    """Raise ConfigError for a flag that the run would silently ignore.
+
+    A value in the recipe that the run ignores is no error.
+    """
     flags = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
-    opt, data = config.optimizer, config.data
-    readers = {
-        field: name for name, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads
-    }
-    instead = {
-        field: f"name {name}"
-        for field, name in readers.items()
-        if field not in OPTIMIZERS[opt.name].reads
-    }
-    if opt.schedule != "wsd":
-        instead["decay_steps"] = "schedule wsd"
-    if opt.schedule == "constant":
-        instead["final_lr_fraction"] = "schedule cosine"
-    if "trace" in OPTIMIZERS[opt.name].moments and opt.momentum == 0:
-        instead["moment_dtype"] = "momentum 0.9"
-    if not opt.warmup_steps:
-        instead["warmup_from_zero"] = "warmup-steps 100"
-    for field, choice in instead.items():
+    opt = config.optimizer
+    for field, choice in _unread_optimizer_fields(config).items():
         flag = f"--optimizer.{field.replace('_', '-')}"
-        if flag in flags:
-            by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
-            by = "a run without warm-up" if choice.startswith("warmup") else by
-            raise ConfigError(
-                f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}"
-            )
+        if flag not in flags:
+            continue
+        if choice.startswith("warmup"):
+            reader = "a run without warm-up"
+        elif choice.startswith("schedule"):
+            reader = f"schedule {opt.schedule}"
+        else:
+            reader = opt.name
+        raise ConfigError(
+            f"{flag} is not read by {reader}; leave it out, or write --optimizer.{choice}"
+        )
+
+    data = config.data
     places = [data.name, *data.evaluation_sets.values()]
     unread = fields_of_kinds().difference(*(source(place).reads for place in places))
     for flag in sorted(flags):
-        field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")
-        if flag.startswith("--data.") and field in unread:
+        if not flag.startswith("--data."):
+            continue
+        name = flag.removeprefix("--data.").removeprefix("no-")
+        field = name.partition(".")[0].replace("-", "_")
+        if field in unread:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")
+
+
+def _unread_optimizer_fields(config: Config) -> dict[str, str]:
+    """Return the fields of the optimizer that a run ignores.
+
+    Each has the flag, without `--optimizer.`, and its value with which the field would be read.
+    """
+    opt = config.optimizer
+    optimizer = OPTIMIZERS[opt.name]
+    # Reversed, so that a field that several optimizers read names the first of the table.
+    readers: dict[str, str] = {}
+    for name, candidate in reversed(OPTIMIZERS.items()):
+        for field in candidate.reads:
+            readers[field] = name
+
+    choices: dict[str, str] = {}
+    for field, name in readers.items():
+        if field not in optimizer.reads:
+            choices[field] = f"name {name}"
+    if opt.schedule != "wsd":
+        choices["decay_steps"] = "schedule wsd"
+    if opt.schedule == "constant":
+        choices["final_lr_fraction"] = "schedule cosine"
+    if "trace" in optimizer.moments and opt.momentum == 0:
+        choices["moment_dtype"] = "momentum 0.9"
+    if not opt.warmup_steps:
+        choices["warmup_from_zero"] = "warmup-steps 100"
+    return choices

@@ -1,4 +1,8 @@
-"""Which data a run reads, in what batches, and the table of kinds of data. Imports no JAX."""
+"""Data of a run: the section `data` of its config, and the table of the kinds of data.
+
+`SOURCES` says for each kind which function opens it and which fields of `DataConfig` it reads.
+Imports no JAX.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ if TYPE_CHECKING:
     from mupax.train.data.interface import Data
 
 Note = Callable[[str], None]
-"""Function that logs one line about what takes time."""
+"""Function that logs one line about slow work."""
 Loader = Callable[["DataConfig", ModelConfig, int, Note], "Data"]
-"""Function of a config, the model, the seed and a note. It opens the data."""
+"""Function of a config, the model, the seed and a `Note`. It opens the data."""
 
 
 class ImageSizes(NamedTuple):
@@ -31,13 +35,14 @@ class ImageSizes(NamedTuple):
 
     num_classes: int
     channels: int | None
-    """1 for grey, 3 for colour; None where a model may read either."""
+    """1 for grey, 3 for colour. `None` if a model may read either."""
     side: int | None
-    """Pixels on a side, or on the shorter side of the median image; None where the data do not say."""
+    """Pixels on a side, or on the shorter side of the median image. `None` if the data do not
+    say."""
     scaled: bool = True
-    """Whether images are scaled to the size of the model; otherwise it has to be theirs."""
+    """True if images are scaled to the model's size. Otherwise the model's size must be theirs."""
     train_images: int | None = None
-    """Images to train on; None where the data do not say."""
+    """Number of training images. `None` if the data do not say."""
 
 
 SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
@@ -45,18 +50,22 @@ SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
 
 
 class DataKind(NamedTuple):
-    """Row of `SOURCES`: how a kind of data is loaded, what it is for, and which fields of `DataConfig` it reads."""
+    """Row of `SOURCES`: how a kind of data is opened, and which settings it reads."""
 
     loader: Loader | str
-    """Opens the data. MODULE:FUNCTION may stand for a function here and below, which is imported when it is needed."""
+    """Function that opens the data. Here and below a function may be written MODULE:FUNCTION. It is
+    then imported when it is needed."""
     task: Task | None
-    """What models of it read; None where only the data set itself can tell."""
+    """Input of models for these data. `None` if only the data set itself can tell."""
     reads: frozenset[str]
-    """The fields of `DataConfig` that it reads and not every one does. Any other is refused as a flag."""
+    """Fields of `DataConfig` that these data read and some other data do not. A flag for any other
+    such field is refused."""
     sizes: ImageSizes | Callable[[DataConfig], ImageSizes | None] | str | None = None
-    """Sizes that images ask of a model, or a function that finds them, which returns None where the data are not there."""
+    """Sizes that images ask of a model, or a function that finds them. The function returns `None`
+    if the data are not there."""
     prepare: Callable[[str | None, Note], object] | str | None = None
-    """Writes the data to disk in a folder before a run, for `mupax data prepare`. None where a run reads the data as it starts."""
+    """Function that writes the data to a folder before a run, for `mupax data prepare`. `None` if a
+    run reads the data as it starts."""
 
 
 def __getattr__(name: str) -> Any:
@@ -66,6 +75,7 @@ def __getattr__(name: str) -> Any:
     return DataKind
 
 
+# Loaders are imported when they are called: they need numpy, PIL or JAX, and `--help` does not.
 def _import_text():
     from mupax.train.data.sources import text
 
@@ -132,6 +142,7 @@ def _import_builders():
     return builders
 
 
+# Fields of `DataConfig` that several kinds of data read.
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
@@ -192,12 +203,13 @@ SOURCES: dict[str, DataKind] = {
         Lazy(lambda: _import_folders().sizes),
     ),
 }
-"""data.name to its source. To add one, write its loader and a line here; docs/howto/add_a_dataset.md is an example."""
+"""Pattern of data.name to the kind of data. To add a kind, write its loader and a line here
+(docs/howto/add_a_dataset.md is an example)."""
 _PUBLISHED: dict[str, Task] = {
     **dict.fromkeys(("c4", "lm1b", "wiki40b"), "tokens"),
     **dict.fromkeys(("mnist", "cifar10", "cifar100", "imagenet2012"), "images"),
 }
-"""What some data sets of TFDS are, known before they are opened."""
+"""Task of some data sets of TFDS, which is needed before they are opened."""
 
 
 def source_key(name: str) -> str | None:
@@ -208,18 +220,19 @@ def source_key(name: str) -> str | None:
 
 
 def source(name: str) -> DataKind:
-    """Return the source of a data.name. Any that `SOURCES` does not have is a data set of TFDS."""
+    """Return the kind of data of a data.name. A name outside of `SOURCES` is a data set of TFDS."""
     key = source_key(name)
     if key is not None:
         return SOURCES[key]
-    kind = name.partition(":")[0]
-    task = _PUBLISHED.get(kind.partition("/")[0])
-    part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
-    reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
+    data_set = name.partition(":")[0]
+    task = _PUBLISHED.get(data_set.partition("/")[0])
+    images = _IMAGES | {"pixels", "limits"}
+    # A data set that is not in `_PUBLISHED` may be either, so flags for both are accepted.
+    reads_by_task = {"tokens": _TEXT, "images": images, None: _TEXT | images}
     return DataKind(
         Lazy(lambda: _import_published().tfds_data),
         task,
-        reads,
+        frozenset({"train_percent"}) | reads_by_task[task],
         Lazy(lambda: _import_published().sizes),
     )
 
@@ -230,10 +243,12 @@ def fields_of_kinds() -> frozenset[str]:
 
 
 def image_sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes that the data of a config ask of a model of images, or `None` where they are not known.
+    """Return the sizes that the data of a config ask of a model of images.
+
+    Returns `None` for data that are not there or do not say.
 
     Raises:
-        DataError: data that are there and cannot be read.
+        DataError: The data are there but cannot be read.
     """
     sizes = source(config.name).sizes
     if sizes is None or isinstance(sizes, ImageSizes):
@@ -243,58 +258,67 @@ def image_sizes(config: DataConfig) -> ImageSizes | None:
 
 Fit = Literal["centre", "squash", "edge"]
 Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming", "area"]
-"""In the order of PIL's numbers, which Hugging Face's files have; area is TensorFlow's and has none."""
+"""Filters in the order of PIL's numbers, which Hugging Face's files contain. `area` is TensorFlow's
+and has no number."""
 
 
-_LARGEST = 2**14
-"""Pixels on a side."""
+_MAX_RESIZE = 2**14
+"""Largest value of `resize`, in pixels."""
 _BACKGROUNDS = ("white", "black", "none")
-"""Those that are known without PIL."""
-_MOST_JITTER = 4
+"""Backgrounds that are checked without importing PIL."""
+_MAX_JITTER = 4
 _EDGE = 8 / 7
-"""The shorter edge of a scaled image over the side of its centre that is cut out."""
+"""Default shorter edge of a scaled image, over the side of the centre that is cut out."""
 
 
 def _is_colour(name: str) -> bool:
     from PIL import ImageColor
 
     try:
-        return len(ImageColor.getrgb(name)) == 3  # a fourth number would be its own transparency
+        colour = ImageColor.getrgb(name)
     except ValueError:
         return False
+    # A fourth number would be the transparency of the background itself.
+    return len(colour) == 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixelsConfig:
-    """What becomes of an image file before a model reads it. Training crops at random in place of the fit."""
+    """Conversion of an image file to the array that a model reads.
+
+    Training crops at random in place of the fit.
+    """
 
     fit: Annotated[Fit, Affects("data", test="train/data/sources/test_folders.py")] = "edge"
-    """How an image is made square: edge scales its shorter edge and cuts the centre out, squash scales all of it, centre cuts the
-    central 7/8 of the shorter side first, which Hugging Face's files cannot say."""
+    """How an image is made square. edge: scale the shorter edge and cut out the centre; squash:
+    scale both sides to the same length; centre: first cut out the central 7/8 of the shorter side,
+    then scale (Hugging Face's files cannot express this)."""
     resize: Annotated[int | None, Affects("data", test="train/data/sources/test_folders.py")] = None
-    """Pixels that the shorter edge (edge) or both sides (squash) are scaled to before the centre is cut out. Unless given, edge takes
-    8/7 of the model's size, rounded, and squash the model's size."""
+    """Pixels of the shorter edge (edge) or of both sides (squash) before the centre is cut out.
+    None: 8/7 of the model's image size, rounded (edge), or the image size (squash)."""
     interpolation: Annotated[
         Interpolation, Affects("data", test="train/data/sources/test_folders.py")
     ] = "bilinear"
-    """How the image is scaled: by one of PIL's ways, or as TensorFlow's area, with sides of whole numbers nearest and levels rounded down."""
+    """Filter that scales the image: one of PIL's, or area, TensorFlow's filter with sides rounded
+    to whole pixels and levels rounded down."""
     mean: Annotated[
         tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")
     ] = (0.5,)
-    """Subtracted from values in [0, 1]; one number, or one per channel."""
+    """Number, or one per channel, that is subtracted from values in [0, 1]."""
     std: Annotated[
         tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")
     ] = (0.5,)
-    """What is left is divided by it; one number, or one per channel."""
+    """Number, or one per channel, that the difference is divided by."""
     background: Annotated[str, Affects("data", test="train/data/sources/test_folders.py")] = "white"
-    """Colour behind transparent pixels, by its name or as #rrggbb. none reads the colours that transparent pixels hide, as
-    Hugging Face's processors do."""
+    """Colour behind transparent pixels, by name or as #rrggbb. none reads the colours that
+    transparent pixels hide, as Hugging Face's processors do."""
 
     def __post_init__(self) -> None:
         at_least("data.pixels.", self, 1, "resize")
         if self.background not in _BACKGROUNDS and not _is_colour(self.background):
             raise ConfigError(
-                f"data.pixels.background is {self.background!r:.60}; write the name of a colour such as white, #rrggbb, or none"
+                f"data.pixels.background is {self.background!r:.60}; "
+                "write the name of a colour such as white, #rrggbb, or none"
             )
         if self.fit == "centre" and self.resize is not None:
             raise ConfigError(
@@ -313,71 +337,81 @@ class PixelsConfig:
         """Return the same settings with the default of `resize` written out.
 
         Args:
-            size: pixels on a side of what the model reads.
+            size: Pixels on a side of the images that the model reads.
         """
         if self.fit != "edge" or self.resize is not None:
             return self
         return dataclasses.replace(self, resize=round(_EDGE * size))
 
     def check(self, size: int, channels: int) -> None:
-        """Refuse what does not fit a model.
+        """Raise ConfigError if the settings do not fit a model.
 
         Args:
-            size: pixels on a side of what it reads.
-            channels: of what it reads.
-
-        Raises:
-            ConfigError: another number of channels, or an image scaled to less than the model reads.
+            size: Pixels on a side of the images that the model reads.
+            channels: Number of channels of these images, 1 or 3.
         """
         for name in ("mean", "std"):
-            if len(getattr(self, name)) not in (1, channels):
+            count = len(getattr(self, name))
+            if count not in (1, channels):
                 raise ConfigError(
-                    f"data.pixels.{name} has {len(getattr(self, name))} numbers, and the model reads {channels} channels; "
-                    "write one, or one per channel"
+                    f"data.pixels.{name} has {count} numbers, and the model reads {channels} "
+                    "channels; write one, or one per channel"
                 )
         if self.resize is not None and self.resize < size:
             raise ConfigError(
-                f"data.pixels.resize {self.resize} is less than the {size} pixels that the model reads; write {size} or more"
+                f"data.pixels.resize {self.resize} is less than the {size} pixels that the model "
+                f"reads; write {size} or more"
             )
-        if self.resize is not None and self.resize > _LARGEST:
+        if self.resize is not None and self.resize > _MAX_RESIZE:
             raise ConfigError(
-                f"data.pixels.resize {self.resize} is more than {_LARGEST}, and each image would be as large"
+                f"data.pixels.resize {self.resize} is more than {_MAX_RESIZE}, "
+                "and each image would be as large"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformsConfig:
-    """What training images and their labels go through beside `augment`; nothing unless asked for, and evaluation never."""
+    """Random changes to training images and their labels, in addition to `augment`.
+
+    By default there are none. Evaluation images are never changed.
+    """
 
     crop: Annotated[
         Literal["torchvision", "inception"], Affects("batches", test="train/data/test_crops.py")
     ] = "torchvision"
-    """How images larger than the model's are cropped at random: torchvision's way, or TensorFlow's as big_vision has it."""
+    """How images larger than the model's are cropped at random: as torchvision does, or as
+    TensorFlow does in big_vision."""
     jitter: Annotated[
         float | None, Affects("batches", test="train/data/sources/test_folders.py")
     ] = None
-    """In place of a crop: the image as evaluation has it, turned by up to 20 degrees, scaled and stretched by up to a fifth and moved by
-    up to an eighth, each times this number; a random crop unless given."""
+    """In place of a random crop, read the image as evaluation does, rotated by up to 20 degrees,
+    scaled and stretched by up to 1/5 and moved by up to 1/8, each times this number. None: random
+    crop."""
     mirror: Annotated[bool, Affects("batches", test="train/data/sources/test_folders.py")] = True
-    """Mirror images half of the time; a mirrored digit or letter is no digit or letter."""
+    """Mirror half of the images. A mirrored digit or letter is no digit or letter."""
     randaug_layers: Annotated[int | None, Affects("batches", 1)] = None
-    """RandAugment (Cubuk et al. 2020): operations that every image goes through, each drawn from 16; none unless given."""
+    """RandAugment (Cubuk et al. 2020): number of operations on every image, each drawn from 16.
+    None: no RandAugment."""
     randaug_magnitude: Annotated[
         float, Affects("batches", 5.0, given={"data.transforms.randaug_layers": 2})
     ] = 10.0
-    """RandAugment: how strong each operation is, from 0 to 10."""
+    """RandAugment: strength of each operation, from 0 to 10."""
     mixup: Annotated[float, Affects("batches", 0.2)] = 0.0
-    """alpha of Beta(alpha, alpha), a batch's share of each image beside the one before it (Zhang et al. 2018); 0 mixes none."""
+    """Mix each image with the one before it, in shares that a batch draws from Beta(alpha, alpha)
+    with this alpha (Zhang et al. 2018). 0 mixes none."""
     cutmix: Annotated[float, Affects("batches", 1.0)] = 0.0
-    """alpha of the same share as the area of a box of another image (Yun et al. 2019); with mixup, a batch has one of the two."""
+    """Put a box of another image into each image. The shares of the area are drawn from Beta(alpha,
+    alpha) with this alpha (Yun et al. 2019). With mixup, a batch has one of the two."""
     mix_group: Annotated[
         int | None, Affects("batches", 4, given={"data.transforms.mixup": 0.2})
     ] = None
-    """Images of a batch that are mixed with one another, so many in a row, as big_vision mixes those of a device; all unless given."""
+    """Number of images in a row that are mixed with one another, as big_vision mixes the images of
+    a device. None: all of a batch."""
     label_smoothing: Annotated[float, Affects("batches", 0.1)] = 0.0
-    """Share of each label that all classes have alike (Szegedy et al. 2016)."""
+    """Share of each label that is spread evenly over all classes (Szegedy et al. 2016)."""
     repeats: Annotated[int, Affects("batches", 2)] = 1
-    """Times that a batch shows each of its images, every time transformed anew (Hoffer et al. 2020)."""
+    """Number of times that a batch shows each of its images, transformed anew every time (Hoffer et
+    al. 2020)."""
 
     def __post_init__(self) -> None:
         at_least("data.transforms.", self, 1, "randaug_layers", "repeats")
@@ -385,44 +419,51 @@ class TransformsConfig:
         at_least("data.transforms.", self, 2, "mix_group")
         if self.mix_group is not None and not (self.mixup or self.cutmix):
             raise ConfigError(
-                "data.transforms.mix_group is of images that are mixed; add --data.transforms.mixup 0.2, or leave it out"
+                "data.transforms.mix_group is of images that are mixed; "
+                "add --data.transforms.mixup 0.2, or leave it out"
             )
-        if self.jitter is not None and not 0 < self.jitter <= _MOST_JITTER:
+        if self.jitter is not None and not 0 < self.jitter <= _MAX_JITTER:
             raise ConfigError(
-                f"data.transforms.jitter is {self.jitter}; write a number above 0, up to {_MOST_JITTER}, or none to crop at random"
+                f"data.transforms.jitter is {self.jitter}; "
+                f"write a number above 0, up to {_MAX_JITTER}, or none to crop at random"
             )
         if self.jitter is not None and self.crop != "torchvision":
             raise ConfigError(
-                f"data.transforms.jitter is in place of a crop, and data.transforms.crop is {self.crop}; leave one of them out"
+                f"data.transforms.jitter is in place of a crop, "
+                f"and data.transforms.crop is {self.crop}; leave one of them out"
             )
         if self.randaug_magnitude > 10:
             raise ConfigError(
-                f"data.transforms.randaug_magnitude is {self.randaug_magnitude}; write a number from 0 to 10"
+                f"data.transforms.randaug_magnitude is {self.randaug_magnitude}; "
+                "write a number from 0 to 10"
             )
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(
-                f"data.transforms.label_smoothing is {self.label_smoothing}; write a share in [0, 1)"
+                f"data.transforms.label_smoothing is {self.label_smoothing}; "
+                "write a share in [0, 1)"
             )
 
     @property
     def soft(self) -> bool:
-        """Whether a label is a distribution over classes."""
+        """True if a label is a distribution over classes."""
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """Bounds on what a file may unpack to, so that a small file of strangers cannot fill the memory or the disk.
+    """Bounds on what a file may unpack to.
 
-    They change nothing of data that keep them.
+    Without them a small file from a stranger could fill the memory or the disk. Data within the
+    bounds are read as they are.
     """
 
     record_mib: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 24
-    """MiB that a line of JSON or a value of Parquet may have when it is unpacked."""
+    """Largest line of JSON or value of Parquet when it is unpacked, in MiB."""
     ratio: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 200
-    """Times its size on disk that a file may unpack to, in every stretch of 64 MiB of what it holds."""
+    """Largest unpacked size of a file over its size on disk, in every stretch of 64 MiB of its
+    content."""
     megapixels: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 128
-    """Millions of pixels of an image."""
+    """Largest image, in millions of pixels."""
 
     def __post_init__(self) -> None:
         at_least("data.limits.", self, 1, "record_mib", "ratio", "megapixels")
@@ -433,157 +474,199 @@ DEFAULT_LIMITS = LimitsConfig()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
+    """Source of the batches. Batch k is a function of (seed, k, batch_size) alone."""
 
     name: Annotated[str, Listed("data", "python_corpus")]
-    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
-    chat:PATH (JSON lines or Parquet with messages), hf:NAME[:SUBSET] (a data set of the Hugging Face hub, or a folder of one),
-    images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
-    or any TFDS name."""
+    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON
+    lines, Parquet or token ids), chat:PATH (JSON lines or Parquet with messages), hf:NAME[:SUBSET]
+    (a data set of the Hugging Face hub, or a folder of one), images:PATH (a folder per class),
+    idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (the texts of
+    data.mix), or the name of a TFDS data set."""
     mix: Annotated[
         tuple[str, ...],
         conf.arg(metavar="NAME=SOURCE:WEIGHT ..."),
         Listed("data", test="train/data/text/test_mixture.py"),
     ] = ()
-    """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
+    """Texts to mix, in proportion to their weights: code=text:src:0.3 prose=records:books:0.7. A
+    SOURCE is any text that data.name takes."""
     evaluate: Annotated[
         tuple[str, ...],
         conf.arg(metavar="NAME=SOURCE ..."),
         Listed("course", test="train/run/evaluation/test_evaluation_sets.py"),
     ] = ()
-    """Further sets to evaluate on, by name, each any source that data.name takes: code=text:src prose=records:books."""
+    """Further sets to evaluate on: code=text:src prose=records:books. A SOURCE is anything that
+    data.name takes."""
     batch_size: Annotated[int, Listed("data", 4)]
     """Sequences or images per optimizer step, over all devices."""
     seed: Annotated[int | None, Affects("data", 5)] = None
-    """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
+    """Seed of data order and augmentation. None: the run's seed. With it, the run's seed is of the
+    initialization alone."""
     eval_batch_size: Annotated[int | None, Listed("batches", 8)] = None
-    """batch_size unless given."""
+    """Examples in an evaluation batch, over all devices. None: batch_size."""
     eval_examples: Annotated[int | None, Listed("batches", 20)] = None
-    """Use the first so many evaluation examples; all unless given."""
+    """Evaluate on the first N examples. None: all of them."""
     data_dir: Annotated[
         str | None, Affects("batches", test="train/data/sources/test_published.py")
     ] = None
-    """Where prepared datasets lie; the user cache folder unless given."""
+    """Folder of prepared data sets. None: the user cache folder."""
     tokenizer: Annotated[str, Listed("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
-    """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
-    made elsewhere."""
+    """bytes, bpe:SIZE (trained on the training text, with a mixture's texts by weight), the path of
+    a tokenizer.json, or ids:SIZE for token ids made elsewhere."""
     separator: Annotated[str | None, Listed("data", test="train/data/sources/test_records.py")] = (
         None
     )
-    """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
+    """Token that ends every document, such as `<|endoftext|>`. None: the tokenizer's, by its usual
+    names."""
     special_tokens: Annotated[
         Literal["parse", "text"], Affects("batches", test="train/data/text/test_special_tokens.py")
     ] = "parse"
-    """Whether special tokens such as `<|endoftext|>` that are quoted in a text are tokens, as if written on purpose, or plain text."""
+    """How special tokens such as `<|endoftext|>` that are quoted in a text are read. parse: as
+    special tokens; text: as plain text."""
     field: Annotated[str, Listed("data", test="train/data/sources/test_records.py")] = "text"
-    """Of records: the field or column that has the text; of a chat `messages` unless given."""
+    """Field or column of a record that has the text. A chat has `messages` unless this is given."""
     stream: Annotated[bool, Affects("batches", test="train/data/streams/test_streams.py")] = False
-    """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
+    """text:PATH and records:PATH: start training while the rest of the text is still being
+    tokenized. hf:NAME always does."""
     chat_template: Annotated[
         str | None, Listed("batches", test="train/data/chats/test_chats.py")
     ] = None
-    """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
+    """Conversations only: template of jinja2 that makes text of messages. None: the one that comes
+    with the tokenizer."""
     loss_on: Annotated[
         Literal["answers", "all"], Affects("batches", test="train/data/chats/test_chats.py")
     ] = "answers"
-    """Conversations only: whether what assistants say is trained on, or every token."""
+    """Conversations only: train on the words of assistants (answers) or on every token (all)."""
     document_mask: Annotated[bool, Listed("batches", True)] = False
-    """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
+    """Documents of one window do not attend to one another, and the first token of each is no
+    target. The separator belongs to the document that it ends."""
     reset_positions: Annotated[
         bool, Affects("batches", True, given={"data.document_mask": True})
     ] = False
     """Learned positions begin at 0 in every document of a window."""
     augment: Annotated[bool, Listed("batches", False)] = True
-    """Light augmentation of training images."""
+    """Augment training images lightly, as the kind of data does it."""
     transforms: TransformsConfig = TransformsConfig()
     on_broken: Annotated[
         Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")
     ] = "stop"
-    """Whether a broken image, text, record or file ends the run before it starts, or is left out and counted. For images:, text:,
-    records:, chat: and hf:, and mixtures of them."""
+    """What happens at a broken image, text, record or file. stop: the run ends before it starts;
+    skip: it is left out and counted. For images:, text:, records:, chat: and hf:, and mixtures of
+    them."""
     limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
     train_percent: Annotated[
         int, Affects("batches", test="train/data/sources/test_published.py")
     ] = 100
-    """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""
+    """Data sets of TFDS only: percent of the training split to train on, from its beginning."""
     split: Annotated[Literal["random", "writer"], Affects("data", "writer")] = "random"
-    """digits only: a stratified random split, or test writers never seen in training."""
+    """digits only. random: a stratified random split; writer: test writers are never seen in
+    training."""
     noise: Annotated[
         Literal["infilling", "sentinels"] | None,
         Affects("batches", test="train/data/text/test_denoising.py"),
     ] = None
-    """What text an encoder-decoder reads: BART's text infilling, of which it writes the whole text, or T5's sentinels, of which it
-    writes what they stand for."""
+    """Text that an encoder-decoder reads. infilling: BART's text with spans cut out, and the whole
+    text is the target; sentinels: T5's text with spans replaced by sentinels, and the spans are the
+    target."""
     noise_rate: Annotated[
         float | None, Affects("batches", test="train/data/text/test_denoising.py")
     ] = None
-    """Share of tokens that noise cuts; 0.3 (infilling) or 0.15 (sentinels) unless given."""
+    """Share of the tokens that noise cuts out. None: 0.3 (infilling) or 0.15 (sentinels)."""
     noise_span: Annotated[
         float | None, Affects("batches", test="train/config/test_cli_errors.py")
     ] = None
-    """Mean tokens of a span that noise cuts; 3 unless given."""
+    """Mean length of the spans that noise cuts out, in tokens. None: 3."""
 
     def __post_init__(self) -> None:
-        at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples", "noise_span")
-        if self.noise_rate is not None and not 0 < self.noise_rate < 1:
-            raise ConfigError(
-                f"data.noise_rate is {self.noise_rate}; write a share of the tokens in (0, 1), such as 0.3"
-            )
-        if self.noise is None and (self.noise_rate or self.noise_span) is not None:
-            raise ConfigError(
-                "data.noise_rate and data.noise_span are of noise; add data.noise infilling or sentinels"
-            )
-        at_least("data.", self, 0, "seed")
-        if self.reset_positions and not self.document_mask:
-            raise ConfigError(
-                "data.reset_positions is of documents that do not see one another; add --data.document-mask"
-            )
-        cropped = "pixels" in source(self.name).reads
-        if self.transforms.jitter is not None and not cropped:
-            raise ConfigError(
-                f"data.transforms.jitter is of images that are scaled, and {self.name} has a way of its own; leave it out"
-            )
-        if not self.transforms.mirror and not cropped:
-            raise ConfigError(
-                f"data.transforms.mirror is of images that are scaled, and {self.name} has a way of its own; leave it out, "
-                "or write --data.no-augment"
-            )
-        repeats = self.transforms.repeats
-        if self.batch_size % repeats:
-            near = nearest_divisor(self.batch_size, repeats)
-            raise ConfigError(
-                f"data.batch_size {self.batch_size} is not divisible by data.transforms.repeats {repeats}; write repeats {near}"
-            )
-        if (group := self.transforms.mix_group or self.batch_size) and self.batch_size % group:
-            near = nearest_divisor(self.batch_size, group)
-            raise ConfigError(
-                f"data.batch_size {self.batch_size} is not divisible by data.transforms.mix_group {group}; write mix_group {near}"
-            )
+        # The first check that fails decides the message, so their order is part of the interface.
+        self._check_text()
+        self._check_images()
+        self._check_batch()
         if not 1 <= self.train_percent <= 100:
             raise ConfigError(
                 f"data.train_percent is {self.train_percent}; write a whole number from 1 to 100"
             )
         if self.mix and self.name != "mix":
             raise ConfigError(
-                f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix"
+                f"data.mix names its texts, and data.name is {self.name}; "
+                "leave that out, or write mix"
             )
         for name in ("name", "data_dir", "tokenizer", "chat_template"):
             check_place(f"data.{name}", getattr(self, name))
         for name, place in self.evaluation_sets.items():
             check_place(f"data.evaluate {name}", place)
 
+    def _check_text(self) -> None:
+        """Refuse counts below 1, noise out of its range, and positions without a document mask."""
+        at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples", "noise_span")
+        if self.noise_rate is not None and not 0 < self.noise_rate < 1:
+            raise ConfigError(
+                f"data.noise_rate is {self.noise_rate}; "
+                "write a share of the tokens in (0, 1), such as 0.3"
+            )
+        if self.noise is None and (self.noise_rate or self.noise_span) is not None:
+            raise ConfigError(
+                "data.noise_rate and data.noise_span are of noise; "
+                "add data.noise infilling or sentinels"
+            )
+        at_least("data.", self, 0, "seed")
+        if self.reset_positions and not self.document_mask:
+            raise ConfigError(
+                "data.reset_positions is of documents that do not see one another; "
+                "add --data.document-mask"
+            )
+
+    def _check_images(self) -> None:
+        """Refuse transforms of images that these data do not scale."""
+        # Data that read `pixels` scale and crop images. Others have only `augment`.
+        scales_images = "pixels" in source(self.name).reads
+        if self.transforms.jitter is not None and not scales_images:
+            raise ConfigError(
+                f"data.transforms.jitter is of images that are scaled, "
+                f"and {self.name} has a way of its own; leave it out"
+            )
+        if not self.transforms.mirror and not scales_images:
+            raise ConfigError(
+                f"data.transforms.mirror is of images that are scaled, "
+                f"and {self.name} has a way of its own; leave it out, or write --data.no-augment"
+            )
+
+    def _check_batch(self) -> None:
+        """Refuse a batch that its repeats or its groups of mixed images do not divide."""
+        batch_size = self.batch_size
+        repeats = self.transforms.repeats
+        if batch_size % repeats:
+            near = nearest_divisor(batch_size, repeats)
+            raise ConfigError(
+                f"data.batch_size {batch_size} is not divisible by data.transforms.repeats "
+                f"{repeats}; write repeats {near}"
+            )
+        group = self.transforms.mix_group or batch_size
+        if batch_size % group:
+            near = nearest_divisor(batch_size, group)
+            raise ConfigError(
+                f"data.batch_size {batch_size} is not divisible by data.transforms.mix_group "
+                f"{group}; write mix_group {near}"
+            )
+
     def more_of(self, inputs: ArraySpec) -> dict[str, ArraySpec]:
-        """What an example holds beside the model's own: `segments`, the document of every token, and its `positions`."""
+        """Return the arrays that an example has in addition to the model's own, by name.
+
+        `segments` is the document of every token, `positions` its position in the document.
+
+        Args:
+            inputs: Shape and dtype of the tokens, which the arrays share.
+        """
         flags = {"segments": self.document_mask, "positions": self.reset_positions}
         return {name: inputs for name, flag in flags.items() if flag}
 
     @property
     def evaluation_sets(self) -> dict[str, str]:
-        """The sources of `evaluate` by name.
+        """Source of each set of `evaluate`, by name.
 
         Raises:
-            ConfigError: a word of another form, a name twice, or a mixture, which has no text of its own.
+            ConfigError: A word is of another form, a name comes twice, or a source is a mixture,
+                which has no text of its own.
         """
         sets: dict[str, str] = {}
         for word in self.evaluate:
@@ -605,5 +688,5 @@ class DataConfig:
 
     @property
     def task(self) -> Task | None:
-        """What models of this data read, tokens or images; None where only the data set itself can tell."""
+        """Input of models for these data, tokens or images. `None` if only the data set knows."""
         return source(self.name).task

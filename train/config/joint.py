@@ -1,4 +1,8 @@
-"""A run's optimizer by the joint rule of its preset: numbers tuned at the base's batch and tokens, at the run's own."""
+"""Optimizer of a run under the joint rule of its preset.
+
+The rule scales values that were tuned at the base's batch and tokens to those of the run. This file
+also turns warm-up in tokens and weight decay as a timescale into the optimizer's fields.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,12 @@ from mupax.train.config.sections import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 
 DURATIONS = {"warmup-tokens": "warmup-steps", "decay-timescale": "weight-decay"}
-"""Flags of the optimizer that are relative to a run's tokens or length, and the number that each becomes."""
+"""Flags of the optimizer that are relative to a run's tokens or length, to the flag that each one
+sets."""
 
 
 class Run(Parameterized, Protocol):
-    """A run's config, as far as batch, tokens and optimizer go."""
+    """Config of a run, as far as batch, tokens and optimizer are read."""
 
     @property
     def optimizer(self) -> OptimizerConfig: ...
@@ -32,28 +37,31 @@ class Run(Parameterized, Protocol):
 
 
 def base_of(run: Run) -> dict[str, int]:
-    """Batch and tokens of the run's base.
+    """Return batch and tokens of the run's base.
 
     Raises:
-        ConfigError: it does not name them.
+        ConfigError: The base does not name both.
     """
     _, sizes = base_parts(run.preset.base)
     base = {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
     if len(base) < len(RUN_AXES) or not all(base.values()):
-        name = run.preset.base if run.preset.base and "batch" not in run.preset.base else "MODEL"
+        name = "MODEL"
+        if run.preset.base and "batch" not in run.preset.base:
+            name = run.preset.base
         raise ConfigError(
-            f"the joint rule {run.preset.joint} needs the batch and the tokens that the rate was tuned at; write "
-            f"--preset.base {name},batch={run.data.batch_size},tokens={_tokens(run)} with those numbers"
+            f"the joint rule {run.preset.joint} needs the batch and the tokens that the rate was "
+            f"tuned at; write --preset.base {name},batch={run.data.batch_size},"
+            f"tokens={_tokens(run)} with those numbers"
         )
     return base
 
 
 def base_beside(base: str | None, run: Run) -> str:
-    """A base with the batch and tokens of a run behind it, where it names none itself.
+    """Return a base with a run's batch and tokens added, unless it names them itself.
 
     Args:
-        base: a `preset.base`; None is the absolute form.
-        run: gives the batch in examples, and the tokens of all its steps.
+        base: A `preset.base`. `None` is the absolute form.
+        run: Run that has the batch, in examples, and the tokens of all its steps.
     """
     name, sizes = base_parts(base)
     sizes = {"batch": run.data.batch_size, "tokens": _tokens(run), **sizes}
@@ -61,136 +69,177 @@ def base_beside(base: str | None, run: Run) -> str:
 
 
 def ratios(run: Run) -> dict[str, float]:
-    """Batch and tokens over the base's; raises as `base_of`."""
+    """Return batch and tokens of a run over those of its base.
+
+    Raises:
+        ConfigError: The base does not name both.
+    """
     base = base_of(run)
     return {"batch": run.data.batch_size / base["batch"], "tokens": _tokens(run) / base["tokens"]}
 
 
 def scaled(run: Run) -> OptimizerConfig:
-    """The run's optimizer, its numbers scaled from the base.
+    """Return the run's optimizer with its values scaled from the base.
 
     Raises:
-        ConfigError: a base without batch and tokens, or a batch above the noise scale.
-        PresetError: the rule says nothing about the optimizer, or a beta would leave (0, 1).
+        ConfigError: The base names no batch or tokens, or a batch is above the noise scale.
+        PresetError: The rule says nothing about the optimizer, or a beta would leave (0, 1).
     """
-    ratio, preset, opt = ratios(run), run.preset, run.optimizer
+    ratio = ratios(run)
+    preset = run.preset
+    opt = run.optimizer
+    # The rule must hold at both ends, the base's batch and the run's.
     largest = max(run.data.batch_size, base_of(run)["batch"])
     if ratio["batch"] != 1 and preset.noise_scale is not None and largest > preset.noise_scale:
         raise ConfigError(
-            f"the joint rule {preset.joint} holds below the noise scale, {preset.noise_scale:g} examples, and a batch of {largest} is "
-            f"above it, where more examples change the gradient little; write a batch of at most {int(preset.noise_scale)}, or "
+            f"the joint rule {preset.joint} holds below the noise scale, {preset.noise_scale:g} "
+            f"examples, and a batch of {largest} is above it, where more examples change the "
+            f"gradient little; write a batch of at most {int(preset.noise_scale)}, or "
             "--joint none and tune the rate at this batch"
         )
-    numbers = {name: getattr(opt, name) for name in joint.NUMBERS}
-    return dataclasses.replace(
-        opt, **joint.scaled(preset.joint, ratio, opt.name, numbers, opt.decay)
-    )
+    values = {name: getattr(opt, name) for name in joint.NUMBERS}
+    scaled_values = joint.scaled(preset.joint, ratio, opt.name, values, opt.decay)
+    return dataclasses.replace(opt, **scaled_values)
 
 
 def described(run: Run) -> str:
-    """One line: the rule, how far the run is from the base, and the numbers that it trains with."""
-    ratio, far = ratios(run), numbers_text(scaled(run))
-    return f"joint {run.preset.joint} at {ratio['batch']:.4g} times the base's batch, {ratio['tokens']:.4g} times its tokens: {far}"
+    """Return a line with the rule, the run's distance from the base, and the values it trains with.
+
+    Raises:
+        ConfigError, PresetError: The rule cannot be applied (`scaled`).
+    """
+    ratio = ratios(run)
+    return (
+        f"joint {run.preset.joint} at {ratio['batch']:.4g} times the base's batch, "
+        f"{ratio['tokens']:.4g} times its tokens: {numbers_text(scaled(run))}"
+    )
 
 
 def numbers_text(opt: OptimizerConfig) -> str:
-    """The numbers that joint rules scale, in a line."""
+    """Return the values that joint rules scale, in a line."""
     return (
-        f"peak_lr {opt.peak_lr:.4g}, b1 {opt.b1:.4g}, b2 {opt.b2:.4g}, eps {opt.eps:.3g}, weight_decay {opt.weight_decay:.4g}, "
-        f"warmup_steps {opt.warmup_steps}"
+        f"peak_lr {opt.peak_lr:.4g}, b1 {opt.b1:.4g}, b2 {opt.b2:.4g}, eps {opt.eps:.3g}, "
+        f"weight_decay {opt.weight_decay:.4g}, warmup_steps {opt.warmup_steps}"
     )
 
 
 def cautions(run: Run) -> list[str]:
-    """What to know before the rule is trusted at this batch and these tokens, one sentence each."""
+    """Return what to know before the rule is trusted at this batch and these tokens."""
     ratio = ratios(run)
-    unknown = run.preset.noise_scale is None and ratio["batch"] != 1
-    return horizon.rule(run.preset.joint).cautions(ratio) + unknown * [
-        f"the joint rule {run.preset.joint} holds below the noise scale, which is not known here: measure it with "
-        "`mupax noise WORKDIR`, and write it behind --noise-scale"
-    ]
+    sentences = list(horizon.rule(run.preset.joint).cautions(ratio))
+    if run.preset.noise_scale is None and ratio["batch"] != 1:
+        sentences.append(
+            f"the joint rule {run.preset.joint} holds below the noise scale, which is not known "
+            "here: measure it with `mupax noise WORKDIR`, and write it behind --noise-scale"
+        )
+    return sentences
 
 
 def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
-    """Weight decay as a timescale, of the run and in steps.
+    """Return weight decay as a timescale, as a share of the run and in steps.
 
     Args:
-        optimizer: with a decay above 0, as the run trains with it.
-        steps: of the run.
+        optimizer: Optimizer that the run trains with. Its weight decay is above 0.
+        steps: Number of optimizer steps of the run.
     """
     share = joint.timescale(optimizer.peak_lr, optimizer.weight_decay, steps, optimizer.decay)
-    pull = "lr wd" if optimizer.decay == "coupled" else "wd"
-    return f"{share:.3g} of the run, {share * steps:,.0f} steps (tau = batch / ({pull} tokens) at the peak)"
+    decay_rate = "lr wd" if optimizer.decay == "coupled" else "wd"
+    return (
+        f"{share:.3g} of the run, {share * steps:,.0f} steps "
+        f"(tau = batch / ({decay_rate} tokens) at the peak)"
+    )
 
 
 def with_durations(
     run: Run, tokens: str | None, tau: float | None, flags: Collection[str]
 ) -> OptimizerConfig:
-    """The optimizer with warm-up in steps and weight decay as a number; under a joint rule both are of the base's run.
+    """Return the optimizer with warm-up in steps and weight decay as a number.
+
+    Under a joint rule both durations are of the base's run, which the base must describe.
 
     Args:
-        run: under a joint rule with a base that names batch and tokens.
-        tokens: of warm-up, of images the images; None leaves the steps as they are.
-        tau: share of the run that decayed weights average over, at the peak rate; None leaves the decay as it is.
-        flags: that were written, with hyphens.
+        tokens: Warm-up in tokens, or in images, such as "500k". `None` leaves the steps.
+        tau: Share of the run that decayed weights average over, at the peak learning rate. `None`
+            leaves the weight decay.
+        flags: Flags of the command line, with hyphens.
 
     Raises:
-        ConfigError: a number in both forms, a warm-up beyond the run, or a timescale that no decay has.
+        ConfigError: A value in both forms, a warm-up longer than the run, or a timescale that no
+            weight decay has.
     """
     for flag, value in zip(DURATIONS, (tokens, tau), strict=True):
-        other = f"--optimizer.{DURATIONS[flag]}"
-        if value is not None and other in flags:
+        field_flag = f"--optimizer.{DURATIONS[flag]}"
+        if value is not None and field_flag in flags:
             raise ConfigError(
-                f"--optimizer.{flag} and {other} are one number in two forms; write one of them"
+                f"--optimizer.{flag} and {field_flag} are one number in two forms; "
+                "write one of them"
             )
-    opt, each, steps = run.optimizer, run.data.batch_size * run.model.units, float(run.steps)
-    if run.preset.joint != "none":
+
+    opt = run.optimizer
+    tokens_per_step = run.data.batch_size * run.model.units
+    steps = float(run.steps)
+    is_joint = run.preset.joint != "none"
+    if is_joint:
         base = base_of(run)
-        each = base["batch"] * run.model.units
-        steps = base["tokens"] / each
+        tokens_per_step = base["batch"] * run.model.units
+        steps = base["tokens"] / tokens_per_step
+
     if tokens is not None:
         warmup = amount("--optimizer.warmup-tokens", tokens)
-        if warmup > steps * each:
-            whose = "run" if run.preset.joint == "none" else "base's run"
+        if warmup > steps * tokens_per_step:
+            owner = "base's run" if is_joint else "run"
             raise ConfigError(
-                f"--optimizer.warmup-tokens {tokens} is more than the {steps * each:,.0f} of the {whose}; write at most that many"
+                f"--optimizer.warmup-tokens {tokens} is more than the "
+                f"{steps * tokens_per_step:,.0f} of the {owner}; write at most that many"
             )
-        opt = dataclasses.replace(opt, warmup_steps=max(1, round(warmup / each)))
+        opt = dataclasses.replace(opt, warmup_steps=max(1, round(warmup / tokens_per_step)))
     if tau is not None:
-        if not 0 < tau < math.inf:
-            raise ConfigError(
-                f"--optimizer.decay-timescale is {tau:g}; write a share of the run above 0, such as 0.25"
-            )
-        if "weight_decay" not in OPTIMIZERS[opt.name].reads:
-            raise ConfigError(
-                f"--optimizer.decay-timescale is not read by {opt.name}; leave it out, or write --optimizer.name adamw"
-            )
-        if not opt.peak_lr:
-            raise ConfigError(
-                "--optimizer.decay-timescale is of a run that moves, and optimizer.peak_lr is 0; write a rate above 0"
-            )
-        pull = 1 / (tau * steps)
-        opt = dataclasses.replace(
-            opt, weight_decay=pull / opt.peak_lr if opt.decay == "coupled" else pull
-        )
+        opt = dataclasses.replace(opt, weight_decay=_decay_of_timescale(opt, tau, steps))
     return opt
 
 
-def amount(flag: str, text: str) -> float:
-    """The number that a text means.
-
-    Args:
-        flag: that it was written for.
-        text: such as 10b, 1.5m or 2e9.
+def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float:
+    """Return the weight decay that averages weights over the share `tau` of a run.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: The share is not above 0, or the optimizer has no weight decay or no rate.
+    """
+    if not 0 < tau < math.inf:
+        raise ConfigError(
+            f"--optimizer.decay-timescale is {tau:g}; "
+            "write a share of the run above 0, such as 0.25"
+        )
+    if "weight_decay" not in OPTIMIZERS[opt.name].reads:
+        raise ConfigError(
+            f"--optimizer.decay-timescale is not read by {opt.name}; "
+            "leave it out, or write --optimizer.name adamw"
+        )
+    if not opt.peak_lr:
+        raise ConfigError(
+            "--optimizer.decay-timescale is of a run that moves, and optimizer.peak_lr is 0; "
+            "write a rate above 0"
+        )
+    # Share of the weights that decay subtracts at each step, at the peak learning rate.
+    decay_per_step = 1 / (tau * steps)
+    return decay_per_step / opt.peak_lr if opt.decay == "coupled" else decay_per_step
+
+
+def amount(flag: str, text: str) -> float:
+    """Return the number that a text such as 10b, 1.5m or 2e9 means.
+
+    Args:
+        flag: Flag that has the text, for the message.
+
+    Raises:
+        ConfigError: The text is no number above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", text.strip().lower())
     if match is None or not float(match[1]):
         raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")
-    return float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2]]
+    factors = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+    return float(match[1]) * factors[match[2]]
 
 
 def _tokens(run: Run) -> int:
+    """Return the number of tokens, or images, that a run trains on."""
     return run.steps * run.data.batch_size * run.model.units

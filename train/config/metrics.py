@@ -1,7 +1,8 @@
-"""Metrics: what each is computed from, how it is shown, and which direction is better. Imports no JAX.
+"""Table of metrics: how each is computed and shown, and which direction is better.
 
-A metric is one function and one line of `METRICS`. Rows of metrics.jsonl, the screen, the summary, loss.png, TensorBoard and trackers,
-`mupax eval`, `--checkpoint.best-metric` and `--stop.metric` read that table. docs/howto/add_a_metric.md adds one.
+A metric is one function and one line of `METRICS`. Rows of metrics.jsonl, the screen, the summary,
+loss.png, TensorBoard and trackers, `mupax eval`, `--checkpoint.best-metric` and `--stop.metric`
+read that table. docs/howto/add_a_metric.md adds one. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class MetricError(MupaxError):
-    """A metric that cannot be used as it is declared. The text says what to write."""
+    """Error about a metric that cannot be used as it is declared. The text says what to write."""
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of targets. All arrays have the shape of the targets: [B], [B, T], or [N] where a loss works on N of them.
+    """Statistics of the targets of a batch. A target is a token of a text or the class of an image.
 
-    A target is a token of a text or the class of an image.
+    All arrays have the shape of the targets: [B], [B, T], or [N] if a loss works on N of them.
     """
 
     loss: jax.Array
@@ -34,46 +35,51 @@ class TokenStatistics(NamedTuple):
     log_partition: jax.Array
     """Logarithm of the sum of exp(logit) over all classes, float32."""
     correct: jax.Array
-    """Rank of the target is 0, bool: its logit is the largest, and the first of equal ones, as argmax has it."""
+    """True if the rank of the target is 0, bool. Its logit is then the largest, and the first of
+    equal ones, as argmax has it."""
     counted_rank: jax.Array | None = None
-    """`rank` where it was counted, int32."""
+    """`rank` if it was counted, int32."""
 
     @property
     def rank(self) -> jax.Array:
-        """Number of classes before the target, int32: those with a larger logit, and with an equal one and a smaller index.
+        """Number of classes before the target, int32.
 
-        NaN counts as the largest logit, as argmax has it. The rank takes another pass over all logits, so it is counted
-        only for a metric that has `needs_rank`.
+        Classes with a larger logit come before it, and classes with an equal logit and a smaller
+        index. NaN counts as the largest logit, as argmax has it. The rank takes another pass over
+        all logits, so it is counted only for a metric that has `needs_rank`.
 
         Raises:
-            MetricError: It was not counted.
+            MetricError: The rank was not counted.
         """
         if self.counted_rank is None:
             raise MetricError(
-                "a metric reads statistics.rank, which is not counted; declare it with needs_rank=True"
+                "a metric reads statistics.rank, which is not counted; "
+                "declare it with needs_rank=True"
             )
         return self.counted_rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A line of `METRICS`. It has either `total` or `from_loss`.
+    """Line of `METRICS`, with either `total` or `from_loss`.
 
     Attributes:
-        label: name on the screen, in the summary and in pictures, such as "top-5 accuracy".
-        unit: of the values, such as "nats"; "%" shows a share of 0.25 as 25.00 %; "" where the label says it.
-        better: direction in which the model is better. The best checkpoint and early stopping go by it.
-        total: (statistics, weights) -> sum over the targets, float32 []. The weights have the targets' shape and are 0 where
-            a target does not count. The metric is the sum over all batches divided by the sum of the weights.
-            It runs inside the compiled step.
-        from_loss: (mean loss in nats per target, mean bytes of text per target) -> value, in Python. The bytes are `None` where
-            targets are not text. `None` as the value leaves the metric out.
-        needs_rank: `total` reads `statistics.rank`.
-        in_training: also measured on every training batch, at the cost of what `total` reads.
-        shown: everywhere: rows, screen, summary, pictures, `eval`, best checkpoint; rows: metrics.jsonl, trackers and
-            `eval`; eval: `eval` only.
-        pictures: kinds of data whose loss.png has a panel of the metric.
-        form: format of a value that is not a share.
+        label: Name on the screen, in the summary and in pictures, such as "top-5 accuracy".
+        unit: Unit of the values, such as "nats". "%" shows a share of 0.25 as 25.00 %. "" if the
+            label already says it.
+        better: Direction in which the model is better, for the best checkpoint and early stopping.
+        total: (statistics, weights) -> sum over the targets, float32 []. The weights have the
+            targets' shape and are 0 for a target that does not count. The metric is the sum over
+            all batches divided by the sum of the weights. Runs inside the compiled step.
+        from_loss: (mean loss in nats per target, mean bytes of text per target) -> value, in
+            Python. The bytes are `None` if targets are not text. A value of `None` leaves the
+            metric out.
+        needs_rank: True if `total` reads `statistics.rank`.
+        in_training: True to measure every training batch too, at the cost of what `total` reads.
+        shown: everywhere: rows, screen, summary, pictures, `eval`, best checkpoint; rows:
+            metrics.jsonl, trackers and `eval`; eval: `eval` only.
+        pictures: Kinds of data whose loss.png has a panel of the metric.
+        form: Format of a value that is not a share.
     """
 
     label: str
@@ -98,11 +104,11 @@ class Metric:
 
     @property
     def share(self) -> bool:
-        """Values are shares of 1 that are shown in percent."""
+        """True if values are shares of 1, which are shown in percent."""
         return self.unit == "%"
 
     def text(self, value: float) -> str:
-        """Return a value as people read it, without its unit but for a share: 0.25 is 25.00 %."""
+        """Return a value as people read it. 0.25 is 25.00 % for a share; others have no unit."""
         if self.share:
             return f"{100 * value:.2f} %"
         return f"{value:{self.form}}"
@@ -115,13 +121,14 @@ class Metric:
 
 
 def _loss(loss: float, bytes_per_target: float | None) -> float:
-    """Return the loss itself: it is what is trained, so every way of computing it sums it with its gradient."""
+    """Return the loss itself, which training sums together with its gradient."""
     del bytes_per_target
     return loss
 
 
 def _perplexity(loss: float, bytes_per_target: float | None) -> float:
     del bytes_per_target
+    # exp(710) is beyond the largest float64.
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -176,39 +183,38 @@ METRICS: dict[str, Metric] = {
 }
 """Name to the metric, in the order of the rows. Plug-ins add lines."""
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
-"""Default of functions that sum metrics besides the loss."""
+"""Default of functions that sum metrics in addition to the loss."""
 _RESERVED = frozenset(
     [
-        *(
-            "step",
-            "lr",
-            "grad_norm",
-            "weight",
-            "weights",
-            "verdict",
-            "squares",
-            "seconds",
-            "tokens",
-            "images",
-        ),
-        *(
-            "batch",
-            "spike",
-            "skipped",
-            "nonfinite",
-            "stopped",
-            "balance_loss",
-            "z_loss",
-            "dropped_tokens",
-        ),
-        *("logit_z_loss", "targets", "examples", "sets"),
+        "step",
+        "lr",
+        "grad_norm",
+        "weight",
+        "weights",
+        "verdict",
+        "squares",
+        "seconds",
+        "tokens",
+        "images",
+        "batch",
+        "spike",
+        "skipped",
+        "nonfinite",
+        "stopped",
+        "balance_loss",
+        "z_loss",
+        "dropped_tokens",
+        "logit_z_loss",
+        "targets",
+        "examples",
+        "sets",
     ]
 )
 """Names of other values in a row of metrics.jsonl or in the output of `eval`."""
 
 
 def check_table() -> None:
-    """Refuse a line of `METRICS` that would hide another value of a row.
+    """Refuse a line of `METRICS` that is no metric, or would hide another value of a row.
 
     Raises:
         MetricError: The text names the line.
@@ -218,8 +224,9 @@ def check_table() -> None:
             raise MetricError(
                 f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)"
             )
-        valid = re.fullmatch("[a-z][a-z0-9_]*", name) is not None
-        if not valid or name in _RESERVED or name.startswith(("eval_", "perf_")):
+        is_valid = re.fullmatch("[a-z][a-z0-9_]*", name) is not None
+        has_prefix = name.startswith(("eval_", "perf_"))
+        if not is_valid or name in _RESERVED or has_prefix:
             raise MetricError(
                 f"a metric cannot be named {name!r}; write lower-case letters, digits and _, "
                 "and no name that a row of metrics.jsonl has already"
@@ -227,12 +234,16 @@ def check_table() -> None:
 
 
 def on_devices(*, training: bool) -> dict[str, Metric]:
-    """Return the metrics that the compiled step sums, those of training batches or of evaluations."""
-    return {
-        name: metric
-        for name, metric in METRICS.items()
-        if metric.total is not None and (metric.in_training or not training)
-    }
+    """Return the metrics that the compiled step sums, by name.
+
+    Args:
+        training: True for the metrics of training batches, False for those of evaluations.
+    """
+    metrics = {}
+    for name, metric in METRICS.items():
+        if metric.total is not None and (metric.in_training or not training):
+            metrics[name] = metric
+    return metrics
 
 
 def metric_values(
@@ -242,13 +253,15 @@ def metric_values(
     *,
     training: bool = False,
 ) -> dict[str, float]:
-    """Return every metric that applies, by name.
+    """Return the value of every metric that applies, by name.
 
     Args:
-        loss: mean over the targets, in nats.
-        means: mean over the targets of each metric that has `total`, by name.
-        bytes_per_target: mean bytes of text per target; `None` for images, and for targets that are not the text.
-        training: leave out what is not measured on training batches.
+        loss: Mean over the targets, in nats.
+        means: Mean over the targets of each metric that has `total`, by name.
+        bytes_per_target: Mean bytes of text per target. `None` for images, and for targets that are
+            not the text.
+        training: Leave out metrics that are not measured on training batches. By default all are
+            in.
     """
     result: dict[str, float] = {}
     for name, metric in METRICS.items():
@@ -264,24 +277,24 @@ def row_name(name: str, data_set: str | None = None) -> str:
     """Return the name under which a row of an evaluation has a metric.
 
     Args:
-        name: of the metric.
-        data_set: name of a further evaluation set; `None` for the run's own data.
+        name: Name of the metric, such as "loss".
+        data_set: Name of a further evaluation set. `None` for the run's own data.
     """
     return f"eval_{name}" if data_set is None else f"eval/{data_set}/{name}"
 
 
 def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> dict[str, float]:
-    """Return what the row of an evaluation has of one data set, by its names in the row.
+    """Return the part of an evaluation's row that is of one data set, by the names in the row.
 
     Args:
-        scores: metrics by name.
-        data_set: as in `row_name`.
+        scores: Values by name of the metric, such as `{"loss": 1.2}`.
+        data_set: Name of a further evaluation set. `None` for the run's own data.
     """
-    return {
-        row_name(name, data_set): value
-        for name, value in scores.items()
-        if METRICS[name].shown != "eval"
-    }
+    row = {}
+    for name, value in scores.items():
+        if METRICS[name].shown != "eval":
+            row[row_name(name, data_set)] = value
+    return row
 
 
 def shown_everywhere() -> dict[str, Metric]:
@@ -290,14 +303,17 @@ def shown_everywhere() -> dict[str, Metric]:
 
 
 def metric_name(row_name: str) -> str:
-    """Return the name of the metric that a row has as `eval_loss` or `eval/code/loss`: `loss`."""
+    """Return the name of a metric from its name in a row, such as `eval_loss`.
+
+    Both `eval_loss` and `eval/code/loss` give `loss`.
+    """
     if row_name.startswith("eval/"):
         return row_name.rpartition("/")[2]
     return row_name.removeprefix("eval_")
 
 
 def metric_of(row_name: str) -> Metric:
-    """Return the metric that a row of an evaluation has under a name, such as `eval_loss` or `eval/code/loss`.
+    """Return the metric that a row of an evaluation names, such as `eval_loss`.
 
     Raises:
         MetricError: This process has no such metric.

@@ -1,11 +1,11 @@
-"""A config on disk: nested plain values that say which model family they are, and the config again; and its flags.
+"""Record of a config: to JSON and back, to a command, and the extensions that it uses.
 
-What is read may come from anyone: every value is checked to be of its field's type.
+JSON may come from anyone, so every value is checked against the type of its field.
 
-Extensions that a run uses are recorded and imported again: the modules behind its optimizer, preset, data, model and metrics.
-
-An extension is one line in a table of mupax (`OPTIMIZERS`, `PRESETS`, `SOURCES`, `FAMILIES`, `CONFIGS`, `RECIPES`, `METRICS`), written by
-a module that is imported with `--plugin MODULE` or by an entry point of the group `mupax.plugins`, or by the user's own script.
+An extension is one line in a table of mupax (`OPTIMIZERS`, `PRESETS`, `SOURCES`, `FAMILIES`,
+`CONFIGS`, `RECIPES`, `METRICS`). It is written by a module that is imported with `--plugin MODULE`
+or by an entry point of the group `mupax.plugins`, or by the user's own script. A run records the
+modules behind its optimizer, preset, data, model and metrics, and later commands import them again.
 """
 
 from __future__ import annotations
@@ -44,33 +44,34 @@ from mupax.train.config.run import Config
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
 
 GROUP = "mupax.plugins"
-"""Entry points of installed packages that every command imports."""
+"""Group of entry points of installed packages that every command imports."""
 _registered_by: dict[tuple[str, str], str] = {}
-"""(table, name) to the plugin that wrote the line. Tables are of the process, and so is this."""
+"""(table, name) to the plugin that wrote the line. The tables belong to the process, and so does
+this record."""
 
 T = TypeVar("T")
 
-_FAR = 2**53
-"""Numbers beyond are no size, step or rate, and JSON's readers do not agree on them."""
+_LARGEST_NUMBER = 2**53
+"""Bound on numbers in JSON. Larger ones are no size, step or rate, and readers disagree on them."""
 
 
 class Extension(NamedTuple):
-    """A line of a table that is not mupax's own."""
+    """Line of a table that does not come with mupax."""
 
     table: str
     name: str
     module: str | None
-    """What to import to have the line; `None` where only this process has it, such as a notebook."""
+    """Module whose import adds the line. `None` if only this process has it, such as a notebook."""
 
     def __str__(self) -> str:
         return f"{self.table} {self.name}"
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import plugins by their names, and those of installed packages.
+    """Import plugins by their names, after the plugins of installed packages.
 
     Raises:
-        PluginError: one cannot be imported.
+        PluginError: A plugin cannot be imported.
     """
     for name in _entry_points():
         _import(name)
@@ -83,46 +84,58 @@ def load(modules: Sequence[str]) -> None:
 
 @functools.cache
 def _entry_points() -> tuple[str, ...]:
-    """Return the modules that installed packages name; they are looked up once a process."""
+    """Return the modules that installed packages name. They are looked up once per process."""
     return tuple(entry.module for entry in metadata.entry_points(group=GROUP))
 
 
 def extensions(config: Config) -> list[Extension]:
     """Return the extensions that a config uses, each once."""
-    names = {
-        ("optimizer", config.optimizer.name): module_of(OPTIMIZERS[config.optimizer.name].direction)
-    }
-    preset = config.preset.name
-    if preset in PRESETS:
-        names["preset", preset] = module_of(PRESETS[preset])
-    for place in _sources(config):
-        names["data", source_key(place) or place] = module_of(source(place).loader)
-    family = config.model.family
-    names["model", family] = module_of(FAMILIES.get(family, family))
-    for name, metric in METRICS.items():  # every run measures every metric
-        names["metric", name] = metric.module
-    result = []
-    for (table, name), place in names.items():
-        module = importable_name(place)
+    modules = _modules_of_lines(config)
+    result: list[Extension] = []
+    for (table, name), module_name in modules.items():
+        module = importable_name(module_name)
         plugin = _registered_by.get((table, name))
         if plugin is not None:
             result.append(Extension(table, name, plugin))
         elif module is None or module.partition(".")[0] != "mupax":
             result.append(Extension(table, name, module))
+
     base = (config.preset.base or "").partition(",")[0]
-    if ("named model", base) in _registered_by:
-        result.append(Extension("named model", base, _registered_by["named model", base]))
+    base_plugin = _registered_by.get(("named model", base))
+    if base_plugin is not None:
+        result.append(Extension("named model", base, base_plugin))
     return result
 
 
+def _modules_of_lines(config: Config) -> dict[tuple[str, str], str]:
+    """Return the module behind each line of a table that a config uses, by (table, name)."""
+    modules: dict[tuple[str, str], str] = {}
+    optimizer = config.optimizer.name
+    modules["optimizer", optimizer] = module_of(OPTIMIZERS[optimizer].direction)
+    preset = config.preset.name
+    if preset in PRESETS:
+        modules["preset", preset] = module_of(PRESETS[preset])
+    for place in _sources(config):
+        modules["data", source_key(place) or place] = module_of(source(place).loader)
+    family = config.model.family
+    modules["model", family] = module_of(FAMILIES.get(family, family))
+    for name, metric in METRICS.items():  # every run measures every metric
+        modules["metric", name] = metric.module
+    return modules
+
+
 def record(config: Config) -> dict[str, dict[str, Any]]:
-    """Return what a run records of its extensions: module to its file, a digest of its source and what it provides."""
+    """Return what a run records of its extensions.
+
+    Returns:
+        Name of each module to its file, a digest of its source and the lines that it provides.
+    """
     content: dict[str, dict[str, Any]] = {}
     for extension in extensions(config):
         if extension.module is None:
             terminal.note(
-                f"caution: the {extension} is defined in this session alone, so no other command can read the run; "
-                "move it into a module (docs/howto/extend.md)"
+                f"caution: the {extension} is defined in this session alone, so no other command "
+                "can read the run; move it into a module (docs/howto/extend.md)"
             )
             continue
         entry = content.setdefault(extension.module, {"file": None, "digest": None, "provides": []})
@@ -135,11 +148,13 @@ def record(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def remember_run(run: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Remember on this account that it trained a run with these modules, so that later commands may import them.
+    """Remember on this account that it trained a run with these modules.
+
+    Later commands on this account may then import them.
 
     Args:
-        run: the name of the run.
-        modules: as `record` returns them.
+        run: Name of the run, which `restore` looks up.
+        modules: Modules as `record` returns them.
     """
     folders: dict[str, str] = {}
     for name in modules:
@@ -152,14 +167,16 @@ def remember_run(run: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def restore(run_record: Mapping[str, Any]) -> None:
-    """Import the modules that a run's record names, if this account may, and warn where they changed.
+    """Import the modules that a run's record names, and warn if they have changed.
+
+    Nothing in the record is trusted. A module is imported only if the user named it in this
+    command, or trained this run on this account.
 
     Args:
-        run_record: content of config.json. Nothing in it is trusted: a module is imported only if the user named it in this
-            command, or trained this run on this account.
+        run_record: Content of config.json, perhaps of a stranger.
 
     Raises:
-        PluginError: a module that is needed may not be imported, or is gone.
+        PluginError: A module that is needed may not be imported, or is gone.
     """
     modules = run_record.get("plugins")
     if not isinstance(modules, Mapping):
@@ -169,34 +186,35 @@ def restore(run_record: Mapping[str, Any]) -> None:
             continue
         provides = [str(item) for item in entry.get("provides", [])]
         missing = [item for item in provides if not _is_known(item)]
-        if (
-            missing
-            and not _needed(missing, run_record)
-            and name not in trusted(run_record.get("run"))
-        ):
-            terminal.note(
-                f"caution: {', '.join(missing)} of the module {name!r:.80} is not measured; add {FLAG} {name:.80} if you trust it"
-            )
-            continue
         if missing:
-            folder = trusted(run_record.get("run")).get(name)
+            missing_text = ", ".join(missing)
+            folders = trusted(run_record.get("run"))
+            if not _needed(missing, run_record) and name not in folders:
+                terminal.note(
+                    f"caution: {missing_text} of the module {name!r:.80} is not measured; "
+                    f"add {FLAG} {name:.80} if you trust it"
+                )
+                continue
+            folder = folders.get(name)
             if folder is None:
                 raise PluginError(
-                    f"the run needs {', '.join(missing)} of the module {name!r:.80}; "
-                    f"add {FLAG} {name:.80} if you trust it, in its folder or with that on PYTHONPATH"
+                    f"the run needs {missing_text} of the module {name!r:.80}; "
+                    f"add {FLAG} {name:.80} if you trust it, in its folder or with that on "
+                    "PYTHONPATH"
                 )
             _import(name, folder)
         module = loaded_module(name)
         if module is not None and entry.get("digest") not in (None, digest(module)):
             terminal.note(
-                f"caution: {name} has changed since the run recorded it: its {', '.join(provides)} may differ"
+                f"caution: {name} has changed since the run recorded it: "
+                f"its {', '.join(provides)} may differ"
             )
 
 
 def _needed(items: Sequence[str], run_record: Mapping[str, Any]) -> bool:
-    """Return whether a run cannot be opened without some extensions, each written as `TABLE NAME`.
+    """Return whether a run cannot be opened without some extensions, written as `TABLE NAME`.
 
-    A metric is needed only where the best checkpoint or early stopping goes by it.
+    A metric is needed only if the best checkpoint or early stopping goes by it.
     """
     for item in items:
         table, _, name = item.rpartition(" ")
@@ -206,7 +224,10 @@ def _needed(items: Sequence[str], run_record: Mapping[str, Any]) -> bool:
 
 
 def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
-    """Return the metrics that a recorded run ranks its checkpoints and stops by. The record may be of another version."""
+    """Return the metrics by which a recorded run ranks its checkpoints and stops.
+
+    The record may be of another version, so nothing in it is taken for granted.
+    """
     config = run_record.get("config")
     names: list[str] = []
     for section, field in (("checkpoint", "best_metric"), ("stop", "metric")):
@@ -218,27 +239,30 @@ def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
 
 
 def _import(name: str, folder: str | None = None) -> bool:
-    """Import a plugin, remember which lines it added to the tables, and return whether there are any."""
-    before = _lines()
+    """Import a plugin and return whether it added lines to the tables, which are remembered."""
+    earlier_lines = _lines()
     import_plugin(name, folder)
-    added = _lines() - before
+    added = _lines() - earlier_lines
     _registered_by.update(dict.fromkeys(added, name))
     return bool(added)
 
 
 def _provides(module: str) -> bool:
-    """Return whether lines of the tables are known to come from a module, or a model family lies in it."""
+    """Return whether a module is behind a line of the tables, or has a model family in it."""
     if module in _registered_by.values():
         return True
     entries: list[object] = [row.direction for row in OPTIMIZERS.values()]
     entries += [row.loader for row in SOURCES.values()]
     entries += FAMILIES.values()
-    modules = {*map(module_of, entries), *(metric.module for metric in METRICS.values())}
+    modules = {module_of(entry) for entry in entries}
+    modules |= {metric.module for metric in METRICS.values()}
+    if module in modules:
+        return True
+
     from mupax.zoo.families import ModelConfig
 
     values = vars(loaded_module(module)).values()
-    has_model = any(isinstance(value, type) and issubclass(value, ModelConfig) for value in values)
-    return has_model or module in modules
+    return any(isinstance(value, type) and issubclass(value, ModelConfig) for value in values)
 
 
 def _lines() -> set[tuple[str, str]]:
@@ -267,52 +291,61 @@ def _is_known(item: str) -> bool:
 
 
 def _sources(config: Config) -> list[str]:
-    """Return every place that a config reads data from, as data.name has them."""
+    """Return every source that a config reads data from, as data.name would have it."""
     places = [config.data.name, *config.data.evaluation_sets.values()]
     for word in config.data.mix:
-        place, _, weight = word.partition("=")[2].rpartition(":")
-        places.append(place if place else weight)
+        # SOURCE:WEIGHT. Without any colon `rpartition` returns the text as its last part.
+        place, _, last_part = word.partition("=")[2].rpartition(":")
+        places.append(place or last_part)
     return places
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """The config as JSON reads it: dictionaries, lists and plain values; the model also says its `family`."""
-    return json.loads(
-        json.dumps({**dataclasses.asdict(config), "model": model_to_json(config.model)})
-    )
+    """Return a config as JSON reads it: dictionaries, lists and plain values.
+
+    The model also has its `family`.
+    """
+    fields = {**dataclasses.asdict(config), "model": model_to_json(config.model)}
+    # Through a text, so that tuples are lists as in a file.
+    return json.loads(json.dumps(fields))
 
 
 def model_to_json(model: ModelConfig) -> dict[str, Any]:
-    """The model as nested dictionaries of plain values, with its `family`."""
+    """Return a model as nested dictionaries of plain values, with its `family`."""
     return {"family": model.family, **dataclasses.asdict(model)}
 
 
 def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
-    """The model that `model_to_json` wrote; raises as `from_json`."""
+    """Return the model that `model_to_json` wrote.
+
+    Raises:
+        ConfigError: The fields make no model (`from_json`).
+    """
     fields = _object("model", fields)
     return _make(family_class(str(fields.pop("family", None))), "model.", fields)
 
 
 def from_json(fields: Mapping[str, Any]) -> Config:
-    """The config that `to_json` wrote. A field left out takes its default.
+    """Return the config that `to_json` wrote. A field that is left out takes its default.
 
     Raises:
-        ConfigError: a field that no config has, one without a default that is missing, a value of another type, or values
-            that do not fit together.
+        ConfigError: A field that no config has, a missing field without a default, a value of
+            another type, or values that do not fit together.
     """
     fields = with_current_preset(with_current_pixels(_object("the config", fields)))
-    return _make(Config, "", {**fields, "model": model_from_json(fields.get("model", {}))})
+    model = model_from_json(fields.get("model", {}))
+    return _make(Config, "", {**fields, "model": model})
 
 
 def run_config(run_record: Mapping[str, Any]) -> Config:
-    """Return the config of a run, after importing the extensions that it uses.
+    """Return the config of a run, after its extensions are imported.
 
     Args:
-        run_record: content of its config.json, which may be a stranger's.
+        run_record: Content of the run's config.json, perhaps of a stranger.
 
     Raises:
-        PluginError: a module that is needed and that this account may not import (`restore`).
-        ConfigError: as `from_json`.
+        PluginError: A module that is needed may not be imported on this account (`restore`).
+        ConfigError: The record holds no config (`from_json`).
     """
     if "plugins" in run_record:
         restore(run_record)
@@ -320,49 +353,55 @@ def run_config(run_record: Mapping[str, Any]) -> Config:
 
 
 OLDER_PIXELS = PixelsConfig(fit="centre", background="none")
-"""How images were read before `background` was a field: its absence from a record says so."""
+"""Settings by which images were read before `background` was a field. A record without the field
+means them."""
 
 
 def pixels_from_json(fields: Mapping[str, Any], image_size: int) -> PixelsConfig:
-    """Return the `PixelsConfig` whose fields a record holds; raises as `from_json`.
+    """Return the `PixelsConfig` whose fields a record holds.
 
     Args:
-        fields: of the record, perhaps of an older version.
-        image_size: of the model, in pixels.
+        fields: Fields of the record, perhaps of an older version.
+        image_size: Pixels on a side of the images that the model reads.
+
+    Raises:
+        ConfigError: The fields make no `PixelsConfig` (`from_json`).
     """
     fields = _object("data.pixels", fields)
-    return _make(
-        PixelsConfig,
-        "data.pixels.",
-        fields if "background" in fields else _older_pixels(fields, image_size),
-    )
+    if "background" not in fields:
+        fields = _older_pixels(fields, image_size)
+    return _make(PixelsConfig, "data.pixels.", fields)
 
 
 def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> dict[str, Any]:
-    """Return a config as JSON whose `data.pixels` mean today what they meant when they were recorded.
+    """Return a config with the `data.pixels` that mean today what the recorded ones meant then.
 
     Args:
-        config: as `to_json` gave it then.
-        is_record: whether every field that an older version had is there; a file that a person wrote has only some.
+        config: Config as `to_json` gave it when it was recorded.
+        is_record: True if every field of the older version is there. A file that a person wrote
+            has only some of them.
     """
     data = config.get("data")
     model = config.get("model")
     if not isinstance(data, Mapping) or not isinstance(model, Mapping):
         return dict(config)
     pixels = data.get("pixels", {})
-    older_fields = {field.name for field in dataclasses.fields(PixelsConfig)} - {"background"}
     if not isinstance(pixels, Mapping) or "background" in pixels:
         return dict(config)
+    older_fields = {field.name for field in dataclasses.fields(PixelsConfig)} - {"background"}
     if not is_record and not older_fields <= pixels.keys():
         return dict(config)
+
     size = model.get("image_size")
-    if "pixels" not in source(str(data.get("name"))).reads or not isinstance(size, int):
-        return {**config, "data": {name: value for name, value in data.items() if name != "pixels"}}
+    reads_pixels = "pixels" in source(str(data.get("name"))).reads
+    if not reads_pixels or not isinstance(size, int):
+        other_fields = {name: value for name, value in data.items() if name != "pixels"}
+        return {**config, "data": other_fields}
     return {**config, "data": {**data, "pixels": _older_pixels(pixels, size)}}
 
 
 def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
-    """Return the fields of older pixels with what was not written out then."""
+    """Return the fields of older pixels with the settings that were not written out then."""
     older = {"fit": OLDER_PIXELS.fit, "background": OLDER_PIXELS.background, **fields}
     if older["fit"] == "edge" and older.get("resize") is None:
         older["resize"] = image_size
@@ -370,7 +409,13 @@ def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
 
 
 def with_current_preset(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as JSON whose preset is one that comes with mupax today, with the numbers that it had."""
+    """Return a config whose preset comes with mupax today, with the values that it had.
+
+    A tuned preset that mupax no longer has is replaced by its values (`tuned.without_moved`).
+
+    Args:
+        config: Config as `to_json` gave it when it was recorded.
+    """
     preset = config.get("preset")
     if not isinstance(preset, Mapping) or ":" not in str(preset.get("name")):
         return dict(config)
@@ -380,60 +425,79 @@ def with_current_preset(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset_from_json(fields: Mapping[str, Any]) -> PresetConfig:
-    """The `PresetConfig` whose fields a record holds; raises as `from_json`."""
+    """Return the `PresetConfig` whose fields a record holds.
+
+    Raises:
+        ConfigError: The fields make no `PresetConfig` (`from_json`).
+    """
     return _make(PresetConfig, "preset.", _object("preset", fields))
 
 
-def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `now` with the values of `before`, where it has them: another version may have recorded others.
+def completed(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `current`, with the values of `recorded` for the fields that it has.
+
+    Another version may have recorded other fields.
 
     Args:
-        before: a recorded config, as `to_json` gave it then.
-        now: a config of this version, as `to_json` gives it.
+        recorded: Config as `to_json` gave it when it was recorded.
+        current: Config of this version, as `to_json` gives it.
     """
-    return _filled(with_current_preset(with_current_pixels(before)), now)
+    return _filled(with_current_preset(with_current_pixels(recorded)), current)
 
 
-def _filled(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _filled(before[name], value)
-        if isinstance(value, dict) and isinstance(before.get(name), dict)
-        else before.get(name, value)
-        for name, value in now.items()
-    }
+def _filled(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in current.items():
+        recorded_value = recorded.get(name, value)
+        if isinstance(value, dict) and isinstance(recorded_value, dict):
+            fields[name] = _filled(recorded_value, value)
+        else:
+            fields[name] = recorded_value
+    return fields
 
 
 def differences(
     first: dict[str, Any], second: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name and both values of every field in which two configs differ.
+    """Yield name and both values of every field in which two configs differ.
+
+    A field that one of them lacks counts as `None` there.
 
     Args:
-        first: a config as `to_json` gives it, or a part of one.
-        second: the same of the other; a field that one of them lacks is None there.
-        prefix: of the names, with a dot at its end.
+        first: Config as `to_json` gives it, or a part of one.
+        second: Config to compare with, in the same form.
+        prefix: Text before every name, with a dot at its end.
     """
     for name in sorted({*first, *second}):
-        a, b = first.get(name), second.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            yield f"{prefix}{name}", a, b
+        first_value = first.get(name)
+        second_value = second.get(name)
+        if isinstance(first_value, dict) and isinstance(second_value, dict):
+            yield from differences(first_value, second_value, f"{prefix}{name}.")
+        elif first_value != second_value:
+            yield f"{prefix}{name}", first_value, second_value
 
 
 def text_of(value: Any) -> str:
-    """A field's value as it is written on a command line; of an empty list `nothing`."""
-    return " ".join(map(str, value)) or "nothing" if isinstance(value, list) else str(value)
+    """Return a field's value as a command line has it. An empty list is `nothing`."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "nothing"
+    return str(value)
 
 
 @functools.cache
 def _type_hints(owner: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, whose texts Python would compile anew for every config."""
+    """Return the types of a dataclass's fields, which Python would otherwise parse every time."""
     return get_type_hints(owner)
 
 
 def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
-    names = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
+    """Return a dataclass with these fields, and nested ones in turn, after checking each type.
+
+    Args:
+        prefix: Text before a field's name in messages, such as "data.".
+    """
+    fields_of_owner = dataclasses.fields(owner)  # pyright: ignore[reportArgumentType]
+    names = [field.name for field in fields_of_owner]
     values = _object(prefix.rstrip(".") or "the config", fields)
     hints = _type_hints(owner)
     for name, value in values.items():
@@ -443,9 +507,8 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
         if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
             values[name] = _make(hints[name], f"{prefix}{name}.", value)
         elif not _fits(value, hints[name]):
-            raise ConfigError(
-                f"{prefix}{name} is {value!r:.60}; it must be {_type_name(hints[name])}"
-            )
+            type_name = _type_name(hints[name])
+            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {type_name}")
         elif isinstance(value, list):
             values[name] = tuple(value)
     try:
@@ -454,14 +517,15 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
         raise ConfigError(f"{prefix or 'the config'}: {error}") from error
 
 
-def _object(what: str, fields: Any) -> dict[str, Any]:
-    if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
-        raise ConfigError(f"{what} is {fields!r:.60}, not an object with named fields")
+def _object(name: str, fields: Any) -> dict[str, Any]:
+    """Return a copy of `fields`. Raise ConfigError if it is no mapping of named fields."""
+    if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
+        raise ConfigError(f"{name} is {fields!r:.60}, not an object with named fields")
     return dict(fields)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value, as JSON has it, is of an annotated type."""
+    """Return whether a value that JSON may hold is of an annotated type."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in get_args(hint))
@@ -471,10 +535,11 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(
             _fits(item, get_args(hint)[0]) for item in value
         )
+    # `type`, not `isinstance`: a bool is an int for Python and is no number of a config.
     if hint is float:
-        return type(value) in (int, float) and -_FAR < value < _FAR
+        return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
     if hint is int:
-        return type(value) is int and -_FAR < value < _FAR
+        return type(value) is int and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
     return isinstance(value, hint)
 
 
@@ -483,13 +548,21 @@ def _type_name(hint: Any) -> str:
 
 
 def command_of(config: Config) -> str:
-    """Return the command that trains a config, quoted for a shell; "" where no recipe has its name, or no flag for a value."""
+    """Return the command that trains a config, quoted for a shell.
+
+    Returns "" if no recipe has the config's name, or a value has no flag.
+    """
     flags = words(config)
-    return "" if flags is None else " ".join(["mupax train", config.recipe, *flags])
+    if flags is None:
+        return ""
+    return " ".join(["mupax train", config.recipe, *flags])
 
 
 def words_of(command: str) -> list[str]:
-    """Return the words after `mupax` of a recorded command, which an earlier version may have spelled otherwise."""
+    """Return the words after `mupax` of a recorded command, as this version spells them.
+
+    Returns an empty list for another program's command.
+    """
     program, *recorded = shlex.split(command) or [""]
     if program == "python" and recorded[:2] == ["-m", "train"]:
         recorded = recorded[1:]
@@ -499,55 +572,75 @@ def words_of(command: str) -> list[str]:
 
 
 def words(config: Config) -> list[str] | None:
-    """Flags that differ from the recipe's config; None where there is no such recipe, or no flag for a value."""
+    """Return the flags that turn the recipe's config into this one, quoted for a shell.
+
+    Returns `None` if no recipe has the config's name, or a value has no flag.
+    """
     if config.recipe not in RECIPES:
         return None
-    base = RECIPES[config.recipe]()
-    flags: list[str] = []
-    bare = dataclasses.replace(config.model, compute=base.model.compute)
-    named = [
-        name
-        for name, model in CONFIGS.items()
-        if dataclasses.replace(model, compute=base.model.compute) == bare
-    ]
-    if named and bare != base.model:
-        flags += ["--model", named[0]]
-        data = dataclasses.replace(base.data, name=config.data.name)
-        base = dataclasses.replace(base, model=bare, data=data)
-        flags += (
-            ["--data.name", shlex.quote(config.data.name)]
-            if data != RECIPES[config.recipe]().data
-            else []
-        )
+    recipe = RECIPES[config.recipe]()
+    flags, base = _model_flags(config, recipe)
     if base.model.family != config.model.family:
         return None
-    changed = {
-        name: value
-        for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved()))
-    }
-    if config.model.task == "images" and config.data.name != RECIPES[config.recipe]().data.name:
-        # Written out even where they are the recipe's: a command without them takes them from the data.
+
+    changed: dict[str, Any] = {}
+    for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved())):
+        changed[name] = value
+    if config.model.task == "images" and config.data.name != recipe.data.name:
+        # Written even if they are the recipe's: a command without them takes them from the data.
         changed |= {f"model.{name}": getattr(config.model, name) for name in SIZES_OF_IMAGES}
-    started = {
-        field.path
-        for field in config_fields(config)
-        if field.affects is not None and field.affects.effect in ("origin", "session", "processes")
-    }
+
+    not_of_the_run = _fields_of_one_start(config)
     for name, value in changed.items():
-        owner, dot, field = name.replace("_", "-").rpartition(".")
-        if name in started:
+        if name in not_of_the_run:
             continue
         if value == []:
-            return None
-        flags.append(f"--{owner}{dot}{'no-' if value is False else ''}{field}")
-        if not isinstance(value, bool):
-            flags += [
-                shlex.quote(str(word)) for word in (value if isinstance(value, list) else [value])
-            ]
+            return None  # no flag empties a list
+        owner, dot, field = name.replace("_", "-").rpartition(".")
+        negation = "no-" if value is False else ""
+        flags.append(f"--{owner}{dot}{negation}{field}")
+        if isinstance(value, list):
+            flags += [shlex.quote(str(item)) for item in value]
+        elif not isinstance(value, bool):
+            flags.append(shlex.quote(str(value)))
     return [*flags, *_plugin_flags(config)]
+
+
+def _model_flags(config: Config, recipe: Config) -> tuple[list[str], Config]:
+    """Return the flags for a model of the zoo, and the recipe's config with these flags.
+
+    There are none for the recipe's own model, or a model that is not in the zoo as it is.
+    """
+    # Dtype and other settings of the computation have flags of their own.
+    model = dataclasses.replace(config.model, compute=recipe.model.compute)
+    names = []
+    for name, candidate in CONFIGS.items():
+        if dataclasses.replace(candidate, compute=recipe.model.compute) == model:
+            names.append(name)
+    if not names or model == recipe.model:
+        return [], recipe
+
+    flags = ["--model", names[0]]
+    data = dataclasses.replace(recipe.data, name=config.data.name)
+    if data != recipe.data:
+        flags += ["--data.name", shlex.quote(config.data.name)]
+    return flags, dataclasses.replace(recipe, model=model, data=data)
+
+
+def _fields_of_one_start(config: Config) -> set[str]:
+    """Return the fields that say where and how a run was started, and not what it trains."""
+    paths = set()
+    for field in config_fields(config):
+        affects = field.affects
+        if affects is not None and affects.effect in ("origin", "session", "processes"):
+            paths.add(field.path)
+    return paths
 
 
 def _plugin_flags(config: Config) -> list[str]:
     """Return the flags that import the extensions of a config."""
-    modules = sorted({extension.module for extension in extensions(config) if extension.module})
-    return [word for module in modules for word in (FLAG, module)]
+    modules = {extension.module for extension in extensions(config) if extension.module}
+    flags: list[str] = []
+    for module in sorted(modules):
+        flags += [FLAG, module]
+    return flags

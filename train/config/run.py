@@ -1,9 +1,9 @@
-"""What a run is: frozen configs, nested by owner. Imports no JAX, so `--help` and a wrong flag answer at once.
+"""Config of a run: frozen dataclasses, nested by owner, each of which checks itself.
 
-Every config checks itself when it is made, so a `Config` that exists can be run as far as the configs can know.
-`train/config/record.py` carries one to disk and back.
-
-Where a run runs is said here too: the mesh of its devices, which of its axes split what, and how processes find each other.
+A `Config` that exists can be run as far as the configs alone can know. `train/config/record.py`
+writes one to disk and reads one back. This file also has the mesh of devices, the table of which
+logical axis is split over which mesh axes, and how processes find each other. It imports no JAX, so
+`--help` and a wrong flag answer at once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from mupax.zoo.families import nearest_divisor
 from mupax.zoo.transformer import TransformerConfig
 
 MESH_AXES = ("data", "fsdp", "experts", "sequence", "tensor", "sweep")
-"""Axes of every mesh, in the order of its array: what communicates least comes first."""
+"""Axes of every mesh in the order of its device array, the one that communicates least first."""
 
 Rules = Mapping[str, tuple[str, ...]]
-"""Logical axis to the mesh axes that split it, the first one outermost. An axis not named is whole on every device."""
+"""Logical axis to the mesh axes that split it, the outermost first. An axis that is not in the
+table is replicated."""
 
 DEFAULT: Rules = {
     "batch": ("data", "fsdp", "experts"),
@@ -59,10 +60,11 @@ DEFAULT: Rules = {
     "vocab": ("tensor",),
     "classes": ("tensor",),
 }
-"""The table that holds where a run says nothing else (`mesh.rules`)."""
+"""Table of rules for a run whose `mesh.rules` are empty."""
 
 MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
-"""Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
+"""Logical axes that are replicated if the mesh axis does not divide them. Their sizes are rarely
+round, and a run should not be refused for it."""
 
 _TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
 _LOGICAL = (
@@ -75,13 +77,13 @@ ResumeChange = Literal["schedule", "data"]
 
 
 def parse_rules(words: Sequence[str]) -> Rules:
-    """The default table with rules of the form LOGICAL=MESH[,MESH...] or LOGICAL=none put over it.
+    """Return the default table with some rules replaced.
 
     Args:
-        words: such as ["mlp=fsdp", "vocab=none", "batch=data,fsdp"].
+        words: LOGICAL=MESH[,MESH...] or LOGICAL=none, such as ["mlp=fsdp", "vocab=none"].
 
     Raises:
-        ConfigError: a rule of another form, an axis that does not exist, or one that is named twice.
+        ConfigError: A rule of another form, an axis that does not exist, or an axis named twice.
     """
     rules: dict[str, tuple[str, ...]] = {}
     for word in words:
@@ -93,23 +95,29 @@ def parse_rules(words: Sequence[str]) -> Rules:
         _check_name(logical, _LOGICAL, "logical axis", f"mesh.rules has {word!r}")
         if logical in rules:
             raise ConfigError(
-                f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp"
+                f"mesh.rules names {logical} twice; write one rule with a comma, "
+                "such as batch=data,fsdp"
             )
-        rules[logical] = () if right == "none" else tuple(right.split(","))
-        for name in rules[logical]:
+
+        mesh_axes = () if right == "none" else tuple(right.split(","))
+        for name in mesh_axes:
             _check_name(name, _TARGETS, "mesh axis", f"mesh.rules has {word!r}")
-        if len(set(rules[logical])) != len(rules[logical]):
+        if len(set(mesh_axes)) != len(mesh_axes):
             raise ConfigError(
                 f"mesh.rules has {word!r}, which names a mesh axis twice; write it once"
             )
+        rules[logical] = mesh_axes
     return {**DEFAULT, **rules}
 
 
 def parse_slices(words: Sequence[str]) -> dict[str, int]:
-    """Mesh axis to the number of slices along it, from words of the form AXIS=N.
+    """Return the number of slices along each mesh axis that the words name.
+
+    Args:
+        words: AXIS=N, such as ["data=2", "fsdp=4"].
 
     Raises:
-        ConfigError: a word of another form, an axis that does not exist, or one that is named twice.
+        ConfigError: A word of another form, an axis that does not exist, or an axis named twice.
     """
     slices: dict[str, int] = {}
     for word in words:
@@ -125,46 +133,52 @@ def parse_slices(words: Sequence[str]) -> dict[str, int]:
     return slices
 
 
-def _check_name(name: str, names: Collection[str], kind: str, what: str) -> None:
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(names)}"
-        raise ConfigError(f"{what}, but no {kind} is named {name!r}; {hint}")
+def _check_name(name: str, choices: Collection[str], kind: str, context: str) -> None:
+    """Raise ConfigError if `name` is not among the choices. The message begins with `context`."""
+    if name in choices:
+        return
+    near = difflib.get_close_matches(name, choices, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(choices)}"
+    raise ConfigError(f"{context}, but no {kind} is named {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices per named mesh axis. -1 at most once: whatever is left."""
+    """Number of devices along each mesh axis. One axis may be -1, for all devices that are left."""
 
     data: Annotated[int, Listed("layout", 2, given={"mesh.data": 1, "mesh.fsdp": -1})] = -1
-    """Batch split, parameters replicated."""
+    """Number of devices that split the batch and replicate the parameters (data parallel)."""
     fsdp: Annotated[int, Listed("layout", 2)] = 1
-    """Batch split, parameters and optimizer state split too."""
+    """Number of devices that split the batch, the parameters and the optimizer state (FSDP)."""
     experts: Annotated[int, Affects("layout", test="train/parallel/test_mesh_experts.py")] = 1
-    """Experts split, and batch and other parameters as by fsdp; tokens are sent to their experts and back (expert parallel)."""
+    """Number of devices that split the experts; tokens are sent to their experts and back (expert
+    parallel). They split the batch and all other parameters as fsdp does."""
     sequence: Annotated[int, Listed("layout", 2)] = 1
-    """Positions split (context parallel)."""
+    """Number of devices that split the positions (context parallel)."""
     tensor: Annotated[int, Listed("layout", 2)] = 1
-    """Heads, MLP and vocabulary split."""
+    """Number of devices that split heads, MLP and vocabulary (tensor parallel)."""
     sweep: Annotated[int, Affects("layout", test="train/run/test_loop_errors.py")] = 1
-    """Points of a sweep side by side (`mupax sweep`); 1 in a run of its own."""
+    """Number of points of a `mupax sweep` that train side by side. 1 in any other run."""
     rules: Annotated[
         tuple[str, ...],
         conf.arg(metavar="LOGICAL=MESH ..."),
         Affects("layout", ("mlp=none",), given={"mesh.tensor": 2}),
     ] = ()
-    """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
+    """Changes to the table of the mesh axes that split each logical axis: mlp=fsdp, vocab=none,
+    batch=data,fsdp."""
     slices: Annotated[
         tuple[str, ...],
         conf.arg(metavar="AXIS=N ..."),
         Affects("layout", test="train/parallel/test_mesh_islands.py"),
     ] = ()
-    """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
+    """Slices or hosts along each axis that crosses the slow network, such as data=2 fsdp=4.
+    Unless given: as many as fit along data, the rest along fsdp."""
     gradient_dtype: Annotated[
         Literal["bfloat16"] | None,
         Affects("rounding", "bfloat16", given={"mesh.data": 1, "mesh.fsdp": -1}),
     ] = None
-    """What fsdp's sums of gradients are sent in, and then added in float32; unless given both are of the products' type."""
+    """Type in which fsdp sends gradients to be summed; the sum is then made in float32. None:
+    gradients are sent and summed in the type of the products."""
 
     def __post_init__(self) -> None:
         parse_rules(self.rules)
@@ -173,20 +187,24 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How the processes of a run find each other. By hand; a TPU pod, SLURM and MPI say it in the environment."""
+    """Settings by which the processes of a run find each other.
+
+    A TPU pod, SLURM and MPI have them in the environment. Elsewhere they are written by hand.
+    """
 
     coordinator: Annotated[
         str | None, conf.arg(metavar="HOST:PORT"), Affects("processes", "localhost:2")
     ] = None
-    """Where process 0 answers the others (or JAX_COORDINATOR_ADDRESS)."""
+    """Address at which process 0 answers the other processes (or JAX_COORDINATOR_ADDRESS)."""
     processes: Annotated[int | None, Affects("processes", 3)] = None
-    """How many there are (or JAX_NUM_PROCESSES); 1 joins nobody, whatever the environment says."""
+    """Number of processes (or JAX_NUM_PROCESSES). 1 joins no other process, whatever the
+    environment says."""
     process: Annotated[int | None, Affects("processes", 0)] = None
-    """Number of this one, from 0 (or JAX_PROCESS_ID)."""
+    """Number of this process, from 0 (or JAX_PROCESS_ID)."""
     timeout_seconds: Annotated[int, Affects("processes", 77)] = 300
-    """How long to wait for the others at the start."""
+    """Seconds to wait for the other processes at the start."""
     heartbeat_seconds: Annotated[int, Affects("processes", 66)] = 30
-    """How long a process may be silent before the run ends."""
+    """Seconds that a process may be silent before the run ends."""
 
     def __post_init__(self) -> None:
         at_least("distributed.", self, 1, "processes", "timeout_seconds", "heartbeat_seconds")
@@ -195,10 +213,10 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A complete run."""
+    """Config of a complete run."""
 
     recipe: Annotated[conf.Suppress[conf.Fixed[str]], Affects("origin", "mine")]
-    """Name of the recipe this run started from."""
+    """Name of the recipe that this run started from."""
     model: ModelConfig
     data: DataConfig
     preset: PresetConfig = PresetConfig()
@@ -212,61 +230,81 @@ class Config:
     faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
     steps: Annotated[int, Listed("step", 9)]
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seed: Annotated[int, Listed("start", 1)] = 0
-    """Seeds initialization, and data order and augmentation where data.seed does not."""
+    """Seed of the initialization. Also of data order and augmentation, unless data.seed is
+    given."""
     freeze: Annotated[
         tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))
     ] = ()
-    """Parameters that stay as they are, by role (bias, token_embedding) or name (block.query, 'block.mlp.*')."""
+    """Parameters that are not trained, by role (bias, token_embedding) or name (block.query,
+    'block.mlp.*')."""
     train_only: Annotated[
         tuple[str, ...], conf.arg(metavar="PATTERN ..."), Listed("model", ("bias",))
     ] = ()
-    """Parameters that are trained, all others being frozen."""
+    """Parameters that are trained, by role or name. All others are frozen."""
     accumulation_steps: Annotated[int, Listed("rounding", 2, given={"data.batch_size": 16})] = 1
-    """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
+    """Microbatches per optimizer step. The batch is split into them; the loss stays the mean over
+    all its tokens."""
     z_loss: Annotated[float, Affects("step", 0.1)] = 0.0
-    """Weight of the mean squared log-partition, logsumexp(logits)^2, which training adds to the loss; 1e-4 in PaLM."""
+    """Weight of the z-loss, the mean of logsumexp(logits)^2, in the training loss; 1e-4 in PaLM."""
     workdir: Annotated[str | None, Listed("session", "there")] = None
-    """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
+    """Folder of checkpoints, metrics and pictures. None: runs/RECIPE."""
     resume: Annotated[bool, Listed("session", test="train/checkpoints/test_checkpointer.py")] = (
         False
     )
-    """Continue from the newest checkpoint in workdir; start the run where there is none."""
+    """Continue from the newest checkpoint in workdir, or start the run if there is none."""
     resume_change: Annotated[
         tuple[ResumeChange, ...],
         conf.arg(metavar="schedule|data ..."),
         Listed("session", test="train/run/saves/test_resume.py"),
     ] = ()
-    """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
+    """With resume: allow a change after which training jumps. schedule: another learning rate
+    schedule; data: other files than before."""
     resume_from: Annotated[
         int | Literal["best"] | None,
         conf.arg(metavar="STEP|best"),
         Listed("session", test="train/run/saves/test_best_checkpoint.py"),
     ] = None
-    """With resume, the checkpoint to go on from; what came after it is set aside in workdir/branches. The newest unless given."""
+    """With resume: step of the checkpoint to continue from, or best. Everything after it is moved
+    to workdir/branches. None: the newest."""
     resume_exact: Annotated[bool, Affects("session", test="train/run/saves/test_resume.py")] = False
-    """With resume, refuse to go on where the environment has changed so that bits can differ: options, versions, devices, mesh."""
+    """With resume: refuse to continue if the environment has changed so that bits can differ
+    (options, versions, devices, mesh)."""
     xla_flags: Annotated[
         Literal["auto", "none", "scatter"],
         Affects("compiler", test="train/parallel/test_hardware_flags.py"),
     ] = "auto"
-    """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
-    scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
+    """auto: the compiler flags of train/parallel/hardware.py for the devices at hand; none: no
+    flags. Flags in XLA_FLAGS and LIBTPU_INIT_ARGS stay. scatter, on TPU: auto, and gradients are
+    summed by reduce-scatter along each dimension of the torus, which sends half the bytes of
+    all-reduce."""
     vmem_kib: Annotated[
         int | None, Affects("compiler", test="train/parallel/test_hardware_flags.py")
     ] = None
-    """On TPU: most KiB of a core's own memory that one operation may take; 32768 on v5e and v5p and 98304 on v6e, else the compiler's."""
+    """On TPU: KiB of a core's vector memory that one operation may use. None: 32768 on v5e and
+    v5p, 98304 on v6e, elsewhere the compiler's."""
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:
-            raise ConfigError(
-                f"--resume-change {wrong[0]}: write {' or '.join(get_args(ResumeChange))}"
-            )
+        # The first check that fails decides the message, so their order is part of the interface.
+        self._check_resume()
+        self._check_numbers()
+        self._check_durations()
+        self._check_tasks()
+        self._check_metrics()
+        self._check_images()
+        self._check_model_options()
+        self._check_noise_and_documents()
+
+    def _check_resume(self) -> None:
+        """Refuse options of a resumed run in a run that does not resume."""
+        choices = get_args(ResumeChange)
+        wrong = [name for name in self.resume_change if name not in choices]
+        if wrong:
+            raise ConfigError(f"--resume-change {wrong[0]}: write {' or '.join(choices)}")
         if self.resume_change and not self.resume:
-            raise ConfigError(
-                f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume"
-            )
+            changes = " ".join(self.resume_change)
+            raise ConfigError(f"--resume-change {changes} is for a run that goes on; add --resume")
         if self.resume_from is not None and not self.resume:
             raise ConfigError(
                 f"--resume-from {self.resume_from} is for a run that goes on; add --resume"
@@ -275,123 +313,160 @@ class Config:
             raise ConfigError("--resume-exact is for a run that goes on; add --resume")
         if self.resume_from != "best":
             at_least("", self, 1, "resume_from")
+
+    def _check_numbers(self) -> None:
+        """Refuse a number out of its range, and a batch that its microbatches do not divide."""
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         at_least("", self, 1024, "vmem_kib")
+        # Written so that NaN fails, too.
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"z_loss is {self.z_loss}; write a number of 0 or more, such as 1e-4")
         check_place("workdir", self.workdir)
-        batch, parts = self.data.batch_size, self.accumulation_steps
-        if batch % parts:
-            near = nearest_divisor(batch, parts)
+
+        batch_size = self.data.batch_size
+        if batch_size % self.accumulation_steps:
+            near = nearest_divisor(batch_size, self.accumulation_steps)
             raise ConfigError(
-                f"data.batch_size {batch} is not divisible by accumulation_steps {parts}; write accumulation_steps {near}"
+                f"data.batch_size {batch_size} is not divisible by accumulation_steps "
+                f"{self.accumulation_steps}; write accumulation_steps {near}"
             )
+
+    def _check_durations(self) -> None:
+        """Refuse profiled steps, warm-up and decay that do not fit into the run."""
         profiled = self.log.profile_steps
         if profiled and profiled[-1] > self.steps:
             raise ConfigError(
                 f"log.profile {self.log.profile} ends after the last step, which is {self.steps}; "
                 f"write a STOP of at most {self.steps + 1}"
             )
+
         opt = self.optimizer
-        wsd = opt.schedule == "wsd" and self.preset.joint == "none"  # a joint rule scales both
-        if wsd and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:
+        # A joint rule scales warm-up and decay, so their sum is not known here.
+        is_wsd = opt.schedule == "wsd" and self.preset.joint == "none"
+        if is_wsd and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:
+            longest = max(1, self.steps - opt.warmup_steps)
             raise ConfigError(
-                f"optimizer.warmup_steps {opt.warmup_steps} and optimizer.decay_steps {opt.decay_steps} are more than "
-                f"the {self.steps} steps of the run; write decay_steps {max(1, self.steps - opt.warmup_steps)} or fewer"
+                f"optimizer.warmup_steps {opt.warmup_steps} and optimizer.decay_steps "
+                f"{opt.decay_steps} are more than the {self.steps} steps of the run; "
+                f"write decay_steps {longest} or fewer"
             )
+
+    def _check_tasks(self) -> None:
+        """Refuse data, and further evaluation sets, that the model cannot read."""
         task = self.data.task
-        if task not in (None, self.model.task):
-            named = [name for name, model in CONFIGS.items() if model.task == task]
+        model_task = self.model.task
+        if task not in (None, model_task):
+            names = [name for name, model in CONFIGS.items() if model.task == task]
             raise ConfigError(
-                f"the data {self.data.name} is {task} and the model, a {self.model.family}, reads {self.model.task}; "
-                f"write another data.name, or one of these models: {', '.join(named)}"
+                f"the data {self.data.name} is {task} and the model, a {self.model.family}, "
+                f"reads {model_task}; "
+                f"write another data.name, or one of these models: {', '.join(names)}"
             )
         for name, place in self.data.evaluation_sets.items():
-            if source(place).task not in (None, self.model.task):
+            set_task = source(place).task
+            if set_task not in (None, model_task):
                 raise ConfigError(
-                    f"data.evaluate {name}={place} is {source(place).task} and the model, a {self.model.family}, reads {self.model.task}; "
-                    "leave it out"
+                    f"data.evaluate {name}={place} is {set_task} and the model, "
+                    f"a {self.model.family}, reads {model_task}; leave it out"
                 )
-        self._check_metrics()
-        if self.log.images is not None:
-            if self.model.task != "images":
-                raise ConfigError(
-                    f"log.images shows images, and the model, a {self.model.family}, reads {self.model.task}; leave it out: log.samples "
-                    "writes a sample of its text, to TensorBoard too"
-                )
-            if self.log.images > min(
-                self.eval_batch_size, self.data.eval_examples or self.eval_batch_size
-            ):
-                most = min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size)
-                raise ConfigError(
-                    f"log.images is {self.log.images}, of one evaluation batch; write at most {most}"
-                )
-        if (
-            isinstance(self.model, TransformerConfig)
-            and self.model.lora.rank
-            and not (self.train_only or self.freeze)
-        ):
+
+    def _check_images(self) -> None:
+        """Refuse `log.images` for a model of text, and more images than an evaluation batch has."""
+        if self.log.images is None:
+            return
+        if self.model.task != "images":
             raise ConfigError(
-                f"model.lora.rank {self.model.lora.rank} adds adapters to matrices that stay as they are, and nothing is frozen; add "
-                "--train-only lora_a lora_b, or write `mupax finetune ... --lora.rank`, which does"
+                f"log.images shows images, and the model, a {self.model.family}, "
+                f"reads {self.model.task}; leave it out: log.samples "
+                "writes a sample of its text, to TensorBoard too"
             )
-        if self.data.transforms != TransformsConfig() and self.model.task != "images":
+        limit = min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size)
+        if self.log.images > limit:
             raise ConfigError(
-                f"data.transforms is of images, and the model, a {self.model.family}, reads {self.model.task}; leave it out"
+                f"log.images is {self.log.images}, of one evaluation batch; write at most {limit}"
             )
-        if self.optimizer.layer_decay != 1 and ENCODER.axis in self.model.sizes():
+
+    def _check_model_options(self) -> None:
+        """Refuse adapters without anything frozen, and options that this kind of model lacks."""
+        model = self.model
+        transforms = self.data.transforms
+        freezes = bool(self.train_only or self.freeze)
+        if isinstance(model, TransformerConfig) and model.lora.rank and not freezes:
             raise ConfigError(
-                f"optimizer.layer_decay counts the layers of one stack, and an {self.model.family} has two; leave it out"
+                f"model.lora.rank {model.lora.rank} adds adapters to matrices that stay as they "
+                "are, and nothing is frozen; add --train-only lora_a lora_b, or write "
+                "`mupax finetune ... --lora.rank`, which does"
             )
-        how = self.model.compute.cross_entropy
-        if self.data.transforms.soft and how not in ("auto", "plain"):
+        if transforms != TransformsConfig() and model.task != "images":
             raise ConfigError(
-                f"model.compute.cross_entropy {how} takes one class a label, and mixup, cutmix and label_smoothing make "
-                "distributions; write auto or plain"
+                f"data.transforms is of images, and the model, a {model.family}, "
+                f"reads {model.task}; leave it out"
             )
-        if self.model.denoises and self.data.noise is None:
+        if self.optimizer.layer_decay != 1 and ENCODER.axis in model.sizes():
             raise ConfigError(
-                f"the model, an {self.model.family}, reads text with noise; add --data.noise infilling or sentinels"
+                f"optimizer.layer_decay counts the layers of one stack, and an {model.family} "
+                "has two; leave it out"
             )
-        if self.data.noise is not None and not self.model.denoises:
+        implementation = model.compute.cross_entropy
+        if transforms.soft and implementation not in ("auto", "plain"):
             raise ConfigError(
-                f"data.noise {self.data.noise} is for an encoder-decoder, and the model is a {self.model.family}; leave it out"
+                f"model.compute.cross_entropy {implementation} takes one class a label, and mixup, "
+                "cutmix and label_smoothing make distributions; write auto or plain"
             )
-        if self.data.document_mask and not self.model.generates:
+
+    def _check_noise_and_documents(self) -> None:
+        """Refuse noise without an encoder, and document masks without a decoder."""
+        model = self.model
+        data = self.data
+        if model.denoises and data.noise is None:
             raise ConfigError(
-                f"data.document_mask is for a decoder, and the model is a {self.model.family}; leave it out"
+                f"the model, an {model.family}, reads text with noise; "
+                "add --data.noise infilling or sentinels"
             )
-        if self.data.reset_positions and getattr(self.model, "positions", "learned") != "learned":
+        if data.noise is not None and not model.denoises:
             raise ConfigError(
-                "data.reset_positions is of learned positions, and the model's are rotary, which tell distances alone: they are the "
-                "same in a document that begins at any of them; leave it out"
+                f"data.noise {data.noise} is for an encoder-decoder, "
+                f"and the model is a {model.family}; leave it out"
+            )
+        if data.document_mask and not model.generates:
+            raise ConfigError(
+                f"data.document_mask is for a decoder, and the model is a {model.family}; "
+                "leave it out"
+            )
+        if data.reset_positions and getattr(model, "positions", "learned") != "learned":
+            raise ConfigError(
+                "data.reset_positions is of learned positions, and the model's are rotary, "
+                "which tell distances alone: they are the same in a document that begins at any "
+                "of them; leave it out"
             )
 
     def _check_metrics(self) -> None:
-        """Refuse a table of metrics that is wrong, and a best checkpoint or a stop by what no evaluation measures."""
+        """Refuse a wrong table of metrics, and a metric that no evaluation measures."""
         check_table()
         metrics = metrics_of(self.data.evaluation_sets)
-        for flag, count, metric in (
+        readers = (
             ("checkpoint.keep_best", self.checkpoint.keep_best, self.checkpoint.best_metric),
             ("stop.patience", self.stop.patience, self.stop.metric),
-        ):
+        )
+        for flag, count, metric in readers:
             if count is None:
                 continue
             if self.log.eval_every_steps is None:
                 raise ConfigError(
-                    f"{flag} {count} goes by evaluations, and the run has one at its end alone; add --log.eval-every-steps N"
+                    f"{flag} {count} goes by evaluations, and the run has one at its end alone; "
+                    "add --log.eval-every-steps N"
                 )
             if metric not in metrics:
                 near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0)[0]
                 raise ConfigError(
-                    f"no evaluation of this run measures {metric}, which {flag} would go by; did you mean {near}? "
-                    f"There are {', '.join(metrics)}"
+                    f"no evaluation of this run measures {metric}, which {flag} would go by; "
+                    f"did you mean {near}? There are {', '.join(metrics)}"
                 )
 
     @property
     def scaled_optimizer(self) -> OptimizerConfig:
-        """The optimizer that trains: `optimizer` as the preset's joint rule has it at this batch and these tokens."""
+        """Optimizer that trains: `optimizer`, scaled by the preset's joint rule if it has one."""
         if self.preset.joint == "none":
             return self.optimizer
         from mupax.train.config import joint
@@ -400,21 +475,23 @@ class Config:
 
     @property
     def data_seed(self) -> int:
-        """What seeds data order and augmentation."""
+        """Seed of data order and augmentation."""
         return self.seed if self.data.seed is None else self.data.seed
 
     @property
     def eval_batch_size(self) -> int:
-        """Examples of an evaluation batch, over all devices."""
+        """Examples in an evaluation batch, over all devices."""
         return self.data.eval_batch_size or self.data.batch_size
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation is due after so many steps."""
-        every = self.log.eval_every_steps
-        return step > 0 and (step == self.steps or (every is not None and step % every == 0))
+        """Return whether an evaluation is due after `step` optimizer steps."""
+        if step <= 0:
+            return False
+        interval = self.log.eval_every_steps
+        return step == self.steps or (interval is not None and step % interval == 0)
 
     def save_need(self, step: int) -> SaveNeed:
-        """Return whether a checkpoint is due after a step, and whether the run waits for the checkpoint before."""
+        """Return whether a checkpoint is due after `step`, and whether it may be skipped."""
         if step == self.steps:
             return SaveNeed.REQUIRED
         need = self.checkpoint.save_need(step, evaluates=self.evaluates_after(step))
@@ -424,7 +501,7 @@ class Config:
         return need
 
     def resolved(self) -> Config:
-        """The same run with the defaults that depend on other fields written out."""
+        """Return the same run with the defaults that depend on other fields written out."""
         return dataclasses.replace(
             self,
             workdir=self.workdir or str(Path("runs") / self.recipe),
@@ -433,15 +510,15 @@ class Config:
 
 
 def check_extras(config: Config, *, reads_data: bool = True) -> None:
-    """Refuse a config that needs an extra which is not installed, before anything is prepared, written or compiled.
+    """Refuse a config that needs an extra which is not installed, before any work begins.
 
     Args:
-        config: complete config.
-        reads_data: whether the command reads data; a dry run does not.
+        reads_data: `False` for a command that opens no data, such as a dry run.
 
     Raises:
-        MupaxError: the text says which extra to install.
+        MupaxError: An extra is missing. The text names it.
     """
+    # Extra to the setting that needs it.
     users = {name: f"--log.{name}" for name in config.log.trackers}
     texts = [word.partition("=")[2] for word in (*config.data.mix, *config.data.evaluate)]
     for name in (config.data.name, *texts):

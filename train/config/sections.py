@@ -1,9 +1,10 @@
-"""The parts of a run's config, one frozen dataclass for each owner of settings. Every one checks itself when it is made.
+"""Sections of a run's config: optimizer, average, start, stop, faults, log and checkpoints.
 
-The part for checkpoints says when a run saves one, how many stay, and why.
+Each section is a frozen dataclass for one owner of settings, and checks itself when it is made.
 
-A policy is a value that says which saved steps stay. A new policy takes a class and two lines in `CheckpointConfig`, its field and its
-entry in `policies`. docs/howto/add_a_flag.md shows one.
+The section for checkpoints says when a run saves one and which of them it keeps. A policy is a
+value that says which saved steps stay. A new policy takes a class and two lines in
+`CheckpointConfig`, its field and its entry in `policies`. docs/howto/add_a_flag.md shows one.
 """
 
 from __future__ import annotations
@@ -24,49 +25,56 @@ from mupax.train.config.metrics import metric_of, row_name, shown_everywhere
 from mupax.zoo.configs import ConfigError
 
 Metrics = Mapping[str, float | None]
-"""Values of one evaluation by metric; None where a value is not finite."""
+"""Values of one evaluation by metric. `None` stands for a value that is not finite."""
 Measured = Mapping[int, Metrics]
-"""Step of a checkpoint to the evaluation that it holds."""
+"""Step of a checkpoint to the metrics of the evaluation that the checkpoint holds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
+    """Optimizer and its schedule.
+
+    The preset multiplies every rate, decay and eps by a factor of its own for each parameter.
+    """
 
     name: Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS)), Listed("model", "sgd")] = "adamw"
-    """adam is adamw without decay; momentum and sgd are one, plain where momentum is 0; muon leaves vectors and ends to Adam."""
+    """adam is adamw without weight decay. sgd and momentum are the same optimizer, plain if
+    optimizer.momentum is 0. muon trains hidden matrices and leaves all other parameters to Adam."""
     peak_lr: Annotated[float, Listed("step", 0.02)] = 1e-3
     """Learning rate at the end of warm-up, at base size."""
     weight_decay: Annotated[float, Listed("step", 0.2)] = 0.0
-    """Pull of weights towards zero; the presets never decay gains and biases. adam has none."""
+    """Weight decay, at base size. The presets never decay gains and biases. adam has none."""
     decay: Annotated[Literal["coupled", "independent"], Affects("step", "independent")] = "coupled"
     """coupled: w -= lr*wd*w. independent: w -= wd*(lr/peak_lr)*w."""
     b1: Annotated[float, Affects("step", 0.8)] = 0.9
-    """Decay of Adam's mean of gradients."""
+    """Decay of Adam's mean of gradients. For lion, share of the momentum in the update."""
     b2: Annotated[float, Affects("step", 0.9)] = 0.95
-    """Decay of Adam's mean of squared gradients."""
+    """Decay of Adam's mean of squared gradients. For lion, decay of the momentum."""
     eps: Annotated[float, Affects("step", 1e-05)] = 1e-8
     """Added to the root of Adam's second moment, at base size."""
     momentum: Annotated[float, Affects("step", 0.8, given={"optimizer.name": "muon"})] = 0.9
-    """sgd, momentum and muon: decay of the heavy-ball sum (muon: mean) of gradients."""
+    """Decay of the sum of gradients (sgd, momentum) or of their mean (muon)."""
     moment_dtype: Annotated[Literal["bfloat16"] | None, Affects("step", "bfloat16")] = None
-    """How the mean or sum of gradients is stored, computed in float32 all the same; None: as parameters are."""
+    """Type in which the mean or sum of gradients is stored. It is computed in float32 all the same.
+    None: the parameters' type."""
     layer_decay: Annotated[float, Affects("step", 0.5)] = 1.0
-    """Learning rates fall by this factor a block from the readout's down to what reads the input (for fine-tuning); 1: none does."""
+    """Factor on the learning rate from each block to the block below it, from the readout down to
+    the input (for fine-tuning). 1 changes nothing."""
     clip_norm: Annotated[float | None, Listed("step", 1.0)] = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
     schedule: Annotated[
         Literal["constant", "cosine", "linear", "wsd"], Listed("step", "linear")
     ] = "cosine"
-    """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
+    """Shape of the learning rate after warm-up. wsd is constant and then linear to the end."""
     warmup_steps: Annotated[int, Listed("step", 2)] = 0
-    """Steps of linear warm-up; a run of fewer steps warms up over all of them."""
+    """Steps of linear warm-up. A run of fewer steps warms up over all of them."""
     warmup_from_zero: Annotated[bool, Affects("step", True)] = False
-    """Warm-up has a rate of 0 at its first step and the peak at the one after its last (optax, big_vision); or a step's more at each."""
+    """Start warm-up at a rate of 0, so that the step after warm-up is the first at the peak (optax,
+    big_vision). By default the first step of N has 1/N of the peak and the last has the peak."""
     decay_steps: Annotated[int | None, Affects("step", 3, given={"optimizer.schedule": "wsd"})] = (
         None
     )
-    """wsd only: steps of the final linear decay; a fifth of the run unless given."""
+    """wsd only: steps of the final linear decay. None: a fifth of the run."""
     final_lr_fraction: Annotated[float, Affects("step", 0.1)] = 0.0
     """Learning rate at the last step as a fraction of the peak (cosine, linear, wsd)."""
 
@@ -78,12 +86,13 @@ class OptimizerConfig:
             )
         if self.name == "momentum" and self.momentum == 0:
             raise ConfigError(
-                "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"
+                "optimizer.momentum is 0, which is plain SGD; "
+                "write optimizer.name sgd, or a momentum above 0"
             )
         if self.moment_dtype is not None and OPTIMIZERS[self.name].first_moment is None:
             raise ConfigError(
-                f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its moments in float32; "
-                "leave it out"
+                f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its "
+                "moments in float32; leave it out"
             )
         at_least(
             "optimizer.",
@@ -97,26 +106,28 @@ class OptimizerConfig:
         )
         at_least("optimizer.", self, 1, "decay_steps")
         for name in ("b1", "b2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)"
-                )
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"optimizer.{name} is {value}; write a number in [0, 1)")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(
-                f"optimizer.layer_decay is {self.layer_decay}; write a number in (0, 1], such as 0.75"
+                f"optimizer.layer_decay is {self.layer_decay}; "
+                "write a number in (0, 1], such as 0.75"
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
-                f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip"
+                f"optimizer.clip_norm is {self.clip_norm}; "
+                "write a number above 0, or None not to clip"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """A moving average of the parameters, which evaluations and samples then use."""
+    """Moving average of the parameters. Evaluations and samples use it if it is kept."""
 
     decay: Annotated[float | None, Listed("model", 0.9)] = None
-    """Of the average a step, such as 0.999; it warms up (`train/core/state.py`). None keeps no average."""
+    """Decay of the average per step, such as 0.999. It warms up (`train/core/state.py`). None keeps
+    no average."""
 
     def __post_init__(self) -> None:
         if self.decay is not None and not 0 < self.decay < 1:
@@ -130,12 +141,16 @@ _INIT = "train/reuse/start/test_init_from_run.py"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """The checkpoint a run starts from instead of fresh parameters. Everything that does not fit must be named here."""
+    """Checkpoint that a run starts from instead of fresh parameters.
+
+    A parameter or a field of the model that does not fit must be named in one of the lists.
+    """
 
     init_from: Annotated[str | None, conf.arg(metavar="PATH"), Listed("origin", test=_INIT)] = None
-    """A workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder of safetensors (Hugging Face, `mupax import`)."""
+    """Checkpoint to start from: a workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder
+    of safetensors (Hugging Face, `mupax import`)."""
     init_optimizer: Annotated[bool, Affects("origin", test=_INIT)] = False
-    """Take over the optimizer's moments too; the run still starts at step 0."""
+    """Also take over the optimizer's moments. The run still starts at step 0."""
     init_ema: Annotated[bool, Affects("origin", test=_INIT)] = False
     """Start from the moving average of the source's parameters."""
     init_new: Annotated[
@@ -143,13 +158,14 @@ class InitConfig:
         conf.arg(metavar="ROLE|NAME ..."),
         Affects("origin", test=_INIT),
     ] = ()
-    """Parameters to initialize anew: readout, or block.mlp.*."""
+    """Parameters to initialize anew, such as readout or block.mlp.*."""
     init_resize: Annotated[
         tuple[str, ...],
         conf.arg(metavar="ROLE|NAME ..."),
         Affects("origin", test=_INIT),
     ] = ()
-    """Positions to interpolate (images) or extend (text), vocabularies and classes whose first entries to keep."""
+    """Parameters to resize. Positions are interpolated (images) or extended (text); vocabularies
+    and classes keep their first entries."""
     init_drop: Annotated[
         tuple[str, ...],
         conf.arg(metavar="ROLE|NAME ..."),
@@ -161,30 +177,42 @@ class InitConfig:
         conf.arg(metavar="FIELD ..."),
         Affects("origin", test="train/reuse/start/test_init_from.py"),
     ] = ()
-    """Fields of the model that may differ and make another function of the same weights: activation, rope_theta."""
+    """Fields of the model that may differ, although the same weights then compute another function:
+    activation, rope_theta."""
 
     def __post_init__(self) -> None:
-        lists = ("init_new", "init_resize", "init_drop", "init_change")
         check_place("--init-from", self.init_from)
-        flags = [
-            name.replace("_", "-")
-            for name in ("init_optimizer", "init_ema", *lists)
-            if getattr(self, name)
-        ]
-        if flags and self.init_from is None:
-            raise ConfigError(
-                f"--{flags[0]} says how to start from a checkpoint; add --init-from PATH"
-            )
+        if self.init_from is not None:
+            return
+        names = (
+            "init_optimizer",
+            "init_ema",
+            "init_new",
+            "init_resize",
+            "init_drop",
+            "init_change",
+        )
+        for name in names:
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(
+                    f"--{flag} says how to start from a checkpoint; add --init-from PATH"
+                )
 
 
 Step = int | Literal["best"]
-"""Of a checkpoint, or the best by an evaluation."""
+"""Step of a checkpoint, or the best one by an evaluation."""
 METRIC = "eval_loss"
-"""Of an evaluation, by which the best checkpoint and an improvement are told unless another is named."""
+"""Default metric of an evaluation that decides which checkpoint is best, and what an improvement
+is."""
 
 
 def metrics_of(sets: Iterable[str]) -> list[str]:
-    """Names of the numbers of an evaluation, as metrics.jsonl has them, of a run with these further evaluation sets."""
+    """Return the names of an evaluation's metrics, as metrics.jsonl has them.
+
+    Args:
+        sets: Names of the run's further evaluation sets.
+    """
     names = [row_name(name) for name in shown_everywhere()]
     for data_set in sets:
         names += [row_name(name, data_set) for name in shown_everywhere()]
@@ -192,11 +220,13 @@ def metrics_of(sets: Iterable[str]) -> list[str]:
 
 
 def cost(metric: str, value: float | None) -> float:
-    """A number of an evaluation as one of which less is better; inf for one that is not finite.
+    """Return a metric as a number that is better the smaller it is.
+
+    A value that is not finite becomes inf.
 
     Args:
-        metric: its name in a row; `METRICS` says which direction is better.
-        value: None stands for what is not finite.
+        metric: Name in a row of metrics.jsonl. `METRICS` says which direction is better.
+        value: `None` stands for a value that is not finite.
 
     Raises:
         MetricError: This process has no such metric.
@@ -209,22 +239,23 @@ def cost(metric: str, value: float | None) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """When a run ends before its last step, because its evaluations have stopped improving."""
+    """End of a run before its last step, when its evaluations have stopped improving."""
 
     patience: Annotated[
         int | None,
         conf.arg(metavar="N"),
         Listed("course", test="train/run/report/test_early_stop.py"),
     ] = None
-    """Evaluations one after another that are no better than the best before them, at which the run ends; None never ends it."""
+    """End the run at the Nth evaluation in a row that is no better than the best one before them.
+    None never ends it."""
     min_delta: Annotated[float, Affects("course", test="train/run/report/test_early_stop.py")] = 0.0
-    """By more than so much an evaluation must be better to count as an improvement."""
+    """An evaluation counts as an improvement only if it is better by more than this."""
     metric: Annotated[
         str,
         conf.arg(metavar="METRIC"),
         Affects("course", test="train/run/report/test_early_stop.py"),
     ] = METRIC
-    """By which number of an evaluation, as checkpoint.best_metric."""
+    """Metric that must improve, named as in checkpoint.best_metric."""
 
     def __post_init__(self) -> None:
         at_least("stop.", self, 1, "patience")
@@ -239,37 +270,41 @@ BadNumbers = Literal["raise", "skip", "rollback"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
-    """What becomes of steps whose loss or gradient is not finite, of loss spikes, and of a run that hangs."""
+    """Reaction to a loss or gradient that is not finite, to loss spikes and to a hanging run."""
 
     bad_numbers: Annotated[
         BadNumbers,
         conf.arg(aliases=("--bad-numbers",)),
         Affects("guards", test="train/core/test_nonfinite.py"),
     ] = "raise"
-    """raise: stop; skip: leave the step out; rollback: go back to the newest checkpoint and past the batches since."""
+    """What to do at a step whose loss or gradient is not finite. raise: stop; skip: leave the step
+    out; rollback: go back to the newest checkpoint and skip the batches since."""
     most_in_a_row: Annotated[int, Affects("guards", test="train/core/test_nonfinite.py")] = 20
-    """Steps left out one after another, or rollbacks to one checkpoint, at which the run stops under any policy."""
+    """Stop under any policy after this many steps left out in a row, or rollbacks to one
+    checkpoint."""
     spike_deviations: Annotated[float | None, Affects("step", 4.0)] = 6.0
-    """A loss is a spike from so many running standard deviations above the running mean on; None counts none."""
+    """A loss this many running standard deviations above the running mean is a spike. None counts
+    no spikes."""
     skip_spikes: Annotated[bool, Affects("step", True)] = False
-    """Leave the steps of loss spikes out."""
+    """Leave out the steps of loss spikes."""
     watchdog_seconds: Annotated[
         float | None, Affects("guards", test="train/run/test_config_fields.py")
     ] = 600.0
-    """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
+    """Print what every thread is doing if nothing was finished for this many seconds. Compiling
+    does not count. None never prints."""
     collective_seconds: Annotated[
         float | None, Affects("guards", test="train/parallel/test_distributed.py")
     ] = 45.0
-    """With several processes, end all of them when a step waits so much longer than the longest one before.
-    Before the first step that is 0: a first step of more seconds needs a larger value. None never ends them."""
+    """With several processes: end all of them if a step waits this many seconds longer than the
+    longest step before. The longest is 0 until a step is done, so a slow first step needs a larger
+    value. None never ends them."""
     memory_check: Annotated[bool, Affects("guards", test="train/run/test_memory.py")] = True
-    """Refuse a run that needs more memory than the devices have left, before its first step."""
+    """Before the first step, refuse a run that needs more memory than the devices have left."""
 
     def __post_init__(self) -> None:
         if self.bad_numbers not in get_args(BadNumbers):
-            raise ConfigError(
-                f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}"
-            )
+            choices = ", ".join(get_args(BadNumbers))
+            raise ConfigError(f"faults.bad_numbers is {self.bad_numbers!r}; write {choices}")
         at_least(
             "faults.",
             self,
@@ -287,12 +322,13 @@ class FaultsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run reports, and where."""
+    """Reports of a run: evaluations, TensorBoard, trackers, progress, samples and profiles."""
 
     eval_every_steps: Annotated[int | None, Listed("reports", 2)] = None
-    """Evaluate every so many steps and at the end; only at the end when None."""
+    """Steps between evaluations. The run also evaluates at its end, and only there if this is
+    None."""
     tensorboard: Annotated[bool, Listed("reports", False)] = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    """Write TensorBoard events in addition to metrics.jsonl."""
     wandb: Annotated[
         str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")
     ] = None
@@ -300,21 +336,24 @@ class LogConfig:
     trackio: Annotated[
         str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")
     ] = None
-    """trackio project to log to, on this machine unless its variables say otherwise (extra `trackio`)."""
+    """trackio project to log to (extra `trackio`). It is on this machine unless trackio's
+    environment variables say otherwise."""
     images: Annotated[
         int | None,
         conf.arg(metavar="N"),
         Affects("reports", test="train/run/report/mirrors/test_media.py"),
     ] = None
-    """At every evaluation, the first N evaluation images with label and prediction, in TensorBoard."""
+    """At every evaluation, write the first N evaluation images to TensorBoard, with label and
+    prediction."""
     histograms: Annotated[
         bool, Affects("reports", test="train/run/report/mirrors/test_media.py")
     ] = False
-    """At every evaluation, histograms in TensorBoard of each parameter and its change since the evaluation before; a copy of all is kept."""
+    """At every evaluation, write histograms to TensorBoard of each parameter and its change since
+    the last evaluation. Keeps a copy of all parameters."""
     progress: Annotated[bool, Listed("reports", False)] = True
-    """The live progress bar; plain lines when the terminal cannot draw one."""
+    """Show a live progress bar, or plain lines if the terminal cannot draw one."""
     samples: Annotated[bool, Listed("reports", False, given={"log.samples": True})] = True
-    """Generated text (language models) or a picture of predictions (ViT) at the end."""
+    """At the end, write generated text (language models) or a picture of predictions (ViT)."""
     profile: Annotated[
         str | None,
         conf.arg(aliases=("--profile",), metavar="START:STOP"),
@@ -337,23 +376,24 @@ class LogConfig:
 
     @property
     def trackers(self) -> dict[str, str]:
-        """Project of every tracker that is asked for, by its name."""
-        return {
-            name: each
-            for name, each in (("wandb", self.wandb), ("trackio", self.trackio))
-            if each is not None
-        }
+        """Name of every tracker that is asked for, to its project."""
+        projects = {"wandb": self.wandb, "trackio": self.trackio}
+        return {name: project for name, project in projects.items() if project is not None}
 
     @property
     def profile_steps(self) -> range | None:
-        """Steps to trace; None traces nothing, and what is no range is empty."""
+        """Steps to trace. `None` traces nothing. A text that is no range gives an empty range."""
         if self.profile is None:
             return None
-        start, stop = (
-            int(part) if part.isascii() and part.isdigit() else 0
-            for part in self.profile.partition(":")[::2]
-        )
+        first, _, last = self.profile.partition(":")
+        start = _whole_number(first)
+        stop = _whole_number(last)
         return range(start, stop) if start else range(0)
+
+
+def _whole_number(text: str) -> int:
+    """Return the number that the digits mean, or 0 for any other text."""
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 class SaveNeed(enum.Enum):
@@ -361,47 +401,48 @@ class SaveNeed(enum.Enum):
 
     NONE = "none"
     OPTIONAL = "optional"
-    """Left out if the disk still writes the checkpoint before."""
+    """The checkpoint is left out if the disk still writes the one before."""
     REQUIRED = "required"
-    """Waits for the checkpoint before."""
+    """The run waits until the checkpoint before is written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy(abc.ABC):
-    """A reason for which checkpoints stay."""
+    """Rule for which checkpoints stay."""
 
     lasts: ClassVar[bool] = False
-    """Whether checkpoints that stayed for this reason still stay when the run goes on without the policy."""
+    """True if the checkpoints that the policy kept stay when the run continues without the
+    policy."""
     ranks: ClassVar[bool] = False
-    """Whether the policy reads evaluations, which checkpoints then hold."""
+    """True if the policy reads evaluations, which checkpoints then hold."""
 
     @property
     @abc.abstractmethod
     def reason(self) -> str:
-        """Words that the list of checkpoints shows."""
+        """Name of the policy in the list of checkpoints."""
 
     @abc.abstractmethod
     def staying(self, saved: Sequence[int], measured: Measured) -> Collection[int]:
         """Return the steps that stay.
 
         Args:
-            saved: steps of the checkpoints, oldest first.
-            measured: evaluations of those that have one.
+            saved: Steps of the checkpoints on disk, oldest first.
+            measured: Evaluations of the checkpoints that have one.
         """
 
     def requires_save(self, step: int, *, evaluates: bool) -> bool:
         """Return whether the policy needs a checkpoint after a step.
 
         Args:
-            step: optimizer steps done.
-            evaluates: whether the run evaluates after this step.
+            step: Number of optimizer steps done.
+            evaluates: True if the run evaluates after this step.
         """
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Newest(Policy):
-    """The newest `count` checkpoints stay."""
+    """Policy that keeps the newest `count` checkpoints."""
 
     count: int
 
@@ -415,7 +456,7 @@ class Newest(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Best(Policy):
-    """The best `count` checkpoints by an evaluation stay; of equal ones the earliest."""
+    """Policy that keeps the best `count` checkpoints by an evaluation. Ties go to the earliest."""
 
     count: int
     metric: str
@@ -435,7 +476,7 @@ class Best(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class EveryN(Policy):
-    """Checkpoints at multiples of `interval` steps stay for good."""
+    """Policy that keeps the checkpoints at multiples of `interval` steps for good."""
 
     interval: int
     lasts: ClassVar[bool] = True
@@ -453,7 +494,7 @@ class EveryN(Policy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often to save checkpoints and which of them to keep. The last step is always saved."""
+    """Schedule of checkpoints, and which of them are kept. The last step is always saved."""
 
     every_steps: Annotated[int, Listed("course", 3)] = 500
     """Optimizer steps between checkpoints."""
@@ -464,26 +505,27 @@ class CheckpointConfig:
         conf.arg(metavar="N"),
         Listed("course", test="train/run/saves/test_best_checkpoint.py"),
     ] = None
-    """Also keep the N best checkpoints, ranked by best_metric. Saves at every evaluation. Off by default."""
+    """Also keep the N best checkpoints by best_metric. Saves at every evaluation."""
     keep_every: Annotated[int | None, conf.arg(metavar="N"), Affects("course", 1)] = None
-    """Also keep the checkpoints at multiples of N steps, for good. Saves at each of them. Off by default."""
+    """Also keep the checkpoints at multiples of N steps, for good. Saves at each of them."""
     best_metric: Annotated[
         str,
         conf.arg(metavar="METRIC"),
         Affects("course", test="train/run/saves/test_best_checkpoint.py"),
     ] = METRIC
-    """Metric of an evaluation, as metrics.jsonl names it: eval_loss, eval_accuracy, or eval/NAME/loss of data.evaluate."""
+    """Metric that ranks checkpoints, named as in metrics.jsonl, such as eval/NAME/loss."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.", self, 1, "every_steps", "keep", "keep_best", "keep_every")
         if self.best_metric != METRIC and self.keep_best is None:
             raise ConfigError(
-                "checkpoint.best_metric says which checkpoints are the best; add --checkpoint.keep-best 1"
+                "checkpoint.best_metric says which checkpoints are the best; "
+                "add --checkpoint.keep-best 1"
             )
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The policies that decide which checkpoints stay."""
+        """Policies that decide which checkpoints stay."""
         policies: list[Policy] = [Newest(self.keep)]
         if self.keep_best is not None:
             policies.append(Best(self.keep_best, self.best_metric))
@@ -493,27 +535,29 @@ class CheckpointConfig:
 
     @property
     def ranks(self) -> bool:
-        """Whether checkpoints hold evaluations."""
+        """True if checkpoints hold evaluations."""
         return any(policy.ranks for policy in self.policies)
 
     def save_need(self, step: int, *, evaluates: bool) -> SaveNeed:
         """Return whether a checkpoint is due after a step that is not the last one.
 
         Args:
-            step: optimizer steps done.
-            evaluates: whether the run evaluates after this step.
+            step: Number of optimizer steps done.
+            evaluates: True if the run evaluates after this step.
         """
         # A checkpoint that a policy needs must not depend on how fast the disk is.
         if any(policy.requires_save(step, evaluates=evaluates) for policy in self.policies):
             return SaveNeed.REQUIRED
-        return SaveNeed.OPTIONAL if step % self.every_steps == 0 else SaveNeed.NONE
+        if step % self.every_steps == 0:
+            return SaveNeed.OPTIONAL
+        return SaveNeed.NONE
 
 
 class RunPart(NamedTuple):
-    """Stretch of a run between two starts of its process with other settings."""
+    """Stretch of a run that trained with the same checkpoint settings."""
 
     start: int
-    """Steps done when it began."""
+    """Number of steps done when the stretch began."""
     policies: tuple[Policy, ...]
 
 
@@ -521,16 +565,18 @@ def run_parts(record: Mapping[str, Any], current: CheckpointConfig | None = None
     """Return the parts of a run, oldest first.
 
     Args:
-        record: content of config.json, which may be of another version; it lists earlier settings as `segments`.
-        current: settings of the last part; the recorded ones unless given.
+        record: Content of config.json, perhaps of another version. Its `segments` list earlier
+            settings.
+        current: Settings of the last part. Default: the recorded ones.
     """
     parts: list[RunPart] = []
     start = 0
     for segment in record.get("segments", ()):
-        until = segment.get("until_step") if isinstance(segment, Mapping) else None
-        if type(until) is int:
+        # A record is read even if its segments are damaged: the wrong ones are left out.
+        end = segment.get("until_step") if isinstance(segment, Mapping) else None
+        if type(end) is int:
             parts.append(RunPart(start, _recorded_config(segment).policies))
-            start = until
+            start = end
     last = _recorded_config(record) if current is None else current
     return [*parts, RunPart(start, last.policies)]
 
@@ -538,44 +584,51 @@ def run_parts(record: Mapping[str, Any], current: CheckpointConfig | None = None
 def staying(saved: Sequence[int], measured: Measured, parts: Sequence[RunPart]) -> dict[int, str]:
     """Return the checkpoints that stay, each with its reasons. All others may be deleted.
 
-    The policies of the last part decide over all checkpoints. A policy of an earlier part decides, if it lasts, over the
-    checkpoints that this part saved.
+    The policies of the last part decide over all checkpoints. A policy of an earlier part decides
+    only if it lasts, and only over the checkpoints that this part saved.
 
     Args:
-        saved: steps of the checkpoints, oldest first.
-        measured: evaluations of those that have one.
-        parts: parts of the run, oldest first (`run_parts`).
+        saved: Steps of the checkpoints on disk, oldest first.
+        measured: Evaluations of the checkpoints that have one.
+        parts: Parts of the run, oldest first (`run_parts`).
     """
     reasons: dict[int, list[str]] = {step: [] for step in saved}
+    # From the last part to the first, so that reasons of the current settings come first.
     for index in reversed(range(len(parts))):
         is_last = index == len(parts) - 1
-        own = saved if is_last else [step for step in saved if _saving_part(step, parts) == index]
+        candidates = saved
+        if not is_last:
+            candidates = [step for step in saved if _saving_part(step, parts) == index]
         for policy in parts[index].policies:
             if not (is_last or policy.lasts):
                 continue
-            for step in policy.staying(own, measured):
+            for step in policy.staying(candidates, measured):
                 if policy.reason not in reasons[step]:
                     reasons[step].append(policy.reason)
     return {step: ", ".join(words) for step, words in reasons.items() if words}
 
 
 def _saving_part(step: int, parts: Sequence[RunPart]) -> int:
-    """Return the index of the part that saved a checkpoint: the last one that began before it.
+    """Return the index of the part that saved a checkpoint.
 
-    A run that goes back to an earlier step trains the steps after it again, so the last part is right.
+    It is the last part that began before the checkpoint's step: a run that goes back to an earlier
+    step trains the steps after it again, so their last checkpoint counts.
     """
     return max((index for index, part in enumerate(parts) if part.start < step), default=0)
 
 
 def ranked(measured: Measured, metric: str) -> list[int]:
-    """Return the steps with a finite value of a metric, the best first, of equal ones the earliest."""
+    """Return the steps with a finite value of a metric, best first. Ties go to the earliest."""
     costs = {step: cost(metric, metrics.get(metric)) for step, metrics in measured.items()}
     finite = [step for step, value in costs.items() if math.isfinite(value)]
     return sorted(finite, key=lambda step: (costs[step], step))
 
 
 def _recorded_config(record: Mapping[str, Any]) -> CheckpointConfig:
-    """Return the checkpoint settings of a record; the defaults for fields that it lacks or that do not fit."""
+    """Return the checkpoint settings of a record.
+
+    A field that the record lacks takes its default. If a value does not fit, all fields do.
+    """
     config = record.get("config")
     section = config.get("checkpoint") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):

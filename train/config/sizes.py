@@ -1,4 +1,4 @@
-"""Models of one structure at growing sizes, and how a command line names them: head_dim=16,32,64,128."""
+"""Models of one structure at growing sizes, and their text on a command line, head_dim=16,32,64."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ AXES = (
     "expert_dim",
     "kv_heads",
 )
-"""What can grow alone. Width follows head_dim and heads, the MLP and experts' hidden follow width, active experts the experts, key
-heads follow heads unless they grow alone, and an encoder's depth its decoder's unless it is written."""
+"""Sizes that can grow alone. Width follows head_dim and heads. The MLP and the experts' hidden size
+follow width, active experts follow the experts, and key heads follow heads, unless they grow
+themselves. An encoder's depth follows its decoder's unless it is written."""
 
 
 def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
-    """The axis and the sizes, smallest first, of a text such as head_dim=16,32,64.
+    """Return the axis and the sizes of a text such as head_dim=16,32,64, smallest first.
 
     Args:
-        text: AXIS=N,N,...
-        axes: those that there are.
+        text: Words of the form `AXIS=N,N,...`.
+        axes: Axes that the text may name, by default `AXES`.
 
     Raises:
-        ConfigError: no such axis, or a size that is not a whole number of at least 1 or comes twice.
+        ConfigError: The axis does not exist, or a size is no whole number of at least 1 or comes
+            twice.
     """
-    axis, _, sizes = (part.strip() for part in text.partition("="))
+    axis, _, sizes_text = (part.strip() for part in text.partition("="))
     axis = axis.replace("-", "_")
     if axis not in axes:
         raise ConfigError(
-            f"sizes {text!r}: no size is named {axis!r}; write one of {', '.join(axes)}, as width=64,128,256"
+            f"sizes {text!r}: no size is named {axis!r}; "
+            f"write one of {', '.join(axes)}, as width=64,128,256"
         )
-    words = [word.strip() for word in sizes.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) for word in words) or len(
-        set(words)
-    ) < len(words):
+    words = [word.strip() for word in sizes_text.split(",")]
+    are_numbers = all(word.isascii() and word.isdigit() and int(word) for word in words)
+    if not are_numbers or len(set(words)) < len(words):
         raise ConfigError(
             f"sizes {text!r}: write different whole numbers of at least 1, as {axis}=64,128,256"
         )
@@ -56,68 +58,73 @@ def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
 
 
 def grown_run(config: Config, axis: str, size: int) -> Config:
-    """The run at one size of an axis of `AXES`, or at another batch and the same tokens, or at other tokens and the same batch.
+    """Return the run at one size of an axis of `AXES`, or with another batch or other tokens.
 
-    Warm-up stays the same fraction of a run of any length: a fixed number of steps would be measured too.
+    Another batch keeps the tokens, and other tokens keep the batch. Warm-up and decay stay the
+    same fraction of the run: a fixed number of steps would be a second difference between sizes.
 
     Args:
-        config: of the run to change.
-        axis: what grows.
-        size: of it; batch counts examples, tokens all that the run sees.
+        axis: Axis of `AXES`, or "batch" or "tokens".
+        size: Size along the axis. A batch counts examples, tokens all that the run sees.
 
     Raises:
-        ConfigError: as `grown`, or tokens that are no whole number of steps.
+        ConfigError: The model cannot have that size (`grown`), or the tokens are no whole number
+            of steps.
     """
     if axis not in RUN_AXES:
         return dataclasses.replace(config, model=grown(config.model, axis, size))
-    each, opt = config.model.units, config.optimizer
-    batch, tokens = (config.data.batch_size, size)
+
+    opt = config.optimizer
+    units = config.model.units
     if axis == "batch":
-        batch, tokens = size, config.steps * config.data.batch_size * each
-    steps, rest = divmod(tokens, batch * each)
-    if rest or not steps:
+        batch = size
+        tokens = config.steps * config.data.batch_size * units
+    else:
+        batch = config.data.batch_size
+        tokens = size
+    steps, remainder = divmod(tokens, batch * units)
+    if remainder or not steps:
         raise ConfigError(
-            f"{axis}={size}: {tokens} tokens are no whole number of steps of {batch} x {each}; write another"
+            f"{axis}={size}: {tokens} tokens are no whole number of steps of {batch} x {units}; "
+            "write another"
         )
-    lengths = {name: getattr(opt, name) for name in ("warmup_steps", "decay_steps")}
-    scaled = {name: max(1, round(n * steps / config.steps)) for name, n in lengths.items() if n}
+
+    durations = {}
+    for name in ("warmup_steps", "decay_steps"):
+        duration = getattr(opt, name)
+        if duration:
+            durations[name] = max(1, round(duration * steps / config.steps))
     data = dataclasses.replace(config.data, batch_size=batch)
-    return dataclasses.replace(
-        config, data=data, steps=steps, optimizer=dataclasses.replace(opt, **scaled)
-    )
+    optimizer = dataclasses.replace(opt, **durations)
+    return dataclasses.replace(config, data=data, steps=steps, optimizer=optimizer)
 
 
 def of(model: ModelConfig, axis: str) -> int:
-    """The model's size along an axis.
-
-    Args:
-        model: of any family.
-        axis: of `AXES`.
+    """Return the model's size along an axis of `AXES`.
 
     Raises:
-        ConfigError: an encoder's depth, of a model without one.
+        ConfigError: The model has no encoder or no experts, and the axis is one of theirs.
     """
     _refuse_encoder(model, axis)
-    if axis in ("experts", "expert_dim") and axis not in model.sizes():
+    sizes = model.sizes()
+    if axis in ("experts", "expert_dim") and axis not in sizes:
         raise ConfigError(
             f"the model has no experts, so no {axis}; write model.experts too, or another size"
         )
-    return model.sizes()[
-        {"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}.get(axis, axis)
-    ]
+    logical_axes = {"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}
+    return sizes[logical_axes.get(axis, axis)]
 
 
 def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
-    """The model with one size changed, and with it what must follow.
+    """Return the model with one size changed, and with it the sizes that follow (`AXES`).
 
     Args:
-        model: whose structure, and whose other sizes.
-        axis: head_dim (at so many heads), heads (of this dimension), width (more heads of this dimension), depth, encoder_depth, mlp,
-            or kv_heads (of so many heads).
-        size: of the axis; width must be a multiple of the head dimension.
+        axis: Axis of `AXES`. head_dim keeps the number of heads, heads and width keep the head
+            dimension.
+        size: Size along the axis. A width must be a multiple of the head dimension.
 
     Raises:
-        ConfigError: a model that cannot have that size.
+        ConfigError: The model cannot have that size.
     """
     model = transformer(model, f"growing {axis}")
     _refuse_encoder(model, axis)
@@ -132,8 +139,10 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
     if axis == "width" and size % model.heads_dim:
         near = max(1, size // model.heads_dim) * model.heads_dim
         raise ConfigError(
-            f"width {size} is no multiple of the head dimension {model.heads_dim}; write width {near}"
+            f"width {size} is no multiple of the head dimension {model.heads_dim}; "
+            f"write width {near}"
         )
+
     head_dim = size if axis == "head_dim" else model.heads_dim
     heads = {"head_dim": model.num_heads, "heads": size, "width": size // head_dim}[axis]
     if heads * model.kv_heads % model.num_heads:
@@ -142,32 +151,35 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
             f"write a multiple of {model.num_heads // model.kv_heads} heads"
         )
     width = round(model.width * (heads * head_dim) / (model.num_heads * model.heads_dim))
-    return dataclasses.replace(
-        model,
-        width=width,
-        num_heads=heads,
-        expert_dim=None
-        if model.expert_dim is None
-        else round(model.expert_dim * width / model.width),
-        head_dim=None if model.head_dim is None else head_dim,
-        num_kv_heads=None
-        if model.num_kv_heads is None
-        else heads * model.kv_heads // model.num_heads,
-    )
+
+    # A field that is None follows the others by itself.
+    derived: dict[str, int] = {}
+    if model.expert_dim is not None:
+        derived["expert_dim"] = round(model.expert_dim * width / model.width)
+    if model.head_dim is not None:
+        derived["head_dim"] = head_dim
+    if model.num_kv_heads is not None:
+        derived["num_kv_heads"] = heads * model.kv_heads // model.num_heads
+    return dataclasses.replace(model, width=width, num_heads=heads, **derived)
 
 
 def _with_experts(model: TransformerConfig, axis: str, size: int) -> TransformerConfig:
-    """The model with so many experts, a token going to the same share of them, or with experts of another hidden size."""
+    """Return the model with `size` experts, or with experts of that hidden size.
+
+    Each token still goes to the same share of the experts.
+    """
     if model.experts is None:
         raise ConfigError(
             f"the model has no experts, so no {axis}; write model.experts too, or another size"
         )
     if axis == "expert_dim":
         return dataclasses.replace(model, expert_dim=size)
-    active, rest = divmod(size * model.active, model.experts)
-    if rest or not active:
+    # The share of experts that a token goes to stays, so its cost grows with their number.
+    active, remainder = divmod(size * model.active, model.experts)
+    if remainder or not active:
         raise ConfigError(
-            f"experts={size}: a token goes to {model.active} of {model.experts}, and no whole number of {size} is that share; "
+            f"experts={size}: a token goes to {model.active} of {model.experts}, "
+            f"and no whole number of {size} is that share; "
             f"write a multiple of {model.experts // math.gcd(model.active, model.experts)}"
         )
     return dataclasses.replace(
@@ -176,7 +188,9 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
 
 
 def _refuse_encoder(model: ModelConfig, axis: str) -> None:
+    """Raise ConfigError for the depth of an encoder that the model does not have."""
     if axis == "encoder_depth" and "encoder_layers" not in model.sizes():
         raise ConfigError(
-            f"a {model.family} has no encoder, so no encoder_depth; write depth, or an encoder-decoder"
+            f"a {model.family} has no encoder, so no encoder_depth; "
+            "write depth, or an encoder-decoder"
         )

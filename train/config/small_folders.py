@@ -1,7 +1,8 @@
-"""A recipe for a small folder of images, chosen by how many images and classes it has and how large they are.
+"""Recipe for a small folder of images, chosen by its number of images and classes and their size.
 
-The recipes for a laptop are made for data of their own, and read larger pictures at 128 pixels: 20 steps in 84 CPU seconds.
-Images of 32 pixels and a convolutional stem take 400 steps in 79 (docs/howto/own_images.md has the figures, and what beats them).
+The recipes for a laptop are made for data of their own. They read larger pictures at 128 pixels,
+where 84 CPU seconds are 20 steps. Images of 32 pixels and a convolutional stem take 400 steps in 79
+seconds (docs/howto/own_images.md has the figures, and what beats them).
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from mupax.zoo import configs
 from mupax.zoo.vit.config import ViTConfig
 
 MOST_IMAGES = 20_000
-"""Training images of the largest folder that is small."""
+"""Largest number of training images of a folder that counts as small."""
 RECIPES = ("vit-digits", "vit-endless", "vit-fashion")
-"""Recipes of a laptop, made for other images, in whose place one is chosen for a small folder."""
+"""Recipes that are replaced by the chosen one if their data are a small folder."""
 MODEL = "vit-folder"
 BASE = "vit-folder-proxy"
-"""Model that the preset of the recipe is relative to."""
+"""Model that the preset of the chosen recipe is relative to."""
 _TINY_SIDE = 16
+"""Largest side of a tiny drawing, in pixels."""
 _SMALL_SIDE = 40
+"""Largest side of a small image, in pixels."""
 _LARGE_SIDE = 32
+"""Side that larger images are scaled to, in pixels."""
 _EPOCHS = 25
 _FEWEST_STEPS = 300
 _MOST_STEPS = 2_000
@@ -35,10 +39,10 @@ _JITTER = 0.4
 
 
 class FolderFacts(NamedTuple):
-    """Sizes of a folder of images, by which its recipe is chosen."""
+    """Sizes of a folder of images by which its recipe is chosen."""
 
     images: int
-    """Images to train on."""
+    """Number of training images."""
     classes: int
     channels: int
     """1 for grey, 3 for colour."""
@@ -52,19 +56,20 @@ class FolderRecipe(NamedTuple):
     image_size: int
     patch_size: int
     stem: int
-    """Convolutions that make patches."""
+    """Number of convolutions that make patches."""
     jitter: float
     mirror: bool
     steps: int
 
 
 def choose(facts: FolderFacts) -> FolderRecipe | None:
-    """Return the recipe for a folder; None for one that is not small.
+    """Return the recipe for a folder, or `None` if it is not small.
 
-    * Tiny drawings (up to 16 pixels) keep their size, in patches of 2; small images (up to 40) keep theirs, in patches of 4;
-      larger ones are scaled to 32 pixels, in patches of 8, since most of a minute on two cores is spent per pixel.
+    * Tiny drawings (up to 16 pixels) keep their size, in patches of 2. Small images (up to 40)
+      keep theirs, in patches of 4. Larger ones are scaled to 32 pixels, in patches of 8, because
+      most of a minute on two cores is spent per pixel.
     * Grey images are not mirrored: they are often letters and digits.
-    * 25 epochs are trained, 300 steps at least and 2,000 at most.
+    * 25 epochs are trained, at least 300 steps and at most 2,000.
     """
     if facts.images > MOST_IMAGES:
         return None
@@ -92,9 +97,10 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
 
 
 def finetuning_transforms(facts: FolderFacts) -> TransformsConfig:
-    """Return how fine-tuning shows the images of a folder: a small folder of small images by a light jitter, else by crops.
+    """Return the transforms by which fine-tuning shows the images of a folder.
 
-    A random crop may hold a twelfth of an image, and of a drawing of 30 pixels that says little.
+    A small folder of small images gets a light jitter, any other folder random crops. A random crop
+    may hold a twelfth of an image, and a twelfth of a drawing of 30 pixels says little.
     """
     if facts.images > MOST_IMAGES or facts.side > _SMALL_SIDE:
         return TransformsConfig()
@@ -102,11 +108,11 @@ def finetuning_transforms(facts: FolderFacts) -> TransformsConfig:
 
 
 def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name: str) -> Config:
-    """Return the run of a chosen recipe.
+    """Return the config of a chosen recipe.
 
     Args:
-        name: of the recipe that the user wrote, which names the run.
-        data_name: images:FOLDER.
+        name: Name of the recipe that the user wrote, which the run keeps.
+        data_name: Value of `data.name`, images:FOLDER.
     """
     model = configs.get(MODEL)
     assert isinstance(model, ViTConfig)
@@ -122,7 +128,7 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
     transforms = dataclasses.replace(
         data.transforms, jitter=recipe.jitter, mirror=recipe.mirror, label_smoothing=0.1
     )
-    # The whole image: at 32 pixels what lies at the border of a picture counts.
+    # All of the image: at 32 pixels, what lies at the border of a picture counts.
     pixels = dataclasses.replace(data.pixels, fit="squash")
     return Config(
         recipe=name,
@@ -139,35 +145,38 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
 
 
 OWN_FLAGS = ("model", "preset", "init-from", "optimizer.name", "optimizer.peak-lr", "joint", "base")
-"""Flags that design a run: where a user writes one, the recipe stays the one that was named."""
+"""Flags that design a run. If a user writes one, no recipe is chosen."""
 _SIZES = frozenset({"model.num-classes", "model.channels", "model.image-size", "model.patch-size"})
 
 
 def designs(flags: Collection[str]) -> str | None:
-    """Return the first flag with which a user designs the run, so that no recipe is chosen; None without one.
+    """Return the first flag by which a user designs the run, or `None` without one.
+
+    With such a flag no recipe is chosen.
 
     Args:
-        flags: of a command line, with hyphens and without values.
+        flags: Flags of a command line, with hyphens and without values.
     """
     for flag in sorted(flags):
         name = flag.removeprefix("--")
         if name in OWN_FLAGS or name.startswith("preset."):
             return flag
-        if (
-            name.startswith("model.")
-            and name not in _SIZES
-            and not name.startswith("model.compute.")
-        ):
+        is_size = name in _SIZES
+        is_compute = name.startswith("model.compute.")
+        if name.startswith("model.") and not is_size and not is_compute:
             return flag
     return None
 
 
 def line(facts: FolderFacts, recipe: FolderRecipe) -> str:
-    """Return what a command prints of a chosen recipe."""
+    """Return the line that a command prints about a chosen recipe."""
     mirrored = "mirrored" if recipe.mirror else "not mirrored"
+    image_size = recipe.image_size
+    patch_size = recipe.patch_size
     return (
-        f"small folder: {facts.images:,} training images in {facts.classes} classes, {facts.side} pixels: {MODEL}, images of "
-        f"{recipe.image_size} x {recipe.image_size} in patches of {recipe.patch_size} x {recipe.patch_size} by {recipe.stem} "
-        f"convolutions, jitter {recipe.jitter:g}, {mirrored}, {recipe.steps} steps; flags change any of it, and --model vit-tiny "
-        "keeps the recipe as it is"
+        f"small folder: {facts.images:,} training images in {facts.classes} classes, "
+        f"{facts.side} pixels: {MODEL}, images of {image_size} x {image_size} "
+        f"in patches of {patch_size} x {patch_size} by {recipe.stem} convolutions, "
+        f"jitter {recipe.jitter:g}, {mirrored}, {recipe.steps} steps; "
+        "flags change any of it, and --model vit-tiny keeps the recipe as it is"
     )

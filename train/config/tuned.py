@@ -1,6 +1,8 @@
-"""`--preset PRESET:NAME`: a tuned preset's base, constants and optimizer as the defaults of a run's flags.
+"""Tuned presets on a command line, `--preset PRESET:NAME`.
 
-The config that comes of it has every number written out and names the preset alone, so a run's record needs no file.
+The base, constants and optimizer of the tuned preset become the defaults of the run's flags. The
+config that results has every value written out and names the plain preset, so the record of a run
+needs no file of tuned constants.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from mupax.presets.tuned.find import Tuned
 
 FLAGS = ("--preset", "--preset.name")
+"""Flags that name a preset."""
 _MOVED: dict[str, dict[str, Any]] = {
     "depth-mup:lm-python-half-v1": {
         "name": "depth-mup",
@@ -41,84 +44,106 @@ _MOVED: dict[str, dict[str, Any]] = {
         ],
     },
 }
-"""Fields of `preset` that tuned presets of `find.MOVED` stand for, in records that name one there."""
+"""Tuned presets of `find.MOVED`, which records may name, to the fields of `preset` that they stood
+for."""
 
 
 def applied(
     config: Config, argv: Sequence[str], steps: str | None
 ) -> tuple[Config, list[str], Tuned | None]:
-    """The config with a tuned preset's numbers, and the words with the preset's plain name; both as they were without one.
+    """Apply the tuned preset that the words name to a recipe's config.
 
     Args:
-        config: of the recipe, whose preset and optimizer are replaced.
-        argv: flags to come, of which the last `--preset` counts.
-        steps: what `--steps` says there, for the length of the warm-up.
+        config: Config of the recipe. Its preset and optimizer are replaced.
+        argv: Words of the command line. The last flag that names a preset counts.
+        steps: Value of `--steps` among the words, for the length of the warm-up. `None` takes the
+            recipe's.
+
+    Returns:
+        The config with the tuned values, the words with the plain name of the preset, and the
+        tuned preset. Without a tuned preset, config and words stay as they are.
 
     Raises:
-        PresetError: no such tuned preset, or a file that is none.
+        PresetError: The tuned preset does not exist, or its file is damaged.
     """
     from mupax.presets.tuned import find as tuned
 
-    words, study = list(argv), None
-    for at, word in enumerate(words):
+    words = list(argv)
+    study = None
+    for index, word in enumerate(words):
         flag, equals, value = word.partition("=")
-        if flag in FLAGS:
-            where = at if equals else at + 1
-            value = value if equals else (words[where] if where < len(words) else "")
-            study = (
-                tuned.find(value) if ":" in value and value.partition(":")[0] in PRESETS else None
-            )
-            if study:
-                words[where] = f"{flag}={study.preset}" if equals else study.preset
+        if flag not in FLAGS:
+            continue
+        value_index = index if equals else index + 1
+        if not equals:
+            value = words[value_index] if value_index < len(words) else ""
+        study = None
+        if ":" in value and value.partition(":")[0] in PRESETS:
+            study = tuned.find(value)
+            words[value_index] = f"{flag}={study.preset}" if equals else study.preset
     if study is None:
         return config, words, None
-    own, groups = read(study.constants)
-    flags: dict[str, Any] = {name: float(x) for name, x in own.items() if name in CONSTANT_FLAGS}
-    preset = PresetConfig(
+
+    total_steps = config.steps
+    if steps and steps.isascii() and steps.isdigit():
+        total_steps = int(steps)
+    values = dict(study.optimizer)
+    if "warmup_fraction" in values:  # a published source may leave the warm-up open
+        values["warmup_steps"] = round(values.pop("warmup_fraction") * total_steps)
+    optimizer = dataclasses.replace(config.optimizer, **values, decay_steps=None)
+    config = dataclasses.replace(config, preset=_preset_config(study), optimizer=optimizer)
+    return config, words, study
+
+
+def _preset_config(study: Tuned) -> PresetConfig:
+    """Return the section `preset` of a config that has the constants of a tuned preset."""
+    run_constants, group_constants = read(study.constants)
+    # Constants that have a field of their own are written there.
+    flags: dict[str, Any] = {}
+    for name, value in run_constants.items():
+        if name in CONSTANT_FLAGS:
+            flags[name] = float(value)
+    constants = []
+    for name, value in {**run_constants, **group_constants}.items():
+        if name not in flags:
+            constants.append(f"{name}={value}")
+    return PresetConfig(
         name=study.preset,
         base=None if study.base is None else base_text(study.base),
         form=study.form,
-        constants=tuple(
-            f"{name}={value}" for name, value in {**own, **groups}.items() if name not in flags
-        ),
+        constants=tuple(constants),
         **flags,
     )
-    total = int(steps) if steps and steps.isascii() and steps.isdigit() else config.steps
-    numbers = dict(study.optimizer)
-    if "warmup_fraction" in numbers:  # a published source may leave it open
-        numbers["warmup_steps"] = round(numbers.pop("warmup_fraction") * total)
-    optimizer = dataclasses.replace(config.optimizer, **numbers, decay_steps=None)
-    return dataclasses.replace(config, preset=preset, optimizer=optimizer), words, study
 
 
 def fitted(config: Config, study: Tuned) -> Config:
-    """Return the config without those constants of a published preset that its model has no parameters for.
+    """Return the config without the published constants that its model has no parameters for.
 
-    A published table is of the source's models, and a run may have another: rotary positions, or a readout of its own. Constants
-    that the command line names stay, and are refused where they mean nothing.
+    A published table is for the models of its source. Another model may have rotary positions, or
+    a readout of its own. Constants that the command line names are kept, and refused elsewhere if
+    they do not apply.
     """
     if not study.is_published:
         return config
     idle = _idle_constants(config, study)
-    constants = [text for text in config.preset.constants if text not in idle]
-    return dataclasses.replace(
-        config, preset=dataclasses.replace(config.preset, constants=tuple(constants))
-    )
+    constants = tuple(text for text in config.preset.constants if text not in idle)
+    preset = dataclasses.replace(config.preset, constants=constants)
+    return dataclasses.replace(config, preset=preset)
 
 
 def _idle_constants(config: Config, study: Tuned) -> list[str]:
-    """Return constants of a tuned preset, as NAME=VALUE, that the run's model has no parameters for."""
+    """Return the constants that the run's model has no parameters for, as NAME=VALUE."""
     _, groups = read(study.constants)
-    model = config.model
-    tied = [model.tied_readout] if model.tied_readout else []
-    specs = [*model.parameters().values(), *tied]
+    specs = list(config.model.parameters().values())
+    if config.model.tied_readout:
+        specs.append(config.model.tied_readout)
     return [f"{name}={value}" for name, value in groups.items() if not means_something(name, specs)]
 
 
 def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record's `preset` with the numbers of a tuned preset that no longer comes with mupax, where it names one.
+    """Return a recorded `preset` with a tuned preset that mupax no longer has written out.
 
-    What the record itself says of base and constants holds, as it did beside the name.
+    The base and constants that the record itself has take precedence, as they did then.
     """
     moved = _MOVED.get(str(preset.get("name")))
     if moved is None:
@@ -137,19 +162,21 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_moved(argv: Sequence[str]) -> str | None:
-    """Return the tuned preset that the words name, where it no longer comes with mupax and no folder has it."""
+    """Return the tuned preset that the words name if mupax no longer has it, and no folder does."""
     from mupax.presets.tuned import find
 
-    named = [word for word in _named(argv) if word in find.MOVED]
-    return named[-1] if named and named[-1] not in find.files() else None
+    names = [word for word in _named(argv) if word in find.MOVED]
+    if names and names[-1] not in find.files():
+        return names[-1]
+    return None
 
 
 def _named(argv: Sequence[str]) -> Iterator[str]:
     """Yield every value of the flags that name a preset."""
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, follower in zip(argv, [*argv[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         if flag in FLAGS:
-            yield value if equals else after
+            yield value if equals else follower
 
 
 def without_preset(argv: Sequence[str]) -> list[str]:
@@ -165,81 +192,93 @@ def without_preset(argv: Sequence[str]) -> list[str]:
 
 
 def check(study: Tuned, config: Config) -> None:
-    """Refuse another optimizer than the tuned one, and warn on stderr of a model `FAR` from the studied sizes.
+    """Refuse an optimizer of another family than the tuned one, and print what to be aware of.
+
+    A note on standard error says what a published preset rests on. A warning says that the model
+    is more than `FAR` doublings beyond the studied sizes.
 
     Args:
-        study: the tuned preset that the run names.
-        config: of the run, all flags applied.
+        config: Config of the run with all flags applied.
 
     Raises:
-        ConfigError: the optimizer's name, and what to write instead.
+        ConfigError: The optimizer is of another family.
     """
-    own, name = study.optimizer["name"], config.optimizer.name
-    if OPTIMIZERS[name].family != OPTIMIZERS[own].family:
+    tuned_name = study.optimizer["name"]
+    name = config.optimizer.name
+    if OPTIMIZERS[name].family != OPTIMIZERS[tuned_name].family:
         raise ConfigError(
-            f"{study.use} is tuned for {own}, and its rate means nothing to {name}; leave --optimizer.name out, "
-            f"or write --preset {study.preset} and tune {name}"
+            f"{study.use} is tuned for {tuned_name}, and its rate means nothing to {name}; "
+            f"leave --optimizer.name out, or write --preset {study.preset} and tune {name}"
         )
     from mupax.presets.tuned import published
     from mupax.presets.tuned.find import FAR
 
     if study.is_published:
         idle = _idle_constants(config, study)
-        left_out = (
-            f" Left out, as this model has no such parameters: {', '.join(idle)}." if idle else ""
-        )
-        terminal.note(published.rests_on(study) + left_out)
+        note = published.rests_on(study)
+        if idle:
+            note += f" Left out, as this model has no such parameters: {', '.join(idle)}."
+        terminal.note(note)
+
     distance = study.distance(config.model.base_sizes())
     far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
     if far:
         distances = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in far.items())
         terminal.note(
-            f"warning: this model is more than {FAR:g} doublings beyond the sizes that {study.use} was studied at: {distances} "
-            f"(`mupax presets tuned {study.use}`)"
+            f"warning: this model is more than {FAR:g} doublings beyond the sizes that "
+            f"{study.use} was studied at: {distances} (`mupax presets tuned {study.use}`)"
         )
 
 
 def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
-    """The config whose base names batch and tokens: as written, else of the recipe it names, of the study, or of this recipe.
+    """Return the config with a base that names batch and tokens, which joint rules need.
+
+    Batch and tokens that the base names stay. The others are those of the recipe that the base
+    names, or of the tuned preset, or of this run's recipe.
 
     Args:
-        config: of the run.
-        start: of its recipe, before flags.
-        study: of its tuned preset.
+        start: Config of the run's recipe, before flags.
+        study: Tuned preset of the run, or `None`.
 
     Raises:
-        ConfigError, PresetError: they are no whole number of examples of this length, or the rule cannot be applied.
+        ConfigError: The batch is no whole number of examples of this length, or the tuned preset
+            does not say its batch and tokens.
+        PresetError: The joint rule cannot be applied.
     """
     name, sizes = base_parts(config.preset.base)
     if name in RECIPES:
-        start, study = RECIPES[name](), None
+        start = RECIPES[name]()
+        study = None
         if start.model.family != config.model.family:
-            return config  # which `preset_of` refuses
+            return config  # `preset_of` refuses it
         if name not in CONFIGS:
-            name, sizes = "", {**start.model.base_sizes(), **sizes}
-    batch, steps, tokens = (
-        start.data.batch_size,
-        start.steps,
-        start.steps * start.data.batch_size * start.model.units,
-    )
-    if study:
-        batch, steps, tokens = (study.provenance[field] for field in ("batch", "steps", "seen"))
+            name = ""
+            sizes = {**start.model.base_sizes(), **sizes}
+
+    joint = config.preset.joint
+    if study is not None:
+        batch = study.provenance["batch"]
+        steps = study.provenance["steps"]
+        tokens = study.provenance["seen"]
         if None in (batch, steps, tokens):
             raise ConfigError(
-                f"--joint {config.preset.joint}: {study.use} does not say the batch and tokens of its runs; "
+                f"--joint {joint}: {study.use} does not say the batch and tokens of its runs; "
                 "write them, as --preset.base MODEL,batch=N,tokens=N"
             )
-    of_this_length, rest = divmod(tokens // steps, config.model.units)
-    if rest and "batch" not in sizes:
+    else:
+        batch = start.data.batch_size
+        steps = start.steps
+        tokens = start.steps * start.data.batch_size * start.model.units
+
+    # As many examples of this model's length as have the tokens of the base's batch.
+    examples, remainder = divmod(tokens // steps, config.model.units)
+    if remainder and "batch" not in sizes:
         raise ConfigError(
-            f"--joint {config.preset.joint}: the base's batch of {batch} is no whole number of examples of this model's length; "
-            "write it yourself, as --preset.base MODEL,batch=N,tokens=N"
+            f"--joint {joint}: the base's batch of {batch} is no whole number of examples of this "
+            "model's length; write it yourself, as --preset.base MODEL,batch=N,tokens=N"
         )
-    text = ",".join(
-        filter(
-            None, [name, base_text({**sizes, "batch": of_this_length, "tokens": tokens, **sizes})]
-        )
-    )
-    config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=text))
-    _ = config.scaled_optimizer  # refused here, if at all
+    sizes_text = base_text({**sizes, "batch": examples, "tokens": tokens, **sizes})
+    base = ",".join(filter(None, [name, sizes_text]))
+    config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=base))
+    _ = config.scaled_optimizer  # raises if the rule cannot be applied
     return config

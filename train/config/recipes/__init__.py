@@ -1,7 +1,9 @@
-"""Runs as functions: a recipe returns a complete config. Its docstring says what it is, what it costs, what to expect.
+"""Recipes: functions that return the complete config of a run.
 
-`mupax train RECIPE` runs one; any field can be changed by a flag of its name. A recipe of your own is a function in a
-file here and a line in `RECIPES`.
+`mupax train RECIPE` runs one, and a flag changes the field of its name. The docstring says what is
+trained, what it costs and what to expect. Its first line is printed by `mupax train --help`, the
+rest by `mupax train RECIPE --help`. A new recipe is a function in a file of this folder and a line
+in `RECIPES`.
 """
 
 from __future__ import annotations
@@ -49,4 +51,4 @@ RECIPES: LazyRegistry[[], Config] = LazyRegistry(
         "r2c2-c4": lambda: _import_pods().r2c2_c4,
     }
 )
-"""Name to recipe. The name is the first word after `mupax train`."""
+"""Name of a recipe, which is the first word after `mupax train`, to its function."""

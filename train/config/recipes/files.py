@@ -1,4 +1,4 @@
-"""A config from a file, where a recipe is asked for: what a run recorded of itself, or fields of a recipe, in JSON or YAML."""
+"""Recipes from files: a config in JSON or YAML, or the record of a run, in a recipe's place."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
 _OF_ONE_RUN = names_with(Config, "session")
-"""Fields that a run's record has and its repetition does not take."""
+"""Fields of a run's record that another run does not take over."""
 
+# YAML 1.1 reads a number such as 3e-4, which has no point, as a text.
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def recipe(path: str) -> Callable[[], Config]:
-    """What makes the config of a file, as a recipe does.
+    """Return the function that makes the config of a file, as a recipe does.
 
-    The file holds fields as `--print-config` prints them, or a run's config.json, which has them under `config`; workdir and
-    resume of that are left out. Fields that it leaves out are those of its `recipe`. `model` may be a name of `mupax models`.
-    `data.mix` and `data.evaluate` may be lists of the words that their flags take, or maps from names to sources.
+    The file holds fields as `--print-config` prints them, or is a run's config.json, which has
+    them under `config`. Workdir and resume of a run's record are left out. Fields that the file
+    leaves out are those of its `recipe`. `model` may be a name of `mupax models`. `data.mix` and
+    `data.evaluate` may be lists of the words that their flags take, or maps from names to sources.
 
     Args:
-        path: of the file, on a disk or in a bucket.
+        path: Path of the file, on a disk or in a bucket.
 
     Raises:
-        ConfigError: the file is not there or no such config; the text names the file.
+        ConfigError: The file does not exist or holds no such config. The text names the file.
     """
     content = _read(path)
+    is_record = "config" in content
     if "plugins" in content:  # the record of a run with extensions
         from mupax.train.config import record
 
         record.restore(content)
-    fields = {
-        name: value
-        for name, value in content.get("config", content).items()
-        if name not in _OF_ONE_RUN
-    }
+    fields = {}
+    for name, value in content.get("config", content).items():
+        if name not in _OF_ONE_RUN:
+            fields[name] = value
 
     def load() -> Config:
         try:
             current = with_current_pixels(_with_named_sources(fields), is_record=False)
-            if "config" not in content:  # a new run; what a run has recorded is repeated
+            if not is_record:
+                # A new run. The preset of a record is repeated even if mupax has moved it.
                 _refuse_moved_preset(current.get("preset"))
             return from_json(_over(_start(fields), current))
         except ConfigError as error:
@@ -62,6 +65,7 @@ def recipe(path: str) -> Callable[[], Config]:
 
 
 def _refuse_moved_preset(preset: Any) -> None:
+    """Raise PresetError if `preset` names a tuned preset that mupax no longer has."""
     name = preset.get("name") if isinstance(preset, Mapping) else None
     if isinstance(name, str) and ":" in name:
         from mupax.presets.tuned import find
@@ -71,19 +75,20 @@ def _refuse_moved_preset(preset: Any) -> None:
 
 
 def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
-    """Return what makes the config that a run recorded, to go on with: without where it was and from which step it went on.
+    """Return the function that makes the config with which a recorded run continues.
+
+    It leaves out where the run was and from which step it continued.
 
     Args:
-        fields: the record's `config`.
-        path: of the record, for a message.
+        fields: `config` of the record.
+        path: Path of the record, for messages only.
     """
     left_out = (*_OF_ONE_RUN, "distributed")
+    remaining = {name: value for name, value in fields.items() if name not in left_out}
 
     def load() -> Config:
         try:
-            return from_json(
-                {name: value for name, value in fields.items() if name not in left_out}
-            )
+            return from_json(remaining)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -92,27 +97,35 @@ def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
 
 
 def model_fields(path: str) -> frozenset[str]:
-    """Return the fields of the model that a file sets, `data_sizes.NAMED` where it names a model; raises as `recipe`."""
+    """Return the fields of the model that a file sets. A file that names a model has `NAMED`.
+
+    Raises:
+        ConfigError: The file does not exist or holds no named fields.
+    """
     content = _read(path)
     model = content.get("config", content).get("model", {})
     if isinstance(model, str):
         return data_sizes.NAMED
-    return (
-        frozenset({"family"} | model.keys()) if isinstance(model, dict) else frozenset({"family"})
-    )
+    if isinstance(model, dict):
+        return frozenset({"family"} | model.keys())
+    return frozenset({"family"})
 
 
 def _read(path: str) -> dict[str, Any]:
+    """Return the content of a JSON or YAML file, which has named fields.
+
+    Raises:
+        ConfigError: The file does not exist, cannot be read or holds something else.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Reads 3e-4 as the number that it is: YAML 1.1 wants a point in it."""
+        """Reader of YAML that takes 3e-4 as a number."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
     try:
-        text = (
-            path_of(path).read_bytes().decode("utf-8-sig")
-        )  # Windows' editors begin a file with a byte order mark
+        # "-sig": Windows' editors begin a file with a byte order mark.
+        text = path_of(path).read_bytes().decode("utf-8-sig")
         content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: nested too deep") from None
@@ -123,58 +136,69 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read: {reason}") from None
-    if nested_deeper(content, DEEPEST):  # which the reader of JSON takes from Python 3.13 on
+    # From Python 3.13 on, the reader of JSON takes any depth.
+    if nested_deeper(content, DEEPEST):
         raise ConfigError(f"{path} cannot be read: nested too deep")
-    inner = content.get("config", content) if isinstance(content, dict) else None
-    if not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
+    fields = content.get("config", content) if isinstance(content, dict) else None
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise ConfigError(f"{path} holds no named fields; write them as `--print-config` does")
     return content
 
 
 def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the recipe that the file names, with the model that it names; none where it names none."""
-    name, model = fields.get("recipe"), fields.get("model")
+    """Return the fields of the recipe that a file names, with the model that the file names.
+
+    Returns {} for a file that names no recipe but has data and a model of its own.
+
+    Raises:
+        ConfigError: The recipe does not exist, or it is missing and data or model are, too.
+    """
+    name = fields.get("recipe")
+    model = fields.get("model")
     if name not in RECIPES:
         if name is not None and "data" not in fields:
             raise ConfigError(f"no recipe is named {name!r}; the recipes are {', '.join(RECIPES)}")
         if "data" not in fields or "model" not in fields:
             raise ConfigError(f"it names no recipe; write recipe: with one of {', '.join(RECIPES)}")
         return {}
+
     config = to_json(RECIPES[str(name)]())
+    recipe_model = config["model"]
     if isinstance(model, str):
-        compute = config["model"]["compute"]
+        compute = recipe_model["compute"]
         return config | {"model": model_to_json(configs.get(model)) | {"compute": compute}}
     if (
         isinstance(model, dict)
-        and model.get("family", config["model"]["family"]) != config["model"]["family"]
+        and model.get("family", recipe_model["family"]) != (recipe_model["family"])
     ):
+        # Fields of the recipe's model mean nothing to a model of another family.
         del config["model"]
     return config
 
 
 def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Write data.mix and data.evaluate as the words that their flags take, and name the data `mix` where nothing else does.
+    """Return the fields with data.mix and data.evaluate as the words that their flags take.
+
+    A file with a mixture and no `data.name` gets the name `mix`.
 
     Raises:
-        ConfigError: an entry of another form; the text names the key.
+        ConfigError: An entry is of another form. The text names the key.
     """
     data = fields.get("data")
     if not isinstance(data, dict):
         return dict(fields)
-    data = {
-        name: value
-        for name, value in data.items()
-        if value is not None or name not in ("mix", "evaluate")
-    }
+    data = dict(data)
+    for key in ("mix", "evaluate"):
+        if data.get(key, ()) is None:
+            del data[key]
     if "mix" in data:
-        data["mix"] = [_mix_word(name, entry) for name, entry in _entries("data.mix", data["mix"])]
+        entries = _entries("data.mix", data["mix"])
+        data["mix"] = [_mix_word(name, entry) for name, entry in entries]
         if data["mix"]:
             data.setdefault("name", "mix")
     if "evaluate" in data:
-        data["evaluate"] = [
-            _evaluate_word(name, entry)
-            for name, entry in _entries("data.evaluate", data["evaluate"])
-        ]
+        entries = _entries("data.evaluate", data["evaluate"])
+        data["evaluate"] = [_evaluate_word(name, entry) for name, entry in entries]
     return {**fields, "data": data}
 
 
@@ -185,17 +209,16 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if not isinstance(value, list | tuple):
         raise ConfigError(
-            f"{key} is {value!r:.60}; write a list of NAME=SOURCE words, or a map from names to sources"
+            f"{key} is {value!r:.60}; "
+            "write a list of NAME=SOURCE words, or a map from names to sources"
         )
     for item in value:
         if isinstance(item, str):
             name, _, entry = item.partition("=")
             yield name, entry
         elif isinstance(item, dict) and "name" in item:
-            yield (
-                item["name"],
-                {field: content for field, content in item.items() if field != "name"},
-            )
+            content = dict(item)
+            yield content.pop("name"), content
         elif isinstance(item, dict):
             yield from item.items()
         else:
@@ -205,7 +228,11 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _mix_word(name: Any, entry: Any) -> str:
-    """Return NAME=SOURCE:WEIGHT for a text of a mixture, which is SOURCE:WEIGHT or a map of source and weight."""
+    """Return NAME=SOURCE:WEIGHT for a text of a mixture.
+
+    Args:
+        entry: `SOURCE:WEIGHT`, or a map of source and weight.
+    """
     key = f"data.mix {name}"
     if not re.fullmatch(r"[\w.-]+", str(name)):
         raise ConfigError(
@@ -232,7 +259,11 @@ def _mix_word(name: Any, entry: Any) -> str:
 
 
 def _evaluate_word(name: Any, entry: Any) -> str:
-    """Return NAME=SOURCE for an evaluation set, which is a source or a map that has it."""
+    """Return NAME=SOURCE for an evaluation set.
+
+    Args:
+        entry: A source as `data.name` has it, or a map with the key source.
+    """
     key = f"data.evaluate {name}"
     if isinstance(entry, dict):
         _check_names(key, entry, ("source",))
@@ -242,6 +273,7 @@ def _evaluate_word(name: Any, entry: Any) -> str:
 
 
 def _source(key: str, value: Any) -> str:
+    """Return a source that is a text. Raise ConfigError for any other value."""
     if not isinstance(value, str) or not value:
         raise ConfigError(
             f"{key} is {value!r:.60}; write a source that --data.name takes, such as text:FOLDER"
@@ -250,6 +282,7 @@ def _source(key: str, value: Any) -> str:
 
 
 def _check_names(key: str, entry: Mapping[Any, Any], names: tuple[str, ...]) -> None:
+    """Raise ConfigError if a map has a key that is not among `names`."""
     for name in entry:
         if name not in names:
             near = difflib.get_close_matches(str(name), names, n=1, cutoff=0)[0]
@@ -257,7 +290,7 @@ def _check_names(key: str, entry: Mapping[Any, Any], names: tuple[str, ...]) -> 
 
 
 def _over(start: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a start with those of a file above them, group by group."""
+    """Return the fields of `start` overwritten by those of a file, nested group by group."""
     merged = dict(start)
     for name, value in fields.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):

@@ -1,4 +1,4 @@
-"""Runs for any machine: real data that needs no download, minutes on two CPU cores."""
+"""Recipes for any machine. They take minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from mupax.zoo import configs
 
 
 def lm_laptop() -> Config:
-    """What `make train` runs: a small byte-level decoder under mup and Muon, for the least loss in two minutes.
+    """Train a small byte-level decoder under mup and Muon, for the least loss in two minutes.
 
-    Cost: two minutes on two CPU cores. Needs no download: every machine with Python has the text, that of its standard library.
-    Expect a validation loss of about 1.17 nats per byte; on the same text count models reach 1.79 (trigram) and 1.39 (4-gram).
-    Rate, decay and schedule are those of the tuned preset `mup:lm-laptop-v1`, found at half the depth.
+    Cost: two minutes on two CPU cores. Needs no download: the text is Python's standard library,
+    which every machine with Python has. `make train` runs this recipe.
+
+    Expect a validation loss of about 1.17 nats per byte. Count models reach 1.79 (trigram) and 1.39
+    (4-gram) on the same text. Learning rate, decay and schedule are those of the tuned preset
+    `mup:lm-laptop-v1`, which was tuned at half the depth.
     """
     return Config(
         recipe="lm-laptop",
@@ -22,19 +25,27 @@ def lm_laptop() -> Config:
         data=DataConfig(name="python_corpus", batch_size=8, eval_batch_size=64, eval_examples=1024),
         preset=PresetConfig(name="mup", base="lm-proxy"),
         optimizer=OptimizerConfig(
-            name="muon", peak_lr=0.04645, warmup_steps=250, weight_decay=3e-4, decay="independent", clip_norm=1.0
+            name="muon",
+            peak_lr=0.04645,
+            warmup_steps=250,
+            weight_decay=3e-4,
+            decay="independent",
+            clip_norm=1.0,
         ),
         log=LogConfig(eval_every_steps=1000),
         checkpoint=CheckpointConfig(every_steps=1000),
         steps=5000,
-    )  # fmt: skip
+    )
 
 
 def lm_tiny() -> Config:
-    """A byte-level decoder on the sources of Python's standard library, under mup and AdamW: what studies vary.
+    """Train a byte-level decoder on Python's standard library, under mup and AdamW.
 
     Cost: a few minutes on two CPU cores. Needs no download: every machine with Python has the text.
-    Expect a validation loss of about 1.30 nats per byte; on the same text count models reach 1.79 (trigram) and 1.39 (4-gram).
+    Studies start from this recipe.
+
+    Expect a validation loss of about 1.30 nats per byte. Count models reach 1.79 (trigram) and 1.39
+    (4-gram) on the same text.
     """
     return Config(
         recipe="lm-tiny",
@@ -53,11 +64,14 @@ def lm_tiny() -> Config:
 
 
 def ed_tiny() -> Config:
-    """A byte-level encoder-decoder that mends the sources of Python's standard library, with spans cut out (BART), under mup.
+    """Train a byte-level encoder-decoder to fill in cut spans (BART), under mup.
 
-    Cost: a few minutes on two CPU cores. Needs no download: every machine with Python has the text.
-    Expect a validation loss of about 0.70 nats per target token, all of the text with what can be read off the input; copying from
-    it, and a 4-gram of the targets where there is nothing to copy, reach 1.00, the 4-gram alone 1.53.
+    Cost: a few minutes on two CPU cores. Needs no download: the text is Python's standard library,
+    which every machine with Python has.
+
+    Expect a validation loss of about 0.70 nats per target token. The targets are all of the text,
+    also what can be copied from the input. Copying, with a 4-gram of the targets where there is
+    nothing to copy, reaches 1.00; the 4-gram alone reaches 1.53.
     """
     return Config(
         recipe="ed-tiny",
@@ -80,11 +94,13 @@ def ed_tiny() -> Config:
 
 
 def vit_digits() -> Config:
-    """A vision transformer on real handwritten digits, under mup.
+    """Train a vision transformer on real handwritten digits, under mup.
 
     Cost: under two minutes on two CPU cores. Needs no download: the images come with mupax.
-    Expect a test accuracy of 98.5 to 99 % on the random split (logistic regression: 96.9 %), and about 96 % with
-    `--data.split writer`, which tests on writers never seen in training (logistic regression: 90.8 %).
+
+    Expect a test accuracy of 98.5 to 99 % on the random split (logistic regression: 96.9 %), and
+    about 96 % with `--data.split writer`, which tests on writers never seen in training (logistic
+    regression: 90.8 %).
     """
     return Config(
         recipe="vit-digits",
@@ -101,13 +117,16 @@ def vit_digits() -> Config:
 
 
 def vit_endless() -> Config:
-    """A vision transformer on images that never repeat, striped shapes in clutter drawn as they are asked for, under mup.
+    """Train a vision transformer on endless images of striped shapes in clutter, under mup.
 
-    Cost: a few minutes on two CPU cores. Needs no download. One pass: training and validation loss are the same thing.
-    Expect a validation accuracy of about 51 % where logistic regression has 16 % and chance 10 %: first the stripes are found, which
-    is a loss of 1.6 nats, then in part the shapes, down to 1.0. With constants tuned at half the width and depth, and
-    depth-mup's branches, it comes to 84 % (docs/evidence/small_runs.md). How hard and how fast the images are is in `docs/evidence/shapes.json`.
-    SGD takes a rate of its own. `bordelon-vit` is the run on CIFAR-5M.
+    Cost: a few minutes on two CPU cores. Needs no download: images are drawn as they are asked for.
+    There is one pass, so training and validation loss are the same thing.
+
+    Expect a validation accuracy of about 51 % (logistic regression: 16 %, chance: 10 %). The model
+    first learns the stripes, at a loss of 1.6 nats, then part of the shapes, down to 1.0. With
+    constants tuned at half the width and depth, and depth-mup's branches, it reaches 84 %
+    (docs/evidence/small_runs.md). `docs/evidence/shapes.json` says how hard and how fast the images
+    are. SGD needs a learning rate of its own. `bordelon-vit` is the run on CIFAR-5M.
     """
     model = configs.get("vit-tiny")
     return Config(
@@ -129,11 +148,13 @@ def vit_endless() -> Config:
 
 
 def vit_fashion() -> Config:
-    """A vision transformer on Fashion-MNIST, 60,000 real photographs of clothes in ten classes, under mup.
+    """Train a vision transformer on Fashion-MNIST, 60,000 photographs of clothes, under mup.
 
-    Cost: a few minutes on two CPU cores. Needs the files of `apt-get install dataset-fashion-mnist` on Debian or Ubuntu, or
-    `--data.name idx:FOLDER` with the same four IDX files from elsewhere.
-    Expect a test accuracy of 87.6 %. `--data.augment` shifts images by up to 4 pixels and mirrors them, too much for so few epochs: 80.0 %.
+    Cost: a few minutes on two CPU cores. Needs the files of `apt-get install dataset-fashion-mnist`
+    on Debian or Ubuntu, or `--data.name idx:FOLDER` with the same four IDX files from elsewhere.
+
+    Expect a test accuracy of 87.6 % in ten classes. `--data.augment` shifts images by up to 4
+    pixels and mirrors them. That is too much for so few epochs: 80.0 %.
     """
     model = dataclasses.replace(configs.get("vit-tiny"), image_size=28, patch_size=7)
     return Config(

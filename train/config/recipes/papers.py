@@ -1,4 +1,4 @@
-"""Runs of the papers whose parameterizations are tested here."""
+"""Recipes that repeat runs of the papers whose parameterizations are tested here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from mupax.zoo import configs
 
 
 def bordelon_vit() -> Config:
-    """Bordelon et al. 2024, figures 6, 8-10: a vision transformer on CIFAR-5M in one pass, SGD, absolute form.
+    """Train the vision transformer of Bordelon et al. 2024 on CIFAR-5M, with SGD in one pass.
 
-    Cost: about 4e15 FLOPs, 4.8 M images. Needs CIFAR-5M's `part0.npz` to `part5.npz` in `--data.data-dir`; without them
-    the endless set stands in with `--data.name shapes`, which needs a larger rate.
-    Expect loss curves nearly equal as `--model.head-dim` or `--model.num-heads` (with `--model.width`) grows, slower
-    early at large depth. As in the authors' code, embeddings, positions and readout learn beta0 times the rule's rate, and
-    queries and keys have a further 2^-1/2; the epsilon of its norms is 1e-6.
+    The run is that of figures 6 and 8-10, in the absolute form.
+
+    Cost: about 4e15 FLOPs, 4.8 M images. Needs CIFAR-5M's `part0.npz` to `part5.npz` in
+    `--data.data-dir`. Without them, `--data.name shapes` takes the endless images instead, which
+    need a larger learning rate.
+
+    Expect loss curves that are nearly equal as `--model.head-dim` or `--model.num-heads` (with
+    `--model.width`) grows, and slower early at large depth. As in the authors' code, embeddings,
+    positions and readout learn at beta0 times the rule's rate, queries and keys have a further
+    factor of 2^-1/2, and the epsilon of norms is 1e-6.
     """
-    beta0, root = 4.0, math.sqrt(0.5)
-    ends = [f"rates.{group}={beta0:g}" for group in ("patch_embedding", "position", "readout")]
-    pair = [f"multipliers.{group}={root!r}" for group in ("query", "key")]
+    beta0 = 4.0
+    root = math.sqrt(0.5)
+    rates = [f"rates.{group}={beta0:g}" for group in ("patch_embedding", "position", "readout")]
+    # Both factors of 2^-1/2 together halve the attention logits.
+    multipliers = [f"multipliers.{group}={root!r}" for group in ("query", "key")]
     return Config(
         recipe="bordelon-vit",
         model=configs.get("bordelon-vit"),
@@ -40,7 +47,7 @@ def bordelon_vit() -> Config:
             alpha_l=1.0,
             gamma0=0.1,
             beta0=beta0,
-            constants=(*ends, *pair),
+            constants=(*rates, *multipliers),
         ),
         optimizer=OptimizerConfig(name="sgd", peak_lr=0.2, momentum=0.9, schedule="constant"),
         log=LogConfig(eval_every_steps=2500),
@@ -50,14 +57,20 @@ def bordelon_vit() -> Config:
 
 
 def bordelon_lm() -> Config:
-    """Bordelon et al. 2024, figures 7 and 12: a decoder on C4, Adam without decay, absolute form.
+    """Train the decoder of Bordelon et al. 2024 on C4, with Adam and without weight decay.
 
-    Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Streams C4 from the hub (`pip install
-    'mupax[hf]'`); where there is no network, `--data.name records:FOLDER --data.stream` reads its json.gz files (docs/howto/data.md).
-    Expect lower loss at equal steps as heads, head dimension or depth grow. The model is that of the authors' code: GELU
-    before each branch, LayerNorm without a gain on queries and keys, a bias inside the readout's multiplier. The paper states
-    neither rate nor batch (its code: rates of 0.005 to 0.05, batches of 128 to 256) and uses GPT-2's tokens: give that
-    tokenizer.json as `--data.tokenizer` to compare losses. The code's warm-up begins at 0, a step later than ours.
+    The run is that of figures 7 and 12, in the absolute form.
+
+    Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Streams C4 from the
+    hub (`pip install 'mupax[hf]'`). Without a network, `--data.name records:FOLDER --data.stream`
+    reads its json.gz files (docs/howto/data.md).
+
+    Expect lower loss at equal steps as heads, head dimension or depth grow. The model is that of
+    the authors' code: GELU before each branch, LayerNorm without a gain on queries and keys, and a
+    bias inside the readout's multiplier. The paper states neither learning rate nor batch size (its
+    code: rates of 0.005 to 0.05, batches of 128 to 256). It uses GPT-2's tokens: give that
+    tokenizer.json as `--data.tokenizer` to compare losses. The code's warm-up begins at 0, one step
+    later than ours.
     """
     return Config(
         recipe="bordelon-lm",

@@ -1,4 +1,4 @@
-"""Runs for accelerators: one to a pod of them."""
+"""Recipes for accelerators, from one chip to a pod."""
 
 from __future__ import annotations
 
@@ -20,34 +20,44 @@ from mupax.zoo.families import Remat
 
 
 def vit_s16_imagenet() -> Config:
-    """ViT-S/16 on ImageNet-1k for 90 epochs, at the base size of its preset: big_vision's vit_s16_i1k.
+    """Train ViT-S/16 on ImageNet-1k for 90 epochs, as big_vision's vit_s16_i1k.
 
     Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
-    Expect about 76.5 %, which big_vision reaches (Beyer et al. 2022, arXiv 2205.01580); no run of it is on record here.
-    Its numbers are those of big_vision/configs/vit_s16_i1k.py (`tests/train/config/recipes/test_imagenet.py` has each beside its
-    source); docs/evidence/small_runs.md lists what is not as there. The layer before its readout has no place in the files of transformers: train
-    with `--model.no-pre-logits`, as the paper has it, to export.
+
+    Expect about 76.5 %, which big_vision reaches (Beyer et al. 2022, arXiv 2205.01580); no run of
+    this recipe is on record here. Its values are those of big_vision/configs/vit_s16_i1k.py
+    (`tests/train/config/recipes/test_imagenet.py` has each beside its source), and
+    docs/evidence/small_runs.md lists the differences. The model is the base of its preset. Files of
+    transformers have no place for the layer before its readout: train with `--model.no-pre-logits`,
+    as the paper has it, to export.
     """
     config = _vit_i1k("vit-s16-imagenet", "vit-s16")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, pre_logits=True))  # pyright: ignore
+    model = dataclasses.replace(config.model, pre_logits=True)  # pyright: ignore
+    return dataclasses.replace(config, model=model)
 
 
 def vit_b16_imagenet() -> Config:
-    """ViT-B/16 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 carried over by mup.
+    """Train ViT-B/16 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 moved by mup.
 
-    Cost: about four times vit-s16-imagenet. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
-    Expect more than vit-s16-imagenet with the same flags; tune on S/16 and keep them.
+    Cost: about four times vit-s16-imagenet. Needs imagenet2012 prepared by TFDS in
+    `--data.data-dir`.
+
+    Expect a higher accuracy than that of vit-s16-imagenet with the same flags. Tune on S/16 and
+    keep the flags.
     """
     return _vit_i1k("vit-b16-imagenet", "vit-b16")
 
 
 def gpt2_c4() -> Config:
-    """GPT-2 (124 M) on 10 B tokens of C4, at the base size of its preset.
+    """Train GPT-2 (124 M) on 10 B tokens of C4, at the base size of its preset.
 
-    Cost: about 8e18 FLOPs. Streams C4 from the hub (`pip install 'mupax[hf]'`); where there is no network, `--data.name
-    records:FOLDER --data.stream` reads its json.gz files (docs/howto/data.md). Give GPT-2's tokenizer.json as `--data.tokenizer` to
-    compare losses. Peak rate, decay and batch as in nanoGPT's reproduction of GPT-2.
-    Expect larger models to do better with the same flags: `--model gpt2-medium` keeps the rates through the preset.
+    Cost: about 8e18 FLOPs. Streams C4 from the hub (`pip install 'mupax[hf]'`). Without a network,
+    `--data.name records:FOLDER --data.stream` reads its json.gz files (docs/howto/data.md). Give
+    GPT-2's tokenizer.json as `--data.tokenizer` to compare losses. Peak learning rate, weight decay
+    and batch size are those of nanoGPT's reproduction of GPT-2.
+
+    Expect larger models to do better with the same flags: `--model gpt2-medium` keeps the rates
+    through the preset.
     """
     return Config(
         recipe="gpt2-c4",
@@ -61,17 +71,18 @@ def gpt2_c4() -> Config:
         ),
         log=LogConfig(eval_every_steps=1000),
         checkpoint=CheckpointConfig(every_steps=1000),
-        steps=20_000,
+        steps=20_000,  # 20,000 x 512 sequences x 1,024 tokens are 10 B tokens
     )
 
 
 def vit_h14() -> Config:
-    """ViT-H/14 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 carried over by mup; made for a pod.
+    """Train ViT-H/14 on ImageNet-1k for 90 epochs on a pod, with the rates of ViT-S/16.
 
-    Cost: about 1e20 FLOPs; fits TPU v5e:4x4 (`mupax compile vit-h14 --topology v5e:4x4`). Needs imagenet2012
-    prepared by TFDS in `--data.data-dir`.
-    Expect it to overfit ImageNet-1k without stronger augmentation (Beyer et al. 2022 stop at smaller models): it is here
-    to be scaled, not for its accuracy.
+    Cost: about 1e20 FLOPs. Fits TPU v5e:4x4 (`mupax compile vit-h14 --topology v5e:4x4`). Needs
+    imagenet2012 prepared by TFDS in `--data.data-dir`. mup carries the rates over.
+
+    Expect it to overfit ImageNet-1k without stronger augmentation (Beyer et al. 2022 stop at
+    smaller models). The recipe is for scaling, not for accuracy.
     """
     return dataclasses.replace(
         _imagenet("vit-h14", "vit-h14"), model=_model("vit-h14", "block"), mesh=_SHARDED
@@ -79,59 +90,76 @@ def vit_h14() -> Config:
 
 
 def lm_1b() -> Config:
-    """A 1.2 B decoder on 25 B tokens of C4, at the base size of its preset; made for a pod.
+    """Train a decoder of 1.2 B parameters on 25 B tokens of C4 on a pod.
 
-    Cost: about 2e20 FLOPs; fits TPU v5e:8x8 (`mupax compile lm-1b --topology v5e:8x8`). Streams C4
-    as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022).
+    Cost: about 2e20 FLOPs. Fits TPU v5e:8x8 (`mupax compile lm-1b --topology v5e:8x8`). Streams C4
+    as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022). The model is the base of
+    its preset.
+
     Expect nothing yet: no run of it is on record here.
     """
+    # 24,000 steps x 512 sequences x 2,048 tokens are 25 B tokens.
     return _pod_lm("lm-1b", batch_size=512, steps=24_000)
 
 
 def lm_8b() -> Config:
-    """An 8 B decoder of Llama 3's shape on 160 B tokens of C4, with the rates of lm-1b carried over by mup; for a pod.
+    """Train a decoder of 8 B parameters, in Llama 3's shape, on 160 B tokens of C4 on a pod.
 
-    Cost: about 8e21 FLOPs; fits TPU v5p:4x4x4, v5e:16x16 and v6e:16x16 (`mupax compile lm-8b --topology
-    v5e:16x16`). Streams C4 as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022).
+    Cost: about 8e21 FLOPs. Fits TPU v5p:4x4x4, v5e:16x16 and v6e:16x16 (`mupax compile lm-8b
+    --topology v5e:16x16`). Streams C4 as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al.
+    2022). mup carries the rates of lm-1b over.
+
     Expect nothing yet: no run of it is on record here.
     """
+    # 76,000 steps x 256 sequences x 8,192 tokens are 160 B tokens.
     return _pod_lm("lm-8b", batch_size=256, steps=76_000)
 
 
 def lm_30b_a3b() -> Config:
-    """30 B of parameters in experts of which a token goes through 3 B, in the shape of Qwen3-30B-A3B, on 67 B tokens of C4; for a pod.
+    """Train a mixture of experts, 30 B parameters and 3 B active, on 67 B tokens of C4 on a pod.
 
-    Cost: about 2e21 FLOPs; fits TPU v5e:16x16 and v5p:4x4x4 (`mupax compile lm-30b-a3b --topology v5e:16x16`). Streams
-    C4 as gpt2-c4 does. Tokens are 20 per active parameter. Of an example an expert takes 1.25 times its even share;
-    `--model.routing.capacity-factor None` drops no token. Rates are those of lm-1b, carried over by mup, which has rules for experts.
+    Cost: about 2e21 FLOPs. Fits TPU v5e:16x16 and v5p:4x4x4 (`mupax compile lm-30b-a3b --topology
+    v5e:16x16`). Streams C4 as gpt2-c4 does. The shape is that of Qwen3-30B-A3B. Tokens are 20 per
+    active parameter. An expert takes at most 1.25 times its even share of an example;
+    `--model.routing.capacity-factor None` drops no token. mup, which has rules for experts, carries
+    the rates of lm-1b over.
+
     Expect nothing yet: no run of it is on record here.
     """
+    # 64,000 steps x 256 sequences x 4,096 tokens are 67 B tokens.
     config = _pod_lm("lm-30b-a3b", batch_size=256, steps=64_000)
     return dataclasses.replace(config, mesh=dataclasses.replace(_SHARDED, experts=8))
 
 
 def bart_large_c4() -> Config:
-    """BART-large, pre-norm, on C4 with 30 % of the text cut out: the run of Dinan, Yaida and Zhang 2023, under ntk.
+    """Train a pre-norm BART-large on C4 under ntk, as Dinan, Yaida and Zhang 2023.
 
-    Cost: about 1e20 FLOPs, 200,000 steps of 512 texts. Streams C4 as gpt2-c4 does; give GPT-2's tokenizer.json
-    as `--data.tokenizer` to compare losses (the paper's text is another).
-    Rates of the paper's neural tangent run (its 32.768 as a base rate at width 1024); without its dropout of 0.1.
-    Expect about 0.97 nats per target, as the paper's figures 3 and 4 have it on its own text.
+    Cost: about 1e20 FLOPs, 200,000 steps of 512 texts. Streams C4 as gpt2-c4 does. 30 % of the text
+    is cut out. Give GPT-2's tokenizer.json as `--data.tokenizer` to compare losses (the paper's
+    text is another).
+
+    Expect about 0.97 nats per target, as the paper's figures 3 and 4 have on its own text. Rates
+    are those of the paper's neural tangent run (its 32.768 as a base rate at width 1024). The
+    paper's dropout of 0.1 is left out.
     """
     return _dinan("bart-large-c4", "bart-large", steps=200_000)
 
 
 def r2c2_c4() -> Config:
-    """R2C2, 2.7 B, on C4 with 30 % of the text cut out: the larger run of Dinan, Yaida and Zhang 2023, under ntk; for a pod.
+    """Train R2C2 (2.7 B) on C4 under ntk on a pod, as Dinan, Yaida and Zhang 2023.
 
-    Cost: about 5e19 FLOPs, 15,000 steps of 512 texts. Streams C4 as gpt2-c4 does; give GPT-2's tokenizer.json
-    as `--data.tokenizer` to compare losses (the paper's text is another). Rates are those of bart-large-c4, carried over by the preset.
-    Expect about 1.14 nats per target after these steps, where BART-large has 1.20 (the paper's figure 5, on its own text).
+    Cost: about 5e19 FLOPs, 15,000 steps of 512 texts. Streams C4 as gpt2-c4 does. 30 % of the text
+    is cut out. Give GPT-2's tokenizer.json as `--data.tokenizer` to compare losses (the paper's
+    text is another).
+
+    Expect about 1.14 nats per target after these steps, where BART-large has 1.20 (the paper's
+    figure 5, on its own text). The preset carries the rates of bart-large-c4 over.
     """
     return _dinan("r2c2-c4", "r2c2", steps=15_000)
 
 
 def _dinan(name: str, model: str, steps: int) -> Config:
+    """Return a run of Dinan, Yaida and Zhang 2023."""
     data = DataConfig(
         name="hf:allenai/c4:en",
         batch_size=512,
@@ -166,11 +194,15 @@ _I1K_CONSTANTS = (
     "stds.patch_embedding=0.0360844",
     "multipliers.patch_embedding=27.7128",
 )
-"""Glorot's deviation of an MLP four times as wide, (2 / (fan_in + fan_out))^1/2 over fan_in^-1/2; and the read-in as it is multiplied,
-768^-1/2 in the weight in place of the multiplier, so that its rate, eps and share of the clipped norm are the weight's."""
+"""Constants with which the preset starts from big_vision's initialization.
+
+The MLP has Glorot's standard deviation, (2 / (fan_in + fan_out))^1/2 over fan_in^-1/2 for an MLP
+four times as wide. The patch embedding has its factor 768^-1/2 in the weight and not in the
+multiplier, so that its rate, eps and share of the clipped norm are those of the weight."""
 
 
 def _vit_i1k(name: str, model: str) -> Config:
+    """Return a ViT on ImageNet-1k with big_vision's augmentation and initialization."""
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
     transforms = TransformsConfig(
@@ -187,11 +219,13 @@ def _vit_i1k(name: str, model: str) -> Config:
         optimizer=dataclasses.replace(
             base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True
         ),
+        # 90 epochs of 99 % of the 1,281,167 training images.
         steps=111_477,
     )
 
 
 def _imagenet(name: str, model: str) -> Config:
+    """Return a ViT on ImageNet-1k with the rates of ViT-S/16."""
     return Config(
         recipe=name,
         model=_model(model, "dots"),
@@ -205,6 +239,7 @@ def _imagenet(name: str, model: str) -> Config:
             warmup_steps=10_000,
             clip_norm=1.0,
         ),
+        # An epoch is 1,251 whole batches. Evaluations are 5 epochs apart, and the run has 90.
         log=LogConfig(eval_every_steps=6_255),
         checkpoint=CheckpointConfig(every_steps=2_500),
         steps=112_590,
@@ -212,6 +247,7 @@ def _imagenet(name: str, model: str) -> Config:
 
 
 def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
+    """Return a decoder on C4, sharded over a pod, with the rates of lm-1b."""
     model = _model(name, "block")
     tokenizer = f"bpe:{model.sizes()['vocab']}"
     return Config(
@@ -232,10 +268,11 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
 
 
 def _model(name: str, remat: Remat) -> ModelConfig:
+    """Return a model of the zoo that computes in bfloat16."""
     return dataclasses.replace(
         configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat=remat)
     )
 
 
 _SHARDED = MeshConfig(data=1, fsdp=-1)
-"""Parameters and optimizer state over every chip there is."""
+"""Mesh that splits parameters and optimizer state over all chips."""
