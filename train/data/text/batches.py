@@ -209,6 +209,7 @@ class TextWindows(Data):
             examples: Number of evaluation examples.
         """
         sizes = self.tokenizer.token_bytes()
+        # The separator stands for the end of a document.
         sizes[self.tokenizer.separator] = 1
         spaces = self._spaces_before_text()
         text_bytes = 0
@@ -234,6 +235,7 @@ class TextWindows(Data):
             target_bytes += int(token_bytes[counts].sum())
             last_id = ids[-1]
 
+        # The examples in use are spread over the text, so their windows are counted one by one.
         if examples < self._windows:
             targets, target_bytes = self._counted_of(examples, sizes, spaces)
         return Counted(targets, target_bytes * self._eval_bytes / max(text_bytes, 1))
@@ -324,6 +326,7 @@ class TokenData(TextWindows):
         has_bytes: bool = True,
     ) -> None:
         check_length(config, "training", len(train.tokens), 2 * seq_len, seq_len)
+        # The offset of an epoch may take up to T - 1 tokens, and the last target takes one.
         size = (len(train.tokens) - seq_len) // seq_len
         counts = {"train_tokens": len(train.tokens)}
         if has_bytes:
@@ -361,6 +364,7 @@ class TokenData(TextWindows):
         return int(rng.integers(self._seq_len))
 
     def references(self) -> list[Reference]:
+        # The count models are models of bytes.
         if self.facts["tokenizer"] != "bytes":
             return []
         from mupax.train.data.text import ngrams

@@ -319,6 +319,7 @@ def load(
             f"{config.noise} of {sizes['source']} inputs makes targets of {target_len} tokens, "
             f"and the model's are {model_len}; write --model.target-len {target_len}"
         )
+    # Without noise the configuration names windows of text.
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
     return denoising(
         plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note
@@ -368,6 +369,7 @@ def denoising(
             "write python_corpus or text:PATH"
         )
     tokens = noise.lengths(inputs).tokens
+    # Only window length and vocabulary of this model are used.
     windows = DecoderConfig(
         width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31
     )

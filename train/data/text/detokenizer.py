@@ -116,23 +116,23 @@ class Detokenizer:
         self._limit = max(_LONGEST_WINDOW, 2 * len(self._window))
 
 
-def token_bytes(tokenizer: Any, token: int, before: int | None) -> bytes:
+def token_bytes(tokenizer: Any, token: int, previous: int | None) -> bytes:
     """Return the UTF-8 bytes that one token adds to a text. A skipped token adds none.
 
     Args:
         tokenizer: Tokenizer with `decode`, `is_skipped` and `raw_bytes`.
-        before: Id of the last token before `token` that is not skipped. `None` at the start of a
+        previous: Id of the last token before `token` that is not skipped. `None` at the start of a
             text.
     """
     if tokenizer.is_skipped(token):
         return b""
     raw = tokenizer.raw_bytes(token)
-    if raw is not None and (before is not None or not _is_utf8(raw)):
+    if raw is not None and (previous is not None or not _is_utf8(raw)):
         return raw
-    if before is None:
+    if previous is None:
         return tokenizer.decode([token]).encode()
-    start = len(tokenizer.decode([before]))
-    return tokenizer.decode([before, token])[start:].encode()
+    start = len(tokenizer.decode([previous]))
+    return tokenizer.decode([previous, token])[start:].encode()
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -99,6 +99,7 @@ class Mixture(Data):
         counts = [part.count for part in parts.values()]
         self._texts = [texts[name] for name in parts]
         self._train = MixtureWeights(counts, seed)
+        # Evaluation has the same examples in every run, whatever the seed.
         self._eval = MixtureWeights(counts, 0)
 
         text_facts = {}
@@ -170,6 +171,7 @@ class Mixture(Data):
         texts, examples = self._eval(indices)
         parts = [text.eval_examples_of(examples[texts == i]) for i, text in enumerate(self._texts)]
         batch = _joined(parts, texts)
+        # Examples past the last one have no weight, although their texts may have more.
         batch["weights"][indices >= self.eval_size] = 0.0
         return batch
 

@@ -74,6 +74,7 @@ def nats_per_byte(
     key_type: Any = np.uint32 if vocab_size <= 256 else np.uint64
     losses = []
     for n in range(1, order + 1):
+        # A position with fewer tokens before it keeps the probability of the lower order.
         has_context = positions >= n - 1
         if n <= len(train) and has_context.any():
             train_keys = _keys(train, np.arange(n - 1, len(train)), n, key_type)

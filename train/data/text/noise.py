@@ -65,7 +65,7 @@ class _Spans:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Infilling(_Spans):
-    """BART's text infilling.
+    """BART's text infilling, which replaces each cut span by one mask token.
 
     Source: Lewis et al. 2019, arXiv 1910.13461, section 2.2, and `denoising_dataset.py` of fairseq.
 
@@ -104,7 +104,7 @@ class Infilling(_Spans):
     def __call__(
         self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
     ) -> CorruptedBatch:
-        """Return the corrupted batch of some windows.
+        """Corrupt windows by text infilling and return the batch.
 
         Args:
             tokens: Windows, [B, N].
@@ -155,7 +155,7 @@ class Infilling(_Spans):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sentinels(_Spans):
-    """T5's span corruption.
+    """T5's span corruption, which replaces each cut span by a sentinel.
 
     Source: Raffel et al. 2019, arXiv 1910.10683, section 3.1.4, and `random_spans_noise_mask` of
     T5's code.
@@ -218,7 +218,7 @@ class Sentinels(_Spans):
     def __call__(
         self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
     ) -> CorruptedBatch:
-        """Return the corrupted batch of some windows.
+        """Corrupt windows by sentinels and return the batch.
 
         Args:
             tokens: Windows, [B, N].

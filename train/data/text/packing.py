@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -140,6 +141,7 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
         "quoted": quoted,
         "sides": sides,
     }
+    # The manifest is written last: a corpus that has one is complete.
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
@@ -165,10 +167,11 @@ def _pack_side(
 
         parts = shares.in_order(documents, side, facts["documents"], folder, dtype)
         for step in shares.steps(parts, _STEP_BYTES):
-            contents = [document for part in step for document in part]
+            contents = list(itertools.chain.from_iterable(step))
             ids = shares.encoded(contents, tokenizer)
             block = np.concatenate([np.zeros(0, dtype), *ids]).astype(dtype)
-            shared_parts += sum(any(document.by_others for document in part) for part in step)
+            for part in step:
+                shared_parts += any(document.by_others for document in part)
 
             # The ids are on disk before the line that vouches for them.
             _write(file, block.tobytes())
@@ -257,6 +260,7 @@ def _field_types(fields: dict[str, Any]) -> dict[str, type]:
 
 def _next_digest(previous: str, block: np.ndarray) -> str:
     """Return the digest of all steps from the digest before a step and the ids of the step."""
+    # The chain spares a resumed pass reading the ids of earlier steps.
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 
@@ -290,6 +294,7 @@ def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | N
         tokens = np.memmap(file, facts["dtype"], "r") if size else np.zeros(0, facts["dtype"])
         if size <= _CHECKED_BYTES and not _intact(tokens, facts):
             return None, f"{file} is not what was written"
+        # Older versions did not count quoted tokens.
         counts = (manifest.get("quoted") or {}).get(side)
         corpus[side] = PackedCorpus(tokens, facts["text_bytes"], facts["digest"], counts)
     return corpus, ""

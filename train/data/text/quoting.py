@@ -63,7 +63,10 @@ def _tree(tokens: list[str]) -> str:
     endings = {}
     for first, group in itertools.groupby(tokens, lambda token: token[:1]):
         endings[first] = [token[1:] for token in group]
-    branches = [re.escape(first) + _tree(rest) for first, rest in endings.items() if first]
+    branches = []
+    for first, suffixes in endings.items():
+        if first:
+            branches.append(re.escape(first) + _tree(suffixes))
     tree = "|".join(branches)
     if "" in endings:
         # A token ends at this place, and longer ones go on.
@@ -96,12 +99,12 @@ def note_counts(
         times = "times" if count > 1 else "time"
         counts.append(f"{token} {count:,} {times}")
     listed = ", ".join(counts)
-    more = f" and {len(total) - _LISTED} others" if len(total) > _LISTED else ""
+    remainder = f" and {len(total) - _LISTED} others" if len(total) > _LISTED else ""
     if mode == "text":
-        note(f"special tokens in the texts of {name} are read as plain text: {listed}{more}")
+        note(f"special tokens in the texts of {name} are read as plain text: {listed}{remainder}")
     else:
         note(
-            f"caution: special tokens stand in the texts of {name}: {listed}{more}. "
+            f"caution: special tokens stand in the texts of {name}: {listed}{remainder}. "
             "They are read as tokens, which may end a document or a turn there; "
             "write --data.special-tokens text to read them as plain text"
         )
@@ -131,6 +134,7 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
         model["vocab"] = {_plain_name(piece, tokens): i for piece, i in vocab.items()}
     else:
         model["vocab"] = [[_plain_name(piece, tokens), score] for piece, score in vocab]
+    # Without these merges, the pieces of a special token stay apart.
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _makes(merge, tokens)]
     library = Tokenizer.from_str(json.dumps(fields))

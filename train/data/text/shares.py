@@ -135,6 +135,7 @@ def pack(
         OSError: The disk is full, or the packing process is done and has removed the shares.
         DataError: A document cannot be read.
     """
+    # The packing process begins with the first part of the first side.
     for side in reversed([*documents]):
         start = len(documents[side])
         while start and not (folder / "manifest.json").exists():
@@ -145,6 +146,7 @@ def pack(
             path.parent.mkdir(parents=True, exist_ok=True)
             # The operating system frees the lock of a killed process.
             with path.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
+                # A share that another process has locked is skipped.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
                     parts = (documents_of(documents[side][i]) for i in range(start, stop))
@@ -201,7 +203,7 @@ def _write(
     sizes = []
     quotes = []
     for step in steps(parts, step_bytes):
-        documents = [document for part in step for document in part]
+        documents = list(itertools.chain.from_iterable(step))
         tokens = encoded(documents, tokenizer)
         for document, document_ids in zip(documents, tokens, strict=True):
             ids.append(document_ids.astype(dtype))

@@ -309,6 +309,7 @@ class Subwords:
     def spans(
         self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        # Only the plain variant needs to know which special tokens were written on purpose.
         if not self.variant or written is None:
             return self._spans(texts)
         marked_texts = []
@@ -352,6 +353,7 @@ class Subwords:
             ids, places = _ids_and_places(encoding)
             places = places + begin
             if parts:
+                # Tokens before the edge come from the last stretch, the others from this one.
                 last_ids, last_places = parts[-1]
                 edge = _common_edge(last_places[:, 1], places[:, 0], begin, encoded_end)
                 count = int(np.searchsorted(last_places[:, 1], edge, side="right"))
@@ -363,6 +365,7 @@ class Subwords:
             if stop == len(text):
                 break
             encoded_end = stop
+            # A stretch advances even if it is shorter than the overlap.
             begin = max(begin + 1, stop - min(_OVERLAP, self._batch_bytes // 2))
         all_ids = np.concatenate([ids for ids, _ in parts])
         all_places = np.concatenate([places for _, places in parts])
@@ -377,7 +380,7 @@ class Subwords:
 
     @property
     def unknown(self) -> int | None:
-        """Id of the unknown token. `None` for a vocabulary that has tokens for every text."""
+        """Id of the unknown token. `None` if the vocabulary has none."""
         name = getattr(self._library.model, "unk_token", None)
         return None if name is None else self.find(name)
 
@@ -439,6 +442,7 @@ class Subwords:
                 sizes[token] = len(name)
                 continue
             if raw is None:
+                # WordPiece marks a piece within a word by "##".
                 word = name.removeprefix("##") if "WordPiece" in self._decoders else name
                 raw = word.replace(_SPACE, " ").encode()
             sizes[token] = len(raw)
@@ -482,7 +486,7 @@ class Subwords:
         """Compute `raw_bytes` of a token."""
         name = self._library.id_to_token(token) or ""
         if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(name):
-            return bytes.fromhex(name[3:5])
+            return bytes.fromhex(name[3:5])  # the digits of "<0xE6>"
         if "ByteLevel" not in self._decoders:
             return None
         if any(character not in _BYTE_LEVELS for character in name):
@@ -594,7 +598,7 @@ class Encoder(Protocol):
 
 
 def decoded(text: bytes) -> str:
-    """Return the text of some bytes.
+    """Decode UTF-8 bytes to text.
 
     Raises:
         DataError: The bytes are not UTF-8.
