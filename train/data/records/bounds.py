@@ -1,9 +1,6 @@
-"""Bounds on what a file may unpack to (`data.limits`): streams that keep them, and the error that names the flag.
+"""Limits on the unpacked size of a file, record or image (`data.limits`), and their errors.
 
-Pages of a Parquet column say in their headers what each unpacks to, before any is unpacked.
-
-The sizes in a file's footer may be wrong on purpose; those in the pages' own headers are what a reader makes room for. Headers
-are structs of Thrift's compact protocol (parquet.thrift, `PageHeader`).
+`pages` reads the unpacked sizes of a Parquet column from the headers of its pages.
 """
 
 from __future__ import annotations
@@ -18,41 +15,47 @@ from mupax.train.config.data import LimitsConfig
 from mupax.train.data.interface import DataError
 
 _HEADER_BYTES = 1 << 12
+"""Bytes that are read for a header at first."""
 _LARGEST_HEADER = 1 << 22
-"""Statistics in a header may hold whole values."""
+"""Largest header in bytes. The statistics in a header may contain complete values."""
 _DICTIONARY_PAGE = 2
 _COPYING = frozenset({2, 7, 8})
-"""Encodings whose values may be much longer than what stands for them: PLAIN_DICTIONARY, DELTA_BYTE_ARRAY, RLE_DICTIONARY."""
+"""Encodings whose values may be much longer than their bytes on disk: PLAIN_DICTIONARY,
+DELTA_BYTE_ARRAY and RLE_DICTIONARY."""
 
 WINDOW_BYTES = 64 * 2**20
-"""Unpacked bytes over which the ratio is measured. What unpacks to less is never too much."""
+"""Unpacked bytes over which the ratio is measured. Content that unpacks to less is accepted."""
 
 
 class Page(NamedTuple):
-    """The header of a page."""
+    """Header of a page of a Parquet column."""
 
     unpacked: int
-    """Bytes."""
+    """Size in bytes after unpacking."""
     packed: int
-    """Bytes on disk."""
+    """Size in bytes on disk."""
     is_dictionary: bool
     values: int
-    """Values in it; 0 of a dictionary."""
+    """Number of values. 0 for a dictionary."""
     copies: bool
-    """Whether its values refer to a dictionary or to values before them."""
+    """True if the values refer to a dictionary or to earlier values."""
 
 
 class PageError(ValueError):
-    """Bytes that are no header of a page."""
+    """Error of bytes that are no header of a page."""
 
 
 def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
-    """Yield the headers of a column chunk's pages. What cannot be read as one ends them: the reader of values then says so.
+    """Yield the headers of a column chunk's pages, up to the first that cannot be read.
+
+    The reader of the values reports the error of an unreadable header.
 
     Args:
-        start: where the first page begins.
-        size: bytes of all pages with their headers.
+        start: Position of the first page in bytes.
+        size: Number of bytes of all pages with their headers.
     """
+    # The sizes in the footer of the file may be wrong on purpose. A reader allocates the sizes in
+    # the headers of the pages.
     position = start
     while position < start + size:
         length = _HEADER_BYTES
@@ -63,6 +66,7 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
                 fields = reader.struct()
                 break
             except (IndexError, RecursionError):
+                # The size of a header is unknown, so read more if it did not end.
                 length *= 16
                 if length > _LARGEST_HEADER:
                     return
@@ -76,16 +80,16 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
 
 
 def _page(fields: dict[int, Any]) -> Page | None:
-    kind = fields.get(1)
+    """Return the header with some fields (`PageHeader` of parquet.thrift), or `None`."""
+    page_type = fields.get(1)
     unpacked = fields.get(2)
     packed = fields.get(3)
-    if (
-        type(kind) is not int
-        or type(unpacked) is not int
-        or type(packed) is not int
-        or min(unpacked, packed) < 0
-    ):
+    if type(page_type) is not int or type(unpacked) is not int or type(packed) is not int:
         return None
+    if min(unpacked, packed) < 0:
+        return None
+
+    # Field 5 is a DataPageHeader, field 8 a DataPageHeaderV2.
     first_version = fields.get(5)
     second_version = fields.get(8)
     values = 0
@@ -96,23 +100,24 @@ def _page(fields: dict[int, Any]) -> Page | None:
     elif isinstance(second_version, dict):
         values = second_version.get(1, 0)
         encoding = second_version.get(4)
-    return Page(unpacked, packed, kind == _DICTIONARY_PAGE, values, encoding in _COPYING)
+    return Page(unpacked, packed, page_type == _DICTIONARY_PAGE, values, encoding in _COPYING)
 
 
 class _Reader:
-    """Reader of Thrift's compact protocol; IndexError says that there are too few bytes."""
+    """Reader of Thrift's compact protocol. Raises IndexError if there are too few bytes."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
         self.position = 0
 
     def struct(self) -> dict[int, Any]:
-        """Return the fields of a struct by their numbers."""
+        """Read a struct and return its fields by number."""
         fields: dict[int, Any] = {}
         number = 0
         while (head := self._byte()) != 0:
+            # The upper half has the distance to the last field's number, or 0 before a number.
             step = head >> 4
-            number = number + step if step else self._whole()
+            number = number + step if step else self._signed()
             fields[number] = self._value(head & 15)
         return fields
 
@@ -122,7 +127,9 @@ class _Reader:
         return byte
 
     def _unsigned(self) -> int:
+        """Read an unsigned integer of 7 bits per byte (varint)."""
         number = 0
+        # 64 bits need at most 10 bytes.
         for shift in range(0, 70, 7):
             byte = self._byte()
             number |= (byte & 127) << shift
@@ -130,23 +137,25 @@ class _Reader:
                 return number
         raise PageError("a number without end")
 
-    def _whole(self) -> int:
+    def _signed(self) -> int:
+        """Read a signed integer in zigzag encoding."""
         number = self._unsigned()
         return (number >> 1) ^ -(number & 1)
 
-    def _value(self, kind: int) -> Any:
-        match kind:
+    def _value(self, field_type: int) -> Any:
+        """Read a value and return it. Values that no header needs are skipped."""
+        match field_type:
             case 1 | 2:  # true and false
-                return kind == 1
+                return field_type == 1
             case 3:
                 return self._byte()
             case 4 | 5 | 6:
-                return self._whole()
-            case 7:
+                return self._signed()
+            case 7:  # a double
                 self._skip(8)
-            case 8:
+            case 8:  # bytes
                 self._skip(self._unsigned())
-            case 9 | 10:
+            case 9 | 10:  # a list or set
                 head = self._byte()
                 count = head >> 4
                 count = self._unsigned() if count == 15 else count
@@ -155,82 +164,84 @@ class _Reader:
             case 12:
                 return self.struct()
             case _:
-                raise PageError(f"a field of kind {kind}")
+                raise PageError(f"a field of kind {field_type}")
         return None
 
     def _skip(self, count: int) -> None:
+        """Skip some bytes."""
         self.position += count
         if self.position > len(self._content):
             raise IndexError
 
 
 class LimitError(DataError):
-    """A file, record or image that is larger than a limit of `data.limits`. The text names the flag that raises the limit."""
+    """Error of a file, record or image that exceeds `data.limits`. The message names the flag."""
 
 
 def too_packed(place: str, unpacked: int, packed: int, limits: LimitsConfig) -> LimitError:
     """Return the error of content that unpacks to much more than its size on disk.
 
     Args:
-        place: file, for the message.
-        unpacked: bytes, as far as they were read.
-        packed: bytes on disk that they come from.
-        limits: bounds that were passed.
+        place: Name of the file, for the message.
+        unpacked: Number of bytes that were unpacked so far.
+        packed: Number of bytes on disk that they come from.
     """
     needed = _rounded_up(unpacked / max(1, packed))
     return LimitError(
-        f"{place} unpacks to {gib(unpacked)} from {gib(packed)}, more than {limits.ratio} times as much, and may be made to fill "
-        f"the memory or the disk. If you trust it, write --data.limits.ratio {needed}"
+        f"{place} unpacks to {gib(unpacked)} from {gib(packed)}, more than {limits.ratio} times "
+        "as much, and may be made to fill the memory or the disk. "
+        f"If you trust it, write --data.limits.ratio {needed}"
     )
 
 
 def too_long(place: str, size: int, limits: LimitsConfig) -> LimitError:
-    """Return the error of a record that is larger than a record may be.
+    """Return the error of a record that is larger than `data.limits.record_mib`.
 
     Args:
-        place: file and line or row, for the message.
-        size: bytes of it, as far as they were read.
-        limits: bounds that were passed.
+        place: File and line or row, for the message.
+        size: Number of bytes of the record that were read so far.
     """
     needed = _rounded_up(size / 2**20)
     return LimitError(
-        f"{place} is {gib(size)} long or longer, and a record may have {limits.record_mib} MiB. Cut it into several, or write "
-        f"--data.limits.record-mib {needed} or more"
+        f"{place} is {gib(size)} long or longer, and a record may have {limits.record_mib} MiB. "
+        f"Cut it into several, or write --data.limits.record-mib {needed} or more"
     )
 
 
 def too_many_pixels(
     place: str, width: int, height: int, weight: float, limits: LimitsConfig
 ) -> LimitError:
-    """Return the error of an image that has more pixels than an image may have.
+    """Return the error of an image that has more pixels than `data.limits.megapixels`.
 
     Args:
-        place: file, for the message.
-        width, height: pixels on the sides.
-        weight: times as much memory as a pixel takes in this format, compared with PNG.
-        limits: bounds that were passed.
+        place: Name of the file, for the message.
+        width: Width in pixels.
+        height: Height in pixels.
+        weight: Memory of a pixel in this format, relative to PNG (PNG has 1).
     """
     needed = _rounded_up(width * height * weight / 1e6)
-    more = "" if weight == 1 else f", which count {weight:g} times in this format"
+    weight_note = "" if weight == 1 else f", which count {weight:g} times in this format"
     return LimitError(
-        f"{place} has {width} x {height} pixels{more}, and an image may have {limits.megapixels} million. Scale it down, or write "
-        f"--data.limits.megapixels {needed}"
+        f"{place} has {width} x {height} pixels{weight_note}, and an image may have "
+        f"{limits.megapixels} million. Scale it down, or write --data.limits.megapixels {needed}"
     )
 
 
 def _rounded_up(number: float) -> int:
-    """Return the next number above that has two digits and zeros."""
+    """Return the next larger integer of two digits followed by zeros."""
     step = 10 ** max(0, len(str(int(number))) - 2)
     return (int(number) // step + 1) * step
 
 
 class BoundedStream(io.RawIOBase):
-    """The unpacked content of a file, read as long as it is not too many times as large as the file itself.
+    """Stream of the unpacked content of a file that raises LimitError if it unpacks to too much.
+
+    The ratio is measured over every `WINDOW_BYTES` of the content.
 
     Args:
-        unpacked: binary stream that unpacks `packed`.
-        packed: the file, whose position tells how much of it was used.
-        place: file, for the message.
+        unpacked: Binary stream that unpacks `packed`.
+        packed: Open file, whose position tells how many of its bytes were used.
+        place: Name of the file, for the message.
     """
 
     def __init__(self, unpacked: Any, packed: Any, place: str, limits: LimitsConfig) -> None:
@@ -238,8 +249,8 @@ class BoundedStream(io.RawIOBase):
         self._packed = packed
         self._place = place
         self._limits = limits
-        self._window = 0  # bytes since the last measurement
-        self._used = 0  # position in the packed file at that time
+        self._window = 0  # unpacked bytes since the last measurement
+        self._used = 0  # position in the packed file at the last measurement
 
     def readable(self) -> bool:
         return True
@@ -263,9 +274,9 @@ def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) ->
     """Refuse content that unpacks to much more than its size on disk.
 
     Args:
-        place: file, for the message.
-        unpacked: bytes of all that was read so far.
-        packed: bytes on disk that they come from.
+        place: Name of the file, for the message.
+        unpacked: Number of bytes that were unpacked so far.
+        packed: Number of bytes on disk that they come from.
 
     Raises:
         LimitError: `unpacked` is more than `WINDOW_BYTES`, and more than the ratio allows.
@@ -275,7 +286,7 @@ def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) ->
 
 
 def size_of(file: Any) -> int:
-    """Return the bytes of an open file."""
+    """Return the size of an open file in bytes. The position of the file stays."""
     position = file.tell()
     size = file.seek(0, os.SEEK_END)
     file.seek(position)

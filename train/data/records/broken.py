@@ -1,4 +1,7 @@
-"""Broken files and records of a user's data: the first is named in an error, or all are left out and counted (data.on_broken)."""
+"""Log of the broken files and records of a user's data (`data.on_broken`).
+
+The first broken entry raises an error, or all broken entries are left out and counted.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,26 @@ _LISTED = 8
 
 
 class BrokenPart(NamedTuple):
-    """Broken entries of one part of a file."""
+    """Count of the broken entries of one part of a file."""
 
     unit: str
-    """`record`, `text` or `file`."""
+    """Name of one entry: `record`, `text` or `file`."""
     count: int
     places: list[str]
-    """File and line of the first ones."""
+    """File and line of the first `_LISTED` entries."""
     reason: str
-    """Error of the first one."""
+    """Error of the first entry."""
 
 
 class BrokenLog:
-    """The broken entries that were found so far, by the part of a file that they are in.
+    """Log of the broken entries so far, by the part of a file that contains them.
 
-    A part may be read several times, by several processes, and in an earlier run: it counts once.
+    A part may be read several times, by several processes, and in an earlier run. Its entries count
+    once.
 
     Args:
-        skip: whether broken entries are left out; otherwise the first one raises.
-        limits: bounds on entries; one that passes them is broken.
+        skip: True if broken entries are left out. Otherwise the first one raises its error.
+        limits: Limits on entries. An entry that exceeds them is broken.
     """
 
     def __init__(self, skip: bool = False, limits: LimitsConfig = DEFAULT_LIMITS) -> None:
@@ -50,19 +54,18 @@ class BrokenLog:
         return sum(part.count for part in self._parts.values())
 
     def keep_in(self, key: str) -> None:
-        """Keep the log in the cache, and take in what was found before.
+        """Keep the log in the cache, and add the entries that the cache has already.
 
         Args:
-            key: names the data and how they are read.
+            key: Name that identifies the data and the settings under which they are read.
         """
         self._path = cache.root() / "broken" / f"{key}.jsonl"
         new_parts = self._parts
         self._parts = {}
         if self._path.exists():
             for line in self._path.read_bytes().splitlines():
-                with contextlib.suppress(
-                    disk.JsonError, KeyError, TypeError
-                ):  # a line that a killed process began
+                # A killed process may leave an incomplete line.
+                with contextlib.suppress(disk.JsonError, KeyError, TypeError):
                     fields = disk.json_object(line, "a line")
                     name = fields.pop("part")
                     self._parts[name] = BrokenPart(**fields)
@@ -71,11 +74,11 @@ class BrokenLog:
 
     @contextlib.contextmanager
     def part(self, name: str, unit: str) -> Iterator[Tally]:
-        """Count the broken entries of a part of a file while the block reads it.
+        """Context manager that counts the broken entries of a part of a file while it is read.
 
         Args:
-            name: of the part: its file, and where it begins.
-            unit: name of one entry.
+            name: Name of the part: its file and its first byte or row.
+            unit: Name of one entry, such as "record".
         """
         tally = Tally(self.skip)
         yield tally
@@ -83,37 +86,46 @@ class BrokenLog:
             self._keep(name, BrokenPart(unit, tally.count, tally.places, tally.reason))
 
     def add(self, name: str, unit: str, place: str, error: DataError) -> None:
-        """Leave a part of a file out, or raise its error.
+        """Leave out a part of a file, or raise its error.
 
         Args:
-            name, unit: as `part` takes them.
-            place: file and line, for the user.
-            error: reason, with the name of the file.
+            name: Name of the part (`part`).
+            unit: Name of one entry, such as "record".
+            error: Reason, with the name of the file.
 
         Raises:
-            DataError: broken entries are not left out; the text is the error's and names the flag that does it.
+            DataError: Broken entries are not left out. The message is the message of `error`, and
+                names the flag that leaves broken entries out.
         """
         with self.part(name, unit) as tally:
             tally.add(place, error)
 
     def summary(self) -> list[str]:
-        """Return a line per unit: how many entries were left out, and the first of them by name."""
+        """Return a line for each unit, with the number of entries and the places of the first."""
+        by_unit: dict[str, list[BrokenPart]] = {}
+        for name in sorted(self._parts):
+            part = self._parts[name]
+            by_unit.setdefault(part.unit, []).append(part)
+
         lines = []
-        for unit in sorted({part.unit for part in self._parts.values()}):
-            parts = [
-                self._parts[name] for name in sorted(self._parts) if self._parts[name].unit == unit
-            ]
+        for unit, parts in sorted(by_unit.items()):
             count = sum(part.count for part in parts)
-            places = [*dict.fromkeys(place for part in parts for place in part.places)][:_LISTED]
-            more = f" and {count - len(places):,} more" if count > len(places) else ""
+            # Several parts may have the same place.
+            places: dict[str, None] = {}
+            for part in parts:
+                places |= dict.fromkeys(part.places)
+            listed = [*places][:_LISTED]
+            remainder = f" and {count - len(listed):,} more" if count > len(listed) else ""
             plural = "s" if count > 1 else ""
-            shown = ", ".join(places)
             lines.append(
-                f"left out, as broken: {count:,} {unit}{plural}: {shown}{more} (the first: {parts[0].reason})"
+                f"left out, as broken: {count:,} {unit}{plural}: {', '.join(listed)}{remainder} "
+                f"(the first: {parts[0].reason})"
             )
         return lines
 
     def _keep(self, name: str, part: BrokenPart) -> None:
+        """Add a part to the log, and to its file in the cache if the part is new."""
+        # A part that is read again has the same entries.
         if self._parts.get(name) == part:
             return
         self._parts[name] = part
@@ -124,7 +136,11 @@ class BrokenLog:
 
 
 class Tally:
-    """The broken entries of one part of a file while it is read."""
+    """Count of the broken entries of one part of a file while it is read.
+
+    Args:
+        skip: True if broken entries are left out. Otherwise the first one raises its error.
+    """
 
     def __init__(self, skip: bool) -> None:
         self._skip = skip
@@ -133,7 +149,7 @@ class Tally:
         self.reason = ""
 
     def add(self, place: str, error: DataError) -> None:
-        """Count a broken entry, or raise its error with the flag that leaves such entries out."""
+        """Count a broken entry, or raise its error and name the flag that leaves it out."""
         if not self._skip:
             raise DataError(
                 f"{error}, or add --data.on-broken skip to leave out what is broken"
@@ -141,7 +157,7 @@ class Tally:
         self.leave_out(place, str(error).removeprefix(f"{place} "))
 
     def leave_out(self, place: str, reason: str) -> None:
-        """Count an entry that is left out under any flag."""
+        """Count an entry that is left out even if broken entries raise their error."""
         self.count += 1
         self.reason = self.reason or reason
         if len(self.places) < _LISTED:

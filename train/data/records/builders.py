@@ -1,6 +1,7 @@
 """TFDS builders of the embedded data sets, written and read as array_record without TensorFlow.
 
-This module imports tensorflow_datasets, so only functions that prepare or open a data set import it.
+The import of tensorflow_datasets is slow, so only functions that prepare or open a data set import
+this module.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from mupax.train.data.interface import DataError
 
 
 class Source(Sequence[dict[str, Any]]):
-    """The records of one split, read at random; array_record has checksums, so what is read is what was written.
+    """Sequence of the records of one split, with random access.
+
+    array_record has checksums, so a record that is read is a record that was written.
 
     Args:
-        builder: of a prepared data set.
-        split: name of the split, or a slice of it.
-        decoders: how to decode features, if not as they are.
+        builder: TFDS builder of a prepared data set.
+        split: Name of the split, or a slice of it such as "train[:10%]".
+        decoders: TFDS decoders of features. Default: the decoders of the features.
 
     Raises:
-        DataError: when it is made or read, where a file is missing or damaged.
+        DataError: A file is missing or damaged. Reading a record may raise it, too.
     """
 
     def __init__(self, builder: Any, split: str, decoders: Any = None) -> None:
-        self._folder, self._name = Path(builder.data_path), builder.name
+        self._folder = Path(builder.data_path)
+        self._name = builder.name
         with cache.whole(self._folder, self._name):
             self._records = builder.as_data_source(split=split, decoders=decoders)
             self._length = len(self._records)
@@ -43,13 +47,18 @@ class Source(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, i: int) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, i: int
+    ) -> dict[str, Any]:
         with cache.whole(self._folder, self._name):
             return self._records[i]
 
 
 class PythonCorpus(tfds.core.GeneratorBasedBuilder):
-    """The Python standard library's sources, a document per module; the builder config is the content's digest."""
+    """TFDS builder of the Python standard library's sources, with a document for each module.
+
+    The name of the builder config is the digest of the sources.
+    """
 
     VERSION = tfds.core.Version("1.0.0")
     pkg_dir_path: Any = Path(__file__).parent
@@ -69,7 +78,7 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Handwritten digits (`mupax.train.data.images.read_digits`) in their own order."""
+    """TFDS builder of the handwritten digits (`mupax.train.data.images.read_digits`) in order."""
 
     VERSION = tfds.core.Version("1.0.0")
     pkg_dir_path: Any = Path(__file__).parent
@@ -88,61 +97,58 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
         digits = images.read_digits()
         for i in range(len(digits.labels)):
-            image = digits.pixels[i][..., None]
-            yield (
-                i,
-                {
-                    "image": image,
-                    "label": int(digits.labels[i]),
-                    "held_out": bool(digits.held_out[i]),
-                },
-            )
+            record = {
+                "image": digits.pixels[i][..., None],
+                "label": int(digits.labels[i]),
+                "held_out": bool(digits.held_out[i]),
+            }
+            yield i, record
 
 
 def from_folder(folder: Path) -> Any:
     """Return the TFDS builder of a prepared data set, without the code that prepared it.
 
     Args:
-        folder: of one version, DATA_DIR/NAME[/CONFIG]/VERSION.
+        folder: Folder of one version, DATA_DIR/NAME[/CONFIG]/VERSION.
 
     Raises:
-        DataError: its features.json names code that is none of TFDS's own features.
+        DataError: The features.json names a class that is no feature of TFDS.
     """
     check_features(folder / "features.json")
     return tfds.builder_from_directory(lasting_name(folder))
 
 
 def check_features(file: Path) -> None:
-    """Refuse a features.json that names other classes than TFDS's own, or than a plugin has made: TFDS would import any module.
+    """Refuse a features.json that names a class which neither TFDS nor a plugin defines.
 
     Args:
-        file: of a prepared data set.
+        file: Path of the features.json of a prepared data set.
 
     Raises:
-        DataError: it is damaged, or names another class.
+        DataError: The file is damaged, or names another class.
     """
+    # TFDS would import any module that the file names.
     try:
         fields = disk.read_json(file)
     except disk.JsonError as error:
         raise DataError(str(error)) from error
-    connector = tfds.features.FeatureConnector
-    tfds_classes = {
-        f"{kind.__module__}.{kind.__name__}"
-        for kind in vars(tfds.features).values()
-        if isinstance(kind, type)
-    }
-    # Classes that were defined in this process; their code was run on the user's word.
-    allowed = tfds_classes | set(connector._registered_features)
+    allowed = set()
+    for feature in vars(tfds.features).values():
+        if isinstance(feature, type):
+            allowed.add(f"{feature.__module__}.{feature.__name__}")
+    # The code of classes that were defined in this process was run on the user's word.
+    allowed |= set(tfds.features.FeatureConnector._registered_features)
     for name in _class_names(fields):
         if name not in allowed:
             raise DataError(
-                f"{file} names the class {disk.shown(name)}, which is no feature of TFDS, and no code of a data set's is run. If it "
-                "is yours, add --plugin MODULE with the module that has it"
+                f"{file} names the class {disk.shown(name)}, which is no feature of TFDS, and no "
+                "code of a data set's is run. "
+                "If it is yours, add --plugin MODULE with the module that has it"
             )
 
 
 def _class_names(fields: Any) -> Iterator[str]:
-    """Yield every class that a features.json names, in its form of today and in that of older versions."""
+    """Yield the name of every class in a features.json of the current or of an older format."""
     waiting = [fields]
     while waiting:
         value = waiting.pop()
@@ -159,15 +165,13 @@ def _class_names(fields: Any) -> Iterator[str]:
 
 
 def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.core.DatasetInfo:
-    """What a builder says of its data set: records with these features, in the order they are made in.
+    """Return the info of a data set whose records keep the order in which they are generated.
 
     Args:
-        builder: of the data set.
-        features: name to TFDS feature or dtype.
+        features: TFDS feature or dtype of each field, by name.
     """
-    return tfds.core.DatasetInfo(
-        builder=builder, features=tfds.features.FeaturesDict(features), disable_shuffling=True
-    )
+    features_dict = tfds.features.FeaturesDict(features)
+    return tfds.core.DatasetInfo(builder=builder, features=features_dict, disable_shuffling=True)
 
 
 def embedded(
@@ -178,38 +182,39 @@ def embedded(
     config: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """The TFDS builder of an embedded data set, prepared if it is not.
+    """Return the TFDS builder of an embedded data set, and prepare the data set if necessary.
 
     Args:
-        kind: its class.
-        data_dir: data.data_dir.
-        note: told what takes time.
-        config: name of the builder config.
-        **arguments: of the builder.
+        data_dir: Value of `data.data_dir`.
+        note: Function that prints a line for the user before the data set is prepared.
+        config: Name of the builder config. Default: no config.
 
     Raises:
-        DataError: the folder cannot be written, or what is prepared in it is damaged.
+        DataError: The folder cannot be written, or the prepared data set is damaged.
     """
     base = cache.data_sets(data_dir)
     builder_config = tfds.core.BuilderConfig(name=config) if config else None
 
     if not base.is_dir():
         cache.folder(base)
-    named = lasting_name(base)  # TFDS takes brackets for a pattern, and array_record only UTF-8
+    # TFDS takes brackets in a path for a pattern, and array_record takes only UTF-8.
+    data_path = lasting_name(base)
 
     def opened() -> tuple[Any, bool]:
         with quiet(), cache.whole(base / kind.name, kind.name):
             builder = kind(
-                data_dir=named, file_format="array_record", config=builder_config, **arguments
+                data_dir=data_path, file_format="array_record", config=builder_config, **arguments
             )
             return builder, builder.is_prepared()
 
     builder, ready = opened()
     if not ready:
         with cache.lock(base, kind.__name__, note):
-            builder, ready = opened()  # another process may have prepared it while this one waited
+            # Another process may have prepared the data set while this one waited.
+            builder, ready = opened()
             if not ready:
-                note(f"preparing {builder.name} in {base / builder.data_path.relative_to(named)}")
+                folder = base / builder.data_path.relative_to(data_path)
+                note(f"preparing {builder.name} in {folder}")
                 cache.delete_incomplete(Path(builder.data_path))
                 with quiet():
                     builder.download_and_prepare(file_format="array_record")
@@ -218,24 +223,25 @@ def embedded(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps TFDS from telling the user about its own workings."""
-    before = logging.get_verbosity()
+    """Context manager that silences the log, the progress bars and the output of TFDS."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     tfds.disable_progress_bar()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
-    """Write the text of the Python standard library to disk, unless it is there."""
+    """Write the sources of the Python standard library to disk unless they are there."""
     from mupax.train.data.records import corpus
 
-    embedded(PythonCorpus, data_dir, note, config=corpus.content_digest(corpus.python_files()))
+    digest = corpus.content_digest(corpus.python_files())
+    embedded(PythonCorpus, data_dir, note, config=digest)
 
 
 def prepare_digits(data_dir: str | None, note: cache.Note) -> None:
-    """Write the handwritten digits to disk, unless they are there."""
+    """Write the handwritten digits to disk unless they are there."""
     embedded(Digits, data_dir, note)

@@ -1,10 +1,11 @@
-"""Digests of files' contents, read again only where a file may have changed.
+"""Digests of the contents of files. A file is read again only if it may have changed.
 
-A file may change with the same size and modification time (`cp -p`, `rsync -t`, `touch -r`, an editor within a tick of the clock).
-The change time and the inode tell: a program cannot set the change time. Where one of these differs from what was recorded,
-the content is read, so that a copy or a `touch` alone names the same content.
+    MUPAX_DATA/contents/NAME.jsonl   a line per file: path, size, times, inode, digest of content
 
-    MUPAX_DATA/contents/NAME.jsonl   a line per file: path, size, times and inode, and the digest of its content
+A file may change with the same size and modification time (`cp -p`, `rsync -t`, `touch -r`, or an
+editor within a tick of the clock). A program cannot set the change time, so change time and inode
+are compared, too. If one of them differs, the content is read. So a copy or a `touch` does not
+change the digest.
 """
 
 from __future__ import annotations
@@ -26,54 +27,61 @@ from mupax.train.data.interface import DataError
 _BLOCK_BYTES = 1 << 20
 _THREADS = 4
 _TICK_NS = 2 * 10**9
+"""Longest tick of a file system's clock in nanoseconds."""
 _NOTED_BYTES = 1 << 30
-"""Of content that is read, from which on a line says so."""
+"""Bytes to read from which on the user is told."""
 
 Stamp = list[int]
-"""Size, modification time, change time and inode."""
+"""Size, modification time, change time and inode of a file."""
 
 
 def digest(files: Sequence[Path], note: cache.Note) -> str:
     """Return a digest of paths and contents.
 
     Args:
-        files: in an order that is always the same. Of one in a bucket, the size and time stand for the content.
-        note: told if much is read.
+        files: Files in an order that is always the same. A file in a bucket is represented by its
+            size and time.
+        note: Function that prints a line for the user if at least 1 GiB is read.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: A file cannot be read.
     """
     local = [path for path in files if not is_remote(path)]
     names = [str(path.absolute()) for path in local]
     record = cache.root() / "contents" / f"{cache.digest(*names)}.jsonl"
     recorded = _read(record)
     stamps = {name: stamp(path) for name, path in zip(names, local, strict=True)}
-    current = {
-        name: content for name, (before, content) in recorded.items() if stamps.get(name) == before
-    }
+    current = {}
+    for name, (recorded_stamp, content) in recorded.items():
+        if stamps.get(name) == recorded_stamp:
+            current[name] = content
+
     changed = [name for name in names if name not in current]
-    if sum(stamps[name][0] for name in changed) >= _NOTED_BYTES:
+    changed_bytes = sum(stamps[name][0] for name in changed)
+    if changed_bytes >= _NOTED_BYTES:
         note(f"reading {len(changed)} files, to see whether they have changed")
     if changed:
         with ThreadPool(min(_THREADS, len(changed))) as pool:
-            current |= dict(
-                zip(changed, pool.map(_content_digest, changed, chunksize=8), strict=True)
-            )
-        # A file that is changed again within a tick of the clock would keep its stamp.
+            digests = pool.map(_content_digest, changed, chunksize=8)
+        current |= dict(zip(changed, digests, strict=True))
+        # A file that changes again within a tick of the clock would keep its stamp.
         settled = time.time_ns() - _TICK_NS
-        entries = [
-            (name, stamps[name], current[name]) for name in names if stamps[name][2] < settled
-        ]
+        entries = []
+        for name in names:
+            if stamps[name][2] < settled:
+                entries.append((name, stamps[name], current[name]))
         _write(record, entries)
+
     parts = []
     for path in files:
         name = str(path.absolute())
-        parts += [name, _remote_mark(path) if is_remote(path) else current[name]]
+        content = _remote_mark(path) if is_remote(path) else current[name]
+        parts += [name, content]
     return cache.digest(*parts)
 
 
 def stamp(path: Path) -> Stamp:
-    """Return what tells that a file may have changed, without reading it."""
+    """Return the stamp of a file. If the stamp differs, the file may have changed."""
     stat = path.stat()
     return [
         stat.st_size,
@@ -84,23 +92,25 @@ def stamp(path: Path) -> Stamp:
 
 
 def _remote_mark(path: Path) -> str:
+    """Return size and time of a file in a bucket, in place of a digest of its content."""
     stat = path.stat()
     return f"{stat.st_size}:{stat.st_mtime_ns}"
 
 
 def _content_digest(name: str) -> str:
+    """Return the BLAKE2 digest of a file's content."""
     total = hashlib.blake2b(digest_size=16)
     try:
         with open(name, "rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 total.update(block)
-    except OSError as error:
+    except OSError as error:  # a file may vanish between listing and reading
         raise DataError(f"cannot read {name}: {error.strerror}") from error
     return total.hexdigest()
 
 
 def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
-    """Return the recorded stamp and digest of each file; nothing of what is damaged or missing."""
+    """Return the recorded stamp and digest of each file, up to the first damaged line."""
     recorded: dict[str, tuple[Stamp, str]] = {}
     with contextlib.suppress(OSError, disk.JsonError, KeyError), record.open("rb") as file:
         for line in file:
@@ -110,13 +120,13 @@ def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
 
 
 def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:
-    """Record the digests, unless the cache is one that may only be read."""
+    """Record stamps and digests, unless the cache is read-only."""
     with contextlib.suppress(DataError, OSError):
         cache.folder(record.parent)
+        # Another process never sees a record that is half written.
         part = record.with_name(f"{record.name}.{os.getpid()}.part")
         with part.open("w") as file:
             for name, file_stamp, content in entries:
-                file.write(
-                    json.dumps({"path": name, "stamp": file_stamp, "content": content}) + "\n"
-                )
+                line = json.dumps({"path": name, "stamp": file_stamp, "content": content})
+                file.write(f"{line}\n")
         part.replace(record)

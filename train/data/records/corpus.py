@@ -1,7 +1,6 @@
-"""Which files are a text corpus, and which side of the split each is on. Reads no text but to find split points.
+"""Files of a text corpus, their side of the split by hash, and pieces of large files.
 
-`python_corpus` is the standard library of the running Python: its modules with their docstrings, and the pydoc topics.
-A file is for evaluation when the hash of its relative path says so, so the same file is on the same side everywhere.
+The side of a file is a hash of its relative path, so a file is on the same side on every machine.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from mupax.train.data.records.broken import BrokenLog
 
 Split = Literal["train", "eval"]
 EVAL_SHARE = 0.08
+"""Share of the files or records that is for evaluation."""
 _NOT_LIBRARY = {
     "test",
     "tests",
@@ -34,6 +34,7 @@ _NOT_LIBRARY = {
 }
 _MADE_BY_INSTALLATION = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 _PIECE_BYTES = 1 << 24
+"""Bytes of a file that are held in memory at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Piece:
     """Bytes [start, stop) of a file, all on one side of the split.
 
     Attributes:
-        ends: whether the document ends here; only a large file has more than one piece to a side.
-        is_utf8: whether the tokenizer reads characters, so that other bytes are broken text.
-        broken: decides on broken text, and counts it.
+        ends: True if the document ends with this piece. Only a large file has several pieces on one
+            side.
+        is_utf8: True if the tokenizer reads characters. Then bytes that are no UTF-8 are broken.
+        broken: Log that counts broken text, or raises its error.
     """
 
     path: Path
@@ -54,23 +56,28 @@ class Piece:
     broken: BrokenLog = dataclasses.field(default_factory=BrokenLog, compare=False)
 
     def read(self) -> list[tuple[bytes, bool]]:
-        """Return the piece's bytes, without a mark of UTF-8 at the file's beginning, and `ends`: all that it has.
+        """Return a list of one pair, the bytes of the piece and `ends`.
+
+        The byte order mark of UTF-8 is removed. The list is empty for an empty document, and for a
+        broken one that is left out.
 
         Raises:
-            DataError: the file is gone, is shorter than it was, or is no text, unless such is left out.
+            DataError: The file is gone or has become shorter, or the text is broken and is not left
+                out.
         """
         data = read_bytes(self.path, self.start, self.stop)
         if len(data) != self.stop - self.start:
             raise DataError(
-                f"{self.path} became shorter while it was read; start again when nothing writes to it"
+                f"{self.path} became shorter while it was read; "
+                "start again when nothing writes to it"
             )
-        wrong = self._wrong(data)
-        if wrong is not None:
-            offset, reason = wrong
+        problem = self._problem(data)
+        if problem is not None:
+            offset, reason = problem
             place = f"{self.path} line {self._line(data, offset)}"
             error = DataError(f"{place} {reason}")
             self.broken.add(f"{self.path} {self.start}", "text", place, error)
-            # The end of a document whose other pieces are read stays where it is.
+            # The document has other pieces, which must end where they did.
             return [(b"", self.ends)] if self._is_part else []
         if self.start == 0:
             data = data.removeprefix(codecs.BOM_UTF8)
@@ -78,17 +85,15 @@ class Piece:
 
     @property
     def _is_part(self) -> bool:
-        """Return whether the document may have other pieces."""
+        """True if the document may have other pieces."""
         return self.start > 0 or not self.ends
 
-    def _wrong(self, data: bytes) -> tuple[int, str] | None:
-        """Return where the first byte that is no text is, and what is wrong with it; `None` if all is well."""
+    def _problem(self, data: bytes) -> tuple[int, str] | None:
+        """Return the offset of the first byte that is no text and the problem, or `None`."""
         zero = data.find(b"\0")
         if zero >= 0:
-            return (
-                zero,
-                "is not text: it has a NUL byte. Repair it, or take the file out of the folder",
-            )
+            advice = "Repair it, or take the file out of the folder"
+            return zero, f"is not text: it has a NUL byte. {advice}"
         if self.is_utf8:
             try:
                 data.decode()
@@ -99,62 +104,69 @@ class Piece:
         return None
 
     def _line(self, data: bytes, offset: int) -> int:
-        """Return the line of the file, from 1, that byte `offset` of the piece is in."""
+        """Return the line of the file, from 1, that contains byte `offset` of the piece."""
         lines = 1 + data.count(b"\n", 0, offset)
         for start in range(0, self.start, _PIECE_BYTES):
-            lines += read_bytes(self.path, start, min(start + _PIECE_BYTES, self.start)).count(
-                b"\n"
-            )
+            block = read_bytes(self.path, start, min(start + _PIECE_BYTES, self.start))
+            lines += block.count(b"\n")
         return lines
 
 
 def side(name: str | bytes) -> Split:
-    """The side of the split that a file of this relative path, or a record of this text, is on: 8 % are for evaluation, by BLAKE2."""
+    """Return the side of the split of a file or record, by its hash. 8 % are for evaluation.
+
+    Args:
+        name: Relative path of the file, or text of the record.
+    """
     return "eval" if rank(name) < EVAL_SHARE else "train"
 
 
 def rank(name: str | bytes) -> float:
-    """The hash of a path or text, in [0, 1)."""
+    """Return the BLAKE2 hash of a path or text as a number in [0, 1)."""
     content = name.encode(errors="surrogateescape") if isinstance(name, str) else name
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
-    """(relative path, file) of every module of the standard library, sorted by relative path.
+    """Return (relative path, file) of every module of the standard library, sorted.
 
-    Tests, installed packages and files that an installation writes for itself (they hold its build paths) are left out.
+    Tests and installed packages are left out, and so are files that an installation writes, because
+    they contain the paths of the build.
+
+    Args:
+        library: Folder of the standard library. Default: the one of the running Python.
 
     Raises:
-        DataError: the standard library has no sources here.
+        DataError: The folder has no Python sources.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     modules = []
     for folder, subfolders, names in os.walk(library):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in _NOT_LIBRARY and not name.startswith("config-")
-        ]
+        # `os.walk` visits the folders that stay in the list.
+        subfolders[:] = [name for name in subfolders if _has_modules(name)]
         for name in names:
             if name.endswith(".py") and not name.startswith(_MADE_BY_INSTALLATION):
                 path = Path(folder, name)
                 modules.append((path.relative_to(library).as_posix(), path))
     if not modules:
         raise DataError(
-            f"no sources of the Python standard library in {library}; use a Python installed with them"
+            f"no sources of the Python standard library in {library}; "
+            "use a Python installed with them"
         )
     return sorted(modules)
 
 
-def read_bytes(path: Path, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a file, fewer where it ends.
+def _has_modules(folder: str) -> bool:
+    """Return whether a folder of this name has modules of the standard library."""
+    return folder not in _NOT_LIBRARY and not folder.startswith("config-")
 
-    Args:
-        path: of the file.
-        start, stop: in bytes.
+
+def read_bytes(path: Path, start: int, stop: int) -> bytes:
+    """Return bytes [start, stop) of a file, or fewer if the file ends before `stop`.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: The file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -167,19 +179,21 @@ def read_bytes(path: Path, start: int, stop: int) -> bytes:
 def text_pieces(
     files: list[tuple[str, Path]], sides: Mapping[str, str], is_utf8: bool, broken: BrokenLog
 ) -> dict[str, list[Piece]]:
-    """Return the two sides of a user's text, pieces of files each.
+    """Return the pieces of a user's text files for both sides of the split.
 
-    Files go by the hash of their path, unless their names tell the side. A single file is cut at a line end, and its last tenth
-    is for evaluation.
+    A file is split by the hash of its path, unless its name tells the side. A single file is cut at
+    a line end, and its last tenth is for evaluation.
 
     Args:
-        files: relative path and file of each.
-        sides: `train` or `eval` by relative path, where names tell it.
-        is_utf8, broken: as `Piece` has them.
+        sides: Side of each file whose name tells it, by relative path.
+        is_utf8: True if text that is no UTF-8 is broken (`Piece`).
+        broken: Log of broken text (`Piece`).
     """
+    # An empty file has no document, and must not be the only one of its side.
     files = [(name, path) for name, path in files if path.stat().st_size]
     if len(files) == 1 and files[0][0] not in sides:
-        path, size = files[0][1], files[0][1].stat().st_size
+        _, path = files[0]
+        size = path.stat().st_size
         cut = _after_line(path, size - size // 10, size)
         return {
             "train": _pieces(path, 0, cut, is_utf8, broken),
@@ -189,57 +203,80 @@ def text_pieces(
     pieces: dict[str, list[Piece]] = {"train": [], "eval": []}
     for name, path in files:
         side_by_hash = "eval" if name in for_eval else "train"
-        pieces[sides.get(name, side_by_hash)] += _pieces(
-            path, 0, path.stat().st_size, is_utf8, broken
-        )
+        size = path.stat().st_size
+        pieces[sides.get(name, side_by_hash)] += _pieces(path, 0, size, is_utf8, broken)
     return pieces
 
 
 def is_broken(path: Path, is_utf8: bool, broken: BrokenLog) -> bool:
-    """Return whether a plain text of one piece is broken, and is left out.
+    """Return whether a text file that is read in one piece is broken and left out.
 
     Args:
-        path: of the text.
-        is_utf8, broken: as `Piece` has them.
+        is_utf8: True if text that is no UTF-8 is broken (`Piece`).
+        broken: Log of broken text (`Piece`).
     """
     size = path.stat().st_size
-    return 0 < size <= _PIECE_BYTES and not Piece(path, 0, size, True, is_utf8, broken).read()
+    if not 0 < size <= _PIECE_BYTES:
+        return False
+    return not Piece(path, 0, size, True, is_utf8, broken).read()
 
 
 def names_for_eval(names: list[str]) -> set[str]:
-    """Which of several files are for evaluation, by their hash; where that leaves a side empty, the nearest one fills it."""
+    """Return the names of the files that are for evaluation, by the hash of the name.
+
+    If all files would be on one side, the file with the nearest hash goes to the other side.
+    """
+    # Without a file on one side there would be nothing to train on, or to evaluate.
     ranked = sorted(names, key=rank)
-    for_eval = {name for name in names if side(name) == "eval"} or set(ranked[:1])
-    return for_eval - set(ranked[-1:]) if len(for_eval) == len(names) else for_eval
+    for_eval = {name for name in names if side(name) == "eval"}
+    if not for_eval:
+        for_eval = set(ranked[:1])
+    if len(for_eval) == len(names):
+        for_eval -= set(ranked[-1:])
+    return for_eval
 
 
 def _pieces(
     path: Path, start: int, stop: int, is_utf8: bool = False, broken: BrokenLog | None = None
 ) -> list[Piece]:
-    """Return [start, stop) of a file, cut at line ends into parts small enough to hold in memory."""
+    """Return bytes [start, stop) of a file as pieces of about `_PIECE_BYTES`, cut at line ends."""
     cuts = [start]
     while stop - cuts[-1] > _PIECE_BYTES:
         cuts.append(_after_line(path, cuts[-1] + _PIECE_BYTES, stop))
-    cuts = [*cuts, stop] if cuts[-1] < stop else cuts
+    if cuts[-1] < stop:
+        cuts.append(stop)
     log = broken or BrokenLog()
-    return [Piece(path, a, b, b == stop, is_utf8, log) for a, b in itertools.pairwise(cuts)]
+    return [
+        Piece(path, first, last, last == stop, is_utf8, log)
+        for first, last in itertools.pairwise(cuts)
+    ]
 
 
 def _after_line(path: Path, near: int, stop: int) -> int:
-    """The first line start after `near`; the next character where no line ends in the next piece."""
-    after = read_bytes(path, near, min(near + _PIECE_BYTES, stop))
-    line = after.find(b"\n") + 1
+    """Return the first line start after byte `near`.
+
+    If no line ends within `_PIECE_BYTES` or before `stop`, the next character start is returned.
+    """
+    block = read_bytes(path, near, min(near + _PIECE_BYTES, stop))
+    line = block.find(b"\n") + 1
     if line and near + line < stop:
         return near + line
-    # No line ends here: cut between two UTF-8 characters at least (bytes 10xxxxxx continue one).
-    return near + next((i for i, byte in enumerate(after[:4]) if byte & 0xC0 != 0x80), 0)
+    # Bytes 10xxxxxx continue a UTF-8 character.
+    for i, byte in enumerate(block[:4]):
+        if byte & 0xC0 != 0x80:
+            return near + i
+    return near
 
 
 def content_digest(files: list[tuple[str, Path]]) -> str:
-    """Digest of names and contents: small corpora."""
-    return cache.digest(*(part for name, path in files for part in (name, path.read_bytes())))
+    """Return a digest of names and contents. All files are read, so it is for small corpora."""
+    parts: list[str | bytes] = []
+    for name, path in files:
+        parts += [name, path.read_bytes()]
+    return cache.digest(*parts)
 
 
 def stat_digest(files: list[tuple[str, Path]]) -> str:
-    """Digest of paths, sizes, times and inodes: tells at once whether a large corpus may have changed."""
-    return cache.digest(*(f"{path.absolute()}:{contents.stamp(path)}" for _, path in files))
+    """Return a digest of paths, sizes, times and inodes. No file is read."""
+    stamps = [f"{path.absolute()}:{contents.stamp(path)}" for _, path in files]
+    return cache.digest(*stamps)

@@ -1,4 +1,7 @@
-"""Exact copies of evaluation documents or files in the training part: they are counted for the user, and stay where they are."""
+"""Counts of the evaluation documents and files that are also in the training part.
+
+The user is told their number. The data are not changed.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,24 @@ from mupax.train.data.records.splits import FileParts
 from mupax.train.data.text.packing import PackedCorpus
 
 _MOST_TOKENS = 1 << 30
-"""Of the training part; a larger one would be read for too long."""
+"""Largest training part that is searched. A larger one would take too long to read."""
 _MOST_EVAL_TOKENS = 1 << 27
-"""Of the evaluation part, whose documents are held in memory."""
+"""Largest evaluation part that is searched for, since its documents are held in memory."""
 _BLOCK_TOKENS = 1 << 24
 _BLOCK_BYTES = 1 << 24
 _KEY_TOKENS = 4
-"""Tokens at either end of a document that are compared before the document is."""
+"""Tokens at either end of a document that its key is made of."""
 
 
 def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) -> None:
-    """Tell the user how many evaluation documents are also in the training part, token by token.
+    """Tell the user how many evaluation documents are also training documents.
+
+    Documents are compared token by token. A corpus that is too large is not searched.
 
     Args:
-        sides: both sides of a packed corpus.
-        separator: id that ends every document.
-        note: told the number, if there are such documents.
+        sides: Both sides of a packed corpus, "train" and "eval".
+        separator: Id that ends every document of the corpus.
+        note: Function that prints a line for the user. It is called only if there are copies.
     """
     train = sides["train"]
     held_out = sides["eval"]
@@ -40,43 +45,53 @@ def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) 
         copies, documents = _copies(train.tokens, held_out.tokens, separator)
         return {"copies": float(copies), "documents": float(documents)}
 
-    numbers = cache.remembered(f"copies-{cache.digest(train.digest, held_out.digest)}", count)
+    # Counting reads the complete corpus, so the result is cached.
+    key = cache.digest(train.digest, held_out.digest)
+    numbers = cache.remembered(f"copies-{key}", count)
     copies = int(numbers["copies"])
     documents = int(numbers["documents"])
     if copies:
         note(
-            f"caution: {copies:,} of {documents:,} evaluation documents are also in the training part, word for word; "
-            "take them out of one part, or evaluation is too good"
+            f"caution: {copies:,} of {documents:,} evaluation documents are also in the training "
+            "part, word for word; take them out of one part, or evaluation is too good"
         )
 
 
 def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[int, int]:
-    """Return how many evaluation documents are also training documents, and how many there are; empty ones do not count."""
+    """Count the evaluation documents that are also training documents, and all of them.
+
+    Empty documents do not count.
+    """
     starts, stops = _documents(held_out, separator)
-    held_out_counts: dict[bytes, int] = Counter(
-        held_out[start:stop].tobytes()
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-    )
-    keys = np.unique(_keys(held_out, starts, stops))
+    bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+    held_out_counts = Counter(held_out[start:stop].tobytes() for start, stop in bounds)
+    held_out_keys = np.unique(_keys(held_out, starts, stops))
+
     train_starts, train_stops = _documents(train, separator)
+    # A document with several copies in the training part counts once.
     copies: set[bytes] = set()
     for first in range(0, len(train_starts), _BLOCK_TOKENS):
-        block = slice(first, first + _BLOCK_TOKENS)
-        alike = np.isin(_keys(train, train_starts[block], train_stops[block]), keys)
-        for i in np.flatnonzero(alike).tolist():
-            content = train[train_starts[first + i] : train_stops[first + i]].tobytes()
+        block_starts = train_starts[first : first + _BLOCK_TOKENS]
+        block_stops = train_stops[first : first + _BLOCK_TOKENS]
+        # Only documents with an equal key are compared token by token.
+        has_equal_key = np.isin(_keys(train, block_starts, block_stops), held_out_keys)
+        for i in np.flatnonzero(has_equal_key).tolist():
+            content = train[block_starts[i] : block_stops[i]].tobytes()
             if content in held_out_counts:
                 copies.add(content)
-    return sum(held_out_counts[content] for content in copies), len(starts)
+    num_copies = sum(held_out_counts[content] for content in copies)
+    return num_copies, len(starts)
 
 
 def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where documents begin and end (their separators left out), int64 [documents] each."""
-    blocks = range(0, len(tokens), _BLOCK_TOKENS)
-    ends = [
-        np.flatnonzero(tokens[start : start + _BLOCK_TOKENS] == separator) + start
-        for start in blocks
-    ]
+    """Return the start and stop of each document without its separator, int64 [documents] each.
+
+    Empty documents are left out.
+    """
+    ends = []
+    for start in range(0, len(tokens), _BLOCK_TOKENS):
+        block = tokens[start : start + _BLOCK_TOKENS]
+        ends.append(np.flatnonzero(block == separator) + start)
     stops = np.concatenate([np.zeros(0, np.int64), *ends, [len(tokens)]]).astype(np.int64)
     starts = np.concatenate([[0], stops[:-1] + 1])
     has_tokens = stops > starts
@@ -84,22 +99,30 @@ def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return a number per document that equal documents share, uint64 [documents]: of its length and of tokens at its ends."""
+    """Return a number per document that equal documents share, uint64 [documents].
+
+    The number is a hash of the document's length and of the tokens at its ends.
+    """
+    factor = np.uint64(0x9E3779B97F4A7C15)
     keys = (stops - starts).astype(np.uint64)
     for i in range(_KEY_TOKENS):
-        for places in (np.minimum(starts + i, stops - 1), np.maximum(stops - 1 - i, starts)):
-            keys = keys * np.uint64(0x9E3779B97F4A7C15) + tokens[places].astype(np.uint64)
+        first_tokens = tokens[np.minimum(starts + i, stops - 1)]
+        keys = keys * factor + first_tokens.astype(np.uint64)
+        last_tokens = tokens[np.maximum(stops - 1 - i, starts)]
+        keys = keys * factor + last_tokens.astype(np.uint64)
     return keys
 
 
 def report_files(
     train: Sequence[FileParts], held_out: Sequence[FileParts], note: cache.Note
 ) -> None:
-    """Tell the user how many evaluation files are also training files, byte by byte. Files of one size alone are read.
+    """Tell the user how many evaluation files are also training files.
+
+    Files are compared by digest. Only files of equal size are read.
 
     Args:
-        train, held_out: files of each side; one with both is no copy of itself.
-        note: told the number, if there are such files.
+        held_out: Files with evaluation parts. A file on both sides is no copy of itself.
+        note: Function that prints a line for the user. It is called only if there are copies.
     """
     by_size: dict[int, list[Path]] = {}
     for file in train:
@@ -107,18 +130,19 @@ def report_files(
     only_held_out = [file.path for file in held_out if file.sides == {"eval"}]
     copies = 0
     for path in only_held_out:
-        alike = by_size.get(path.stat().st_size, [])
-        if alike:
+        equal_size = by_size.get(path.stat().st_size, [])
+        if equal_size:
             digest = _digest(path)
-            copies += any(_digest(other) == digest for other in alike)
+            copies += any(_digest(train_path) == digest for train_path in equal_size)
     if copies:
         note(
-            f"caution: {copies:,} of {len(only_held_out):,} evaluation files are also in the training part, byte for byte; "
-            "take them out of one part, or evaluation is too good"
+            f"caution: {copies:,} of {len(only_held_out):,} evaluation files are also in the "
+            "training part, byte for byte; take them out of one part, or evaluation is too good"
         )
 
 
 def _digest(path: Path) -> bytes:
+    """Return the BLAKE2 digest of a file's content."""
     total = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

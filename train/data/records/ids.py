@@ -1,6 +1,7 @@
-"""Files of token ids: nanoGPT's .bin (16 bits an id, no header), llm.c's .bin (with a header), and .npy of whole numbers.
+"""Files of token ids: .bin of nanoGPT (16 bits, no header), .bin of llm.c, and .npy of integers.
 
-A .bin without a header does not say how wide its ids are. Ids of 32 or 64 bits are seen by their upper halves, which are all 0.
+A .bin without a header does not tell the width of its ids. Ids of 32 or 64 bits are recognized by
+their upper halves, which are all 0.
 """
 
 from __future__ import annotations
@@ -16,32 +17,36 @@ from mupax.train.data.interface import DataError
 
 SUFFIXES = (".bin", ".npy")
 _PART_IDS = 1 << 23
+"""Ids of a file that are held in memory at once."""
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""The first number of llm.c's headers, and what follows them."""
+"""Type of the ids by the first number of llm.c's header."""
 _LLM_C_BYTES = 1024
+"""Size of llm.c's header."""
 _SAMPLES = 16
-"""Places in a file that are looked at to see how wide its ids are."""
+"""Number of positions in a file that are read to find the width of its ids."""
 _SAMPLE_BYTES = 1 << 15
+_CHECKED_IDS = 1024
+"""Ids at the beginning of a file that are checked when it is opened."""
 _LARGEST_HEADER = 10_000
-"""Bytes of a .npy header; NumPy reads no longer one."""
+"""Largest header of a .npy in bytes. NumPy reads no longer one."""
 _ENOUGH = 64
-"""Ids whose upper halves are all 0 by no accident."""
+"""Number of ids whose upper halves are not all 0 by accident."""
 
 
 class WidthError(DataError):
-    """Ids of 16 or 32 bits, or half as many of twice as many bits: the file does not say."""
+    """Error of a file of ids of ambiguous width: n ids, or n/2 ids of twice as many bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class IdFile:
-    """Ids of a file, documents and separators as they stand; `opened` makes it.
+    """File of token ids, with the separators of its documents (`opened`).
 
     Attributes:
-        path: of the file.
-        dtype: of an id.
-        offset: where the first one begins.
-        size: how many there are.
-        vocab_size: what each must be below.
+        path: Path of the .bin or .npy.
+        dtype: Type of an id.
+        offset: Position of the first id in bytes.
+        size: Number of ids.
+        vocab_size: Vocabulary size. Every id must be below it.
     """
 
     path: Path
@@ -52,153 +57,160 @@ class IdFile:
 
     @property
     def is_usual(self) -> bool:
-        """True if ids have the width that such a file has unless its content says otherwise."""
-        has_type = self.offset > 0  # in the header
-        return has_type or self.dtype.str == default_width(self.vocab_size)
+        """True if the type is in a header, or is the default for a file without a header."""
+        has_header = self.offset > 0
+        return has_header or self.dtype.str == default_width(self.vocab_size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids [start, stop) as int64.
-
-        Args:
-            start, stop: within the file's ids.
+        """Return ids [start, stop) of the file as int64.
 
         Raises:
-            DataError: the file became shorter, or has an id that the vocabulary has not.
+            DataError: The file has become shorter, or an id is not in the vocabulary.
         """
         with self.path.open("rb") as file:
             file.seek(self.offset + start * self.dtype.itemsize)
-            ids = np.frombuffer(file.read((stop - start) * self.dtype.itemsize), self.dtype).astype(
-                np.int64
-            )
+            content = file.read((stop - start) * self.dtype.itemsize)
+        ids = np.frombuffer(content, self.dtype).astype(np.int64)
         if len(ids) != stop - start:
             raise DataError(
-                f"{self.path} became shorter while it was read; start again when nothing writes to it"
+                f"{self.path} became shorter while it was read; "
+                "start again when nothing writes to it"
             )
-        if (wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))).size:
-            save = (
-                ", save ids of another width as .npy" if self.path.suffix.lower() != ".npy" else ""
-            )
+        invalid = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        if invalid.size:
+            first = invalid[0]
+            advice = "write data.tokenizer as the one that made the file"
+            if self.path.suffix.lower() != ".npy":
+                advice += ", save ids of another width as .npy"
             raise DataError(
-                f"{self.path} has the id {ids[wrong[0]]} at place {start + wrong[0]} (read as {self.dtype}), and the tokenizer "
-                f"has {self.vocab_size}; write data.tokenizer as the one that made the file{save}, or take the file out"
+                f"{self.path} has the id {ids[first]} at place {start + first} "
+                f"(read as {self.dtype}), and the tokenizer has {self.vocab_size}; "
+                f"{advice}, or take the file out"
             )
         return ids
 
     def parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) in parts small enough to hold in memory.
-
-        Args:
-            start, stop: within the file's ids.
-        """
+        """Return [start, stop) as consecutive ranges of at most `_PART_IDS` ids."""
         return [(i, min(i + _PART_IDS, stop)) for i in range(start, stop, _PART_IDS)]
 
 
 def opened(path: Path, vocab_size: int) -> IdFile:
-    """What a file of ids holds, by its header; the first ids are looked at.
+    """Open a file of ids: read its header, and check its first ids.
 
     Args:
-        path: of a .bin or .npy.
-        vocab_size: of the tokenizer that made it. Without a header an id has 16 bits, or 32 where the vocabulary needs them,
-            unless the file shows that its ids are wider.
+        vocab_size: Vocabulary size of the tokenizer that made the ids. Without a header an id has
+            16 bits, or 32 if the vocabulary needs them, unless the content shows wider ids.
 
     Raises:
-        DataError: it is no file of ids, or not of this vocabulary, or of a width that cannot be told.
+        DataError: The file has no ids, ids of another vocabulary, or ids of ambiguous width.
     """
     with path.open("rb") as file:
-        if path.suffix.lower() == ".npy":
-            try:
-                shape, _, dtype = array_header(file)
-            except ValueError as error:
-                raise DataError(f"{path} is no .npy of NumPy: {error}") from error
-            if len(shape) != 1 or dtype.kind not in "iu":
-                raise DataError(
-                    f"{path} is an array {shape} of {dtype}; token ids are one row of whole numbers"
-                )
-            offset = file.tell()
-        else:
-            if path.with_suffix(".idx").is_file():
-                raise DataError(
-                    f"{path} has an index beside it, as Megatron's; write its ids alone as a .npy"
-                )
-            kind = _LLM_C.get(int.from_bytes(file.read(4), "little"))
-            offset = _LLM_C_BYTES if kind else 0
-            dtype = np.dtype(kind or _width(path, default_width(vocab_size)))
-    size, rest = divmod(path.stat().st_size - offset, dtype.itemsize)
-    if rest:
-        raise DataError(f"{path} is no row of ids of {dtype.itemsize} bytes: {rest} are left over")
+        is_array = path.suffix.lower() == ".npy"
+        offset, dtype = _array_type(path, file) if is_array else _bin_type(path, file, vocab_size)
+    size, remainder = divmod(path.stat().st_size - offset, dtype.itemsize)
+    if remainder:
+        raise DataError(
+            f"{path} is no row of ids of {dtype.itemsize} bytes: {remainder} are left over"
+        )
     ids = IdFile(path, dtype, offset, size, vocab_size)
-    ids.read(0, min(size, 1024))
+    ids.read(0, min(size, _CHECKED_IDS))
     return ids
 
 
+def _array_type(path: Path, file: IO[bytes]) -> tuple[int, np.dtype]:
+    """Return the position of the first id of a .npy, and the type of an id."""
+    try:
+        shape, _, dtype = array_header(file)
+    except ValueError as error:
+        raise DataError(f"{path} is no .npy of NumPy: {error}") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise DataError(
+            f"{path} is an array {shape} of {dtype}; token ids are one row of whole numbers"
+        )
+    return file.tell(), dtype
+
+
+def _bin_type(path: Path, file: IO[bytes], vocab_size: int) -> tuple[int, np.dtype]:
+    """Return the position of the first id of a .bin, and the type of an id."""
+    if path.with_suffix(".idx").is_file():
+        raise DataError(
+            f"{path} has an index beside it, as Megatron's; write its ids alone as a .npy"
+        )
+    first_number = int.from_bytes(file.read(4), "little")
+    if first_number in _LLM_C:
+        return _LLM_C_BYTES, np.dtype(_LLM_C[first_number])
+    return 0, np.dtype(_width(path, default_width(vocab_size)))
+
+
 def array_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return the shape, whether the order is Fortran's, and the type of a .npy file, whose stream is then at its first value.
+    """Read the header of a .npy file: the shape, whether the order is Fortran's, and the type.
+
+    The stream is at the first value afterwards.
 
     Raises:
-        ValueError: it is no .npy file of NumPy, or its header is longer than NumPy writes one.
+        ValueError: The file is no .npy of NumPy, or its header is longer than NumPy writes one.
     """
     version = np.lib.format.read_magic(stream)
     width = 2 if version == (1, 0) else 4
+    # The header begins with its length.
     size = stream.read(width)
     length = int.from_bytes(size, "little")
     if len(size) < width or length > _LARGEST_HEADER:
         raise ValueError(f"its header has {length:,} bytes")
     header = io.BytesIO(size + stream.read(length))
-    read = (
-        np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
-    )
+    # NumPy parses the header as Python.
+    parser_errors = (SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
     try:
-        return read(header)
-    except (
-        SyntaxError,
-        TypeError,
-        KeyError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # NumPy parses it as Python
+        if width == 2:
+            return np.lib.format.read_array_header_1_0(header)
+        return np.lib.format.read_array_header_2_0(header)
+    except parser_errors as error:
         raise ValueError(f"its header cannot be read: {error!s:.200}") from error
 
 
 def default_width(vocab_size: int) -> str:
-    """Return the type of an id in a file without a header, as numpy writes it."""
+    """Return the NumPy type of an id in a file without a header: "<u2" or "<u4"."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def _width(path: Path, dtype: str) -> str:
-    """Return the type of the ids of a file without a header.
+    """Return the NumPy type of the ids of a file without a header.
 
     Args:
-        path: of the file.
-        dtype: type that an id has unless the file shows another one.
+        dtype: Type of an id unless the content shows wider ids.
 
     Raises:
-        WidthError: the upper halves seem to be 0, but the file is too short to tell.
+        WidthError: All upper halves are 0, but the file is too short to tell.
     """
+    # Ids of 64 bits are first recognized as ids of 32 bits, then as ids of 64 bits.
     for wider in ("<u4", "<u8"):
         itemsize = np.dtype(dtype).itemsize
         if itemsize >= np.dtype(wider).itemsize or path.stat().st_size % (2 * itemsize):
             continue
+        # Ids are little-endian, so the second half of an id is the upper one.
         halves = _sampled(path, 2 * itemsize).view(dtype).reshape(-1, 2)
         lower_is_zero = not halves[:, 0].any()
         upper_is_zero = not halves[:, 1].any()
-        if lower_is_zero or not upper_is_zero:  # nothing but zeros, or ids of this width
+        if lower_is_zero or not upper_is_zero:  # only zeros, or ids of this width
             return dtype
         if len(halves) < _ENOUGH:
+            bits = 8 * itemsize
             raise WidthError(
-                f"{path} has a 0 in every second place of {8 * itemsize} bits: {2 * len(halves)} ids of {8 * itemsize} bits, or "
-                f"{len(halves)} of {16 * itemsize}; save them as .npy, which says their type"
+                f"{path} has a 0 in every second place of {bits} bits: {2 * len(halves)} ids of "
+                f"{bits} bits, or {len(halves)} of {2 * bits}; "
+                "save them as .npy, which says their type"
             )
         dtype = wider
     return dtype
 
 
 def _sampled(path: Path, itemsize: int) -> np.ndarray:
-    """Return bytes from places all over a file, each a whole number of items."""
+    """Return bytes from evenly spread positions of a file, which are multiples of `itemsize`."""
     size = path.stat().st_size
     step = max(_SAMPLE_BYTES, size // _SAMPLES)
     starts = range(0, size, step - step % itemsize)
+    blocks = []
     with path.open("rb") as file:
-        blocks = []
         for start in starts:
             file.seek(start)
             blocks.append(file.read(_SAMPLE_BYTES))

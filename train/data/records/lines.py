@@ -1,7 +1,4 @@
-"""Documents from JSON lines, plain or compressed (.gz, .zst, .bz2, .xz): a field of each line, split by its content.
-
-A line is for evaluation when the hash of its text says so, so the same text is on the same side in every file and order.
-"""
+"""Documents from JSON lines, plain or compressed (.gz, .zst, .bz2, .xz): one field of each line."""
 
 from __future__ import annotations
 
@@ -25,33 +22,36 @@ from mupax.train.data.records import bounds
 from mupax.train.data.records.broken import BrokenLog
 
 _PART_BYTES = 1 << 24
+"""Bytes of a part, at least."""
 _BLOCK_BYTES = 1 << 20
 _SHOWN = 60
 _LISTED = 8
 _TRIED_LINES = 50
-"""Lines of which one must be a record, or the file holds none."""
+"""Number of first lines of which one must be a record, or the file has none."""
 
 
 class DamagedError(DataError):
-    """A file that is cut off or damaged, so that it cannot be unpacked."""
+    """Error of a file that is cut off or damaged, so that it cannot be unpacked."""
 
 
 class Part(NamedTuple):
-    """Whole lines of a file: so many bytes from `start`, where line `line` begins (from 1)."""
+    """Complete lines of a file."""
 
     start: int
+    """First byte of the unpacked content."""
     size: int
+    """Number of bytes."""
     line: int
+    """Number of the first line, from 1."""
 
 
 @dataclasses.dataclass
 class Lines:
-    """A file of JSON lines, read part by part; in order nothing is unpacked twice.
+    """File of JSON lines, read part by part. Parts that are read in order are unpacked once.
 
     Args:
-        path: of the file.
-        field: whose text is the document.
-        broken: decides on lines that are no records, and counts them.
+        field: Name of the field whose text is the document.
+        broken: Log that counts lines which are no records, or raises their error.
     """
 
     path: Path
@@ -59,27 +59,32 @@ class Lines:
     broken: BrokenLog = dataclasses.field(default_factory=BrokenLog)
     _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _stream: Any = None
-    _at: int = 0
+    _position: int = 0
+    """Bytes of the content that `_stream` has read."""
     _size: int | None = None
+    """Bytes of the content. `None` before `parts` has read the file."""
 
     def first(self) -> None:
-        """Raise DataError unless one of the first lines is a record, so that the others are broken ones.
+        """Raise the error of the first line unless one of the first `_TRIED_LINES` is a record.
 
-        A file whose first line begins a JSON list that goes on behind it has no lines that count.
+        A file that begins with a JSON list over several lines has no records.
+
+        Raises:
+            DataError: No line is a record.
         """
         first_error = None
         limit = self._line_limit
-        with _opened(self.path, self.broken.limits) as stream, _whole(self.path):
+        with _opened(self.path, self.broken.limits) as stream, _checked(self.path):
             number = 1
+            # One byte above the limit tells a line that is too long.
             while line := _unmarked(stream.readline(limit + 1)):
                 if not line.strip():
                     number += 1
                     continue
                 if len(line) > limit:
-                    first_error = first_error or bounds.too_long(
-                        self._place(number), len(line), self.broken.limits
-                    )
-                    if not line.endswith(b"\n") and not self._ends(stream):
+                    error = bounds.too_long(self._place(number), len(line), self.broken.limits)
+                    first_error = first_error or error
+                    if not line.endswith(b"\n") and not self._skip_line(stream):
                         break
                 else:
                     try:
@@ -98,52 +103,54 @@ class Lines:
 
     @property
     def _line_limit(self) -> int:
-        """Bytes that a line may have."""
+        """Largest number of bytes of a line."""
         return self.broken.limits.record_mib * 2**20
 
     def _place(self, number: int) -> str:
+        """Return the name of a line for messages."""
         return f"{self.path} line {number}"
 
     @staticmethod
-    def _ends(stream: Any) -> bool:
-        """Read up to the end of a line that was begun; return whether anything may follow."""
+    def _skip_line(stream: Any) -> bool:
+        """Read the rest of a line. Return `False` if the file ends before the line does."""
         while block := stream.readline(_BLOCK_BYTES):
             if block.endswith(b"\n"):
                 return True
         return False
 
     def parts(self) -> Iterator[Part]:
-        """Yield the file cut at line ends, part by part as it is read. Lines that are too long are in no part.
+        """Yield the parts of the file, cut at line ends, while the file is read.
+
+        No part contains a line that is too long.
 
         Raises:
-            DataError: a line is too long, or the file is damaged, unless such are left out.
+            DataError: A line is too long or the file is damaged, and broken entries are not left
+                out.
         """
-        start = 0  # of the part that is being read
-        line = 1  # number of its first line
-        lines = 0  # whole lines of it
-        line_start = 0  # of the line that has not ended yet
-        is_long = False  # whether that line is too long
+        start = 0  # first byte of the current part
+        line = 1  # number of the first line of the part
+        lines = 0  # number of complete lines of the part
+        line_start = 0  # first byte of the line that has not ended yet
+        is_long = False  # whether the line that has not ended yet is too long
         position = 0
         try:
-            with _opened(self.path, self.broken.limits) as stream, _whole(self.path):
+            with _opened(self.path, self.broken.limits) as stream, _checked(self.path):
                 while block := stream.read(_BLOCK_BYTES):
                     first_end = block.find(b"\n") + 1
                     line_size = position + (first_end or len(block)) - line_start
+                    # The line became too long: end the part before it.
                     if line_size > self._line_limit and not is_long:
                         is_long = True
                         place = self._place(line + lines)
-                        self.broken.add(
-                            place,
-                            "record",
-                            place,
-                            bounds.too_long(place, line_size, self.broken.limits),
-                        )
+                        error = bounds.too_long(place, line_size, self.broken.limits)
+                        self.broken.add(place, "record", place, error)
                         if line_start > start:
                             yield Part(start, line_start - start, line)
                         start = line_start
                         line += lines
                         lines = 0
                     counted_from = 0
+                    # The line that was too long ends: begin a part after it.
                     if is_long and first_end:
                         is_long = False
                         start = position + first_end
@@ -162,7 +169,8 @@ class Lines:
         except (DamagedError, bounds.LimitError) as error:
             place = f"{self.path} from line {line + lines} on"
             self.broken.add(f"{self.path} cut", "file", place, error)
-            position = line_start  # behind it is half of a line
+            position = line_start  # an incomplete line follows
+        # The last line may have no line end.
         stop = start if is_long else position
         if stop > start:
             yield Part(start, stop - start, line)
@@ -170,10 +178,11 @@ class Lines:
         self._close_at_end()
 
     def read(self, part: Part) -> list[bytes]:
-        """Return the texts of a part, in order; lines of white space are left out.
+        """Return the texts of a part in order. Lines of white space are left out.
 
         Raises:
-            DataError: the file is damaged, or a line is no JSON object with text in the field, unless such are left out.
+            DataError: The file is damaged or a line is no JSON object with text in the field, and
+                broken entries are not left out.
         """
         try:
             content = self._content(part)
@@ -192,99 +201,104 @@ class Lines:
             raise
 
     def _content(self, part: Part) -> bytes:
-        """Return the bytes of a part; nothing if the file is damaged there and damage is left out."""
+        """Return the bytes of a part, or no bytes for a damaged part that is left out."""
         try:
-            if self._at > part.start or self._stream is None:
+            if self._position > part.start or self._stream is None:
                 self.close()
                 self._stream = self._stack.enter_context(_opened(self.path, self.broken.limits))
-            with _whole(self.path):
-                while self._at < part.start and (
-                    skipped := self._stream.read(min(_BLOCK_BYTES, part.start - self._at))
-                ):
-                    self._at += len(skipped)
+            with _checked(self.path):
+                self._skip_to(part.start)
                 content = self._stream.read(part.size)
         except (DamagedError, bounds.LimitError) as error:
             self.close()
-            self.broken.add(
-                f"{self.path} {part.start}", "file", f"{self.path} from line {part.line} on", error
-            )
+            place = f"{self.path} from line {part.line} on"
+            self.broken.add(f"{self.path} {part.start}", "file", place, error)
             return b""
-        self._at += len(content)
+        self._position += len(content)
         if len(content) != part.size:
             raise DataError(
-                f"{self.path} became shorter while it was read; start again when nothing writes to it"
+                f"{self.path} became shorter while it was read; "
+                "start again when nothing writes to it"
             )
         self._close_at_end()
         return _unmarked(content) if part.start == 0 else content
 
+    def _skip_to(self, position: int) -> None:
+        """Read the content up to a position, or up to its end."""
+        while self._position < position:
+            block = self._stream.read(min(_BLOCK_BYTES, position - self._position))
+            if not block:
+                return
+            self._position += len(block)
+
     def text(self, line: bytes, number: int) -> bytes:
-        """The text of a line.
+        """Return the document of a line, in UTF-8.
 
         Args:
-            line: of JSON.
-            number: of the line, from 1, for the error.
+            number: Number of the line, from 1, for the message.
 
         Raises:
-            DataError: it is no JSON object, or has no text in the field; the text says what to write instead.
+            DataError: The line is no JSON object, or has no text in the field.
         """
         where = self._place(number)
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # deeply nested JSON recurses
             shown = line[:_SHOWN].decode(errors="replace")
             raise DataError(
                 f"{where} is no JSON: {shown!r} ({error}). Repair or remove the line"
             ) from error
         if not isinstance(row, dict):
             raise DataError(
-                f"{where} is no JSON object; write each document as {{{json.dumps(self.field)}: ...}}"
+                f"{where} is no JSON object; "
+                f"write each document as {{{json.dumps(self.field)}: ...}}"
             )
         return self.content(row, where)
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
-        """The document of a record.
-
-        Args:
-            row: the JSON object.
-            where: file and line, for the error.
+        """Return the document of a record, in UTF-8.
 
         Raises:
-            DataError: as `content_of`.
+            DataError: The field has no text (`content_of`).
         """
         texts = [name for name in row if isinstance(row[name], str)]
         if self.field not in row and isinstance(row.get("messages"), list):
             raise DataError(
-                f"{where} has no field {self.field!r} but messages of a chat; write data.name chat:PATH"
+                f"{where} has no field {self.field!r} but messages of a chat; "
+                "write data.name chat:PATH"
             )
         if self.field in row and row[self.field] is None:
             raise DataError(f"{where} has null in {self.field!r}; repair or remove it")
         return content_of(row.get(self.field), where, self.field, texts)
 
     def _close_at_end(self) -> None:
-        """Closes the file when all of it is read: a corpus may have more files than a process may open."""
-        if self._at == self._size:
+        """Close the file if all of it was read."""
+        # A corpus may have more files than a process may open.
+        if self._position == self._size:
             self.close()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._stack.close()
-        self._stream, self._at = None, 0
+        self._stream = None
+        self._position = 0
 
     def __del__(self) -> None:
         self.close()
 
 
 def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> bytes:
-    """The text of a record, in UTF-8.
+    """Return the text of a record, in UTF-8.
 
     Args:
-        value: of the field; None where there is none.
-        where: file and line or row, for the error.
-        field: its name.
-        text_fields: names of fields that have text.
+        value: Value of the field. `None` if the record does not have the field.
+        where: File and line or row, for the message.
+        field: Name of the field, for the message.
+        text_fields: Names of the fields that have text, for the advice in the message.
 
     Raises:
-        DataError: it is no text, has a NUL character, which separates documents, or half of a surrogate pair.
+        DataError: The value is no text, or has half of a surrogate pair or a NUL character, which
+            separates documents.
     """
     if not isinstance(value, str):
         kind = "no field" if value is None else f"no text but {type(value).__name__} in"
@@ -300,48 +314,46 @@ def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> by
 
 
 def _advice(text_fields: list[str]) -> str:
-    """Return what to do about a record without text in the field."""
+    """Return the advice for a record without text in the field."""
     if not text_fields:
         return "repair or remove it"
-    more = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
-    return f"write --data.field {shlex.quote(text_fields[0])}{more}"
+    alternatives = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
+    return f"write --data.field {shlex.quote(text_fields[0])}{alternatives}"
 
 
 def _unmarked(content: bytes) -> bytes:
-    """Return the content without the mark that some editors put before UTF-8."""
+    """Return the content without the byte order mark that some editors put before UTF-8."""
     return content.removeprefix(codecs.BOM_UTF8)
 
 
 @contextlib.contextmanager
 def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
-    """Open the content of a file, unpacked as far as its limits allow."""
+    """Open the unpacked content of a file, which may be read as far as the limits allow."""
     with contextlib.ExitStack() as stack:
-        with _whole(path):
+        with _checked(path):
             file = stack.enter_context(path.open("rb"))
             unpacked = _unpacked(file, path.suffix.lower())
             if unpacked is not file:
                 stack.enter_context(unpacked)
                 bounded = bounds.BoundedStream(unpacked, file, str(path), limits)
-                # Lines are read by io: pyarrow's own streams have none.
+                # `io` reads the lines, because pyarrow's streams cannot.
                 stream = stack.enter_context(io.BufferedReader(bounded, _BLOCK_BYTES))
-            elif is_remote(path):  # files in buckets read lines of any length alone
-                stream = stack.enter_context(
-                    io.BufferedReader(
-                        bounds.BoundedStream(file, file, str(path), limits), _BLOCK_BYTES
-                    )
-                )
+            elif is_remote(path):
+                # A file in a bucket has no `readline` with a limit.
+                bounded = bounds.BoundedStream(file, file, str(path), limits)
+                stream = stack.enter_context(io.BufferedReader(bounded, _BLOCK_BYTES))
             else:
                 stream = file
         yield stream
 
 
 @contextlib.contextmanager
-def _whole(path: Path) -> Iterator[None]:
-    """Turn what unpacking makes of a damaged file into an error of the data.
+def _checked(path: Path) -> Iterator[None]:
+    """Context manager that turns an error of reading or unpacking into a DataError.
 
     Raises:
-        DamagedError: the content is damaged.
-        DataError: the file cannot be read.
+        DamagedError: The content is damaged.
+        DataError: The file cannot be read.
     """
     try:
         yield
@@ -356,6 +368,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def _unpacked(file: Any, suffix: str) -> Any:
+    """Return a stream of the unpacked content, or the file itself if it is not compressed."""
     match suffix:
         case ".gz":
             return gzip.GzipFile("", "rb", fileobj=file)  # a file in a bucket has no name

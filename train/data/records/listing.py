@@ -1,4 +1,4 @@
-"""The files below a folder of a user's data: hidden ones left out, linked folders followed once, refusals reported."""
+"""List of the files below a folder of a user's data, and of the entries that are left out."""
 
 from __future__ import annotations
 
@@ -10,92 +10,118 @@ from typing import NamedTuple
 from mupax.disk import is_remote
 
 _NO_DATA = {"__MACOSX", "__pycache__"}
-"""Folders that other programs leave beside data: archives of macOS, bytecode of Python."""
+"""Folders that other programs add to data: archives of macOS, bytecode of Python."""
 _LISTED = 4
 
 
 class Listing(NamedTuple):
-    """The visible files of a folder, and the entries that could not be read."""
+    """Visible files of a folder, and the entries that are left out."""
 
     files: list[tuple[str, Path]]
-    """(path relative to the folder, with slashes; file), sorted by that path."""
+    """Pairs of the path relative to the folder, with slashes, and the file, sorted by path."""
     skipped: dict[str, str]
-    """Relative path of each entry that was left out, and the reason. Hidden entries are not among them."""
+    """Reason for each entry that is left out, by relative path. Hidden entries are not listed."""
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder of this name is never data: `.git`, `.ipynb_checkpoints`, `__MACOSX`."""
+    """Return whether a file or folder of this name is never data, such as `.git`, `__MACOSX`."""
     return name.startswith(".") or name in _NO_DATA
 
 
 def files_below(folder: Path) -> Listing:
     """List every visible file below a folder, on this machine or in a bucket.
 
-    A linked folder is read like any other, but every folder only once: a link to a folder that is read anyway, or to one
-    that holds the link itself, is skipped with a reason.
+    A linked folder is read as any other folder, but every folder is read once. A link to a folder
+    that is read anyway, or to a folder that contains the link, is skipped with a reason.
 
     Args:
-        folder: an existing folder. Hidden parts of its own path do not count.
+        folder: Existing folder. Its own path may have hidden parts.
     """
     if is_remote(folder):
-        files = [
-            (file.relative_to(folder).as_posix(), file)
-            for file in folder.rglob("*")
-            if file.is_file()
-        ]
-        visible = [(name, file) for name, file in files if not any(map(is_hidden, name.split("/")))]
-        return Listing(sorted(visible), {})
-    files: list[tuple[str, Path]] = []
-    skipped: dict[str, str] = {}
-    root = os.path.realpath(folder)
-    visited = {root}
+        return Listing(_remote_files(folder), {})
+    walk = _Walk(os.path.realpath(folder))
+    walk.visit(folder, "", walk.root)
+    return Listing(sorted(walk.files), walk.skipped)
 
-    def visit(place: Path, prefix: str, real: str) -> None:
+
+def _remote_files(folder: Path) -> list[tuple[str, Path]]:
+    """Return relative path and file of every visible file below a folder in a bucket, sorted."""
+    files = []
+    for file in folder.rglob("*"):
+        name = file.relative_to(folder).as_posix()
+        is_visible = not any(is_hidden(part) for part in name.split("/"))
+        if file.is_file() and is_visible:
+            files.append((name, file))
+    return sorted(files)
+
+
+class _Walk:
+    """Walk through a folder on this machine that collects files and skipped entries."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.files: list[tuple[str, Path]] = []
+        self.skipped: dict[str, str] = {}
+        self._visited = {root}
+
+    def visit(self, folder: Path, prefix: str, real_path: str) -> None:
+        """Visit the entries of a folder in the order of their names.
+
+        Args:
+            folder: Folder below the root, or the root.
+            prefix: Relative path of the folder with a slash at its end. "" for the root.
+        """
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(folder) as entries:
+                # Of several links to a folder, the same one is followed on every machine.
                 children = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
-            skipped[prefix.rstrip("/") or "."] = f"cannot be read: {error.strerror}"
+            self.skipped[prefix.rstrip("/") or "."] = f"cannot be read: {error.strerror}"
             return
         for entry in children:
             if is_hidden(entry.name):
                 continue
             name = prefix + entry.name
-            path = place / entry.name
+            path = folder / entry.name
             try:
                 is_folder = entry.is_dir()
                 is_file = entry.is_file()
             except OSError as error:
-                skipped[name] = f"cannot be read: {error.strerror}"
+                self.skipped[name] = f"cannot be read: {error.strerror}"
                 continue
             if is_folder:
-                is_link = entry.is_symlink()
-                target = os.path.realpath(path) if is_link else os.path.join(real, entry.name)
-                reason = _reason_not_to_follow(target, root, visited) if is_link else None
-                if target in visited and not is_link:  # by a link to this folder alone
-                    reason = "is read already, by a link"
-                if reason is not None:
-                    skipped[name] = reason
-                    continue
-                visited.add(target)
-                visit(path, f"{name}/", target)
+                self._visit_subfolder(entry, name, path, real_path)
             elif is_file:
-                files.append((name, path))
+                self.files.append((name, path))
             elif entry.is_symlink():
-                skipped[name] = "is a link that leads nowhere"
+                self.skipped[name] = "is a link that leads nowhere"
             else:
-                skipped[name] = "is neither a file nor a folder"
+                self.skipped[name] = "is neither a file nor a folder"
 
-    visit(folder, "", root)
-    return Listing(sorted(files), skipped)
+    def _visit_subfolder(
+        self, entry: os.DirEntry[str], name: str, path: Path, parent_path: str
+    ) -> None:
+        """Visit a folder or a linked folder, unless it was visited."""
+        if entry.is_symlink():
+            target = os.path.realpath(path)
+            reason = _reason_not_to_follow(target, self.root, self._visited)
+        else:
+            target = os.path.join(parent_path, entry.name)
+            # Only a link can have led to this folder before.
+            reason = "is read already, by a link" if target in self._visited else None
+        if reason is not None:
+            self.skipped[name] = reason
+            return
+        self._visited.add(target)
+        self.visit(path, f"{name}/", target)
 
 
 def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | None:
-    """Return why the folder that a link leads to is not read, or `None` if it is."""
+    """Return the reason not to read a folder that a link leads to, or `None` to read it."""
     folder = target
     while folder not in visited:
         if is_hidden(os.path.basename(folder)) or folder == os.path.dirname(folder):
-            break  # nothing below a hidden folder is read otherwise
+            break  # folders below a hidden folder are not read without the link
         folder = os.path.dirname(folder)
     if folder in visited:
         return "links to a folder that is read already"
@@ -105,12 +131,17 @@ def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | No
 
 
 def summary(skipped: dict[str, str]) -> list[str]:
-    """Return a line per reason: how many entries were left out for it, and the first of their names."""
+    """Return a line for each reason, with the number of entries and the names of the first.
+
+    Args:
+        skipped: Reason for each entry, by relative path (`Listing`).
+    """
     counts = Counter(skipped.values())
     lines = []
     for reason, count in counts.most_common():
-        names = [name for name, other in skipped.items() if other == reason]
-        more = f" and {count - _LISTED} more" if count > _LISTED else ""
+        names = [name for name, entry_reason in skipped.items() if entry_reason == reason]
+        remainder = f" and {count - _LISTED} more" if count > _LISTED else ""
         entries = "entry" if count == 1 else "entries"
-        lines.append(f"left out {count} {entries} ({reason}): {', '.join(names[:_LISTED])}{more}")
+        listed = ", ".join(names[:_LISTED])
+        lines.append(f"left out {count} {entries} ({reason}): {listed}{remainder}")
     return lines

@@ -1,4 +1,4 @@
-"""Names of files and folders that say which part of a data set they hold: training, validation or test."""
+"""Split of a data set by the names of its files and folders, such as `train` and `val`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ WORDS: dict[str, Split] = {
     "testing": "test",
     "holdout": "test",
 }
-"""The one list of names of a split. It serves folders of images, files of text and records, and data sets of the hub."""
+"""Part of a data set for each word in a name. Used for folders of images, files of text, files of
+records, and data sets of the hub."""
 
 
 _ABOUT = ("readme", "license", "licence", "copying", "citation", "notice")
-"""Beginnings of the names of files that tell about data and hold none."""
+"""Beginnings of the names of files that describe the data and contain none."""
 
 
 class SplitNames(NamedTuple):
-    """The parts of a data set by the names that its files or folders carry."""
+    """Names of a data set's files or folders by the part that they tell."""
 
     train: list[str]
     evaluation: list[str]
-    """Names of the validation part; of the test part where there is no validation part."""
+    """Names of the validation part, or of the test part if there is no validation part."""
     unused: list[str]
-    """Names of the test part, where a validation part is there too."""
+    """Names of the test part if there is a validation part."""
 
     def describe(self) -> str:
-        """Return a line for the user: which names are trained on, evaluated on and not used."""
+        """Return a line for the user with the names of each part."""
         line = f"training on {_listed(self.train)}, evaluating on {_listed(self.evaluation)}"
         if self.unused:
             line += f"; {_listed(self.unused)} is not used"
@@ -48,13 +49,14 @@ class SplitNames(NamedTuple):
 
 
 def split_word(name: str) -> str | None:
-    """Return the word of `WORDS` that a file or folder name carries, in lower case.
+    """Return the word of `WORDS` in the name of a file or folder, in lower case, or `None`.
 
-    A word stands between the ends of the name and `.`, `_`, `-` or a space: `wiki.train.tokens`, `val-00001.parquet` and
-    `training_set` carry one. `trains` carries none, and neither does `train_test.txt`, which names two parts.
+    Words are separated by `.`, `_`, `-` or a space: `wiki.train.tokens`, `val-00001.parquet` and
+    `training_set` have a word. `trains` has none. `train_test.txt` names two parts, so the result
+    is `None`.
 
     Args:
-        name: without its folders.
+        name: Name of the file or folder, without the folders that contain it.
     """
     parts = re.split(r"[._\- ]+", name.lower())
     words = [part for part in parts if part in WORDS]
@@ -64,20 +66,22 @@ def split_word(name: str) -> str | None:
 
 
 def split_of(name: str) -> Split | None:
-    """Return the part of a data set that a file or folder name says it holds."""
+    """Return the part of a data set that the name of a file or folder tells, or `None`."""
     word = split_word(name)
     return None if word is None else WORDS[word]
 
 
 def by_name(names: Iterable[str], place: str) -> SplitNames | None:
-    """Return the parts of a data set, if every name carries one and both training and evaluation are among them.
+    """Return the parts of a data set by the names of its files or folders.
+
+    Returns `None` unless every name tells a part, and both training and evaluation are told.
 
     Args:
-        names: of the top-level folders, or of the files where there are no folders.
-        place: of the data set, for the message.
+        names: Names of the top-level folders, or of the files if there are no folders.
+        place: Path of the data set, for the message.
 
     Raises:
-        DataError: the same part has two names, such as `val` and `dev`, so that which one is meant is unknown.
+        DataError: Two names tell the same part, such as `val` and `dev`.
     """
     words: dict[Split, dict[str, list[str]]] = {"train": {}, "validation": {}, "test": {}}
     for name in sorted(names):
@@ -89,87 +93,92 @@ def by_name(names: Iterable[str], place: str) -> SplitNames | None:
         return None
     for split, named in words.items():
         if len(named) > 1:
-            (first, *_), (second, *_) = list(named.values())[:2]
+            first_names, second_names = list(named.values())[:2]
             raise DataError(
-                f"{place} has two {split} parts, {first} and {second}; move one of them out of it, or give them one name"
+                f"{place} has two {split} parts, {first_names[0]} and {second_names[0]}; "
+                "move one of them out of it, or give them one name"
             )
-    parts = {
-        split: [name for files in named.values() for name in files]
-        for split, named in words.items()
-    }
+
+    # Every part has at most one word.
+    parts = {split: next(iter(named.values()), []) for split, named in words.items()}
     if parts["validation"]:
         return SplitNames(parts["train"], parts["validation"], parts["test"])
     return SplitNames(parts["train"], parts["test"], [])
 
 
 class FileSplit(NamedTuple):
-    """The split of a folder's files by the names that they or their folders carry."""
+    """Split of a folder's files by the names of the files or of their folders."""
 
     sides: dict[str, Literal["train", "eval"]]
     """Side of each file that is used."""
     unused: list[str]
-    """Files of the test part, where a validation part is there too."""
+    """Files of the test part if there is a validation part."""
     outside: list[str]
-    """Files beside the split, such as a README.md."""
+    """Files outside the split, such as a README.md."""
     line: str
-    """What is trained on, evaluated on and not used, for the user."""
+    """Names that are trained on, evaluated on and not used, as a line for the user."""
 
 
 def file_split(files: Iterable[str], place: str) -> FileSplit | None:
-    """Return the split that names tell, or `None` if they tell none.
+    """Return the split that the names of files or folders tell, or `None` if they tell none.
 
-    Folders tell it if every top-level folder carries a name of a part, and files if every file does but a README, a licence
-    and the like. A single top-level folder that holds everything else, such as `data`, is looked into.
+    Folders tell a split if every top-level folder has the name of a part. A single top-level
+    folder, such as `data`, is searched for such folders. Files tell a split if every file has the
+    name of a part, apart from a README, a licence and similar files.
 
     Args:
-        files: paths within the folder, with slashes.
-        place: of the folder, for the message.
+        files: Paths relative to the folder, with slashes.
+        place: Path of the folder, for the message.
 
     Raises:
-        DataError: the same part has two names.
+        DataError: Two names tell the same part.
     """
-    every = sorted(files)
-    data_files = [file for file in every if not _is_about(file)]
-    inside = data_files
+    all_files = sorted(files)
+    data_files = [file for file in all_files if not _is_about(file)]
+    candidates = data_files
     prefix = ""
-    while inside:
-        tops = {file: file.removeprefix(prefix).partition("/")[0] for file in inside}
+    while candidates:
+        # Name of the file or folder directly below `prefix` for each file.
+        tops = {file: file.removeprefix(prefix).partition("/")[0] for file in candidates}
         folders = {top for file, top in tops.items() if file != prefix + top}
         parts = by_name(folders, place)
-        if parts is None and len(inside) == len(data_files):  # a split of files has none beside it
+        if parts is None and len(candidates) == len(data_files):
+            # Files tell a split only if no data file is outside `prefix`.
             parts = by_name(set(tops.values()), place)
         if parts is not None:
-            return _file_split(parts, tops, every, prefix)
+            return _file_split(parts, tops, all_files, prefix)
         if len(folders) != 1:
             break
         prefix += f"{folders.pop()}/"
-        inside = [file for file in inside if file.startswith(prefix)]
+        candidates = [file for file in candidates if file.startswith(prefix)]
+
     names = {file: file.rpartition("/")[2] for file in data_files}
     parts = by_name(set(names.values()), place)
-    return None if parts is None else _file_split(parts, names, every, "")
+    if parts is None:
+        return None
+    return _file_split(parts, names, all_files, "")
 
 
 def _is_about(file: str) -> bool:
-    """Return whether a file tells about data, by its name: README.md, LICENSE.txt."""
+    """Return whether a file describes the data, by its name, such as README.md or LICENSE.txt."""
     name = file.rpartition("/")[2].lower()
-    return re.split(r"[._\- ]", name)[0] in _ABOUT and split_word(name) is None
+    first_word = re.split(r"[._\- ]", name)[0]
+    return first_word in _ABOUT and split_word(name) is None
 
 
 def _file_split(
-    parts: SplitNames, names: dict[str, str], every: list[str], prefix: str
+    parts: SplitNames, names: dict[str, str], files: list[str], prefix: str
 ) -> FileSplit:
-    """Return the split of files from the parts of their names.
+    """Return the split of some files from the parts of their names.
 
     Args:
-        parts: names by part.
-        names: the name that tells each file's part; other files stand beside the split.
-        every: all files.
-        prefix: folder that the names are in, for the user.
+        names: Name that tells the part of a file, by file. A file without one is outside the split.
+        prefix: Folder that contains the names, for the line to the user. "" or "FOLDER/".
     """
     sides: dict[str, Literal["train", "eval"]] = {}
     unused = []
     outside = []
-    for file in every:
+    for file in files:
         name = names.get(file)
         if name in parts.train:
             sides[file] = "train"
@@ -179,20 +188,28 @@ def _file_split(
             unused.append(file)
         else:
             outside.append(file)
-    shown = SplitNames(*([prefix + name for name in part] for part in parts))
-    return FileSplit(sides, unused, outside, shown.describe())
+    paths = SplitNames(*([prefix + name for name in part] for part in parts))
+    return FileSplit(sides, unused, outside, paths.describe())
 
 
 def tells_some(files: Iterable[str]) -> bool:
-    """Return whether most names look like a split, training and evaluation among them, though some tell no part."""
-    splits = [
-        split_of(file.partition("/")[0]) or split_of(file.rpartition("/")[2]) for file in files
-    ]
-    told = [split for split in splits if split is not None]
-    return "train" in told and len(set(told)) > 1 and 2 * len(told) >= len(splits)
+    """Return whether at least half of the names tell a part, training and evaluation included.
+
+    Args:
+        files: Paths relative to the folder, with slashes.
+    """
+    num_files = 0
+    splits = []
+    for file in files:
+        num_files += 1
+        split = split_of(file.partition("/")[0]) or split_of(file.rpartition("/")[2])
+        if split is not None:
+            splits.append(split)
+    return "train" in splits and len(set(splits)) > 1 and 2 * len(splits) >= num_files
 
 
 def _listed(names: list[str]) -> str:
+    """Return up to three names, or the first name and the number of the remaining ones."""
     if len(names) <= 3:
         return " and ".join(names)
     return f"{names[0]} and {len(names) - 1} more"

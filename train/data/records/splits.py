@@ -1,7 +1,7 @@
-"""Which side of the split each part of a user's files is on, and what reads it.
+"""Parts of a user's files by the side of the split, and functions that read the parts.
 
-Names of files or folders tell it, as `split_names` has them. Where they do not, text goes by the hash of its file's path, a
-record by the hash of its text, ids by their file.
+Names of files or folders tell the side (`split_names`). Otherwise a text is split by the hash of
+its file's path, a record by the hash of its text, and ids by their file.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from mupax.train.data.records.user_files import Files
 
 SIDES = ("train", "eval")
 Reader = Callable[[], list[tuple[Any, bool]]]
-"""Reads a part: (text as bytes or ids as an array, whether a document ends with it) of each of its documents."""
+"""Function that reads a part. It returns (text as bytes or ids as an array, whether a document ends
+with it) for each document of the part."""
 
 
 class FileParts(NamedTuple):
-    """What a file holds."""
+    """Parts of one file, with the side of the split of each."""
 
     name: str
-    """Its path in the folder."""
+    """Path in the folder."""
     path: Path
     sides: set[str]
-    """Of the split, that any of it may be on."""
+    """Sides of the split that the file may have parts of."""
     parts: Callable[[], Iterator[tuple[str, Reader]]]
-    """Its parts in order, each with its side; they are looked for as they are asked for."""
+    """Function that yields the parts in order, each with its side. The file is searched for parts
+    while they are yielded."""
 
 
 class Parts(Sequence[list[tuple[Any, bool]]]):
-    """Parts of one side, as `packing.Documents` has them; each is read when it is taken."""
+    """Sequence of the parts of one side (`packing.Documents`). A part is read when it is taken."""
 
     def __init__(self, readers: list[Reader]) -> None:
         self._readers = readers
@@ -45,74 +47,113 @@ class Parts(Sequence[list[tuple[Any, bool]]]):
     def __len__(self) -> int:
         return len(self._readers)
 
-    def __getitem__(self, i: int) -> list[tuple[Any, bool]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, i: int
+    ) -> list[tuple[Any, bool]]:
         return self._readers[i]()
 
 
-def sides(read: Files) -> dict[str, Parts]:
-    """The two sides of the split. Compressed records are read once to find their parts.
+def sides(files: Files) -> dict[str, Parts]:
+    """Return the parts of both sides of the split.
+
+    Compressed records are read once, to find where their parts begin.
 
     Args:
-        read: as `files` gave them.
+        files: Result of `user_files.files`.
 
     Raises:
-        DataError: a file is damaged.
+        DataError: A file is damaged.
     """
     readers: dict[str, list[Reader]] = {side: [] for side in SIDES}
-    for file in by_file(read):
+    for file in by_file(files):
         for side, reader in file.parts():
             readers[side].append(reader)
     return {side: Parts(readers[side]) for side in SIDES}
 
 
-def by_file(read: Files) -> list[FileParts]:
-    """The files one by one, in the order in which they are packed.
+def by_file(files: Files) -> list[FileParts]:
+    """Return the parts of each file, in the order in which the files are packed.
 
     Args:
-        read: as `files` gave them.
+        files: Result of `user_files.files`.
     """
-    pieces = (
-        corpus.text_pieces(read.text, read.sides, read.is_utf8, read.broken) if read.text else {}
-    )
-    of_text: dict[Path, list[tuple[str, Reader]]] = {file: [] for _, file in read.text}
-    for side, on_side in pieces.items():
-        for piece in on_side:
-            of_text[piece.path].append((side, piece.read))
-    for_eval = corpus.names_for_eval([name for name, _ in read.ids if name not in read.sides])
-
-    def of_ids(name: str, file: IdFile) -> list[tuple[str, Reader]]:
-        if name in read.sides:
-            cut = file.size if read.sides[name] == "train" else 0
-        elif len(read.ids) == 1:
-            cut = file.size - file.size // 10
-        else:
-            cut = file.size if name not in for_eval else 0
-        each = zip(SIDES, (file.parts(0, cut), file.parts(cut, file.size)), strict=True)
-        return [(side, partial(_ids, file, *part)) for side, parts in each for part in parts]
-
-    def of_records(file: Lines | Table, side: str | None) -> Iterator[tuple[str, Reader]]:
-        for part in file.parts():
-            for each in (side,) if side else SIDES:
-                yield each, partial(_records, file, part, None if side else each)
-
-    rest = [(name, file.path, of_ids(name, file)) for name, file in read.ids]
-    entries = [*((name, file, of_text[file]) for name, file in read.text), *rest]
-    listed = {
-        name: FileParts(name, file, {side for side, _ in parts}, parts.__iter__)
-        for name, file, parts in entries
-    }
-    for name, file in read.records:
-        side = read.sides.get(name)
-        listed[name] = FileParts(
-            name, file.path, {side} if side else {*SIDES}, partial(of_records, file, side)
-        )
-    return [listed[name] for name, _ in (*read.text, *read.records, *read.ids)]
+    texts = _text_parts(files)
+    # Files of ids are split among themselves, apart from plain text.
+    for_eval = corpus.names_for_eval([name for name, _ in files.ids if name not in files.sides])
+    file_parts = []
+    for name, path in files.text:
+        parts = texts[path]
+        file_parts.append(FileParts(name, path, _sides_of(parts), parts.__iter__))
+    for name, records in files.records:
+        side = files.sides.get(name)
+        sides_of_file = {side} if side else {*SIDES}
+        parts = partial(_record_parts, records, side)
+        file_parts.append(FileParts(name, records.path, sides_of_file, parts))
+    for name, id_file in files.ids:
+        parts = _id_parts(id_file, _train_size(files, name, id_file, for_eval))
+        file_parts.append(FileParts(name, id_file.path, _sides_of(parts), parts.__iter__))
+    return file_parts
 
 
-def _records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
+def _sides_of(parts: list[tuple[str, Reader]]) -> set[str]:
+    """Return the sides of the split that have some of the parts."""
+    return {side for side, _ in parts}
+
+
+def _text_parts(files: Files) -> dict[Path, list[tuple[str, Reader]]]:
+    """Return the parts of each file of plain text, training parts first."""
+    parts: dict[Path, list[tuple[str, Reader]]] = {path: [] for _, path in files.text}
+    if not files.text:
+        return parts
+    pieces = corpus.text_pieces(files.text, files.sides, files.is_utf8, files.broken)
+    for side, side_pieces in pieces.items():
+        for piece in side_pieces:
+            parts[piece.path].append((side, piece.read))
+    return parts
+
+
+def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> int:
+    """Return the number of ids at the beginning of a file that are for training."""
+    if name in files.sides:
+        return file.size if files.sides[name] == "train" else 0
+    if len(files.ids) == 1:
+        # The last tenth of a single file is for evaluation.
+        return file.size - file.size // 10
+    return 0 if name in for_eval else file.size
+
+
+def _id_parts(file: IdFile, train_size: int) -> list[tuple[str, Reader]]:
+    """Return the parts of a file of ids, training parts first."""
+    parts: list[tuple[str, Reader]] = []
+    for start, stop in file.parts(0, train_size):
+        parts.append(("train", partial(_read_ids, file, start, stop)))
+    for start, stop in file.parts(train_size, file.size):
+        parts.append(("eval", partial(_read_ids, file, start, stop)))
+    return parts
+
+
+def _record_parts(file: Lines | Table, side: str | None) -> Iterator[tuple[str, Reader]]:
+    """Yield the parts of a file of records, on one side or on both.
+
+    Args:
+        side: Side that the file's name tells. `None` if the hash of a record tells its side. Then
+            every part is yielded once for each side.
+    """
+    for part in file.parts():
+        if side is not None:
+            yield side, partial(_read_records, file, part, None)
+            continue
+        # Every part has records of both sides.
+        for hash_side in SIDES:
+            yield hash_side, partial(_read_records, file, part, hash_side)
+
+
+def _read_records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
+    """Return the texts of a part that are on a side, or all texts for `None`."""
     texts = file.read(part)
     return [(text, True) for text in texts if text and side in (None, corpus.side(text))]
 
 
-def _ids(file: IdFile, start: int, stop: int) -> list[tuple[np.ndarray, bool]]:
+def _read_ids(file: IdFile, start: int, stop: int) -> list[tuple[np.ndarray, bool]]:
+    """Return a part of a file of ids, which contains the separators of its documents."""
     return [(file.read(start, stop), False)]

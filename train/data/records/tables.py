@@ -1,4 +1,4 @@
-"""Documents from Parquet: a column of text, read in batches of few rows, split by content as lines are."""
+"""Documents from Parquet files: one column of text, decoded few rows at a time."""
 
 from __future__ import annotations
 
@@ -18,95 +18,96 @@ from mupax.train.data.records import bounds, lines
 from mupax.train.data.records.broken import BrokenLog, Tally
 
 _PART_BYTES = 1 << 24
+"""Bytes of text of a part, about."""
 _BATCH_ROWS = (4096, 1024, 256, 64, 16, 4, 1)
+"""Numbers of rows that may be decoded at once."""
 _REMOTE_ROWS = 64
+"""Number of rows that are decoded at once from a bucket."""
 _BATCH_BYTES = 1 << 27
-"""Rows are decoded in fewer at a time where more could have more bytes."""
+"""Largest size of the rows that are decoded at once, in bytes."""
 _LARGEST_PAGE = 1 << 28
-"""A page is unpacked as a whole. A larger one has to be in a file of its size: a tenth of what the ratio allows."""
+"""Largest unpacked page in bytes, since a page is unpacked at once. A page may be larger if it
+unpacks to at most a tenth of what the ratio allows."""
 _ROW_BYTES = 8
-"""What a row counts beside its text: billions of empty ones fit into a few bytes."""
+"""Bytes that a row counts in addition to its text. Billions of empty rows fit into a few bytes."""
 _LISTED = 8
 
 
 class Part(NamedTuple):
-    """Rows [start, stop) of a row group, which begins at row `first` of the file."""
+    """Rows [start, stop) of a row group."""
 
     group: int
     start: int
     stop: int
     first: int
+    """Row of the file at which the row group begins."""
 
 
 @dataclasses.dataclass
 class Table:
-    """A Parquet file.
+    """Parquet file with one column of documents.
 
     Args:
-        path: of the file.
-        field: column whose text is the document.
-        broken: decides on rows without text, and counts them.
+        field: Name of the column whose text is the document.
+        broken: Log that counts rows without text, or raises their error.
 
     Raises:
-        DataError: when it is made: it is damaged, or has no such column of text.
+        DataError: The file is damaged, or has no such column of text.
     """
 
     path: Path
     field: str
     broken: BrokenLog = dataclasses.field(default_factory=BrokenLog)
     kind: ClassVar[str] = "text"
-    """What the column has."""
+    """Content of the column, for the message."""
     _cursor: _Cursor | None = None
     _counted: set[Part] = dataclasses.field(default_factory=set)
-    """Parts that `_unpacked` and `_packed` count."""
+    """Parts whose bytes are in `_unpacked` and `_packed`."""
     _unpacked: int = 0
+    """Unpacked bytes of the counted parts."""
     _packed: int = 0
+    """Bytes on disk of the counted parts."""
     _copied: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Result of `copied_bytes` for row groups."""
+    """Result of `copied_bytes` for each row group."""
 
     def __post_init__(self) -> None:
         with explained(self.path), opened(self.path) as table:
             columns = {column.name: column.type for column in table.schema_arrow}
         texts = [name for name, column in columns.items() if self.holds(column)]
-        if self.field not in texts:
-            kind = (
-                f"{self.kind} but {columns[self.field]!s:.200} in"
-                if self.field in columns
-                else "column"
-            )
-            named = ", ".join([*columns][:_LISTED])
-            advice = (
-                f"write --data.field {shlex.quote(texts[0])}"
-                if texts
-                else f"its columns are {named}"
-            )
-            more = f" (or {', '.join(texts[1:_LISTED])})" if texts[1:] else ""
-            raise DataError(f"{self.path} has no {kind} {self.field!r}; {advice}{more}")
+        if self.field in texts:
+            return
+
+        missing = "column"
+        if self.field in columns:
+            missing = f"{self.kind} but {columns[self.field]!s:.200} in"
+        if texts:
+            advice = f"write --data.field {shlex.quote(texts[0])}"
+        else:
+            advice = f"its columns are {', '.join([*columns][:_LISTED])}"
+        alternatives = f" (or {', '.join(texts[1:_LISTED])})" if texts[1:] else ""
+        raise DataError(f"{self.path} has no {missing} {self.field!r}; {advice}{alternatives}")
 
     @staticmethod
     def holds(column: Any) -> bool:
-        """Whether a column of this type has documents."""
+        """Return whether a column of this Arrow type has documents."""
         import pyarrow
 
-        column = column.value_type if pyarrow.types.is_dictionary(column) else column
+        if pyarrow.types.is_dictionary(column):
+            column = column.value_type
         return pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)
 
     def content(self, value: Any, where: str) -> bytes:
-        """The document of a row.
-
-        Args:
-            value: of the column.
-            where: file and row, for the error.
-        """
+        """Return the document of a row, in UTF-8."""
         if value is None:
             raise DataError(f"{where} has null in {self.field!r}; repair or remove it")
         return lines.content_of(value, where, self.field, [])
 
     def parts(self) -> list[Part]:
-        """Return the file in parts small enough to be tokenized at once.
+        """Return the parts of the file, which are small enough to be tokenized at once.
 
         Raises:
-            LimitError: pages or texts are much larger than what the file has of them, unless such a file is left out.
+            DataError: The file is damaged, or pages or texts unpack to much more than their size
+                on disk, and broken files are not left out.
         """
         parts: list[Part] = []
         first = 0
@@ -114,31 +115,31 @@ class Table:
             with explained(self.path), opened(self.path) as table:
                 column = table.schema_arrow.names.index(self.field)
                 for group in range(table.num_row_groups):
-                    facts = table.metadata.row_group(group)
-                    rows = facts.num_rows
-                    size = facts.column(column).total_uncompressed_size
-                    step = max(1, rows // max(1, size // _PART_BYTES))
-                    decoded = copied_bytes(self.path, self.field, group, self.broken.limits)
-                    self._copied[group] = decoded
-                    if decoded > bounds.WINDOW_BYTES:
-                        step = max(1, rows * _PART_BYTES // (decoded + size))
-                    parts += [
-                        Part(group, start, min(start + step, rows), first)
-                        for start in range(0, rows, step)
-                    ]
-                    first += rows
+                    metadata = table.metadata.row_group(group)
+                    num_rows = metadata.num_rows
+                    size = metadata.column(column).total_uncompressed_size
+                    # Rows are divided as if their texts were equally long.
+                    step = max(1, num_rows // max(1, size // _PART_BYTES))
+                    copied = copied_bytes(self.path, self.field, group, self.broken.limits)
+                    self._copied[group] = copied
+                    if copied > bounds.WINDOW_BYTES:
+                        step = max(1, num_rows * _PART_BYTES // (copied + size))
+                    for start in range(0, num_rows, step):
+                        parts.append(Part(group, start, min(start + step, num_rows), first))
+                    first += num_rows
         except (lines.DamagedError, bounds.LimitError) as error:
-            rows = f"{self.path} from row {first} on"
-            self.broken.add(f"{self.path} cut", "file", rows, error)
+            place = f"{self.path} from row {first} on"
+            self.broken.add(f"{self.path} cut", "file", place, error)
         finally:
             self._close()
         return parts
 
     def read(self, part: Part) -> list[bytes]:
-        """Return the texts of a part, in order.
+        """Return the texts of a part in order.
 
         Raises:
-            DataError: the file is damaged, or a row has no text or is too long, unless such are left out.
+            DataError: The file is damaged or a row has no text or is too long, and broken entries
+                are not left out.
         """
         first = part.first + part.start
         texts: list[bytes] = []
@@ -149,6 +150,7 @@ class Table:
                     texts += self._texts(batch, sizes, number, tally)
                     number += len(batch)
         except (lines.DamagedError, bounds.LimitError) as error:
+            # The next part is decoded anew.
             self._close()
             rows = f"rows {first} to {part.first + part.stop - 1}"
             self.broken.add(f"{self.path} {first}", "file", f"{self.path} {rows}", error)
@@ -159,15 +161,19 @@ class Table:
         return texts
 
     def _batches(self, part: Part) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield the rows of a part in arrays, each with the bytes of its rows. Parts in their order are decoded once."""
+        """Yield the rows of a part as arrays, each with the bytes of its rows.
+
+        Parts that are read in order are decoded once.
+        """
         cursor = self._cursor
         if cursor is None or cursor.group != part.group or cursor.row > part.start:
             self._close()
             copied = self._copied.get(part.group)
-            cursor = self._cursor = _Cursor(
-                self.path, self.field, part.group, self.broken.limits, copied
-            )
+            cursor = _Cursor(self.path, self.field, part.group, self.broken.limits, copied)
+            self._cursor = cursor
         cursor.skip_to(part.start)
+
+        # A part that is read again must not count twice in the ratio.
         is_new = part not in self._counted
         if is_new:
             self._packed += cursor.packed_bytes * (part.stop - part.start) // max(1, cursor.rows)
@@ -181,15 +187,17 @@ class Table:
         self._counted.add(part)
 
     def _texts(self, batch: Any, sizes: np.ndarray, first: int, tally: Tally) -> list[bytes]:
-        """Return the texts of rows. A row without text or with too long a one is counted, or raises its error.
+        """Return the texts of some rows.
+
+        A row without text or with a text that is too long is counted, or raises its error.
 
         Args:
-            batch: array of rows.
-            sizes: bytes of each.
-            first: number of the first one in the file.
-            tally: of what is left out.
+            sizes: Bytes of each row, [rows].
+            first: Number of the first row in the file.
+            tally: Count of the rows that are left out.
         """
         limit = self.broken.limits.record_mib * 2**20
+        # Rows of a large batch become Python objects one by one.
         is_small = int(sizes.sum()) <= limit
         values = batch.to_pylist() if is_small else batch
         texts = []
@@ -217,32 +225,35 @@ class Table:
 
 
 def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> int:
-    """Return the bytes of the texts of a row group that are copies: of a dictionary, or of the text before them.
+    """Return the bytes of those texts of a row group that are copies, and check the limits.
 
-    All pages and these texts are checked against the limits.
+    A copy refers to a dictionary, or to the text before it, so it may be much longer than its bytes
+    on disk.
 
     Args:
-        group: number of the row group.
+        group: Number of the row group, from 0.
+        limits: Limits that the pages and the copies must keep.
 
     Raises:
-        DamagedError: the file cannot be read.
-        LimitError: a page or these texts are much larger than what the file has of them.
+        DamagedError: The file cannot be read.
+        LimitError: A page or the copies unpack to much more than their size on disk.
     """
     with contextlib.closing(_Cursor(path, field, group, limits)) as cursor:
-        decoded = 0
+        copied = 0
         while cursor.row < cursor.copied_rows:
-            sizes = decoded_sizes(cursor.take(cursor.copied_rows - cursor.row))
-            decoded += int(sizes.sum()) + _ROW_BYTES * len(sizes)
-            bounds.check_ratio(f"{path} row group {group}", decoded, cursor.packed_bytes, limits)
-    return decoded
+            rows = cursor.take(cursor.copied_rows - cursor.row)
+            sizes = decoded_sizes(rows)
+            copied += int(sizes.sum()) + _ROW_BYTES * len(sizes)
+            bounds.check_ratio(f"{path} row group {group}", copied, cursor.packed_bytes, limits)
+    return copied
 
 
 def check_columns(path: Path, limits: LimitsConfig) -> None:
-    """Refuse a file of which some column unpacks to much more than its size on disk.
+    """Refuse a file with a column that unpacks to much more than its size on disk.
 
     Raises:
-        DamagedError: the file cannot be read.
-        LimitError: a column is much larger than what the file has of it.
+        DamagedError: The file cannot be read.
+        LimitError: A column unpacks to much more than its size on disk.
     """
     with explained(path), opened(path) as table:
         groups = table.num_row_groups
@@ -253,22 +264,22 @@ def check_columns(path: Path, limits: LimitsConfig) -> None:
 
 
 class _Cursor:
-    """A place in a row group, of which a column is decoded few rows at a time.
+    """Reader of one column of a row group that decodes few rows at a time.
 
     Args:
-        group: number of the row group.
-        limits: bounds on its pages.
-        copied: bytes of the texts in `copied_rows`, where they are known.
+        group: Number of the row group, from 0.
+        copied: Result of `copied_bytes`. `None` if it is unknown.
 
     Attributes:
-        row: of the row group, the next that is taken.
-        rows: of the row group.
-        packed_bytes: of the column on disk.
-        copied_rows: the first rows, which may be much longer than what the file has of them.
+        row: Number of the next row that is taken, within the row group.
+        rows: Number of rows of the row group.
+        packed_bytes: Bytes of the column on disk.
+        copied_rows: Number of first rows that contain all copies, which may be much longer than
+            their bytes on disk.
 
     Raises:
-        DamagedError: the file cannot be read.
-        LimitError: a page unpacks to much more than its size on disk.
+        DamagedError: The file cannot be read.
+        LimitError: A page unpacks to much more than its size on disk.
     """
 
     def __init__(
@@ -287,38 +298,43 @@ class _Cursor:
             raise
 
     def _open(self, field: str, limits: LimitsConfig, copied: int | None) -> None:
+        """Check the pages of the column, choose how many rows to decode at once, and open it."""
         file = self._stack.enter_context(self._path.open("rb"))
         with opened(self._path) as table:
             metadata = table.metadata
-        facts = metadata.row_group(self.group)
-        self.rows = facts.num_rows
-        columns = [facts.column(number) for number in range(facts.num_columns)]
+        row_group = metadata.row_group(self.group)
+        self.rows = row_group.num_rows
+        columns = [row_group.column(number) for number in range(row_group.num_columns)]
+        # A nested column has several leaves.
         leaves = [column for column in columns if _is_in(column.path_in_schema, field)]
         self.packed_bytes = sum(max(0, column.total_compressed_size) for column in leaves)
         is_nested = any(column.path_in_schema != field for column in leaves)
-        # A nested value may refer to its dictionary thousands of times: its numbers alone are decoded.
-        dictionaries = [column.path_in_schema for column in leaves] if is_nested else None
+
         self.copied_rows = 0
         batch_rows = _BATCH_ROWS[0]
         for column in leaves:
+            headers = None
             if is_remote(self._path):  # every header of a page would be a request
-                headers = None
                 batch_rows = _REMOTE_ROWS
             else:
                 headers = self._headers(file, column, limits)
-                self.copied_rows = max(
-                    self.copied_rows, sum(page.values for page in headers if page.copies)
-                )
+                copied_values = sum(page.values for page in headers if page.copies)
+                self.copied_rows = max(self.copied_rows, copied_values)
             if is_nested:
                 values = max(0, column.num_values)
                 bounds.check_ratio(str(self._path), _ROW_BYTES * values, self.packed_bytes, limits)
+                # Headers count values, of which a row may have any number.
                 self.copied_rows = self.rows if self.copied_rows else 0
             elif headers is not None:
                 batch_rows = _rows_at_once(headers, copied)
+
+        dictionaries = None
         if is_nested:
-            batch_rows = min(
-                batch_rows, max(1, _BATCH_ROWS[1] * self.rows // max(1, leaves[0].num_values))
-            )
+            # A nested value may refer to its dictionary thousands of times, so only its numbers are
+            # decoded.
+            dictionaries = [column.path_in_schema for column in leaves]
+            nested_rows = _BATCH_ROWS[1] * self.rows // max(1, leaves[0].num_values)
+            batch_rows = min(batch_rows, max(1, nested_rows))
         self.copied_rows = min(self.copied_rows, self.rows)
         table = self._stack.enter_context(opened(self._path, dictionaries))
         batches = table.iter_batches(
@@ -327,13 +343,14 @@ class _Cursor:
         self._batches = iter(batches)
 
     def _headers(self, file: Any, column: Any, limits: LimitsConfig) -> list[bounds.Page]:
-        """Return the headers of a leaf column's pages, after they were checked."""
-        start = (
-            column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
-        )
+        """Return the headers of a leaf column's pages, after checking their sizes."""
+        start = column.data_page_offset
+        if column.has_dictionary_page:
+            start = column.dictionary_page_offset
         headers = []
         unpacked = 0
         for page in bounds.pages(file, start, column.total_compressed_size):
+            # A single page must keep a tenth of the ratio, because it is unpacked at once.
             largest = max(_LARGEST_PAGE, limits.ratio * page.packed // 10)
             if page.unpacked > largest:
                 raise bounds.too_packed(
@@ -345,7 +362,7 @@ class _Cursor:
         return headers
 
     def take(self, count: int) -> Any:
-        """Return the next rows as an array: at most `count`, and as few as one."""
+        """Return the next rows as an array. It has between 1 and `count` rows."""
         if self._pending is None or not len(self._pending):
             with explained(self._path):
                 batch = next(self._batches, None)
@@ -354,13 +371,14 @@ class _Cursor:
                     f"cannot read {self._path}: row group {self.group} has fewer rows than it says"
                 )
             self._pending = batch.column(0)
+        # The rows that are not taken now wait for the next call.
         rows = self._pending[:count]
         self._pending = self._pending[len(rows) :]
         self.row += len(rows)
         return rows
 
     def skip_to(self, row: int) -> None:
-        """Leave out the rows before one."""
+        """Skip the rows before row `row`."""
         while self.row < row:
             self.take(row - self.row)
 
@@ -372,68 +390,79 @@ class _Cursor:
 
 
 def _rows_at_once(headers: list[bounds.Page], copied: int | None) -> int:
-    """Return how many rows of a column can be decoded at once, in whatever way texts are spread over its pages.
+    """Return the number of rows of a column that can be decoded at once.
+
+    The rows have at most `_BATCH_BYTES`, however the texts are spread over the pages.
 
     Args:
-        copied: bytes of all texts that are copies, where they are known.
+        headers: Headers of the pages of the column.
+        copied: Bytes of all texts that are copies. `None` if they are unknown.
     """
-    most = _BATCH_ROWS[0]
+    max_rows = _BATCH_ROWS[0]
     if any(page.copies for page in headers) and (copied is None or copied > _BATCH_BYTES):
+        # Every row may be a copy of the longest text.
         longest = max(page.unpacked for page in headers)
-        most = max(1, min(most, _BATCH_BYTES // max(1, longest)))
-    data = [page for page in headers if not page.is_dictionary]
+        max_rows = max(1, min(max_rows, _BATCH_BYTES // max(1, longest)))
+    data_pages = [page for page in headers if not page.is_dictionary]
     for count in _BATCH_ROWS:
-        if count <= most and _most_bytes(data, count) <= _BATCH_BYTES:
+        if count <= max_rows and _max_bytes(data_pages, count) <= _BATCH_BYTES:
             return count
     return 1
 
 
-def _most_bytes(data: list[bounds.Page], count: int) -> int:
-    """Return the bytes of the pages that `count` rows in a row can be in, at most."""
-    most = 0
-    first = 0
+def _max_bytes(pages: list[bounds.Page], count: int) -> int:
+    """Return the largest size of the pages that `count` consecutive rows can be in."""
+    max_size = 0
+    first = 0  # first page of a window that ends at `page`
     size = 0
     rows = 0
-    for page in data:
+    for page in pages:
         size += page.unpacked
         rows += page.values
         # One row of the first page and one of the last are enough to need both.
-        while first < len(data) and rows - data[first].values - page.values + 2 > count:
-            size -= data[first].unpacked
-            rows -= data[first].values
+        while first < len(pages) and rows - pages[first].values - page.values + 2 > count:
+            size -= pages[first].unpacked
+            rows -= pages[first].values
             first += 1
-        most = max(most, size, page.unpacked)
-    return most
+        max_size = max(max_size, size, page.unpacked)
+    return max_size
 
 
 def _is_in(leaf: str, field: str) -> bool:
+    """Return whether a leaf column belongs to a column, by its path in the schema."""
     return leaf == field or leaf.startswith(f"{field}.")
 
 
 def decoded_sizes(array: Any) -> np.ndarray:
-    """Return the bytes of text in each row, int64 [rows]; a value of a list counts `_ROW_BYTES` more.
+    """Return the bytes of text of each row, int64 [rows].
+
+    A value of a list counts `_ROW_BYTES` in addition to its text.
 
     Args:
-        array: of texts, of numbers, or of lists and structs of them.
+        array: Arrow array of texts or numbers, or of lists and structs of these.
     """
     import pyarrow
     from pyarrow import compute
 
-    kind = array.type
-    if pyarrow.types.is_dictionary(kind):
+    types = pyarrow.types
+    arrow_type = array.type
+    if types.is_dictionary(arrow_type):
         sizes = decoded_sizes(array.dictionary)
         indices = np.asarray(array.indices.fill_null(0))
         return sizes[indices] if len(sizes) else np.zeros(len(indices), np.int64)
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
         offsets = np.asarray(array.offsets).astype(np.int64)
         values = array.values[offsets[0] : offsets[-1]]
-        before = np.concatenate([[0], np.cumsum(decoded_sizes(values) + _ROW_BYTES)])
-        return np.diff(before[offsets - offsets[0]])
-    if pyarrow.types.is_struct(kind):
-        fields = [decoded_sizes(array.field(number)) for number in range(kind.num_fields)]
-        return sum(fields, np.zeros(len(array), np.int64))
-    binary = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_binary)
-    if any(test(kind) for test in binary):
+        value_sizes = decoded_sizes(values) + _ROW_BYTES
+        cumulative = np.concatenate([[0], np.cumsum(value_sizes)])
+        return np.diff(cumulative[offsets - offsets[0]])
+    if types.is_struct(arrow_type):
+        total = np.zeros(len(array), np.int64)
+        for number in range(arrow_type.num_fields):
+            total = total + decoded_sizes(array.field(number))
+        return total
+    is_text = types.is_string(arrow_type) or types.is_large_string(arrow_type)
+    if is_text or types.is_binary(arrow_type):
         lengths: Any = compute.call_function("binary_length", [array])
         return np.asarray(lengths.fill_null(0)).astype(np.int64)
     return np.full(len(array), _ROW_BYTES, np.int64)
@@ -441,10 +470,10 @@ def decoded_sizes(array: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
-    """Open a Parquet file; the block gets the `ParquetFile`.
+    """Open a Parquet file as a context manager of its `ParquetFile`.
 
     Args:
-        dictionaries: leaf columns that are read as numbers of a dictionary.
+        dictionaries: Paths of leaf columns that are read as dictionary arrays. Default: none.
     """
     from pyarrow import parquet
 
@@ -457,11 +486,11 @@ def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what pyarrow makes of a damaged file into an error of the data.
+    """Context manager that turns an error of pyarrow into a DataError.
 
     Raises:
-        DamagedError: the content is damaged.
-        DataError: the file cannot be read.
+        DamagedError: The content is damaged.
+        DataError: The file cannot be read.
     """
     import pyarrow
 
@@ -472,5 +501,6 @@ def explained(path: Path) -> Iterator[None]:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise lines.DamagedError(
-            f"cannot read {path}: {reason.rstrip('.')}. It may be damaged or cut off; fetch it again"
+            f"cannot read {path}: {reason.rstrip('.')}. "
+            "It may be damaged or cut off; fetch it again"
         ) from error

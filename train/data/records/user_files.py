@@ -1,4 +1,7 @@
-"""A user's own files: text, JSON lines, Parquet and files of token ids, one or a folder, mixed; `splits` has their sides."""
+"""A user's own files by format: plain text, JSON lines, Parquet and files of token ids.
+
+`splits` turns these files into the parts of both sides of the split.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ from mupax.train.data.records.tables import Table
 
 Named = list[tuple[str, Path]]
 _SNIFF_BYTES = 1 << 13
+"""Bytes at the beginning of a file that tell its format."""
 _CHECKED_BYTES = 1 << 26
-"""Of plain text, of which broken files are left out before the others are split, so that no side has broken files alone."""
+"""Largest total size of plain text whose broken files are left out before the split. Otherwise one
+side could have broken files only."""
 _LISTED = 8
 _LINES = (".jsonl", ".ndjson", ".json")
 _UNREAD = (".arrow", ".csv", ".feather", ".tsv")
@@ -32,34 +37,37 @@ _WIDE_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Beginnings of text of wide characters, the longer ones first: one of UTF-32 begins with one of UTF-16."""
+"""Byte order marks of texts that are not UTF-8. Longer marks come first, because a mark of UTF-32
+begins with a mark of UTF-16."""
 
 
 class Files(NamedTuple):
-    """A user's files by how they are read, each with its path in the folder."""
+    """A user's files by format, each with its relative path."""
 
     text: Named
     records: list[tuple[str, Lines | Table]]
     ids: list[tuple[str, IdFile]]
     sides: dict[str, Literal["train", "eval"]]
-    """Side of each file whose name, or folder's name, tells it."""
+    """Side of each file whose name, or whose folder's name, tells the side."""
     marked: list[str]
-    """Plain text that begins with a mark of UTF-8."""
+    """Paths of plain text that begins with the byte order mark of UTF-8."""
     broken: BrokenLog
-    """What was left out as broken."""
+    """Log of the entries that are left out as broken."""
     is_utf8: bool
-    """Whether the tokenizer reads characters."""
+    """True if the tokenizer reads characters."""
 
     def every(self) -> Named:
-        """(relative path, file) of all, sorted."""
-        return sorted(
-            [*self.text, *((name, file.path) for name, file in (*self.records, *self.ids))]
-        )
+        """Return (relative path, file) of all files, sorted."""
+        files = list(self.text)
+        files += [(name, records.path) for name, records in self.records]
+        files += [(name, id_file.path) for name, id_file in self.ids]
+        return sorted(files)
 
     def reading(self) -> list[str]:
-        """Return how the files are read, as far as that is not how they always were read.
+        """Return the rules under which the files are read, where they differ from older versions.
 
-        What was packed by other rules has another key in the cache.
+        The rules are part of the key in the cache. So a corpus that an older version packed keeps
+        its key if the same rules apply to it.
         """
         facts = [f"{name} is for {side}" for name, side in sorted(self.sides.items())]
         facts += [f"{name} has a mark" for name, _ in self.text if name in self.marked]
@@ -80,140 +88,164 @@ def files(
     is_utf8: bool = False,
     limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> Files:
-    """Return the files that can be read, of a file or a folder, with the split that their names tell.
+    """Return the readable files of a file or folder, with the split that their names tell.
 
     Args:
-        path: of the file or folder.
-        kind: "text" reads plain text, records and ids, "records" the last two, "chat" records that hold messages.
-        field: of records, whose text is a document.
-        vocab_size: of the tokenizer that made files of ids; None where none is named, and they are not read.
-        note: told which files are left out and why, how the others are split, and which are not read as plain text.
-        skip_broken: whether broken files and records are left out.
-        is_utf8: whether text that is not UTF-8 is broken.
-        limits: bounds on records; larger ones are broken.
+        kind: Formats to read: "text" for plain text, records and ids, "records" for records and
+            ids, "chat" for records that contain messages.
+        field: Name of the field of records whose text is a document.
+        vocab_size: Vocabulary size of the tokenizer that made files of ids. `None` if files of ids
+            are not read.
+        note: Function that prints a line for the user about files that are left out, the split, and
+            files that are not plain text.
+        skip_broken: True if broken files and records are left out.
+        is_utf8: True if text that is no UTF-8 is broken.
+        limits: Limits on records. Larger records are broken.
 
     Raises:
-        DataError: there is no such path, nothing in it that can be read, or more in files that cannot; or a file is damaged,
-            unless such are left out.
+        DataError: The path does not exist, or has more unreadable than readable content, or a file
+            is damaged and not left out.
     """
     left_out: dict[str, str] = {}
     if path.is_file():
-        every = [(path.name, path)]
+        candidates = [(path.name, path)]
     elif path.is_dir():
-        every, left_out = listing.files_below(path)
+        candidates, left_out = listing.files_below(path)
     else:
         raise DataError(
-            f"no file or folder {path}; write data.name as {kind}:PATH, with the path of your {kind}"
+            f"no file or folder {path}; "
+            f"write data.name as {kind}:PATH, with the path of your {kind}"
         )
-    read = Files([], [], [], {}, [], BrokenLog(skip_broken, limits), is_utf8)
-    refused, not_text = _placed(read, every, field, vocab_size, kind)
-    if skip_broken and _size(read.text) <= _CHECKED_BYTES:
-        sound_text = [
-            (name, file)
-            for name, file in read.text
-            if not corpus.is_broken(file, is_utf8, read.broken)
-        ]
-        read = read._replace(text=sound_text)
-    left_out |= {
-        name: error.reason
-        for name, _, error in (*refused, *not_text)
-        if isinstance(error, _NotTextError)
-    }
-    read_size = _size(read.every())
-    refused_size = _size([(name, file) for name, file, _ in refused])
-    if refused and (read_size == 0 or (refused_size >= read_size and not skip_broken)):
-        _, _, error = max(refused, key=lambda entry: entry[1].stat().st_size)
-        raise DataError(str(error)) from error
+    result = Files([], [], [], {}, [], BrokenLog(skip_broken, limits), is_utf8)
+    refused, not_text = _place_files(result, candidates, field, vocab_size, kind)
+    if skip_broken and _size(result.text) <= _CHECKED_BYTES:
+        intact_text = []
+        for name, file in result.text:
+            if not corpus.is_broken(file, is_utf8, result.broken):
+                intact_text.append((name, file))
+        result = result._replace(text=intact_text)
+    for unread in (*refused, *not_text):
+        if isinstance(unread.error, _NotTextError):
+            left_out[unread.name] = unread.error.reason
+
+    read_size = _size(result.every())
+    _check_sizes(read_size, refused, skip_broken)
     if read_size == 0:
-        reasons = (
-            [f"it {reason}" for reason in left_out.values()]
-            if path.is_file()
-            else listing.summary(left_out)
-        )
-        not_text_files = [(name, file) for name, file, _ in not_text]
-        raise DataError(_nothing(path, kind, not_text_files, [*reasons, *read.broken.summary()]))
-    read, lines = _split(read, str(path))
+        if path.is_file():
+            reasons = [f"it {reason}" for reason in left_out.values()]
+        else:
+            reasons = listing.summary(left_out)
+        not_text_files = [(unread.name, unread.file) for unread in not_text]
+        reasons += result.broken.summary()
+        raise DataError(_no_content_message(path, kind, not_text_files, reasons))
+
+    result, lines = _split(result, str(path))
     for line in (*listing.summary(left_out), *lines):
         note(f"{path}: {line}")
-    if read.records:
-        note(
-            f"reading the field {field!r} of {_listed([(name, file.path) for name, file in read.records])}"
-        )
-    for name, file in read.ids:
-        note(f"reading {name} as {file.size:,} token ids ({file.dtype})")
-    return read
+    if result.records:
+        record_files = [(name, records.path) for name, records in result.records]
+        note(f"reading the field {field!r} of {_listed(record_files)}")
+    for name, id_file in result.ids:
+        note(f"reading {name} as {id_file.size:,} token ids ({id_file.dtype})")
+    return result
 
 
-_Unread = tuple[str, Path, Exception]
-"""Path in the folder, file, and why it is not read."""
+class _Unread(NamedTuple):
+    """File that is not read, with its relative path."""
+
+    name: str
+    file: Path
+    error: Exception
 
 
-def _placed(
-    read: Files, every: Named, field: str, vocab_size: int | None, kind: str
+def _check_sizes(read_size: int, refused: list[_Unread], skip_broken: bool) -> None:
+    """Raise the error of the largest refused file if the refused files are the larger part.
+
+    If broken files are left out, the error is raised only if no other file is read.
+
+    Args:
+        read_size: Total size of the files that are read, in bytes.
+        refused: Files of a known format that cannot be read.
+        skip_broken: True if broken files are left out.
+    """
+    if not refused:
+        return
+    # A few unreadable files among many are only left out.
+    refused_size = _size([(unread.name, unread.file) for unread in refused])
+    if read_size == 0 or (refused_size >= read_size and not skip_broken):
+        largest = max(refused, key=lambda unread: unread.file.stat().st_size)
+        raise DataError(str(largest.error)) from largest.error
+
+
+def _place_files(
+    result: Files, candidates: Named, field: str, vocab_size: int | None, kind: str
 ) -> tuple[list[_Unread], list[_Unread]]:
-    """Put every file where it belongs. Return the files that hold nothing of the data, and those that are none of what is read.
+    """Add every file to the list of its format in `result`.
 
-    The README of a folder of records is not what is to be learned, and a package.json among sources need not stop a run.
+    Returns:
+        Files of a known format that cannot be read, and files of other formats.
 
     Raises:
-        DataError: a file is damaged, unless such are left out, or has ids of a width that cannot be told.
+        DataError: A file is damaged and not left out, or has ids of ambiguous width.
     """
+    # Neither the README in a folder of records nor a package.json among sources stops a run.
     refused: list[_Unread] = []
     not_text: list[_Unread] = []
-    for name, file in every:
+    for name, file in candidates:
         try:
-            _place(read, name, file, field, vocab_size, kind)
+            _place_file(result, name, file, field, vocab_size, kind)
         except (DamagedError, LimitError) as error:
-            read.broken.add(str(file), "file", str(file), error)
-            refused.append((name, file, error))
+            result.broken.add(str(file), "file", str(file), error)
+            refused.append(_Unread(name, file, error))
         except _RefusedError as error:
-            refused.append((name, file, error))
+            refused.append(_Unread(name, file, error))
         except _NotTextError as error:
-            not_text.append((name, file, error))
+            not_text.append(_Unread(name, file, error))
     if kind != "text":
-        not_text += [(name, file, _NotTextError("is plain text")) for name, file in read.text]
-        read.text.clear()
+        for name, file in result.text:
+            not_text.append(_Unread(name, file, _NotTextError("is plain text")))
+        result.text.clear()
     return refused, not_text
 
 
-def _split(read: Files, place: str) -> tuple[Files, list[str]]:
-    """Return the files with the sides that names tell, without those that are then not used, and lines for the user.
+def _split(result: Files, place: str) -> tuple[Files, list[str]]:
+    """Apply the split that names tell. Return the files in use and lines for the user."""
+    text = [name for name, _ in result.text]
+    data_files = [name for name, _ in (*result.records, *result.ids)]
+    splits = [split_names.file_split([*text, *data_files], place)]
+    if splits[0] is None and text and data_files:
+        # Records and ids may have a split of their own beside plain text, such as a README.md.
+        splits.append(split_names.file_split(text, place))
+        splits.append(split_names.file_split(data_files, place))
+    told_splits = [split for split in splits if split is not None]
 
-    Records and ids may have a split of their own: plain text beside them, such as a README.md, does not undo it.
-    """
-    text = [name for name, _ in read.text]
-    data_files = [name for name, _ in (*read.records, *read.ids)]
-    complete = split_names.file_split([*text, *data_files], place)
-    groups = [text, data_files] if text and data_files and complete is None else []
-    splits = [complete, *(split_names.file_split(group, place) for group in groups)]
-    told = [split for split in splits if split is not None]
     lines = []
-    if not told and split_names.tells_some([*text, *data_files]):
+    if not told_splits and split_names.tells_some([*text, *data_files]):
         lines.append(
-            "some names tell training and evaluation parts, and others none, so the split is by hash; "
-            "to split by name, give every file or every folder one"
+            "some names tell training and evaluation parts, and others none, so the split is by "
+            "hash; to split by name, give every file or every folder one"
         )
     unused: set[str] = set()
     sides: dict[str, Literal["train", "eval"]] = {}
-    for split in told:
+    for split in told_splits:
         lines.append(split.line)
         lines += listing.summary(dict.fromkeys(split.outside, "stands beside the split"))
         unused.update(split.unused, split.outside)
         sides |= split.sides
-    used = read._replace(
-        text=[entry for entry in read.text if entry[0] not in unused],
-        records=[entry for entry in read.records if entry[0] not in unused],
-        ids=[entry for entry in read.ids if entry[0] not in unused],
+    used = result._replace(
+        text=[entry for entry in result.text if entry[0] not in unused],
+        records=[entry for entry in result.records if entry[0] not in unused],
+        ids=[entry for entry in result.ids if entry[0] not in unused],
         sides=sides,
     )
     return used, lines
 
 
 class _NotTextError(Exception):
-    """A file that is none of what can be read.
+    """Error of a file whose format is not read.
 
     Args:
-        reason: for a list of such files.
+        reason: Reason for the list of files that are left out, such as "is empty".
     """
 
     def __init__(self, reason: str) -> None:
@@ -222,11 +254,11 @@ class _NotTextError(Exception):
 
 
 class _RefusedError(_NotTextError):
-    """A file of a kind that is read, which holds no records or ids of the data.
+    """Error of a file of a known format that has no records or ids of the data.
 
     Args:
-        reason: for a list of such files.
-        message: for the user, where it is the only file.
+        reason: Reason for the list of files that are left out.
+        message: Message if the path has no other file.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -234,41 +266,43 @@ class _RefusedError(_NotTextError):
         self.args = (message,)
 
 
-def _place(
-    read: Files, name: str, file: Path, field: str, vocab_size: int | None, kind: str
+def _place_file(
+    result: Files, name: str, file: Path, field: str, vocab_size: int | None, kind: str
 ) -> None:
-    """Put a file where it belongs.
+    """Add a file to the list of its format in `result`.
 
     Raises:
-        DamagedError: it cannot be unpacked.
-        LimitError: it is larger than a limit.
-        ids.WidthError: it has ids of a width that cannot be told.
-        _RefusedError: it is of a kind that is read, and holds nothing of the data.
-        _NotTextError: it is none of what can be read.
+        DamagedError: The file cannot be unpacked.
+        LimitError: The file exceeds a limit.
+        ids.WidthError: The file has ids of ambiguous width.
+        _RefusedError: The file has a known format and cannot be read.
+        _NotTextError: The file has no format that is read.
     """
     suffix = _format(file)
-    of_lines, of_tables = (ChatLines, ChatTable) if kind == "chat" else (Lines, Table)
     try:
         if suffix in _LINES:
             if file.suffix.lower() in _LINES:
                 _check_coding(file, corpus.read_bytes(file, 0, _SNIFF_BYTES))
-            lines = of_lines(file, field, read.broken)
+            lines_type = ChatLines if kind == "chat" else Lines
+            lines = lines_type(file, field, result.broken)
+            # A file without any record is refused, or left out among others.
             lines.first()
-            read.records.append((name, lines))
+            result.records.append((name, lines))
         elif suffix == ".parquet":
-            read.records.append((name, of_tables(file, field, read.broken)))
+            table_type = ChatTable if kind == "chat" else Table
+            result.records.append((name, table_type(file, field, result.broken)))
         elif suffix in _UNREAD:
             raise _RefusedError(
-                f"{suffix} is not read: write JSON lines or Parquet", _plain_text_of(file)
+                f"{suffix} is not read: write JSON lines or Parquet", _records_advice(file)
             )
         elif suffix in ids.SUFFIXES and vocab_size is not None:
-            read.ids.append((name, ids.opened(file, vocab_size)))
+            result.ids.append((name, ids.opened(file, vocab_size)))
         else:
             beginning = _beginning_of_text(file)
-            read.text.append((name, file))
+            result.text.append((name, file))
             if beginning.startswith(codecs.BOM_UTF8):
-                read.marked.append(name)
-    except (DamagedError, LimitError, ids.WidthError):
+                result.marked.append(name)
+    except (DamagedError, LimitError, ids.WidthError):  # these are DataErrors, too
         raise
     except OSError as error:
         raise _RefusedError(
@@ -278,23 +312,22 @@ def _place(
         cause = error.__cause__
         if isinstance(cause, OSError):
             raise _RefusedError(f"cannot be read: {cause.strerror}", str(error)) from error
-        # JSON files need not be lines: one list, say, which is read whole or not at all.
+        # A .json may have one JSON list over several lines, which is not read.
         if suffix == ".json" and "no JSON" in str(error):
-            raise _RefusedError("holds no JSON lines", _plain_text_of(file)) from error
-        reason = (
-            "holds no ids of the tokenizer"
-            if suffix in ids.SUFFIXES
-            else f"has no text in the field {field!r}"
-        )
+            raise _RefusedError("holds no JSON lines", _records_advice(file)) from error
+        reason = f"has no text in the field {field!r}"
+        if suffix in ids.SUFFIXES:
+            reason = "holds no ids of the tokenizer"
         raise _RefusedError(reason, str(error)) from error
 
 
 def _beginning_of_text(file: Path) -> bytes:
-    """Return the first bytes of plain text.
+    """Return the first bytes of a file of plain text.
 
     Raises:
-        _NotTextError: it is no plain text of bytes or UTF-8.
-        DataError: it cannot be read.
+        _NotTextError: The file is no plain text.
+        _RefusedError: The file is text in another encoding than UTF-8.
+        DataError: The file cannot be read.
     """
     beginning = corpus.read_bytes(file, 0, _SNIFF_BYTES)
     suffix = file.suffix.lower()
@@ -310,73 +343,97 @@ def _beginning_of_text(file: Path) -> bytes:
 
 
 def _check_coding(file: Path, beginning: bytes) -> None:
-    """Raise _RefusedError for text of wide characters."""
-    wide = _wide(beginning)
-    if wide is not None:
-        advice = f"is {wide}, not UTF-8: convert it by `iconv -f {wide} -t UTF-8`"
+    """Raise _RefusedError for text in UTF-16 or UTF-32."""
+    encoding = _wide_encoding(beginning)
+    if encoding is not None:
+        advice = f"is {encoding}, not UTF-8: convert it by `iconv -f {encoding} -t UTF-8`"
         raise _RefusedError(advice, f"{file} {advice}")
 
 
-def _wide(beginning: bytes) -> str | None:
-    """Return the name of a coding of wide characters that a text begins in, or `None` for all other text."""
-    for mark, coding in _WIDE_MARKS.items():
+def _wide_encoding(beginning: bytes) -> str | None:
+    """Return the name of the encoding of a text in UTF-16 or UTF-32, or `None` for other text."""
+    for mark, encoding in _WIDE_MARKS.items():
         if beginning.startswith(mark):
-            return coding
-    # Without a mark every second byte of most texts is 0, and no other one.
-    for zero_places, text_places, coding in ((1, 0, "UTF-16LE"), (0, 1, "UTF-16BE")):
-        upper = beginning[zero_places::2]
-        lower = beginning[text_places::2]
-        if (
-            len(upper) >= 8
-            and 0 not in lower
-            and 2 * upper.count(0) > len(upper)
-            and min(lower) >= 9
-        ):
-            return coding
+            return encoding
+    if _looks_wide(beginning[0::2], beginning[1::2]):
+        return "UTF-16LE"
+    if _looks_wide(beginning[1::2], beginning[0::2]):
+        return "UTF-16BE"
     return None
 
 
-def _nothing(path: Path, kind: str, not_text: Named, reasons: list[str]) -> str:
-    """Return the error of a path of which nothing can be read."""
+def _looks_wide(lower: bytes, upper: bytes) -> bool:
+    """Return whether these are the lower and upper bytes of the characters of a UTF-16 text.
+
+    Most upper bytes of a text in Latin letters are 0, and no lower bytes are.
+    """
+    if len(upper) < 8 or 0 in lower:
+        return False
+    return 2 * upper.count(0) > len(upper) and min(lower) >= 9
+
+
+def _no_content_message(path: Path, kind: str, not_text: Named, reasons: list[str]) -> str:
+    """Return the message for a path without a readable file.
+
+    Args:
+        kind: Formats that were read (`files`).
+        reasons: Reasons for which entries were left out.
+    """
     if any(file.suffix.lower() in ids.SUFFIXES for _, file in not_text):
         return (
-            f"{path} has no {kind} in it: NUL bytes in {_listed(not_text)}; if these are token ids, write --data.tokenizer "
-            "with the path of the tokenizer.json that made them, or ids:SIZE, how many tokens it has"
+            f"{path} has no {kind} in it: NUL bytes in {_listed(not_text)}; if these are token "
+            "ids, write --data.tokenizer with the path of the tokenizer.json that made them, or "
+            "ids:SIZE, how many tokens it has"
         )
-    why = f": {'; '.join(reasons)}" if reasons else ""
+    reason = f": {'; '.join(reasons)}" if reasons else ""
     if kind == "chat":
         return (
-            f"{path} has no conversations in it{why}; chat:PATH takes .jsonl (or .gz, .zst of it) and .parquet with a field of "
-            "messages"
+            f"{path} has no conversations in it{reason}; "
+            "chat:PATH takes .jsonl (or .gz, .zst of it) and .parquet with a field of messages"
         )
     if kind == "records":
-        return f"{path} has no records in it{why}; records:PATH takes .jsonl (or .gz, .zst of it) and .parquet, text:PATH plain text"
-    return f"{path} has no text in it{why}; text:PATH takes a UTF-8 text file or a folder of text files"
+        return (
+            f"{path} has no records in it{reason}; "
+            "records:PATH takes .jsonl (or .gz, .zst of it) and .parquet, text:PATH plain text"
+        )
+    return (
+        f"{path} has no text in it{reason}; "
+        "text:PATH takes a UTF-8 text file or a folder of text files"
+    )
 
 
 def _format(path: Path) -> str:
-    """The suffix that tells the format, without that of a compression."""
-    return Path(path.stem if path.suffix.lower() in _PACKED else path.name).suffix.lower()
+    """Return the suffix that tells the format of a file, in front of a suffix of compression."""
+    is_packed = path.suffix.lower() in _PACKED
+    name = path.stem if is_packed else path.name
+    return Path(name).suffix.lower()
 
 
 def _size(named: Named) -> int:
+    """Return the total size of some files in bytes."""
     return sum(file.stat().st_size for _, file in named)
 
 
 def _listed(named: Named) -> str:
+    """Return the names of the first files, and the number of the remaining ones."""
     names = ", ".join(name for name, _ in named[:_LISTED])
-    return names if len(named) <= _LISTED else f"{names} and {len(named) - _LISTED} more"
+    if len(named) <= _LISTED:
+        return names
+    return f"{names} and {len(named) - _LISTED} more"
 
 
-def _plain_text_of(path: Path) -> str:
-    """What to say of a file of records that are not read: how to write them as JSON lines, or as text."""
+def _records_advice(path: Path) -> str:
+    """Return the advice for a file of records that are not read, with a command for a .json."""
     advice = (
         f"{path} holds records that are not read as they are; write them as JSON lines or Parquet"
     )
     if _format(path) != ".json":
         return advice
-    unpack = {".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc"}.get(
-        path.suffix.lower(), "cat"
+    unpackers = {".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc"}
+    unpack = unpackers.get(path.suffix.lower(), "cat")
+    program = (
+        "import json, sys; x = json.load(sys.stdin); "
+        "[print(json.dumps(row)) for row in ([x] if type(x) is dict else x)]"
     )
-    program = "import json, sys; x = json.load(sys.stdin); [print(json.dumps(row)) for row in ([x] if type(x) is dict else x)]"
-    return f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {path.name.partition(".")[0]}.jsonl'
+    result = f"{path.name.partition('.')[0]}.jsonl"
+    return f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {result}'

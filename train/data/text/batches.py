@@ -1,8 +1,6 @@
-"""Batches of packed text: windows of seq_len + 1 tokens, each window once an epoch.
+"""Batches of packed text, in windows of seq_len + 1 tokens.
 
-Every epoch cuts the text at another offset (a function of seed and epoch), so a text seen often is seen in other
-windows, with other tokens at their starts. Evaluation windows start at 0 and follow one another: every token of the
-evaluation text but the first is predicted once. They come in a fixed shuffled order, so the first few are a fair sample.
+Shapes: B examples, T = seq_len positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,38 +20,42 @@ from mupax.train.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
-_WINDOWS_AT_ONCE = 1024
-_TOKENS_AT_ONCE = 1 << 20
-"""Windows, and tokens, that are in memory while bytes are counted."""
+_COUNTED_WINDOWS = 1024
+"""Windows per block while the bytes of targets are counted."""
+_COUNTED_TOKENS = 1 << 20
+"""Tokens per block while the bytes of targets are counted."""
 
 
 class Counted(NamedTuple):
-    """Targets of evaluation examples."""
+    """Number of targets of some evaluation examples, and the size of their text."""
 
     targets: int
     text_bytes: float
-    """Bytes of text that these stand for. The end of a document counts as one."""
+    """Bytes of text of these targets. The end of a document counts as one byte."""
 
 
 class TextWindows(Data):
-    """Windows of text; those of evaluation are of a packed text.
+    """Base class of windows of text. Evaluation windows are cut from a packed text.
+
+    Evaluation windows start at token 0 and follow one another, so every token but the first is
+    predicted once. The windows come in a fixed shuffled order, so the first few are a fair sample.
 
     Args:
-        config: sizes of batches.
-        eval_: packed evaluation text.
-        tokenizer: made the tokens.
-        seq_len: T, tokens predicted per window.
-        facts: more to record about the corpus.
-        train_size: windows of an epoch.
-        has_bytes: whether all of it was text, and not ids, whose bytes are not known.
+        config: Configuration with the batch sizes and the masks.
+        tokenizer: Tokenizer that made the tokens.
+        seq_len: T, number of tokens predicted per window.
+        facts: Further facts to record about the corpus.
+        train_size: Number of windows per epoch. `None` for a stream.
+        has_bytes: True if the corpus was made from text. False if any of the corpus was made from
+            ids, whose bytes are unknown.
 
     Raises:
-        DataError: the evaluation text is too short.
+        DataError: The evaluation text is too short.
     """
 
     kind = "tokens"
     _eval_targets: np.ndarray | None = None
-    """Evaluation tokens that are targets, bool [count]; None if all are."""
+    """Mask of the evaluation tokens that are targets, bool [count]. `None` if all are targets."""
 
     def __init__(
         self,
@@ -67,15 +69,17 @@ class TextWindows(Data):
         has_bytes: bool,
     ) -> None:
         check_length(config, "evaluation", len(eval_.tokens), 2, seq_len)
-        windows = -(-(len(eval_.tokens) - 1) // seq_len)
+        windows = _num_windows(eval_.tokens, seq_len)
+        eval_facts: dict[str, Any] = {
+            "tokenizer": tokenizer.key,
+            "eval_tokens": len(eval_.tokens),
+        }
+        if has_bytes:
+            eval_facts["eval_bytes"] = eval_.text_bytes
+
         super().__init__(
             config,
-            facts={
-                **facts,
-                "tokenizer": tokenizer.key,
-                "eval_tokens": len(eval_.tokens),
-                **({"eval_bytes": eval_.text_bytes} if has_bytes else {}),
-            },
+            facts={**facts, **eval_facts},
             train_size=train_size,
             eval_size=windows,
             tokenizer=tokenizer,
@@ -94,7 +98,12 @@ class TextWindows(Data):
 
     @abc.abstractmethod
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
-        """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
+        """Return training windows, int32 [B, T + 1].
+
+        Args:
+            indices: Numbers of the examples. They count from the start of the run through all
+                epochs, [B].
+        """
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         return self.train_examples(interface.batch_indices(k, self.batch_size, rows))
@@ -103,49 +112,58 @@ class TextWindows(Data):
         return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
-        """Return training examples by their numbers, counted as `train_windows` counts them."""
+        """Return a batch of training examples. The numbers count as in `train_windows`."""
         tokens = self.train_windows(indices)
         return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
 
     def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return evaluation examples by their numbers; those past the last one have weight 0."""
+        """Return a batch of evaluation examples. Those past the last one have weight 0."""
         return self.batch_of(*self.eval_windows(indices))
 
     def eval_windows(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Evaluation examples by their numbers, int32 [B, T + 1], and their weights, float32 [B, T]; of those past the last one 0."""
+        """Return evaluation windows, int32 [B, T + 1], and their weights, float32 [B, T].
+
+        Examples past the last one have tokens 0 and weights 0.
+        """
         tokens = np.zeros((len(indices), self._seq_len + 1), np.int32)
         weights = np.zeros((len(indices), self._seq_len), np.float32)
-        inside = [row for row, i in enumerate(indices) if i < self.eval_size]
-        for row, window in zip(
-            inside, self._eval_shuffle(indices[row] for row in inside)[1], strict=True
-        ):
-            ids = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
+        rows = [row for row, i in enumerate(indices) if i < self.eval_size]
+        _, windows = self._eval_shuffle(indices[row] for row in rows)
+
+        for row, window in zip(rows, windows, strict=True):
+            start = window * self._seq_len
+            # The last window may be shorter.
+            ids = self._eval[start : start + self._seq_len + 1]
+            num_targets = len(ids) - 1
             tokens[row, : len(ids)] = ids
-            weights[row, : len(ids) - 1] = 1.0
+            weights[row, :num_targets] = 1.0
             if self._eval_targets is not None:
-                first = window * self._seq_len + 1
-                weights[row, : len(ids) - 1] = self._eval_targets[first : first + len(ids) - 1]
+                first = start + 1
+                weights[row, :num_targets] = self._eval_targets[first : first + num_targets]
         return tokens, weights
 
     def begin_documents(self) -> None:
-        """Put what the tokenizer puts before a text that stands alone before every evaluation document.
+        """Insert the tokenizer's start tokens (bos) before every evaluation document.
 
-        Published models were trained on such documents. What is put there is no target, and every token of the text is one.
-        Nothing changes for a tokenizer that puts nothing there.
+        The inserted tokens are no targets, and every token of the text is one. Nothing changes for
+        a tokenizer without start tokens.
         """
+        # Published models were trained on documents that begin so.
         begin = self.tokenizer.start
         if not len(begin):
             return
+
+        separator = self.tokenizer.separator
         ids = np.asarray(self._eval).astype(np.int32)
-        starts = np.append(0, np.flatnonzero(ids[:-1] == self.tokenizer.separator) + 1)
-        if begin.tolist() == [
-            self.tokenizer.separator
-        ]:  # the end of the document before it is there already
+        starts = np.append(0, np.flatnonzero(ids[:-1] == separator) + 1)
+        if begin.tolist() == [separator]:
+            # The separator that ends a document begins the next one already.
             starts = starts[:1]
-        places = np.repeat(starts, len(begin))
-        self._eval = np.insert(ids, places, np.tile(begin, len(starts)))
-        self._eval_targets = np.insert(np.ones(len(ids), bool), places, False)
-        windows = -(-(len(self._eval) - 1) // self._seq_len)
+        positions = np.repeat(starts, len(begin))
+        self._eval = np.insert(ids, positions, np.tile(begin, len(starts)))
+        self._eval_targets = np.insert(np.ones(len(ids), bool), positions, False)
+
+        windows = _num_windows(self._eval, self._seq_len)
         self.eval_size = min(windows, self.config.eval_examples or windows)
         self._eval_shuffle = interface.Shuffle(windows, 0, interface.EVALUATION)
         self._windows = windows
@@ -154,44 +172,53 @@ class TextWindows(Data):
             self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     def batch_of(self, tokens: np.ndarray, weights: np.ndarray) -> Batch:
-        """A batch, and of its documents what data.document_mask and data.reset_positions ask for.
+        """Return the batch of some windows: inputs, targets and weights, [B, T] each.
 
-        A separator is of the document that it ends: to write it is learned, and what follows it is no target, for nothing is
-        known of the next document.
+        `data.document_mask` adds `segments`, the number of the document within its window.
+        `data.reset_positions` adds `positions`, which count from the beginning of the document.
 
         Args:
-            tokens: int32 [B, T + 1], each predicted from those before it.
-            weights: float32 [B, T].
+            tokens: Windows, int32 [B, T + 1].
+            weights: Weights of the targets, float32 [B, T].
         """
         inputs = tokens[:, :-1]
         batch = {"inputs": inputs, "targets": tokens[:, 1:], "weights": weights}
         if not self.config.document_mask:
             return batch
+
+        # A separator belongs to the document that it ends, and is a target. The token after a
+        # separator is no target, since nothing is known of the next document.
         ends = inputs == self.tokenizer.separator
         segments = np.cumsum(ends, axis=1, dtype=np.int32) - ends
-        batch |= {"weights": weights * ~ends, "segments": segments}
+        batch["weights"] = weights * ~ends
+        batch["segments"] = segments
         if self.config.reset_positions:
-            place = np.arange(inputs.shape[1], dtype=np.int32)
-            first = np.diff(segments, axis=1, prepend=-1) > 0
-            batch["positions"] = place - np.maximum.accumulate(np.where(first, place, 0), axis=1)
+            columns = np.arange(inputs.shape[1], dtype=np.int32)
+            begins = np.diff(segments, axis=1, prepend=-1) > 0
+            document_starts = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+            batch["positions"] = columns - document_starts
         return batch
 
     def counted(self, examples: int) -> Counted:
-        """Count the targets of the first evaluation examples, and the bytes of text that they stand for.
+        """Count the targets of the first evaluation examples and the bytes of their text.
 
-        The bytes are exact where the vocabulary spells its text. Otherwise they are scaled, so that those of all
-        evaluation tokens are the bytes of the evaluation text.
+        The bytes are exact if the vocabulary spells its text. Otherwise the bytes are scaled, so
+        that all evaluation tokens together have the bytes of the evaluation text.
+
+        Args:
+            examples: Number of evaluation examples.
         """
         sizes = self.tokenizer.token_bytes()
+        # The separator stands for the end of a document.
         sizes[self.tokenizer.separator] = 1
         spaces = self._spaces_before_text()
         text_bytes = 0
         targets = 0
         target_bytes = 0
-        before = self.tokenizer.separator
-        for start in range(0, len(self._eval), _TOKENS_AT_ONCE):
-            ids = np.asarray(self._eval[start : start + _TOKENS_AT_ONCE])
-            previous = np.append(before, ids[:-1])
+        last_id = self.tokenizer.separator
+        for start in range(0, len(self._eval), _COUNTED_TOKENS):
+            ids = np.asarray(self._eval[start : start + _COUNTED_TOKENS])
+            previous = np.append(last_id, ids[:-1])
             begins = np.isin(previous, self._before_documents())
             token_bytes = sizes[ids] - np.where(begins, spaces[ids], 0)
             counts = np.ones(len(ids), bool)
@@ -202,70 +229,88 @@ class TextWindows(Data):
                 token_bytes = np.where(is_text, token_bytes, 0)
                 counts &= is_text
             if start == 0:
-                counts[0] = False  # nothing is before it
+                counts[0] = False  # the first token of the text has no context
             text_bytes += int(token_bytes.sum())
             targets += int(counts.sum())
             target_bytes += int(token_bytes[counts].sum())
-            before = ids[-1]
+            last_id = ids[-1]
+
+        # The examples in use are spread over the text, so their windows are counted one by one.
         if examples < self._windows:
             targets, target_bytes = self._counted_of(examples, sizes, spaces)
         return Counted(targets, target_bytes * self._eval_bytes / max(text_bytes, 1))
 
     def _counted_of(self, examples: int, sizes: np.ndarray, spaces: np.ndarray) -> Counted:
-        """Count the targets of some evaluation examples, and their bytes as `sizes` has them."""
-        targets = 0
+        """Return the number of targets of the first evaluation examples, and their unscaled bytes.
+
+        Args:
+            examples: Number of evaluation examples.
+            sizes: Bytes of each id, [V].
+            spaces: 1 for ids with a space that the first token of a document does not have, [V].
+        """
+        num_targets = 0
         text_bytes = 0
-        for start in range(0, examples, _WINDOWS_AT_ONCE):
-            batch = self.eval_examples_of(range(start, min(start + _WINDOWS_AT_ONCE, examples)))
+        for start in range(0, examples, _COUNTED_WINDOWS):
+            stop = min(start + _COUNTED_WINDOWS, examples)
+            batch = self.eval_examples_of(range(start, stop))
+            targets = batch["targets"]
             counts = batch["weights"] > 0
             begins = counts & np.isin(batch["inputs"], self._before_documents())
-            targets += int(counts.sum())
-            text_bytes += int(sizes[batch["targets"][counts]].sum()) - int(
-                spaces[batch["targets"][begins]].sum()
-            )
-        return Counted(targets, text_bytes)
+            num_targets += int(counts.sum())
+            text_bytes += int(sizes[targets[counts]].sum()) - int(spaces[targets[begins]].sum())
+        return Counted(num_targets, text_bytes)
 
     def _before_documents(self) -> list[int]:
-        """Return the ids that a document's first token may follow."""
+        """Return the ids that may stand directly before the first token of a document."""
         if self._eval_targets is None:
             return [self.tokenizer.separator]
         return [self.tokenizer.separator, *self.tokenizer.start.tolist()]
 
     def _spaces_before_text(self) -> np.ndarray:
-        """Return 1 for ids that begin with a space which no text has where a document begins, int64 [vocab_size]."""
-        pieces = self.tokenizer.pieces() if self.tokenizer.adds_space else []
+        """Return 1 for ids whose leading space the tokenizer adds to a document, int64 [V].
+
+        All are 0 for a tokenizer that adds no space. Otherwise ids that begin with a space have 1.
+        """
         spaces = np.zeros(self.tokenizer.vocab_size, np.int64)
-        spaces[[i for i, piece in enumerate(pieces) if piece.startswith(" ")]] = 1
+        if self.tokenizer.adds_space:
+            pieces = self.tokenizer.pieces()
+            spaces[[i for i, piece in enumerate(pieces) if piece.startswith(" ")]] = 1
         return spaces
 
     def eval_targets(self) -> np.ndarray:
-        """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used.
+        """Return a mask of the evaluation tokens that are predicted, bool [eval_tokens].
 
-        Under data.document_mask also without the first of every document.
+        The first token is never predicted. Under `data.document_mask`, the first token of every
+        document is not predicted either.
         """
         mask = np.zeros(len(self._eval), bool)
-        for window in self._eval_shuffle(range(self.eval_size))[1]:
-            mask[window * self._seq_len + 1 : (window + 1) * self._seq_len + 1] = True
+        _, windows = self._eval_shuffle(range(self.eval_size))
+        for window in windows:
+            first = window * self._seq_len + 1
+            mask[first : first + self._seq_len] = True
         if self.config.document_mask:
             mask[1:] &= self._eval[:-1] != self.tokenizer.separator
         return mask
 
 
 class TokenData(TextWindows):
-    """Windows of a packed corpus.
+    """Windows of a packed corpus, every window once per epoch.
+
+    Every epoch cuts the text at another offset, which is a function of seed and epoch. So a text
+    that is repeated often is cut into other windows, with other tokens at their starts.
 
     Args:
-        config: sizes of batches.
-        train: packed training text of N tokens; an epoch is (N - T) // T windows.
-        eval_: packed evaluation text.
-        tokenizer: made the tokens.
-        seq_len: T, tokens predicted per window.
-        seed: seed of the order and of the offsets.
-        facts: more to record about the corpus.
-        has_bytes: whether all of it was text, and not ids, whose bytes are not known.
+        config: Configuration with the batch sizes and the masks.
+        train: Packed training text of N tokens. An epoch has (N - T) // T windows.
+        tokenizer: Tokenizer that made the tokens.
+        seq_len: T, number of tokens predicted per window.
+        seed: Seed of the order and of the offsets.
+        facts: Further facts to record about the corpus.
+        has_bytes: True if the corpus was made from text. False if any of the corpus was made from
+            ids, whose bytes are unknown.
 
     Raises:
-        DataError: the text is too short for one batch's window.
+        DataError: The training text has fewer than 2 T tokens, or the evaluation text fewer than 2.
     """
 
     def __init__(
@@ -281,29 +326,31 @@ class TokenData(TextWindows):
         has_bytes: bool = True,
     ) -> None:
         check_length(config, "training", len(train.tokens), 2 * seq_len, seq_len)
+        # The offset of an epoch may take up to T - 1 tokens, and the last target takes one.
         size = (len(train.tokens) - seq_len) // seq_len
-        counts = {
-            "train_tokens": len(train.tokens),
-            **({"train_bytes": train.text_bytes} if has_bytes else {}),
-        }
-        facts = {**facts, **counts}
+        counts = {"train_tokens": len(train.tokens)}
+        if has_bytes:
+            counts["train_bytes"] = train.text_bytes
+
         super().__init__(
             config,
             eval_,
             tokenizer,
             seq_len=seq_len,
-            facts=facts,
+            facts={**facts, **counts},
             train_size=size,
             has_bytes=has_bytes,
         )
-        self._train, self._seed = train.tokens, seed
+        self._train = train.tokens
+        self._seed = seed
         self._shuffle = interface.Shuffle(size, seed)
 
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
-        """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
+        """Return training windows by their numbers, int32 [B, T + 1]."""
         epochs, windows = self._shuffle(indices)
         starts = [
-            self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)
+            self._offset(int(epoch)) + window * self._seq_len
+            for epoch, window in zip(epochs, windows, strict=True)
         ]
         tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
         for row, start in zip(tokens, starts, strict=True):
@@ -312,33 +359,41 @@ class TokenData(TextWindows):
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _offset(self, epoch: int) -> int:
-        return int(interface.rng(self._seed, interface.WINDOWS, epoch).integers(self._seq_len))
+        """Return the first token of the first window of an epoch, in [0, T)."""
+        rng = interface.rng(self._seed, interface.WINDOWS, epoch)
+        return int(rng.integers(self._seq_len))
 
     def references(self) -> list[Reference]:
+        # The count models are models of bytes.
         if self.facts["tokenizer"] != "bytes":
             return []
         from mupax.train.data.text import ngrams
 
-        return ngrams.references(
-            self._train, self._eval, self.eval_targets(), str(self.facts["digest"])
-        )
+        digest = str(self.facts["digest"])
+        return ngrams.references(self._train, self._eval, self.eval_targets(), digest)
+
+
+def _num_windows(tokens: np.ndarray, seq_len: int) -> int:
+    """Return the number of windows that predict every token but the first once."""
+    return -(-(len(tokens) - 1) // seq_len)
 
 
 def check_length(config: DataConfig, side: str, count: int, least: int, seq_len: int) -> None:
-    """Refuse a text that has no window in it.
+    """Refuse a text that is too short for one window.
 
     Args:
-        config: names the text.
-        side: of the split, for the message.
-        count: of its tokens.
-        least: that there must be.
-        seq_len: of the model.
+        config: Configuration with the name of the text.
+        side: Name of the side of the split, for the message.
+        count: Number of tokens of the text.
+        least: Smallest number of tokens that is accepted.
+        seq_len: Sequence length of the model, for the message.
 
     Raises:
-        DataError: there are fewer.
+        DataError: `count` is less than `least`.
     """
     if count < least:
         raise DataError(
-            f"the {side} text of {config.name} has {count:,} tokens; sequences of {seq_len} need at "
-            f"least {least:,}. Give more text (text files are split by file, records by their content), or a smaller model.seq_len"
+            f"the {side} text of {config.name} has {count:,} tokens; "
+            f"sequences of {seq_len} need at least {least:,}. Give more text "
+            "(text files are split by file, records by their content), or a smaller model.seq_len"
         )

@@ -1,16 +1,6 @@
-"""Denoising as data: any source of text, with spans cut from its windows, for a model that reads one sequence and writes another.
+"""Denoising data for encoder-decoders: windows of any text with corrupted spans.
 
-The noise of training example i is a function of (seed, i), that of evaluation example i of i alone: whatever the batch size,
-the processes or the step a run resumes from, and the same in every evaluation of every run.
-
-Count models that a denoising model must beat:
-
-* trigram and 4-gram: target tokens from those before them (`ngrams`), counted on the targets of one epoch.
-* copy: where the targets so far go as the inputs do, they go on so. The guess is the token after the longest match of the
-  last target tokens among the inputs, the first of several. With c tokens matching, the guess gets a(c) of the
-  probability, which is how often it is right in training, and the 4-gram divides the rest.
-
-Losses are in nats per target token that counts, special ones with it.
+Shapes: B examples, S encoder positions, T decoder positions, N tokens per window, P targets.
 """
 
 from __future__ import annotations
@@ -39,44 +29,60 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 _MOST_TARGETS = 1 << 22
+"""Training targets that the n-gram models count."""
 _MOST_COPIED = 1 << 18
+"""Targets of either side on which copying is measured."""
 _LONGEST_MATCH = 16
+"""Matching tokens beyond which a longer match is not trusted more."""
 
 
 def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Reference]:
-    """Uniform, trigram, 4-gram and copying, on the evaluation examples in use; of no vocabulary above 65,536 tokens, and no stream.
+    """Return the losses of the count models that a denoising model must beat, in nats per target.
+
+    All are measured on the evaluation examples in use; special tokens count as targets, too:
+
+    * uniform: every token is equally likely.
+    * trigram and 4-gram: each target from the targets before it (`ngrams`), counted on the targets
+      of one epoch.
+    * copy: the model guesses the token after the longest match of the last targets among the
+      inputs, the first match of several. A guess with c matching tokens gets the probability a(c),
+      the share of such guesses that are right in training. The 4-gram divides the rest.
+
+    A stream and a vocabulary above 65,536 tokens have the uniform model only.
 
     Args:
-        data: whose training examples are counted (4 million targets; a quarter million where copying is tried).
-        vocab_size: ids are in [0, vocab_size).
-        special: ids that are never copied.
+        data: Data to measure. At most 4 million training targets are counted, and a quarter
+            million for copying.
+        vocab_size: Number of ids, which are in [0, vocab_size).
+        special: Ids that are never copied, such as the ids of sentinels.
     """
     uniform = Reference("uniform", math.log(vocab_size), "nats/target")
     if vocab_size > 1 << 16 or data.train_size is None:
         return [uniform]
-    key = cache.digest(
-        *(str(fact) for fact in (data.facts["digest"], data.facts["noise"], data.eval_size))
-    )
-    losses = cache.remembered(
-        f"denoising-{key}", lambda: _losses(data, vocab_size, np.array(sorted(special)))
-    )
+
+    facts = (data.facts["digest"], data.facts["noise"], data.eval_size)
+    key = cache.digest(*(str(fact) for fact in facts))
+    special_array = np.array(sorted(special))
+    losses = cache.remembered(f"denoising-{key}", lambda: _losses(data, vocab_size, special_array))
     return [uniform, *(Reference(name, loss, "nats/target") for name, loss in losses.items())]
 
 
 def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float]:
+    """Return the mean loss of the trigram, 4-gram and copy models, in nats per target."""
     assert data.train_size is not None
-    batches = -(-data.train_size // data.batch_size)
-    train = _examples((data.train_batch(k) for k in range(batches)), _MOST_TARGETS)
-    evaluated = -(-data.eval_size // data.eval_batch_size)
-    test = _examples((data.eval_batch(j) for j in range(evaluated)), _MOST_COPIED)
-    text = _counted(test)
+    num_train = -(-data.train_size // data.batch_size)
+    num_eval = -(-data.eval_size // data.eval_batch_size)
+    train = _examples((data.train_batch(k) for k in range(num_train)), _MOST_TARGETS)
+    test = _examples((data.eval_batch(j) for j in range(num_eval)), _MOST_COPIED)
+
+    targets = _counted_targets(test)
+    positions = np.arange(len(targets))
     *_, trigram, fourgram = ngrams.nats_per_byte(
-        _counted(train), text, np.arange(len(text)), 4, vocab_size
+        _counted_targets(train), targets, positions, 4, vocab_size
     )
-    some = {
-        name: array[: _MOST_COPIED // train["targets"].shape[1]] for name, array in train.items()
-    }
-    copy = copy_losses(some, test, fourgram, special)
+    num_copied = _MOST_COPIED // train["targets"].shape[1]
+    first_examples = {name: array[:num_copied] for name, array in train.items()}
+    copy = copy_losses(first_examples, test, fourgram, special)
     return {
         "trigram": float(trigram.mean()),
         "4-gram": float(fourgram.mean()),
@@ -85,87 +91,99 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
 
 
 def _examples(batches: Iterator[Batch], most_targets: int) -> Batch:
-    """The examples of so many batches as have so many target positions, one below the other."""
-    parts, targets = [], 0
+    """Return the first batches as one, until there are enough target positions."""
+    parts = []
+    num_targets = 0
     for batch in batches:
-        if targets >= most_targets:
+        if num_targets >= most_targets:
             break
         parts.append(batch)
-        targets += batch["targets"].size
+        num_targets += batch["targets"].size
     return {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
 
 
-def _counted(examples: Batch) -> np.ndarray:
-    """The target tokens that count, one example after the other."""
+def _counted_targets(examples: Batch) -> np.ndarray:
+    """Return the targets with a weight above 0, one example after the other, [P]."""
     return examples["targets"][examples["weights"] > 0]
 
 
 def copy_losses(
     train: Batch, test: Batch, otherwise: np.ndarray, special: np.ndarray
 ) -> np.ndarray:
-    """-ln p of the test examples' targets that count, [P], where what can be copied is.
+    """Return -ln p of the counted targets of `test` under the copy model, [P].
 
     Args:
-        train: examples to learn from how far to trust a match.
-        test: examples to predict.
+        train: Examples on which a(c) is measured (`references`).
         otherwise: -ln p of the same targets under the model that divides the rest, [P].
-        special: ids that are never copied.
+        special: Ids that are never copied, such as the ids of sentinels.
     """
-    guess, matched = guesses(train, special)
+    guess, match_lengths = guesses(train, special)
     counts = train["weights"] > 0
+    lengths = match_lengths[counts]
     right = (guess == train["targets"])[counts]
-    total = np.bincount(matched[counts], minlength=_LONGEST_MATCH + 1)
-    trust = np.bincount(matched[counts], right, minlength=_LONGEST_MATCH + 1) / (
-        total + 2
-    )  # never certain
-    guess, matched = guesses(test, special)
+    num_guesses = np.bincount(lengths, minlength=_LONGEST_MATCH + 1)
+    num_right = np.bincount(lengths, right, minlength=_LONGEST_MATCH + 1)
+    # The 2 keeps a guess from being certain, whose failure would cost infinitely many nats.
+    trust = num_right / (num_guesses + 2)
+
+    guess, match_lengths = guesses(test, special)
     counts = test["weights"] > 0
-    share = np.where(matched > 0, trust[matched], 0)[counts]
+    share = np.where(match_lengths > 0, trust[match_lengths], 0)[counts]
     right = (guess == test["targets"])[counts]
     return -np.log(share * right + (1 - share) * np.exp(-otherwise))
 
 
 def guesses(examples: Batch, special: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens to copy next, how many tokens before match there), both int [B, T]; 0 match where there is none to copy.
+    """Return the token to copy at each target position, and the length of its match, int [B, T].
+
+    A length of 0 means that no token can be copied.
 
     Args:
-        examples: `inputs`, `input_mask` and `decoder_inputs` of a batch.
-        special: ids that are never copied.
+        examples: Batch with `inputs`, `input_mask` and `decoder_inputs`.
+        special: Ids that are never copied, such as the ids of sentinels.
     """
-    inputs, history = examples["inputs"], examples["decoder_inputs"]
-    plain = (examples["input_mask"] > 0) & ~np.isin(inputs, special)
-    guess, matched = np.zeros(history.shape, inputs.dtype), np.zeros(history.shape, np.int64)
+    inputs = examples["inputs"]
+    history = examples["decoder_inputs"]
+    is_plain = (examples["input_mask"] > 0) & ~np.isin(inputs, special)
+    guess = np.zeros(history.shape, inputs.dtype)
+    match_lengths = np.zeros(history.shape, np.int64)
+    # run[:, j] is the number of inputs before j that equal the last tokens of the history.
     run = np.zeros(inputs.shape, np.int16)
     for t in range(history.shape[1]):
-        same = (
-            inputs[:, :-1] == history[:, t, None]
-        )  # run[:, j]: tokens before j that are the last ones of the history
-        run[:, 1:] = np.where(same, np.minimum(run[:, :-1] + 1, _LONGEST_MATCH), 0)
-        fits = np.where(plain, run, 0)
-        best = fits.argmax(axis=1)[:, None]
+        is_equal = inputs[:, :-1] == history[:, t, None]
+        run[:, 1:] = np.where(is_equal, np.minimum(run[:, :-1] + 1, _LONGEST_MATCH), 0)
+        plain_run = np.where(is_plain, run, 0)
+        best = plain_run.argmax(axis=1)[:, None]
         guess[:, t] = np.take_along_axis(inputs, best, axis=1)[:, 0]
-        matched[:, t] = np.take_along_axis(fits, best, axis=1)[:, 0]
-    return guess, matched
+        match_lengths[:, t] = np.take_along_axis(plain_run, best, axis=1)[:, 0]
+    return guess, match_lengths
 
 
 class Denoising(Data):
-    """Windows of text with noise. Of B examples, S encoder and T decoder positions a batch has so many arrays.
+    """Windows of text with corrupted spans.
 
-    * `inputs` int32 [B, S], and `input_mask` int32 [B, S], 1 where a token stands; of an example past the last one, which
-      counts nothing, the first position, for attention wants something to see.
-    * `decoder_inputs` int32 [B, T]: the targets shifted right, behind eos (infilling, as BART) or pad (sentinels, as T5).
-    * `targets` int32 [B, T], and `weights` float32 [B, T], 1 at every target token: under infilling bos, the whole text and
-      eos, under sentinels the sentinels, what they stand for and eos.
+    The noise of training example i is a function of (seed, i), and the noise of evaluation example
+    i is a function of i alone. So neither the batch size nor the number of processes nor the step
+    from which a run resumes changes the noise.
+
+    Arrays of a batch:
+
+    * `inputs`, int32 [B, S]: corrupted text, padded.
+    * `input_mask`, int32 [B, S]: 1 at every token of the inputs. Examples past the last one have a
+      1 at the first position only.
+    * `decoder_inputs`, int32 [B, T]: the targets shifted right, after eos (infilling, as in BART)
+      or pad (sentinels, as in T5).
+    * `targets`, int32 [B, T]: for infilling bos, the complete text and eos; for sentinels each
+      sentinel with the tokens that it replaces, and eos.
+    * `weights`, float32 [B, T]: 1 at every target token.
 
     Args:
-        text: windows of `noise.lengths(inputs).tokens` tokens.
-        noise: what to do with them.
-        inputs: S.
-        vocab_size: of the model; any unless given.
-        seed: of the noise in training.
+        text: Windows of `noise.lengths(inputs).tokens` tokens.
+        inputs: Number of encoder positions, `S`.
+        vocab_size: Vocabulary size of the model. Default: as many ids as are needed.
 
     Raises:
-        DataError: the vocabulary has no room for the special ids.
+        DataError: The vocabulary has no room for the special ids.
     """
 
     kind = "tokens"
@@ -179,21 +197,24 @@ class Denoising(Data):
         vocab_size: int | None = None,
         seed: int,
     ) -> None:
-        self.noise, self.lengths, self.text = noise, noise.lengths(inputs), text
-        self.ids = special_ids(text.tokenizer, noise.sentinels(self.lengths.tokens), vocab_size)
-        self.vocab_size = 1 + max(text.tokenizer.vocab_size - 1, *self.ids[:4], *self.ids.sentinels)
+        self.noise = noise
+        self.lengths = noise.lengths(inputs)
+        self.text = text
+        num_sentinels = noise.sentinels(self.lengths.tokens)
+        self.ids = special_ids(text.tokenizer, num_sentinels, vocab_size)
+        last_id = max(text.tokenizer.vocab_size - 1, *self.ids[:4], *self.ids.sentinels)
+        self.vocab_size = 1 + last_id
         """Ids are in [0, vocab_size)."""
+
+        digest = cache.digest(str(text.facts["digest"]), repr(noise), repr(self.ids))
+        noise_facts = {
+            "name": noise.name,
+            **dataclasses.asdict(noise),
+            **self.lengths._asdict(),
+        }
         super().__init__(
             text.config,
-            facts={
-                **text.facts,
-                "digest": cache.digest(str(text.facts["digest"]), repr(noise), repr(self.ids)),
-                "noise": {
-                    "name": noise.name,
-                    **dataclasses.asdict(noise),
-                    **self.lengths._asdict(),
-                },
-            },
+            facts={**text.facts, "digest": digest, "noise": noise_facts},
             train_size=text.train_size,
             eval_size=text.eval_size,
             tokenizer=text.tokenizer,
@@ -204,8 +225,9 @@ class Denoising(Data):
 
     @property
     def example(self) -> dict[str, ArraySpec]:
-        """The contract with a model: what its config declares as one example (`mupax.zoo.families.ModelConfig.example`)."""
-        inputs, targets = ((length,) for length in self.lengths[1:])
+        """Shapes and dtypes of one example, to compare with `ModelConfig.example` of a model."""
+        inputs = (self.lengths.inputs,)
+        targets = (self.lengths.targets,)
         return {
             "inputs": ArraySpec(inputs, "int32"),
             "input_mask": ArraySpec(inputs, "int32"),
@@ -226,61 +248,78 @@ class Denoising(Data):
         return self._noised(self.text.eval_batch(j, rows), indices, 0, interface.EVALUATION)
 
     def references(self) -> list[Reference]:
-
         return references(self, self.vocab_size, self.ids.names())
 
     def _noised(self, windows: Batch, indices: range, seed: int, purpose: int) -> Batch:
-        tokens, counts = windows["inputs"], windows["weights"].sum(axis=1).astype(int)
+        """Return the batch of some windows after corruption.
+
+        Args:
+            windows: Batch of the text, with `inputs` [B, N] and `weights` [B, N].
+            indices: Number of each example, [B].
+            seed: Seed of the random numbers of an example, with purpose and index.
+            purpose: Random stream, such as `interface.NOISE`.
+        """
+        tokens = windows["inputs"]
+        counts = windows["weights"].sum(axis=1).astype(int)
         uniforms = np.empty((len(tokens), self.noise.draws, self.lengths.tokens))
         for row, index in zip(uniforms, indices, strict=True):
             interface.rng(seed, purpose, index).random(out=row)
-        batch: Batch = {
-            name: np.full(
-                (len(tokens), *spec.shape), self.ids.pad if spec.dtype == "int32" else 0, spec.dtype
-            )
-            for name, spec in self.example.items()
-        }
+
+        batch = self._padding(len(tokens))
+        # All are complete windows but the last one of the evaluation text.
+        for count in np.unique(counts[counts > 0]):
+            rows = np.flatnonzero(counts == count)
+            text = tokens[rows, :count]
+            starts = self._sentences.starts(text)
+            corrupted = self.noise(text, starts, uniforms[rows, :, :count], self.ids)
+            num_inputs = corrupted.inputs.shape[1]
+            num_targets = corrupted.targets.shape[1]
+            input_mask = np.arange(self.lengths.inputs) < corrupted.counts[:, None]
+
+            batch["inputs"][rows, :num_inputs] = corrupted.inputs
+            batch["input_mask"][rows] = input_mask
+            batch["targets"][rows, :num_targets] = corrupted.targets
+            batch["decoder_inputs"][rows, 1:num_targets] = corrupted.targets[:, :-1]
+            batch["weights"][rows, :num_targets] = 1.0
+        return batch
+
+    def _padding(self, num_rows: int) -> Batch:
+        """Return a batch of examples without text."""
+        batch: Batch = {}
+        for name, spec in self.example.items():
+            fill = self.ids.pad if spec.dtype == "int32" else 0
+            batch[name] = np.full((num_rows, *spec.shape), fill, spec.dtype)
+        # Attention needs at least one position that it may see.
         batch["input_mask"][:] = np.arange(self.lengths.inputs) < 1
         start = self.ids.eos if self.noise.name == "infilling" else self.ids.pad
         batch["decoder_inputs"][:, 0] = start
-        for count in np.unique(
-            counts[counts > 0]
-        ):  # all are whole windows but the evaluation text's last
-            rows = np.flatnonzero(counts == count)
-            text = tokens[rows, :count]
-            noised = self.noise(
-                text, self._sentences.starts(text), uniforms[rows, :, :count], self.ids
-            )
-            width, length = noised.inputs.shape[1], noised.targets.shape[1]
-            batch["inputs"][rows, :width] = noised.inputs
-            batch["input_mask"][rows] = np.arange(self.lengths.inputs) < noised.counts[:, None]
-            batch["targets"][rows, :length] = noised.targets
-            batch["decoder_inputs"][rows, 1:length] = noised.targets[:, :-1]
-            batch["weights"][rows, :length] = 1.0
         return batch
 
 
 def load(
     config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note = print
 ) -> Denoising:
-    """The text and noise that a config names, for an encoder-decoder.
+    """Load the text and the noise that a configuration names, for an encoder-decoder.
 
     Args:
-        config: its `noise` is given.
-        model: whose inputs, targets and vocabulary the batches must fit.
-        seed: of order and noise.
-        note: told, in a line, what takes time.
+        config: Configuration whose `noise` is not `None`.
+        model: Model whose inputs, targets and vocabulary the batches must fit.
+        seed: Seed of the order and of the noise.
+        note: Function that prints a line for the user before a step that takes long.
 
     Raises:
-        DataError: as `denoising`, or targets are longer or shorter than the model's.
+        DataError: `denoising` fails, or the targets do not have the length of the model's.
     """
-    noise, sizes = noise_of(config), model.sizes()
-    target_len, there = noise.lengths(sizes["source"]).targets, sizes["position"]
-    if target_len != there:
+    noise = noise_of(config)
+    sizes = model.sizes()
+    target_len = noise.lengths(sizes["source"]).targets
+    model_len = sizes["position"]
+    if target_len != model_len:
         raise DataError(
-            f"{config.noise} of {sizes['source']} inputs makes targets of {target_len} tokens, and the model's are {there}; "
-            f"write --model.target-len {target_len}"
+            f"{config.noise} of {sizes['source']} inputs makes targets of {target_len} tokens, "
+            f"and the model's are {model_len}; write --model.target-len {target_len}"
         )
+    # Without noise the configuration names windows of text.
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
     return denoising(
         plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note
@@ -288,12 +327,16 @@ def load(
 
 
 def noise_of(config: DataConfig) -> Noise:
-    """The noise that a config names; raises DataError for numbers that it cannot have."""
+    """Return the noise that a configuration names.
+
+    Raises:
+        DataError: The noise cannot have this rate or mean span.
+    """
     assert config.noise is not None
     fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
-    return NOISES[config.noise](
-        **{name: value for name, value in fields.items() if value is not None}
-    )
+    # A field that is `None` has the default of the noise.
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    return NOISES[config.noise](**chosen)
 
 
 def denoising(
@@ -305,31 +348,34 @@ def denoising(
     seed: int,
     note: cache.Note = print,
 ) -> Denoising:
-    """A source of text that a config names, prepared if it is not, as batches with noise.
+    """Load the text that a configuration names, and corrupt its windows with some noise.
+
+    The text is prepared first if it is not in the cache.
 
     Args:
-        config: which text, in what batches.
-        noise: what to do with it.
-        inputs: encoder positions, S; windows of text are as long as fit.
-        vocab_size: of the model; any unless given.
-        seed: of order and noise.
-        note: told, in a line, what takes time.
+        config: Configuration with the text and the batch sizes.
+        inputs: S, number of encoder positions. Windows are as long as S allows.
+        vocab_size: Vocabulary size of the model. Default: as many ids as are needed.
+        seed: Seed of the order and of the noise.
+        note: Function that prints a line for the user before a step that takes long.
 
     Raises:
-        DataError: as `mupax.train.data.load`, or the data are images, or the vocabulary has no room for special ids.
+        DataError: `mupax.train.data.load` fails, the data are images or conversations, or the
+            vocabulary has no room for the special ids.
     """
     if source(config.name).task == "images":
         raise DataError(
-            f"data {config.name!r} is images, and noise is put on text; write python_corpus or text:PATH"
+            f"data {config.name!r} is images, and noise is put on text; "
+            "write python_corpus or text:PATH"
         )
     tokens = noise.lengths(inputs).tokens
+    # Only window length and vocabulary of this model are used.
     windows = DecoderConfig(
         width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31
     )
     text = sources.load(config, windows, seed=seed, note=note)
-    if not isinstance(text, TextWindows | Mixture) or (
-        isinstance(text, Mixture) and text.has_conversations
-    ):
+    is_mixed_chat = isinstance(text, Mixture) and text.has_conversations
+    if is_mixed_chat or not isinstance(text, TextWindows | Mixture):
         raise DataError(
             f"data {config.name!r} is conversations, and noise is put on text; leave data.noise out"
         )

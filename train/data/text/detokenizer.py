@@ -1,7 +1,7 @@
-"""Text of tokens that follow other tokens, made one token at a time, and the bytes of single tokens.
+"""Streaming decoder of token ids, and the bytes of single tokens, for generation and serving.
 
-A decoder may treat the first token of a text differently: SentencePiece's takes a space away there.
-So a continuation is never decoded alone. It is decoded together with the last tokens before it.
+A decoder may treat the first token of a text differently: SentencePiece removes a space there. So a
+continuation is never decoded alone. It is decoded together with the last tokens before it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LONGEST_WINDOW = 32
-"""Tokens that are decoded again for a new one. Beyond this many the oldest are dropped."""
+"""Tokens that are decoded again for a new token. Beyond this many the oldest are dropped."""
 _TAIL_TOKENS = 12
-"""Tokens that stay in the window. Only the first token of a text is special in any known decoder."""
+"""Tokens that stay in the window. All known decoders treat only a text's first token specially."""
 _CUTS = 6
-"""Neighbouring places that are tried for the cut. A character has at most 4 tokens."""
+"""Neighbouring positions that are tried for the cut. A character has at most 4 tokens."""
 _LONGEST_RUN = 32
-"""Byte tokens in a row that may be held back until it is certain what they stand for."""
+"""Consecutive byte tokens that may be held back until their text is certain."""
 
 
 class Detokenizer:
@@ -26,19 +26,20 @@ class Detokenizer:
     The texts that `add` and `finish` return, joined, are `decode(prompt + tokens)` without its
     first `len(decode(prompt))` characters. Work per token does not grow with the length.
 
-    A character whose bytes are not all there yet is held back. If the prompt ends within a
-    character, that character belongs to the continuation.
+    An incomplete character is held back. If the prompt ends within a character, that character
+    belongs to the continuation.
 
     Args:
-        tokenizer: tokenizer with `decode`, `is_skipped`, `raw_bytes` and `in_byte_run`.
-        prompt: token ids before the first that is added.
+        tokenizer: Tokenizer with `decode`, `is_skipped`, `raw_bytes` and `in_byte_run`.
+        prompt: Token ids before the first added token. Default: none.
     """
 
     def __init__(self, tokenizer: Any, prompt: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # Skipped tokens are left out, so that every token of the window counts in the text.
+        # Skipped tokens are left out, so that every token of the window has text.
         self._window = [int(token) for token in prompt if not tokenizer.is_skipped(int(token))]
         self._limit = _LONGEST_WINDOW
+        # Number of byte tokens at the end of the window.
         self._run = 0
         for token in reversed(self._window):
             if not tokenizer.in_byte_run(token):
@@ -49,13 +50,13 @@ class Detokenizer:
         else:
             text = self._settled(self._window)
         self.prompt_text = text
-        """Text of the prompt, without a character that has only begun."""
+        """Text of the prompt, without an incomplete last character."""
         self._shown = len(text)
-        """Characters of the window's text that are out."""
+        """Number of characters of the window's text that were returned."""
         self._shorten()
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Return the text that is certain after more tokens, without the text returned before."""
+        """Add tokens. Return the text that is now certain, without the text returned before."""
         new = []
         for token in tokens:
             if not self._tokenizer.is_skipped(token):
@@ -63,7 +64,9 @@ class Detokenizer:
                 self._run = self._run + 1 if self._tokenizer.in_byte_run(token) else 0
         if not new:
             return ""
-        self._window = self._window + new  # not in place: a copy of the decoder keeps its own
+        self._window = (
+            self._window + new
+        )  # not in place, since a copy of the decoder shares the list
         text = self._settled(self._window)
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
@@ -72,38 +75,39 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return what is still held back. No tokens may be added afterwards."""
+        """Return the text that is still held back. No tokens may be added afterwards."""
         return self._tokenizer.decode(self._window)[self._shown :]
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        # Text of a token that is no bytes ends every character, as the space does.
+        """Return the bytes of tokens, with a space for tokens without bytes of their own."""
+        # A token without bytes ends an incomplete character, and so does a space.
         return b"".join(self._tokenizer.raw_bytes(token) or b" " for token in tokens)
 
     def _settled(self, tokens: list[int]) -> str:
-        """Return the text that later tokens do not change."""
+        """Return the part of the tokens' text that later tokens do not change."""
         decode = self._tokenizer.decode
         if 0 < self._run <= _LONGEST_RUN:
-            # One wrong byte makes every byte of the run a U+FFFD.
+            # One wrong byte would turn every byte of the run into U+FFFD.
             return decode(tokens[: -self._run])
         last = self._tokenizer.raw_bytes(tokens[-1]) if tokens else None
         if last is None or last.isascii():
             return decode(tokens)
-        begun = _begun_bytes(self._bytes(tokens[-4:]))
-        if not begun:
+        num_begun = _begun_bytes(self._bytes(tokens[-4:]))
+        if not num_begun:
             return decode(tokens)
         if self._run:
-            return decode(tokens[:-begun])
-        return decode(tokens)[:-1]  # the begun character is one U+FFFD
+            return decode(tokens[:-num_begun])
+        return decode(tokens)[:-1]  # the incomplete character is decoded as one U+FFFD
 
     def _shorten(self) -> None:
-        """Drop old tokens if the text of the others stays the same."""
+        """Drop old tokens if the text of the remaining ones stays the same."""
         text = self._settled(self._window)
         unsettled = self._run if self._run <= _LONGEST_RUN else 0
         newest = len(self._window) - unsettled - _TAIL_TOKENS
         for start in range(newest, max(newest - _CUTS, 0), -1):
             tail = self._window[start:]
             tail_text = self._settled(tail)
-            # Not so if the cut is within a character, or before a token that needs the one before.
+            # The text differs if the cut is within a character, or splits two dependent tokens.
             if tail_text and text.endswith(tail_text):
                 self._window = tail
                 self._shown -= len(text) - len(tail_text)
@@ -112,23 +116,23 @@ class Detokenizer:
         self._limit = max(_LONGEST_WINDOW, 2 * len(self._window))
 
 
-def token_bytes(tokenizer: Any, token: int, before: int | None) -> bytes:
+def token_bytes(tokenizer: Any, token: int, previous: int | None) -> bytes:
     """Return the UTF-8 bytes that one token adds to a text. A skipped token adds none.
 
     Args:
-        tokenizer: as `Detokenizer` takes it.
-        token: token id.
-        before: id of the last token before it that is not skipped, or None at the start of a text.
+        tokenizer: Tokenizer with `decode`, `is_skipped` and `raw_bytes`.
+        previous: Id of the last token before `token` that is not skipped. `None` at the start of a
+            text.
     """
     if tokenizer.is_skipped(token):
         return b""
     raw = tokenizer.raw_bytes(token)
-    if raw is not None and (before is not None or not _is_utf8(raw)):
+    if raw is not None and (previous is not None or not _is_utf8(raw)):
         return raw
-    if before is None:
+    if previous is None:
         return tokenizer.decode([token]).encode()
-    start = len(tokenizer.decode([before]))
-    return tokenizer.decode([before, token])[start:].encode()
+    start = len(tokenizer.decode([previous]))
+    return tokenizer.decode([previous, token])[start:].encode()
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -140,7 +144,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _begun_bytes(data: bytes) -> int:
-    """Return how many bytes at the end are the beginning of a character."""
+    """Return the number of bytes at the end that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return len(decoder.getstate()[0])

@@ -1,14 +1,11 @@
-"""Batches of several texts in fixed shares: which text example i of a run is from, and which of that text's examples it is.
-
-Both are functions of (seed, i) alone, so a run resumes anywhere and on any number of processes, as with one text. Every block of
-`mix.BLOCK` examples has exactly its shares, in a random order of its own; a text's own examples come in the text's own order.
-"""
+"""Batches of several texts in fixed shares, for `data.name mix`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,58 +18,73 @@ from mupax.train.data.text.batches import TextWindows
 
 
 class MixtureWeights:
-    """Weights of a mixture, by which each example has its text, and its place among that text's examples.
+    """Assignment of a mixture's examples to texts, by the weights of the texts.
+
+    Every block of `BLOCK` examples has exactly the shares of the texts, in a random order. The
+    examples of each text come in the text's own order. The assignment is a function of (seed,
+    number of the example), so a run resumes at any step and with any number of processes.
 
     Args:
-        counts: examples of each text in every block; they add up to `BLOCK`.
-        seed: of the order within blocks.
+        counts: Number of examples of each text in a block. The counts add up to `BLOCK`.
     """
 
     def __init__(self, counts: Iterable[int], seed: int) -> None:
-        self.counts, self._seed = np.array(list(counts)), seed
+        self.counts = np.array(list(counts))
+        self._seed = seed
 
     def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(text, example of it) of the run's examples, int64 each."""
-        i = np.fromiter(indices, np.int64)
-        texts, examples = np.empty_like(i), np.empty_like(i)
-        for block in np.unique(i // BLOCK):
-            here = i // BLOCK == block
-            of, rank = self._block(int(block))
-            texts[here], examples[here] = of[i[here] % BLOCK], rank[i[here] % BLOCK]
+        """Return the text of each example, and the example's number within the text.
+
+        Args:
+            indices: Numbers of the examples in the run, [B].
+
+        Returns:
+            Two int64 arrays, [B] each.
+        """
+        numbers = np.fromiter(indices, np.int64)
+        texts = np.empty_like(numbers)
+        examples = np.empty_like(numbers)
+        blocks = numbers // BLOCK
+        for block in np.unique(blocks):
+            in_block = blocks == block
+            offsets = numbers[in_block] % BLOCK
+            block_texts, block_examples = self._block(int(block))
+            texts[in_block] = block_texts[offsets]
+            examples[in_block] = block_examples[offsets]
         return texts, examples
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        of = interface.rng(self._seed, interface.MIXTURE, block).permutation(
-            np.repeat(np.arange(len(self.counts)), self.counts)
-        )
-        rank = np.empty(BLOCK, np.int64)
+        """Return text and number within the text for the examples of a block, [BLOCK] each."""
+        in_order = np.repeat(np.arange(len(self.counts)), self.counts)
+        texts = interface.rng(self._seed, interface.MIXTURE, block).permutation(in_order)
+        examples = np.empty(BLOCK, np.int64)
         for text, count in enumerate(self.counts):
-            rank[of == text] = block * count + np.arange(count)
-        return of, rank
+            examples[texts == text] = block * count + np.arange(count)
+        return texts, examples
 
     def until_one_ends(self, sizes: Iterable[int]) -> int:
-        """How many examples there are before one more of some text is needed than it has.
+        """Return the number of examples before the first one that its text does not have.
 
         Args:
-            sizes: examples of each text.
+            sizes: Number of examples of each text.
         """
         sizes = np.array(list(sizes))
         block = int(np.min(sizes // self.counts))
-        of, rank = self._block(block)
-        return block * BLOCK + int(
-            np.flatnonzero(rank >= sizes[of])[0]
-        )  # one text at least does not fill the block
+        texts, examples = self._block(block)
+        # At least one text ends within this block.
+        first_missing = np.flatnonzero(examples >= sizes[texts])[0]
+        return block * BLOCK + int(first_missing)
 
 
 class Mixture(Data):
-    """Windows of several texts and chats of one tokenizer. Evaluation has the same shares, of whole texts: it ends where the first one does.
+    """Windows of several texts and chats with one tokenizer.
+
+    Evaluation has the same shares as training, and ends with the first text that ends.
 
     Args:
-        config: sizes of batches.
-        parts: how many of each text, by name.
-        texts: by the same names.
-        seed: of the order.
+        parts: Source and number of examples per block, by the name of the text.
+        texts: Data of each text, by the same names.
     """
 
     kind = "tokens"
@@ -84,45 +96,58 @@ class Mixture(Data):
         texts: Mapping[str, TextWindows | Conversations],
         seed: int,
     ) -> None:
-        counts, self._texts = (
-            [part.count for part in parts.values()],
-            [texts[name] for name in parts],
-        )
-        self._train, self._eval = MixtureWeights(counts, seed), MixtureWeights(counts, 0)
-        each = {
-            name: {"source": part.source, "share": part.count / BLOCK, **texts[name].facts}
-            for name, part in parts.items()
-        }
+        counts = [part.count for part in parts.values()]
+        self._texts = [texts[name] for name in parts]
+        self._train = MixtureWeights(counts, seed)
+        # Evaluation has the same examples in every run, whatever the seed.
+        self._eval = MixtureWeights(counts, 0)
+
+        text_facts = {}
+        for name, part in parts.items():
+            share = part.count / BLOCK
+            text_facts[name] = {"source": part.source, "share": share, **texts[name].facts}
         sizes = [text.train_size for text in self._texts]
+        bounded_sizes = [size for size in sizes if size is not None]
+        train_size = None
+        # The size of a stream is unknown.
+        if len(bounded_sizes) == len(sizes):
+            train_size = self._train.until_one_ends(bounded_sizes)
+
         super().__init__(
             config,
-            facts={
-                "digest": cache.digest(
-                    *(f"{facts['digest']} {facts['share']}" for facts in each.values())
-                ),
-                "tokenizer": self._texts[0].facts["tokenizer"],
-                **(
-                    {}
-                    if None in sizes
-                    else {"train_tokens": sum(facts["train_tokens"] for facts in each.values())}
-                ),
-                "eval_tokens": sum(facts["eval_tokens"] for facts in each.values()),
-                "mix": each,
-            },
-            train_size=None
-            if None in sizes
-            else self._train.until_one_ends(size for size in sizes if size is not None),
+            facts=self._facts(text_facts, has_train_tokens=train_size is not None),
+            train_size=train_size,
             eval_size=self._eval.until_one_ends(text.eval_size for text in self._texts),
             tokenizer=self._texts[0].tokenizer,
             bytes_per_token=None,
         )
         if all(text.bytes_per_token is not None for text in self._texts):
-            examples = np.bincount(self._eval(range(self.eval_size))[0], minlength=len(counts))
-            counted = [
-                text.counted(int(count)) for text, count in zip(self._texts, examples, strict=True)
-            ]
-            targets = sum(part.targets for part in counted)
-            self.bytes_per_token = sum(part.text_bytes for part in counted) / max(targets, 1)
+            self.bytes_per_token = self._mean_bytes_per_token()
+
+    def _facts(
+        self, text_facts: Mapping[str, Mapping[str, Any]], has_train_tokens: bool
+    ) -> dict[str, Any]:
+        """Return the facts of the mixture from the facts of its texts."""
+        digests = [f"{facts['digest']} {facts['share']}" for facts in text_facts.values()]
+        facts: dict[str, Any] = {
+            "digest": cache.digest(*digests),
+            "tokenizer": self._texts[0].facts["tokenizer"],
+        }
+        if has_train_tokens:
+            facts["train_tokens"] = sum(fact["train_tokens"] for fact in text_facts.values())
+        facts["eval_tokens"] = sum(fact["eval_tokens"] for fact in text_facts.values())
+        facts["mix"] = text_facts
+        return facts
+
+    def _mean_bytes_per_token(self) -> float:
+        """Return the bytes of text per target, averaged over the evaluation examples in use."""
+        texts, _ = self._eval(range(self.eval_size))
+        num_examples = np.bincount(texts, minlength=len(self._texts))
+        counts = [
+            text.counted(int(count)) for text, count in zip(self._texts, num_examples, strict=True)
+        ]
+        targets = sum(count.targets for count in counts)
+        return sum(count.text_bytes for count in counts) / max(targets, 1)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -133,7 +158,7 @@ class Mixture(Data):
 
     @property
     def has_conversations(self) -> bool:
-        """True if a part is a chat."""
+        """True if one of the texts is a chat."""
         return not all(isinstance(text, TextWindows) for text in self._texts)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
@@ -146,21 +171,21 @@ class Mixture(Data):
         texts, examples = self._eval(indices)
         parts = [text.eval_examples_of(examples[texts == i]) for i, text in enumerate(self._texts)]
         batch = _joined(parts, texts)
+        # Examples past the last one have no weight, although their texts may have more.
         batch["weights"][indices >= self.eval_size] = 0.0
         return batch
 
 
 def _joined(parts: Sequence[Batch], texts: np.ndarray) -> Batch:
-    """Return one batch of the rows of several.
+    """Return one batch made of the rows of several batches.
 
     Args:
-        parts: rows of each text, in their order.
-        texts: number of the text of each row of the batch, [B].
+        parts: Batch of each text, with the text's rows in order.
+        texts: Number of the text of each row of the result, [B].
     """
-    batch = {
-        name: np.empty((len(texts), *array.shape[1:]), array.dtype)
-        for name, array in parts[0].items()
-    }
+    batch = {}
+    for name, array in parts[0].items():
+        batch[name] = np.empty((len(texts), *array.shape[1:]), array.dtype)
     for i, part in enumerate(parts):
         for name, array in part.items():
             batch[name][texts == i] = array

@@ -1,4 +1,4 @@
-"""The tokenizer that data.tokenizer names: bytes, ids, a file, or a vocabulary that the data make (bpe:SIZE)."""
+"""Tokenizers by the value of `data.tokenizer`: bytes, ids:SIZE, bpe:SIZE or a path."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mupax.train.data.text.quoting import SpecialTokens
 from mupax.train.data.text.tokenizer import SEPARATOR, Bytes, Ids, Subwords, Tokenizer, decoded
 
 SMALLEST_BPE = 257
-"""Every byte, and a separator."""
+"""Smallest SIZE of bpe:SIZE: 256 bytes and a separator."""
 _TRAINING_BYTES = 1 << 28
+"""Bytes of text that a BPE tokenizer is trained on."""
 
 
 def opened(
@@ -23,58 +24,62 @@ def opened(
     special_tokens: SpecialTokens = "parse",
     template_tokens: Collection[str] = (),
 ) -> Tokenizer | None:
-    """The tokenizer of a data.tokenizer: bytes, ids:SIZE or the path of a tokenizer.json; None of bpe:SIZE, which data make.
+    """Return the tokenizer that `data.tokenizer` names, or `None` for bpe:SIZE.
+
+    The tokenizer of bpe:SIZE does not exist before it is trained on the data.
 
     Args:
-        name: data.tokenizer.
-        separator: data.separator.
-        special_tokens: data.special_tokens.
-        template_tokens: as `Subwords` takes them.
+        name: Value of `data.tokenizer`: bytes, ids:SIZE, bpe:SIZE or the path of a tokenizer.json.
+        separator: Value of `data.separator`.
+        special_tokens: Value of `data.special_tokens`.
+        template_tokens: Special tokens of a chat template (`Subwords`).
 
     Raises:
-        DataError: there is none of that name, or it has not this separator.
+        DataError: There is no tokenizer of this name, or it does not have the separator.
     """
     if bpe_size(name) is not None:
         return None
     size = _size(name, "ids", 2)
-    if name != "bytes" and size is None:
+    if size is not None:
+        return _ids(name, size, separator)
+    if name != "bytes":
         return Subwords(path_of(name), separator, special_tokens, template_tokens)
-    if size is None:
-        if separator is not None:
-            raise DataError(
-                f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out"
-            )
-        return Bytes()
-    last = (
-        size - 1
-        if separator is None
-        else int(separator)
-        if separator.isascii() and separator.isdigit()
-        else size
-    )
-    if last >= size:
+    if separator is not None:
+        raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")
+    return Bytes()
+
+
+def _ids(name: str, size: int, separator: str | None) -> Ids:
+    """Return the tokenizer of ids:SIZE. The default separator is the last id."""
+    separator_id = size - 1
+    if separator is not None:
+        is_number = separator.isascii() and separator.isdigit()
+        separator_id = int(separator) if is_number else size
+    if separator_id >= size:
         raise DataError(
             f"data.separator is {separator!r}; of data.tokenizer {name} write an id below {size}"
         )
-    return Ids(f"ids{size}-{last}", size, last)
+    return Ids(f"ids{size}-{separator_id}", size, separator_id)
 
 
 def bpe_size(name: str) -> int | None:
-    """SIZE of bpe:SIZE; None for other names.
+    """Return SIZE of bpe:SIZE, or `None` for other names.
 
     Raises:
-        DataError: SIZE is not a number that holds every byte and the separator.
+        DataError: SIZE is not a number of at least `SMALLEST_BPE`.
     """
     return _size(name, "bpe", SMALLEST_BPE)
 
 
 def cached(name: str, separator: str | None, key: str) -> Path | None:
-    """Return the tokenizer.json in the cache that `bpe:SIZE` made with a given content, or None.
+    """Return the tokenizer.json in the cache that was trained for bpe:SIZE and has some key.
+
+    Returns `None` if there is none, and for other names than bpe:SIZE.
 
     Args:
-        name: data.tokenizer; other names than bpe:SIZE are not in the cache.
-        separator: data.separator.
-        key: names the content (`Subwords.key`).
+        name: Value of `data.tokenizer`.
+        separator: Value of `data.separator`.
+        key: Key of the tokenizer (`Subwords.key`).
     """
     size = bpe_size(name)
     if size is None:
@@ -89,7 +94,7 @@ def cached(name: str, separator: str | None, key: str) -> Path | None:
 
 
 def _size(name: str, kind: str, least: int) -> int | None:
-    """SIZE of KIND:SIZE; None for other names."""
+    """Return SIZE of KIND:SIZE, or `None` for other names. A SIZE below `least` is refused."""
     if not name.startswith(f"{kind}:"):
         return None
     size = name.removeprefix(f"{kind}:")
@@ -101,20 +106,22 @@ def _size(name: str, kind: str, least: int) -> int | None:
 
 
 def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) -> Any:
-    """Return a byte-level BPE `tokenizers.Tokenizer`, trained on the texts (256 MB of them at most).
+    """Train a byte-level BPE tokenizer on texts and return the `tokenizers.Tokenizer`.
 
     Args:
-        texts: documents in UTF-8; read until there are enough.
-        size: tokens at most, the 256 bytes and the special tokens among them.
-        special: tokens that are no text, beside the separator.
+        texts: Documents in UTF-8. About 256 MiB are read.
+        size: Largest number of tokens, the 256 bytes and the special tokens included.
+        special: Special tokens in addition to the separator.
 
     Raises:
-        DataError: a text is not UTF-8, or the size does not hold the bytes and special tokens.
+        DataError: A text is not UTF-8, or `size` has no room for the bytes and special tokens.
     """
-    tokens = [*dict.fromkeys((SEPARATOR, *special))]
-    if size < 256 + len(tokens):
+    special_tokens = [*dict.fromkeys((SEPARATOR, *special))]
+    smallest = 256 + len(special_tokens)
+    if size < smallest:
         raise DataError(
-            f"a tokenizer of {size} tokens has no room for 256 bytes and {', '.join(tokens)}; write at least {256 + len(tokens)}"
+            f"a tokenizer of {size} tokens has no room for 256 bytes and "
+            f"{', '.join(special_tokens)}; write at least {smallest}"
         )
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -124,7 +131,7 @@ def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) ->
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=tokens,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -133,8 +140,10 @@ def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) ->
 
 
 def _first(texts: Iterable[bytes], size: int) -> Iterable[str]:
+    """Yield decoded texts until they have `size` bytes together."""
+    remaining = size
     for text in texts:
-        if size <= 0:
+        if remaining <= 0:
             return
-        size -= len(text)
+        remaining -= len(text)
         yield decoded(text)

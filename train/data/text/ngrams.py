@@ -1,9 +1,12 @@
-"""Count models of bytes or of a few thousand tokens, the reference for a language model: what local statistics alone reach.
+"""N-gram count models of bytes or tokens, the reference losses of a language model.
 
-Interpolated Witten-Bell smoothing (Witten and Bell 1991; Chen and Goodman 1998, section 2.5). With c(h) the count of
-a context h, t(h) the number of different bytes seen after it, and h' the context without its first byte:
+The models use interpolated Witten-Bell smoothing (Witten and Bell 1991; Chen and Goodman 1998,
+section 2.5). With c(h) the count of a context h, t(h) the number of different tokens that follow h
+in training, and h' the context h without its first token:
 
-    p(w | h) = (c(hw) + t(h) p(w | h')) / (c(h) + t(h)),      p(w | nothing) interpolated with 1/256, or 1/V of V tokens.
+    p(w | h) = (c(hw) + t(h) p(w | h')) / (c(h) + t(h))
+
+The empty context is interpolated with 1/V. V is 256 for bytes.
 """
 
 from __future__ import annotations
@@ -24,22 +27,25 @@ _MOST_TARGETS = 1 << 24
 def references(
     train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest: str
 ) -> list[Reference]:
-    """Uniform, trigram and 4-gram models, in nats per byte over the chosen evaluation bytes.
+    """Return the losses of the uniform, trigram and 4-gram model of bytes, in nats per byte.
 
     Args:
-        train: training text as bytes, [N] (the first 32 MB of it are counted).
-        eval_: evaluation text as bytes, [M].
-        targets: the bytes of `eval_` that are predicted, bool [M] (16 MB of them, evenly spread, if there are more).
-        digest: of the data, to name the cached result.
+        train: Training text as bytes, [N]. The first 32 MiB are counted.
+        eval_: Evaluation text as bytes, [M].
+        targets: Mask of the bytes of `eval_` that are predicted, bool [M]. At most 16 Mi of them
+            are used, evenly spread.
+        digest: Digest of the data, part of the name of the cached result.
     """
 
     def compute() -> dict[str, float]:
         positions = np.flatnonzero(targets)
-        positions = positions[:: -(-len(positions) // _MOST_TARGETS)]
+        stride = -(-len(positions) // _MOST_TARGETS)
+        positions = positions[::stride]
         losses = nats_per_byte(train[:_MOST_BYTES], eval_, positions, max(_NAMES))
         return {name: float(losses[order - 1].mean()) for order, name in _NAMES.items()}
 
-    losses = cache.remembered(f"ngrams-{cache.digest(digest, targets.tobytes())}", compute)
+    key = cache.digest(digest, targets.tobytes())
+    losses = cache.remembered(f"ngrams-{key}", compute)
     uniform = Reference("uniform", math.log(256), "nats/byte")
     return [uniform, *(Reference(name, losses[name], "nats/byte") for name in _NAMES.values())]
 
@@ -47,59 +53,70 @@ def references(
 def nats_per_byte(
     train: np.ndarray, text: np.ndarray, positions: np.ndarray, order: int, vocab_size: int = 256
 ) -> list[np.ndarray]:
-    """-ln p of chosen bytes, or tokens, of a text under the models of order 1, …, `order` counted on `train`.
+    """Return -ln p of some bytes or tokens of a text under the models of order 1 to `order`.
 
     Args:
-        train: bytes to count, [N].
-        text: bytes, [M]; the context of a byte may reach back to its start, where it is shorter than the order allows.
-        positions: which bytes of `text` to predict, [P], ascending.
-        order: bytes per n-gram, 1 to 4.
-        vocab_size: V, at most 65536, where they are tokens.
+        train: Bytes or tokens to count, [N].
+        text: Bytes or tokens, [M]. A position near the beginning has a shorter context.
+        positions: Positions in `text` that are predicted, ascending, [P].
+        order: Length of the longest n-grams, 1 to 4.
+        vocab_size: V, at most 65536.
 
     Returns:
-        float64 [P] per order.
+        A float64 array [P] per order.
     """
     if not 1 <= order <= 4 or vocab_size > 1 << 16:
         raise ValueError(
-            f"order {order} of {vocab_size} tokens: a key holds 1 to 4 bytes, or as many of 65536 tokens"
+            f"order {order} of {vocab_size} tokens: "
+            "a key holds 1 to 4 bytes, or as many of 65536 tokens"
         )
-    p = np.full(len(positions), 1 / vocab_size)
-    key: Any = np.uint32 if vocab_size <= 256 else np.uint64
+    probs = np.full(len(positions), 1 / vocab_size)
+    key_type: Any = np.uint32 if vocab_size <= 256 else np.uint64
     losses = []
     for n in range(1, order + 1):
-        inside = positions >= n - 1
-        if n <= len(train) and inside.any():
-            grams, counts = np.unique(
-                _keys(train, np.arange(n - 1, len(train)), n, key), return_counts=True
-            )
-            contexts, first, kinds = np.unique(
+        # A position with fewer tokens before it keeps the probability of the lower order.
+        has_context = positions >= n - 1
+        if n <= len(train) and has_context.any():
+            train_keys = _keys(train, np.arange(n - 1, len(train)), n, key_type)
+            grams, gram_counts = np.unique(train_keys, return_counts=True)
+            contexts, first, num_followers = np.unique(
                 _context(grams, n), return_index=True, return_counts=True
             )
-            totals = np.add.reduceat(counts, first)
-            keys = _keys(text, positions[inside], n, key)
+            context_counts = np.add.reduceat(gram_counts, first)
+
+            keys = _keys(text, positions[has_context], n, key_type)
             context = _context(keys, n)
-            count, total = _lookup(grams, counts, keys), _lookup(contexts, totals, context)
-            # A context never seen has t = 0: backing off alone is t = 1.
-            kind = np.maximum(_lookup(contexts, kinds, context), 1)
-            p = p.copy()
-            p[inside] = (count + kind * p[inside]) / (total + kind)
-        losses.append(-np.log(p))
+            c_hw = _lookup(grams, gram_counts, keys)
+            c_h = _lookup(contexts, context_counts, context)
+            # A context that is not in `train` has t = 0. With t = 1 it backs off to p(w | h').
+            t_h = np.maximum(_lookup(contexts, num_followers, context), 1)
+            probs = probs.copy()
+            probs[has_context] = (c_hw + t_h * probs[has_context]) / (c_h + t_h)
+        losses.append(-np.log(probs))
     return losses
 
 
-def _keys(text: np.ndarray, positions: np.ndarray, n: int, key: Any) -> np.ndarray:
-    """The n bytes (tokens) of `text` that end at each position, as one number of the type `key`, [P]: a quarter of it each."""
-    keys = np.zeros(len(positions), key)
+def _keys(text: np.ndarray, positions: np.ndarray, n: int, key_type: Any) -> np.ndarray:
+    """Return the n-grams of `text` that end at each position, as one number each, [P].
+
+    Each byte or token has a quarter of the bits of `key_type`.
+    """
+    keys = np.zeros(len(positions), key_type)
+    shift = key_type(2 * keys.itemsize)
     for i in range(n):
-        keys = (keys << key(2 * keys.itemsize)) | text[positions - (n - 1 - i)].astype(key)
+        tokens = text[positions - (n - 1 - i)]
+        keys = (keys << shift) | tokens.astype(key_type)
     return keys
 
 
 def _context(keys: np.ndarray, n: int) -> np.ndarray:
-    return keys >> keys.dtype.type(2 * keys.itemsize) if n > 1 else keys & keys.dtype.type(0)
+    """Return the n-grams without their last token. A 1-gram has the context 0."""
+    if n > 1:
+        return keys >> keys.dtype.type(2 * keys.itemsize)
+    return keys & keys.dtype.type(0)
 
 
 def _lookup(sorted_keys: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """values where keys are among the sorted known ones, else 0."""
-    at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
-    return np.where(sorted_keys[at] == keys, values[at], 0)
+    """Return the value of each key, or 0 for a key that is not among the sorted keys."""
+    indices = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+    return np.where(sorted_keys[indices] == keys, values[indices], 0)

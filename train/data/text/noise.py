@@ -1,7 +1,6 @@
-"""Span denoising of windows of text: BART's text infilling and T5's sentinels, as operations on whole batches of arrays.
+"""Span corruption of windows of text: BART's text infilling and T5's sentinels, in NumPy.
 
-B windows of N tokens each. Random numbers come in as uniforms [B, draws, N]: who draws them says what the noise depends on.
-Both cut a fixed share of the tokens, in spans; what is left in their place, and what is to be predicted, differs.
+Shapes: B windows, N tokens per window, S encoder positions, T decoder positions.
 """
 
 from __future__ import annotations
@@ -16,38 +15,39 @@ from mupax.train.data.interface import DataError
 from mupax.train.data.text.vocabulary import SpecialIds
 
 _LONGEST_SPAN = 200
-"""Of a Poisson span: with a mean of at most 50, longer ones have a probability below 1e-16."""
+"""Largest length of a Poisson span. With a mean of at most 50, longer spans have a probability
+below 1e-16."""
 
 
 class Lengths(NamedTuple):
     """Static lengths of a batch."""
 
     tokens: int
-    """Of the window that the noise is put on."""
+    """N, tokens of a window before corruption."""
     inputs: int
-    """Encoder positions, S."""
+    """S, encoder positions."""
     targets: int
-    """Decoder positions, T."""
+    """T, decoder positions."""
 
 
 class CorruptedBatch(NamedTuple):
-    """Batch of B windows of which spans are corrupted."""
+    """Batch of B windows with corrupted spans."""
 
     inputs: np.ndarray
-    """Int32 [B, at most S]; behind `counts` stands padding."""
+    """Encoder tokens, int32 [B, at most S]. Padding follows the first `counts` tokens of a row."""
     counts: np.ndarray
-    """Tokens of each input, [B]."""
+    """Number of tokens of each input, [B]."""
     targets: np.ndarray
-    """Int32 [B, at most T]."""
+    """Decoder targets, int32 [B, at most T]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Spans:
-    """A share of the tokens in spans of a mean length."""
+    """Base class of span corruption: a share of the tokens is cut in spans of a mean length."""
 
     name: ClassVar[str]
     draws: ClassVar[int]
-    """Uniform numbers per token."""
+    """Number of uniform random numbers per token."""
     rate: float
     mean_span: float
 
@@ -58,176 +58,196 @@ class _Spans:
             )
         if not 1 <= self.mean_span <= 50:
             raise DataError(
-                f"the mean span is {self.mean_span}; write a number of tokens from 1 to 50, such as 3"
+                f"the mean span is {self.mean_span}; "
+                "write a number of tokens from 1 to 50, such as 3"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Infilling(_Spans):
-    """BART's text infilling (Lewis et al. 2019, arXiv 1910.13461, section 2.2; its code in fairseq, `denoising_dataset.py`).
+    """BART's text infilling, which replaces each cut span by one mask token.
 
-    Sentences are put in random order. Then spans of Poisson length are cut, the last one shortened, until ceil(rate N)
-    tokens are; one mask stands for each span, and for a span of no tokens one is inserted. Here spans never overlap, so that
-    exactly so many tokens are cut, and all orders of spans and tokens left are alike; fairseq's spans may run into each other
-    and cut fewer. The target is the whole text in its own order, between bos and eos.
+    Source: Lewis et al. 2019, arXiv 1910.13461, section 2.2, and `denoising_dataset.py` of fairseq.
+
+    Sentences are put in random order. Spans of Poisson length are cut until ceil(rate N) tokens are
+    cut; the last span is shortened. One mask token replaces each span, and a span of length 0
+    inserts a mask. The target is the complete text in its own order, between bos and eos.
+
+    Spans never overlap, unlike in fairseq, where overlapping spans may cut fewer tokens. Every
+    order of the spans and the remaining tokens is equally likely.
     """
 
     name = "infilling"
     draws = 3
     rate: float = 0.3
-    """Share of tokens cut."""
+    """Share of the tokens that is cut."""
     mean_span: float = 3.0
-    """Mean of the Poisson distribution."""
+    """Mean of the Poisson distribution of span lengths."""
 
     def lengths(self, inputs: int) -> Lengths:
-        """Lengths of S = `inputs` encoder positions: both sides hold a whole window, bos and eos.
+        """Return the lengths for S = `inputs`: encoder and decoder hold a window, bos and eos.
 
         Raises:
-            DataError: that is no room for a token.
+            DataError: S is less than 3, so that no token fits.
         """
         if inputs < 3:
             raise DataError(
-                f"inputs of {inputs} tokens have no room for text between bos and eos; write at least 3"
+                f"inputs of {inputs} tokens have no room for text between bos and eos; "
+                "write at least 3"
             )
         return Lengths(inputs - 2, inputs, inputs)
 
     def sentinels(self, tokens: int) -> int:
-        """Sentinels in use: none."""
+        """Return 0, since text infilling uses no sentinels."""
         return 0
 
     def __call__(
         self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
     ) -> CorruptedBatch:
-        """Windows with noise.
+        """Corrupt windows by text infilling and return the batch.
 
         Args:
-            tokens: [B, N].
-            starts: where a sentence begins, bool [B, N].
-            uniforms: in [0, 1), [B, 3, N].
-            ids: of bos, eos, mask and pad.
+            tokens: Windows, [B, N].
+            starts: Mask of the tokens that begin a sentence, bool [B, N].
+            uniforms: Random numbers in [0, 1), [B, 3, N].
+            ids: Ids of bos, eos, mask and pad.
         """
-        rows, length = tokens.shape
-        cut = math.ceil(self.rate * length)
+        num_rows, length = tokens.shape
+        num_cut = math.ceil(self.rate * length)
         text = permuted(tokens, starts, uniforms[:, 0])
-        ends = np.minimum(np.cumsum(self.span_lengths(uniforms[:, 1, :cut]), axis=1), cut)
-        ends[:, -1] = cut
+
+        # Lengths of the spans of each row. They add up to `num_cut`.
+        ends = np.cumsum(self.span_lengths(uniforms[:, 1, :num_cut]), axis=1)
+        ends = np.minimum(ends, num_cut)
+        ends[:, -1] = num_cut
         spans = np.diff(ends, axis=1, prepend=0)
-        masks = 1 + (ends < cut).sum(axis=1, keepdims=True)
-        slots = (
-            length - cut + masks
-        )  # what is left and the masks; at most N, as there are at most `cut` masks
+
+        # A slot holds a remaining token or a mask. There are at most `num_cut` masks, so at most N
+        # slots.
+        num_masks = 1 + (ends < num_cut).sum(axis=1, keepdims=True)
+        num_slots = length - num_cut + num_masks
         column = np.arange(length)
-        order = np.argsort(np.where(column < slots, uniforms[:, 2], 2.0), axis=1)
-        row, span = np.nonzero(column[:cut] < masks)
+        order = np.argsort(np.where(column < num_slots, uniforms[:, 2], 2.0), axis=1)
+        row, span = np.nonzero(column[:num_cut] < num_masks)
         slot = order[row, span]
-        advance = np.ones((rows, length), np.int64)
+
+        # A mask advances by the length of its span in the text, a token by 1.
+        advance = np.ones((num_rows, length), np.int64)
         advance[row, slot] = spans[row, span]
         source = np.minimum(np.cumsum(advance, axis=1) - advance, length - 1)
         noised = np.take_along_axis(text, source, axis=1)
         noised[row, slot] = ids.mask
-        inputs = np.pad(
-            np.where(column < slots, noised, ids.pad),
-            ((0, 0), (1, 1)),
-            constant_values=(ids.bos, ids.pad),
-        )
-        np.put_along_axis(inputs, slots + 1, ids.eos, axis=1)
+
+        padded = np.where(column < num_slots, noised, ids.pad)
+        inputs = np.pad(padded, ((0, 0), (1, 1)), constant_values=(ids.bos, ids.pad))
+        np.put_along_axis(inputs, num_slots + 1, ids.eos, axis=1)
         targets = np.pad(tokens, ((0, 0), (1, 1)), constant_values=(ids.bos, ids.eos))
-        return CorruptedBatch(inputs, slots[:, 0] + 2, targets)
+        return CorruptedBatch(inputs, num_slots[:, 0] + 2, targets)
 
     def span_lengths(self, uniforms: np.ndarray) -> np.ndarray:
-        """Poisson lengths by inversion, one per uniform."""
-        k = np.arange(_LONGEST_SPAN)
-        log_factorial = np.cumsum(np.log(np.maximum(k, 1)))
-        cumulative = np.cumsum(
-            np.exp(k * math.log(self.mean_span) - self.mean_span - log_factorial)
-        )
-        return np.searchsorted(cumulative, uniforms, side="right")
+        """Return Poisson lengths, one per uniform number, by inversion of the distribution."""
+        lengths = np.arange(_LONGEST_SPAN)
+        log_factorials = np.cumsum(np.log(np.maximum(lengths, 1)))
+        log_powers = lengths * math.log(self.mean_span)
+        probabilities = np.exp(log_powers - self.mean_span - log_factorials)
+        return np.searchsorted(np.cumsum(probabilities), uniforms, side="right")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sentinels(_Spans):
-    """T5's span corruption (Raffel et al. 2019, arXiv 1910.10683, section 3.1.4; `random_spans_noise_mask` of its code).
+    """T5's span corruption, which replaces each cut span by a sentinel.
 
-    round(rate N) tokens are cut in round(that / mean_span) spans; what is cut and what is left are each split into that
-    many parts, all splits alike, beginning with what is left and ending with what is cut. Sentinel i stands for span i
-    among the inputs, and before it among the targets; both end with eos.
+    Source: Raffel et al. 2019, arXiv 1910.10683, section 3.1.4, and `random_spans_noise_mask` of
+    T5's code.
+
+    round(rate N) tokens are cut, in round(cut tokens / mean_span) spans. Cut and remaining tokens
+    are both split into that many parts; every split is equally likely. A window begins with a
+    remaining part and ends with a cut part. Sentinel i replaces span i among the inputs and stands
+    before span i among the targets. Inputs and targets end with eos.
     """
 
     name = "sentinels"
     draws = 2
     rate: float = 0.15
-    """Share of tokens cut."""
+    """Share of the tokens that is cut."""
     mean_span: float = 3.0
-    """Tokens cut per span."""
+    """Mean number of tokens per span."""
 
     def lengths(self, inputs: int) -> Lengths:
-        """The longest window of which S = `inputs` encoder positions hold what is left, and how long that and the targets are.
+        """Return the lengths of the longest window whose corrupted inputs fit S = `inputs`.
 
-        As `random_spans_helper` of T5's code (`compute_input_and_target_lengths` elsewhere), which leaves no padding.
+        Follows `random_spans_helper` of T5's code (`compute_input_and_target_lengths` in other
+        repositories), which leaves no padding.
 
         Raises:
-            DataError: that is no room for a token on each side.
+            DataError: S has no room for a window of 2 tokens.
         """
         tokens = 2
-        if self._lengths(tokens).inputs > inputs:
-            least = self._lengths(tokens).inputs
+        smallest = self._lengths(tokens).inputs
+        if smallest > inputs:
             raise DataError(
-                f"inputs of {inputs} tokens have no room for text, a sentinel and eos; write at least {least}"
+                f"inputs of {inputs} tokens have no room for text, a sentinel and eos; "
+                f"write at least {smallest}"
             )
         while self._lengths(tokens + 1).inputs <= inputs:
             tokens += 1
         lengths = self._lengths(tokens)
-        if (
-            self.rate == 0.5 and lengths.targets > inputs
-        ):  # both sides as long: T5's own exception, at most a pad each
+        if self.rate == 0.5 and lengths.targets > inputs:
+            # T5's own exception makes both sides equally long, with at most one pad each.
             return Lengths(tokens - 1, inputs, lengths.targets - 1)
         return lengths
 
     def _lengths(self, tokens: int) -> Lengths:
-        cut, spans = self.counts(tokens)
-        return Lengths(tokens, tokens - cut + spans + 1, cut + spans + 1)
+        """Return the lengths that a window of some tokens has after corruption."""
+        num_cut, num_spans = self.counts(tokens)
+        return Lengths(tokens, tokens - num_cut + num_spans + 1, num_cut + num_spans + 1)
 
     def counts(self, tokens: int) -> tuple[int, int]:
-        """(tokens cut, spans) of a window; none of a window of one token."""
+        """Return the number of cut tokens and of spans of a window. Both are 0 for one token."""
         if tokens < 2:
             return 0, 0
-        cut = min(max(round(tokens * self.rate), 1), tokens - 1)
-        return cut, min(max(round(cut / self.mean_span), 1), tokens - cut)
+        num_cut = min(max(round(tokens * self.rate), 1), tokens - 1)
+        num_spans = min(max(round(num_cut / self.mean_span), 1), tokens - num_cut)
+        return num_cut, num_spans
 
     def sentinels(self, tokens: int) -> int:
-        """Sentinels in use for a window of so many tokens."""
-        return self.counts(tokens)[1]
+        """Return the number of sentinels that a window of some tokens uses."""
+        _, num_spans = self.counts(tokens)
+        return num_spans
 
     def __call__(
         self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
     ) -> CorruptedBatch:
-        """Windows with noise.
+        """Corrupt windows by sentinels and return the batch.
 
         Args:
-            tokens: [B, N].
-            starts: not read: sentences stay where they are.
-            uniforms: in [0, 1), [B, 2, N].
-            ids: of eos and sentinels.
+            tokens: Windows, [B, N].
+            uniforms: Random numbers in [0, 1), [B, 2, N].
+            ids: Ids, of which `eos` and `sentinels` are used.
         """
-        cut = self.noise_mask(tokens.shape[1], uniforms)
-        inputs, targets = (_collapsed(tokens, runs, ids) for runs in (cut, ~cut))
-        return CorruptedBatch(inputs, np.full(len(tokens), inputs.shape[1]), targets)
+        is_cut = self.noise_mask(tokens.shape[1], uniforms)
+        inputs = _collapsed(tokens, is_cut, ids)
+        targets = _collapsed(tokens, ~is_cut, ids)
+        # Every row has equally many inputs.
+        counts = np.full(len(tokens), inputs.shape[1])
+        return CorruptedBatch(inputs, counts, targets)
 
     def noise_mask(self, tokens: int, uniforms: np.ndarray) -> np.ndarray:
-        """Which tokens are cut, bool [B, N].
+        """Return a mask of the tokens that are cut, bool [B, N].
 
         Args:
-            tokens: N.
-            uniforms: in [0, 1), [B, 2, N].
+            tokens: N, number of tokens per window.
+            uniforms: Random numbers in [0, 1), [B, 2, N].
         """
-        cut, spans = self.counts(tokens)
-        flips = np.zeros((len(uniforms), tokens), np.int8)
-        if spans:
-            parts = [
-                _parts(tokens - cut, spans, uniforms[:, 0]),
-                _parts(cut, spans, uniforms[:, 1]),
-            ]
-            bounds = np.cumsum(np.stack(parts, axis=2).reshape(len(uniforms), 2 * spans), axis=1)
+        num_rows = len(uniforms)
+        num_cut, num_spans = self.counts(tokens)
+        flips = np.zeros((num_rows, tokens), np.int8)
+        if num_spans:
+            kept_parts = _parts(tokens - num_cut, num_spans, uniforms[:, 0])
+            cut_parts = _parts(num_cut, num_spans, uniforms[:, 1])
+            # Kept and cut parts alternate, a kept part first.
+            parts = np.stack([kept_parts, cut_parts], axis=2).reshape(num_rows, 2 * num_spans)
+            bounds = np.cumsum(parts, axis=1)
             np.put_along_axis(flips, bounds[:, :-1], 1, axis=1)
         return np.cumsum(flips, axis=1) % 2 == 1
 
@@ -237,28 +257,46 @@ NOISES: dict[str, type[Infilling | Sentinels]] = {"infilling": Infilling, "senti
 
 
 def permuted(tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """The tokens with the sentences of every row in random order, all orders alike.
+    """Return the tokens with the sentences of every row in random order, [B, N].
+
+    Every order is equally likely.
 
     Args:
-        tokens: [B, N].
-        starts: where a sentence begins, bool [B, N]; the first token of a row is the start of one.
-        uniforms: in [0, 1), [B, N].
+        tokens: Windows, [B, N].
+        starts: Mask of the tokens that begin a sentence, bool [B, N]. The first token of each row
+            begins one.
+        uniforms: Random numbers in [0, 1), [B, N].
     """
     sentence = np.cumsum(starts, axis=1) - starts[:, :1]
     keys = np.take_along_axis(uniforms, sentence, axis=1)
-    return np.take_along_axis(tokens, np.argsort(keys, axis=1, kind="stable"), axis=1)
+    # A stable sort keeps the tokens of a sentence in order.
+    order = np.argsort(keys, axis=1, kind="stable")
+    return np.take_along_axis(tokens, order, axis=1)
 
 
 def _parts(items: int, count: int, uniforms: np.ndarray) -> np.ndarray:
-    """Lengths of `count` parts of at least one item, all splits alike, [B, count]."""
-    cuts = np.sort(np.argsort(uniforms[:, : items - 1], axis=1)[:, : count - 1] + 1, axis=1)
+    """Return a random split of some items into parts of at least one item, lengths [B, count].
+
+    Every split is equally likely.
+    """
+    shuffled = np.argsort(uniforms[:, : items - 1], axis=1)
+    cuts = np.sort(shuffled[:, : count - 1] + 1, axis=1)
     return np.diff(cuts, axis=1, prepend=0, append=items)
 
 
 def _collapsed(tokens: np.ndarray, runs: np.ndarray, ids: SpecialIds) -> np.ndarray:
-    """The tokens with sentinel i in place of run i, as many in every row, and eos at the end."""
-    first = runs & ~np.pad(runs[:, :-1], ((0, 0), (1, 0)))
-    sentinels = np.asarray((*ids.sentinels, 0))  # a window of one token has no run to replace
-    marked = np.where(first, sentinels[np.cumsum(first, axis=1) - 1], tokens)
-    short = marked[~runs | first].reshape(len(tokens), -1)
-    return np.pad(short, ((0, 0), (0, 1)), constant_values=ids.eos)
+    """Return the tokens with sentinel i in place of run i, and eos at the end.
+
+    Args:
+        tokens: Windows, [B, N].
+        runs: Mask of the tokens that are replaced, bool [B, N]. Every row has equally many tokens
+            left and equally many runs.
+        ids: Ids, of which `eos` and `sentinels` are used.
+    """
+    begins = runs & ~np.pad(runs[:, :-1], ((0, 0), (1, 0)))
+    # The 0 is for a window of one token, which has no run to replace.
+    sentinels = np.asarray((*ids.sentinels, 0))
+    run = np.cumsum(begins, axis=1) - 1
+    marked = np.where(begins, sentinels[run], tokens)
+    collapsed = marked[~runs | begins].reshape(len(tokens), -1)
+    return np.pad(collapsed, ((0, 0), (0, 1)), constant_values=ids.eos)

@@ -1,17 +1,19 @@
-"""Tokenizing and packing: documents to one flat file of token ids per side of the split, in resumable steps.
+"""Tokenizing and packing: documents to one flat file of token ids per side of the split.
 
-    FOLDER/train.bin, eval.bin   ids of all documents in order, each document ended by the separator
-    FOLDER/train.jsonl, ...      how far that side is: a line after every step
-    FOLDER/manifest.json         written last: counts and digests of both sides
+    FOLDER/train.bin, eval.bin       ids of all documents in order, each ended by the separator
+    FOLDER/train.jsonl, eval.jsonl   progress of that side, a line after every step
+    FOLDER/manifest.json             written last: counts and digests of both sides
 
-A killed pass goes on at the last step: the file is cut back to what the lines vouch for. One process writes these files; others
-that wait for it for long pack documents from the end (`shares`), which it takes over. What is written is the same.
+A killed pass continues after the last step that has a complete line. One process writes these
+files. Processes that wait for it tokenize documents from the end (`shares`), and the writer takes
+their ids. The files do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -32,17 +34,24 @@ from mupax.train.data.text.tokenizer import Encoder
 SIDES = ("train", "eval")
 _FORMAT = 1
 _STEP_BYTES = 1 << 22
+"""Bytes of text per step."""
 _CHECKED_BYTES = 1 << 26
+"""Largest file whose digest is checked when it is opened."""
 _NOTE_SECONDS = 10.0
 _DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
+"""Bits of each type of ids, smallest first."""
 _NOTHING = {"dtype": "", "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
+"""Facts of a side before the first step. The types of the fields are checked against these."""
 _STEP = {"documents": 0, "tokens": 0, "text_bytes": 0, "digest": "", "step": 0}
-"""A line of progress: what is done with this step, and the ids of the step."""
+"""Fields of a line of progress: totals after the step, and the number of ids of the step."""
 
 
 Documents = Mapping[str, Any]
-"""Side to a sequence of parts, each read when it is taken: a list of (text as bytes or ids as an array, whether a document ends
-with it). Ids have their separators with them."""
+"""Sequence of parts for each side of the split. A part is read when it is taken.
+
+A part is a list of (text as bytes or ids as an array, whether a document ends with it). Ids contain
+their separators.
+"""
 
 
 class PackedCorpus(NamedTuple):
@@ -51,67 +60,78 @@ class PackedCorpus(NamedTuple):
     tokens: np.ndarray
     """All ids, [count], uint8, uint16 or uint32, mapped from disk."""
     text_bytes: int
-    """Bytes of text these stand for; the end of a document counts as one."""
+    """Bytes of text of these ids. The end of a document counts as one byte."""
     digest: str
-    """Of the ids, step by step."""
+    """Digest of the ids, chained over the steps."""
     quoted: dict[str, int] | None = None
-    """How often each special token stands in the text; None where an older version has packed it."""
+    """Number of times that each special token stands in the text. `None` if an older version
+    packed the corpus."""
 
 
 def prepared(
     key: str, documents: Callable[[], Documents], tokenizer: Encoder, note: cache.Note
 ) -> dict[str, PackedCorpus]:
-    """The packed corpus `key`, from the cache or made now.
+    """Return both sides of a packed corpus, from the cache or packed now.
 
     Args:
-        key: names the corpus and its content.
-        documents: called only if it must be made; returns the documents of each side.
-        tokenizer: encodes them.
-        note: told what takes time.
+        key: Name of the corpus that identifies its content.
+        documents: Function that returns the documents of each side. It is called only if the
+            corpus has to be packed.
+        note: Function that prints a line for the user before a step that takes long.
 
     Raises:
-        DataError: the cache cannot be written, or a document cannot be read.
+        DataError: The cache cannot be written, or a document cannot be read.
     """
     name = f"{key}-{tokenizer.key}{tokenizer.variant}"
     folder = cache.root() / "packed" / name
-    opened, _ = _open(folder, tokenizer)
-    if opened is not None:
-        with contextlib.suppress(OSError):  # a cache that may only be read
-            for side in SIDES:
-                (folder / f"{side}.jsonl").unlink(
-                    missing_ok=True
-                )  # left by a kill just after the manifest
-        return opened
+    corpus, _ = _open(folder, tokenizer)
+    if corpus is not None:
+        _delete_progress(folder)
+        return corpus
+
     with cache.lock(folder.parent, name, note, lambda: _help(documents(), tokenizer, folder)):
-        opened, wrong = _open(folder, tokenizer)
-        if opened is None:
-            if wrong:
-                note(f"{wrong}; preparing it again")
+        # Another process may have packed the corpus while this one waited.
+        corpus, problem = _open(folder, tokenizer)
+        if corpus is None:
+            if problem:
+                note(f"{problem}; preparing it again")
                 (folder / "manifest.json").unlink()
             note(f"tokenizing and packing {key} in {folder}")
             try:
                 _pack(documents(), tokenizer, cache.folder(folder), note)
             except OSError as error:
-                message = f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
+                message = (
+                    f"cannot write {folder}: {error.strerror}. "
+                    "Make room (what is done is kept), or set MUPAX_DATA"
+                )
                 if error.errno in disk.NO_ROOM:
                     raise disk.DiskError(message) from error
                 raise DataError(message) from error
-            opened, wrong = _open(folder, tokenizer)
-    if opened is None:
+            corpus, problem = _open(folder, tokenizer)
+    if corpus is None:
         raise DataError(
-            f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?"
+            f"{problem} just after it was prepared; "
+            "is the disk full or shared by hosts that see it late?"
         )
-    return opened
+    return corpus
+
+
+def _delete_progress(folder: Path) -> None:
+    """Delete the lines of progress that a process left when it was killed after the manifest."""
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        for side in SIDES:
+            (folder / f"{side}.jsonl").unlink(missing_ok=True)
 
 
 def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
-    """Packs shares of the documents while another process packs all; what is wrong with the disk that one will say."""
+    """Tokenize shares of the documents while another process packs the corpus."""
+    # The process that packs reports an error of the disk.
     with contextlib.suppress(OSError):
         shares.pack(documents, tokenizer, folder, id_type(tokenizer), _STEP_BYTES)
 
 
 def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
-    """Tokenizes both sides into `folder`; goes on where a killed pass stopped."""
+    """Tokenize both sides into `folder`, from where a killed pass stopped."""
     sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
     quoted = {side: facts.pop("quoted") for side, facts in sides.items()}
     manifest = {
@@ -121,6 +141,7 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
         "quoted": quoted,
         "sides": sides,
     }
+    # The manifest is written last: a corpus that has one is complete.
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
@@ -130,59 +151,75 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
 def _pack_side(
     documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note
 ) -> dict[str, Any]:
+    """Tokenize one side into `folder` and return its facts, those of `_NOTHING` and `quoted`.
+
+    The facts are the totals of all steps, those of a killed pass included.
+    """
     dtype = id_type(tokenizer)
-    path, itemsize, shared = folder / f"{side}.bin", np.dtype(dtype).itemsize, 0
-    noted = time.monotonic()
+    itemsize = np.dtype(dtype).itemsize
+    path = folder / f"{side}.bin"
+    shared_parts = 0
+    last_note = time.monotonic()
     with path.open("ab") as file, path.with_suffix(".jsonl").open("a+b") as lines:
-        done = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
-        file.truncate(done["tokens"] * itemsize)
-        for step in shares.steps(
-            shares.in_order(documents, side, done["documents"], folder, dtype), _STEP_BYTES
-        ):
-            contents = [document for part in step for document in part]
-            block = np.concatenate(
-                [np.zeros(0, dtype), *shares.encoded(contents, tokenizer)]
-            ).astype(dtype)
-            shared += sum(any(each.by_others for each in part) for part in step)
+        facts = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
+        # Ids after the last complete line are written again.
+        file.truncate(facts["tokens"] * itemsize)
+
+        parts = shares.in_order(documents, side, facts["documents"], folder, dtype)
+        for step in shares.steps(parts, _STEP_BYTES):
+            contents = list(itertools.chain.from_iterable(step))
+            ids = shares.encoded(contents, tokenizer)
+            block = np.concatenate([np.zeros(0, dtype), *ids]).astype(dtype)
+            for part in step:
+                shared_parts += any(document.by_others for document in part)
+
+            # The ids are on disk before the line that vouches for them.
             _write(file, block.tobytes())
-            line = {
-                "documents": done["documents"] + len(step),
-                "tokens": done["tokens"] + len(block),
-                "text_bytes": done["text_bytes"]
-                + sum(each.text_bytes + each.ends for each in contents),
-                "digest": _next_digest(done["digest"], block),
+            step_bytes = sum(document.text_bytes + document.ends for document in contents)
+            totals = {
+                "documents": facts["documents"] + len(step),
+                "tokens": facts["tokens"] + len(block),
+                "text_bytes": facts["text_bytes"] + step_bytes,
+                "digest": _next_digest(facts["digest"], block),
             }
             quoted = shares.quoted(contents, tokenizer)
-            _write(
-                lines, f"{json.dumps({**line, 'step': len(block), 'quoted': quoted})}\n".encode()
-            )
-            done.update(line)
-            done["quoted"] = _added(done["quoted"], quoted)
-            done["steps"].append(len(block))
-            if time.monotonic() - noted > _NOTE_SECONDS:
-                noted = time.monotonic()
+            line = json.dumps({**totals, "step": len(block), "quoted": quoted})
+            _write(lines, f"{line}\n".encode())
+
+            facts.update(totals)
+            facts["quoted"] = _added(facts["quoted"], quoted)
+            facts["steps"].append(len(block))
+            if time.monotonic() - last_note > _NOTE_SECONDS:
+                last_note = time.monotonic()
                 note(
-                    f"tokenizing {side}: {done['documents']:,} of {len(documents):,} parts, {done['tokens']:,} tokens"
+                    f"tokenizing {side}: {facts['documents']:,} of {len(documents):,} parts, "
+                    f"{facts['tokens']:,} tokens"
                 )
-    if shared:
-        note(f"other processes tokenized {shared:,} of {len(documents):,} parts of {side}")
-    return done
+    if shared_parts:
+        note(f"other processes tokenized {shared_parts:,} of {len(documents):,} parts of {side}")
+    return facts
 
 
 def id_type(tokenizer: Encoder) -> str:
-    """The smallest type that holds every id, as numpy writes it."""
+    """Return the smallest NumPy type that holds every id of a tokenizer, such as "<u2"."""
     return next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
 
 
 def _write(file: BinaryIO, content: bytes) -> None:
+    """Write some bytes and wait until they are on disk."""
     file.write(content)
     file.flush()
     os.fsync(file.fileno())
 
 
 def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
-    """What the whole lines vouch for, as far as the file has their tokens; the others are cut off."""
-    done = {**_NOTHING, "steps": [], "quoted": {}}
+    """Return the facts of a side after the last valid line, and cut off the lines after it.
+
+    Args:
+        lines: Open file of the lines of progress.
+        tokens: Number of ids in the packed file. A line that counts more is not valid.
+    """
+    facts = {**_NOTHING, "steps": [], "quoted": {}}
     end = 0
     lines.seek(0)
     for line in lines:
@@ -191,57 +228,65 @@ def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
         except disk.JsonError:
             break
         quoted = step.pop("quoted", None)
-        whole = line.endswith(b"\n") and _kinds(step) == _kinds(_STEP) and isinstance(quoted, dict)
-        if not (whole and done["tokens"] + step["step"] == step["tokens"] <= tokens):
+        if not line.endswith(b"\n") or not isinstance(quoted, dict):
             break
-        done["steps"].append(step.pop("step"))
-        done.update(step)
-        done["quoted"] = _added(done["quoted"], quoted)
+        if _field_types(step) != _field_types(_STEP):
+            break
+        if not (facts["tokens"] + step["step"] == step["tokens"] <= tokens):
+            break
+        facts["steps"].append(step.pop("step"))
+        facts.update(step)
+        facts["quoted"] = _added(facts["quoted"], quoted)
         end += len(line)
     lines.truncate(end)
-    return done
+    return facts
 
 
 def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    """Return the sum of two counts by name."""
     return dict(Counter(first) + Counter(second))
 
 
-def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether this is a side's progress with every field in its place."""
-    return (
-        isinstance(state, dict) and _kinds(state) == _kinds(_NOTHING) and state["dtype"] in _DTYPES
-    )
+def _is_complete(facts: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether the facts of a side have every field with its type."""
+    if not isinstance(facts, dict) or _field_types(facts) != _field_types(_NOTHING):
+        return False
+    return facts["dtype"] in _DTYPES
 
 
-def _kinds(fields: dict[str, Any]) -> dict[str, type]:
+def _field_types(fields: dict[str, Any]) -> dict[str, type]:
     return {name: type(value) for name, value in fields.items()}
 
 
 def _next_digest(previous: str, block: np.ndarray) -> str:
+    """Return the digest of all steps from the digest before a step and the ids of the step."""
+    # The chain spares a resumed pass reading the ids of earlier steps.
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 
 def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | None, str]:
-    """Both sides of a packed corpus, or None and what is wrong with it ("" where it was never finished).
+    """Open both sides of a packed corpus.
 
-    Sizes are always checked, contents where that takes no time.
+    Sizes are always checked. The digest of a side is checked up to `_CHECKED_BYTES`.
+
+    Returns:
+        Both sides and "". A corpus that cannot be used gives `None` and the problem. A corpus
+        without a manifest gives `None` and "".
     """
     path = folder / "manifest.json"
     if not path.exists():
         return None, ""
-    manifest = cache.read_json(path)
-    sides = (manifest or {}).get("sides")
-    if (
-        manifest is None
-        or manifest.get("format") != _FORMAT
-        or manifest.get("tokenizer") != tokenizer.key
-    ):
+    manifest = cache.read_json(path) or {}
+    if manifest.get("format") != _FORMAT or manifest.get("tokenizer") != tokenizer.key:
         return None, f"{path} is not a manifest of this version"
-    if not isinstance(sides, dict) or not all(_whole(sides.get(side)) for side in SIDES):
+    sides = manifest.get("sides")
+    if not isinstance(sides, dict) or not all(_is_complete(sides.get(side)) for side in SIDES):
         return None, f"{path} is damaged"
-    opened = {}
+
+    corpus = {}
     for side in SIDES:
-        facts, file = sides[side], folder / f"{side}.bin"
+        facts = sides[side]
+        file = folder / f"{side}.bin"
         size = facts["tokens"] * np.dtype(facts["dtype"]).itemsize
         if not file.exists() or file.stat().st_size != size:
             return None, f"{file} does not have its {size:,} bytes"
@@ -249,13 +294,16 @@ def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | N
         tokens = np.memmap(file, facts["dtype"], "r") if size else np.zeros(0, facts["dtype"])
         if size <= _CHECKED_BYTES and not _intact(tokens, facts):
             return None, f"{file} is not what was written"
+        # Older versions did not count quoted tokens.
         counts = (manifest.get("quoted") or {}).get(side)
-        opened[side] = PackedCorpus(tokens, facts["text_bytes"], facts["digest"], counts)
-    return opened, ""
+        corpus[side] = PackedCorpus(tokens, facts["text_bytes"], facts["digest"], counts)
+    return corpus, ""
 
 
 def _intact(tokens: np.ndarray, facts: dict[str, Any]) -> bool:
-    digest, start = "", 0
+    """Return whether the ids of a side have the digest that its facts record."""
+    digest = ""
+    start = 0
     for count in facts["steps"]:
         digest = _next_digest(digest, tokens[start : start + count])
         start += count

@@ -1,7 +1,8 @@
-"""Special tokens that are quoted in a text: how often they are, and a tokenizer that encodes them as plain text.
+"""Special tokens that a text quotes: their counts, and a tokenizer that encodes them as plain text.
 
-The plain tokenizer knows every special token by another name, which begins with NUL. No text has NUL, so no text makes such a
-token, whatever the kind of model. Who writes a special token on purpose, as a chat template does, writes NUL before it.
+The plain tokenizer has every special token under another name, which begins with NUL (`MARK`). No
+text contains NUL, so no text is encoded as such a token. A caller that writes a special token on
+purpose, such as a chat template, writes NUL before the token.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import numpy as np
 
 SpecialTokens = Literal["parse", "text"]
 MARK = "\0"
+"""Character before a special token that is written on purpose."""
 _LISTED = 4
 
 
 def pattern(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return what finds special tokens in a text; of several that begin alike, the longest.
+    """Return a pattern that matches special tokens, the longest where several match.
 
     Args:
-        tokens: as they are written.
+        tokens: Special tokens as they are written, such as "</s>".
     """
     return re.compile(_tree(sorted({*tokens} - {""})) or "(?!)")
 
@@ -33,39 +35,41 @@ class QuoteCounter:
     """Counter of the special tokens that texts quote.
 
     Args:
-        tokens: as they are written.
+        tokens: Special tokens as they are written, such as "</s>".
     """
 
     def __init__(self, tokens: Collection[str]) -> None:
-        # A pattern per first character: Python's `re` looks for a fixed beginning quickly, and for one of several slowly.
-        beginnings = sorted({token[:1] for token in tokens if token})
-        groups = [[token for token in tokens if token[:1] == first] for first in beginnings]
-        self._patterns = [re.compile(pattern(group).pattern.encode()) for group in groups]
+        # One pattern per first character: Python's `re` searches for a fixed beginning quickly, and
+        # for one of several beginnings slowly.
+        self._patterns = []
+        for first in sorted({token[:1] for token in tokens if token}):
+            group = [token for token in tokens if token[:1] == first]
+            self._patterns.append(re.compile(pattern(group).pattern.encode()))
 
     def __call__(self, text: bytes) -> dict[str, int]:
-        """Return the number of each token that stands in a text.
+        """Return the number of times that each token stands in a text. Absent tokens are left out.
 
         Args:
-            text: in UTF-8.
+            text: Text in UTF-8.
         """
         total = collections.Counter()
-        for group in self._patterns:
-            total.update(group.findall(text))
+        for token_pattern in self._patterns:
+            total.update(token_pattern.findall(text))
         return {token.decode(): count for token, count in total.items()}
 
 
 def _tree(tokens: list[str]) -> str:
-    """Return a regular expression for sorted strings, in which no character is looked at twice."""
+    """Return a regular expression of sorted strings in which common beginnings occur once."""
+    endings = {}
+    for first, group in itertools.groupby(tokens, lambda token: token[:1]):
+        endings[first] = [token[1:] for token in group]
     branches = []
-    endings = {
-        first: [token[1:] for token in group]
-        for first, group in itertools.groupby(tokens, lambda token: token[:1])
-    }
-    for first, following in endings.items():
+    for first, suffixes in endings.items():
         if first:
-            branches.append(re.escape(first) + _tree(following))
+            branches.append(re.escape(first) + _tree(suffixes))
     tree = "|".join(branches)
     if "" in endings:
+        # A token ends at this place, and longer ones go on.
         return f"(?:{tree})?" if tree else ""
     return f"(?:{tree})" if len(branches) > 1 else tree
 
@@ -79,34 +83,41 @@ def note_counts(
     """Tell the user how often special tokens stand in the texts, and return the counts.
 
     Args:
-        note: told a line, if there are any.
-        name: of the data.
-        sides: counts of each side of the split; None where they are not known.
-        mode: data.special_tokens.
+        note: Function that prints a line for the user. It is not called if there are no tokens.
+        name: Name of the data, for the message.
+        sides: Counts of each side of the split. `None` for a side whose counts are unknown.
+        mode: Value of `data.special_tokens`.
     """
-    total = sum((collections.Counter(side or {}) for side in sides), collections.Counter())
+    total = collections.Counter()
+    for side in sides:
+        total += collections.Counter(side or {})
     if not total:
         return {}
-    listed = ", ".join(
-        f"{token} {count:,} time{'s' * (count > 1)}" for token, count in total.most_common(_LISTED)
-    )
-    more = f" and {len(total) - _LISTED} others" if len(total) > _LISTED else ""
+
+    counts = []
+    for token, count in total.most_common(_LISTED):
+        times = "times" if count > 1 else "time"
+        counts.append(f"{token} {count:,} {times}")
+    listed = ", ".join(counts)
+    remainder = f" and {len(total) - _LISTED} others" if len(total) > _LISTED else ""
     if mode == "text":
-        note(f"special tokens in the texts of {name} are read as plain text: {listed}{more}")
+        note(f"special tokens in the texts of {name} are read as plain text: {listed}{remainder}")
     else:
         note(
-            f"caution: special tokens stand in the texts of {name}: {listed}{more}. They are read as tokens, which may end a "
-            "document or a turn there; write --data.special-tokens text to read them as plain text"
+            f"caution: special tokens stand in the texts of {name}: {listed}{remainder}. "
+            "They are read as tokens, which may end a document or a turn there; "
+            "write --data.special-tokens text to read them as plain text"
         )
     return dict(total)
 
 
 def plain_library(content: bytes, tokens: Collection[str]) -> Any:
-    """Return a `tokenizers.Tokenizer` that makes these tokens only of their names with `MARK` before them.
+    """Return a `tokenizers.Tokenizer` that encodes special tokens as plain text.
+
+    A special token with `MARK` before it is still encoded as the token.
 
     Args:
-        content: of a tokenizer.json.
-        tokens: special tokens.
+        tokens: Special tokens as they are written.
     """
     from tokenizers import Tokenizer
 
@@ -120,13 +131,10 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
         model["unk_token"] = MARK + model["unk_token"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        model["vocab"] = {
-            MARK + piece if piece in tokens else piece: i for piece, i in vocab.items()
-        }
+        model["vocab"] = {_plain_name(piece, tokens): i for piece, i in vocab.items()}
     else:
-        model["vocab"] = [
-            [MARK + piece if piece in tokens else piece, score] for piece, score in vocab
-        ]
+        model["vocab"] = [[_plain_name(piece, tokens), score] for piece, score in vocab]
+    # Without these merges, the pieces of a special token stay apart.
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _makes(merge, tokens)]
     library = Tokenizer.from_str(json.dumps(fields))
@@ -135,18 +143,26 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
     return library
 
 
+def _plain_name(piece: str, tokens: Collection[str]) -> str:
+    """Return the name of a piece in the plain tokenizer."""
+    return MARK + piece if piece in tokens else piece
+
+
 def _makes(merge: str | Sequence[str], tokens: Collection[str]) -> bool:
-    """Return whether a merge makes a special token, or goes on with one."""
+    """Return whether a BPE merge has a special token as its result or as one of its halves."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first in tokens or second in tokens or first + second in tokens
 
 
 def marked(text: str, places: Sequence[int]) -> tuple[str, np.ndarray]:
-    """Return a text with `MARK` before the tokens that begin at some places, and the place in `text` of each of its characters.
+    """Return a text with `MARK` before some special tokens, and the origin of its characters.
+
+    The origin is the character of `text` for each character of the marked text, int64 [length]. A
+    mark has the first character of its token.
 
     Args:
-        text: with special tokens.
-        places: where one begins that is a token, in order.
+        text: Text with special tokens.
+        places: First characters of the special tokens that are marked, ascending.
     """
     edges = [0, *places, len(text)]
     parts = [text[start:stop] for start, stop in itertools.pairwise(edges)]

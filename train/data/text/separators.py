@@ -1,4 +1,4 @@
-"""A caution where no document ends in a training text, so that `data.document_mask` has nothing to mask."""
+"""Caution for a training text in which no document ends, used by the loaders of text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mupax.train.data.text.tokenizer import Bytes, Subwords
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
-_TOKENS_AT_ONCE = 1 << 20
+_BLOCK_TOKENS = 1 << 20
 _MOST_TOKENS = 1 << 28
+"""Tokens that are searched for a separator."""
 
 
 def check(
@@ -26,37 +27,40 @@ def check(
 ) -> None:
     """Tell the user if the separator never occurs before the last token.
 
-    A text that is one document is no fault unless `data.document_mask` asks for several. Ids without a separator are: a model
-    of them never learns to end.
+    Text is only checked if `data.document_mask` is set.
 
     Args:
-        config: of the data.
-        encoder: whose separator is meant.
-        tokens: of a side of the split, [count].
-        note: told a line.
-        is_text: whether all of it is text, and not ids that were made elsewhere.
+        tokens: Tokens of one side of the split, [count].
+        note: Function that prints a line for the user.
+        is_text: True if the tokens were made from text. False if they are ids of a file.
     """
-    if (is_text and not config.document_mask) or _occurs(encoder.separator, tokens[:-1]):
+    # A text of one document is fine without a mask. A model of ids without a separator never
+    # learns to end a document.
+    if is_text and not config.document_mask:
         return
-    effect = (
-        "--data.document-mask has no effect"
-        if config.document_mask
-        else "a model does not learn where documents end"
-    )
+    if _occurs(encoder.separator, tokens[:-1]):
+        return
+
+    effect = "a model does not learn where documents end"
+    if config.document_mask:
+        effect = "--data.document-mask has no effect"
     if is_text:
         note(
-            f"caution: the text of {config.name} is one document, so {effect}; leave it out, or give documents as files or records"
+            f"caution: the text of {config.name} is one document, so {effect}; "
+            "leave it out, or give documents as files or records"
         )
     else:
         note(
-            f"caution: the separator {encoder.separator} never occurs in the ids of {config.name}, so {effect}; write "
-            "--data.separator with the token that ends documents"
+            f"caution: the separator {encoder.separator} never occurs in the ids of "
+            f"{config.name}, so {effect}; "
+            "write --data.separator with the token that ends documents"
         )
 
 
 def _occurs(separator: int, tokens: np.ndarray) -> bool:
-    """Return whether a token is among the first `_MOST_TOKENS`."""
-    starts = range(0, min(len(tokens), _MOST_TOKENS), _TOKENS_AT_ONCE)
-    return any(
-        bool((tokens[start : start + _TOKENS_AT_ONCE] == separator).any()) for start in starts
-    )
+    """Return whether the separator is among the first `_MOST_TOKENS` tokens."""
+    for start in range(0, min(len(tokens), _MOST_TOKENS), _BLOCK_TOKENS):
+        block = tokens[start : start + _BLOCK_TOKENS]
+        if (block == separator).any():
+            return True
+    return False

@@ -1,12 +1,13 @@
-"""Shares of the documents, tokenized from the end by processes that would wait for the one that packs them all.
+"""Shares of a corpus, tokenized from the end by processes that wait for the packing process.
 
-Documents come in parts, a list of them each: a file, or what of its records is read at once.
+A part is a list of documents: a file, or the records of a file that are read at once.
 
-    FOLDER/shares/train-160-176.npz    ids of parts 160 to 175, and of each document how many they are
-    FOLDER/shares/train-160-176.lock   held by the process that tokenizes them; a killed one frees it
+    FOLDER/shares/train-160-176.npz    ids of parts 160 to 175, and the number of ids per document
+    FOLDER/shares/train-160-176.lock   held by the process that tokenizes these parts
 
-The process that packs all goes through the parts in order, takes a share that is whole, and waits for none: one that is
-not whole yet it tokenizes by itself. So whatever becomes of the others, what it writes is the same.
+The packing process (`packing`) goes through the parts in order. It uses a share that is finished,
+and tokenizes the parts of any other share itself. So the packed corpus does not depend on the
+helping processes.
 """
 
 from __future__ import annotations
@@ -29,88 +30,88 @@ from mupax.train.data.text.tokenizer import Encoder
 
 FOLDER = "shares"
 _PARTS = 16
-"""Of a share at least: of a large file cut into pieces these have 256 MiB."""
-_MOST = 4096
+"""Smallest number of parts of a share. 16 pieces of a large file are 256 MiB."""
+_MOST_SHARES = 4096
 _TAIL_BYTES = 4096
+"""Bytes at the end of a file of progress that contain its last line."""
 
 
 class Document(NamedTuple):
-    """A document, or a piece of one, on its way into the packed file."""
+    """A document, or a piece of a document, on its way into the packed file."""
 
     text: bytes
-    """Empty where there are ids already."""
+    """Text of the document. Empty if `ids` are present."""
     text_bytes: int
-    """How many those are or were; of a file of ids how many ids."""
+    """Bytes of the text. For a file of ids, the number of ids."""
     ends: bool
-    """Whether a document ends with it."""
+    """True if this is the last piece of its document."""
     ids: np.ndarray | None = None
-    """With the separator, where it is tokenized already."""
+    """Ids of a tokenized document, with its separator. `None` before it is tokenized."""
     by_others: bool = False
-    """Whether another process has tokenized it for this one."""
+    """True if another process tokenized the document."""
     quoted: Mapping[str, int] | None = None
-    """How often special tokens stand in its text, where another process has counted them."""
+    """Number of times that each special token stands in the text, if another process counted."""
 
 
 Part = list[Document]
 
 
 def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
-    """The parts in lists of so much text each; the last one may have less.
+    """Yield lists of consecutive parts with at least `size` bytes of text. The last may have less.
 
     Args:
-        parts: in order.
-        size: bytes of a list at least.
+        size: Smallest size of a list in bytes.
     """
-    step, total = [], 0
+    step = []
+    step_bytes = 0
     for part in parts:
         step.append(part)
-        total += sum(document.text_bytes for document in part)
-        if total >= size:
+        step_bytes += sum(document.text_bytes for document in part)
+        if step_bytes >= size:
             yield step
-            step, total = [], 0
+            step = []
+            step_bytes = 0
     if step:
         yield step
 
 
 def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
-    """The ids of each document, the separator with them where it ends.
-
-    Args:
-        step: documents that are tokenized at once.
-        tokenizer: encodes those that are not tokenized yet.
-    """
+    """Return the ids of each document, with the separator if the document ends."""
     separator = np.array([tokenizer.separator])
-    fresh = iter(tokenizer.encode([document.text for document in step if document.ids is None]))
-    return [
-        np.append(next(fresh), separator[: each.ends]) if each.ids is None else each.ids
-        for each in step
-    ]
+    texts = [document.text for document in step if document.ids is None]
+    text_ids = iter(tokenizer.encode(texts))
+    ids = []
+    for document in step:
+        if document.ids is None:
+            ids.append(np.append(next(text_ids), separator[: document.ends]))
+        else:
+            ids.append(document.ids)
+    return ids
 
 
 def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
-    """Return how often special tokens stand in the texts of documents.
+    """Return the number of times that each special token stands in the texts of some documents.
 
     Args:
-        step: documents.
-        tokenizer: counts in those that are not tokenized yet.
+        tokenizer: Tokenizer that counts in the documents without ids.
     """
     total = Counter()
     for document in step:
-        total.update(
-            tokenizer.quoted(document.text) if document.ids is None else document.quoted or {}
-        )
+        if document.ids is None:
+            total.update(tokenizer.quoted(document.text))
+        else:
+            total.update(document.quoted or {})
     return dict(total)
 
 
 def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Part]:
-    """The parts from `first` on, tokenized where a share has them.
+    """Yield the parts of a side in order, tokenized if a finished share contains them.
+
+    A share is deleted after its last part.
 
     Args:
-        documents: of one side of the split.
-        side: its name.
-        first: where a killed pass stopped.
-        folder: of the packed corpus; a share that is used up is removed.
-        dtype: of the ids.
+        documents: Parts of one side of the split.
+        first: Number of the first part. A resumed pass does not begin at 0.
     """
     while first < len(documents):
         start, stop = _bounds(first, len(documents))
@@ -125,19 +126,16 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
 def pack(
     documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: str, step_bytes: int
 ) -> None:
-    """Tokenizes shares, the last ones first, until there are none before those of the process that packs all.
+    """Tokenize shares, the last ones first, until the packing process has reached them.
 
     Args:
-        documents: of both sides.
-        tokenizer: encodes them.
-        folder: of the packed corpus.
-        dtype: of the ids.
-        step_bytes: of text that is tokenized at once.
+        step_bytes: Bytes of text that are tokenized at once.
 
     Raises:
-        OSError: the disk is full, or the other process is done and has removed the shares.
-        DataError: a document cannot be read.
+        OSError: The disk is full, or the packing process is done and has removed the shares.
+        DataError: A document cannot be read.
     """
+    # The packing process begins with the first part of the first side.
     for side in reversed([*documents]):
         start = len(documents[side])
         while start and not (folder / "manifest.json").exists():
@@ -146,7 +144,9 @@ def pack(
                 break
             path = folder / FOLDER / f"{side}-{start}-{stop}.npz"
             path.parent.mkdir(parents=True, exist_ok=True)
+            # The operating system frees the lock of a killed process.
             with path.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
+                # A share that another process has locked is skipped.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
                     parts = (documents_of(documents[side][i]) for i in range(start, stop))
@@ -154,56 +154,65 @@ def pack(
 
 
 def _bounds(i: int, count: int) -> tuple[int, int]:
-    """First part of the share of part `i`, and the first after it; the same for every process."""
-    size = max(_PARTS, -(-count // _MOST))
-    return i - i % size, min(i - i % size + size, count)
+    """Return the first part of the share that has part `i`, and the first part after the share.
+
+    The bounds are the same in every process.
+    """
+    size = max(_PARTS, -(-count // _MOST_SHARES))
+    start = i - i % size
+    return start, min(start + size, count)
 
 
 def documents_of(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
-    """The documents of (text as bytes or ids as an array, whether a document ends with it)."""
-    return [
-        Document(content, len(content), ends)
-        if isinstance(content, bytes)
-        else Document(b"", len(content), ends, content)
-        for content, ends in contents
-    ]
+    """Return the documents of a part.
+
+    Args:
+        contents: Pairs of a text as bytes or ids as an array, and whether a document ends with it.
+    """
+    documents = []
+    for content, ends in contents:
+        if isinstance(content, bytes):
+            documents.append(Document(content, len(content), ends))
+        else:
+            documents.append(Document(b"", len(content), ends, content))
+    return documents
 
 
 def _position(progress: Path) -> int:
-    """How many parts the process that packs all has done, by its last whole line."""
-    with (
-        contextlib.suppress(OSError, IndexError, KeyError, disk.JsonError),
-        progress.open("rb") as file,
-    ):
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        return int(
-            disk.json_object(file.read().rpartition(b"\n")[0].splitlines()[-1], "a line")[
-                "documents"
-            ]
-        )
+    """Return the number of parts in the last complete line of the packing process, 0 without one.
+
+    Args:
+        progress: File with the lines of progress of a side.
+    """
+    unreadable = (OSError, IndexError, KeyError, disk.JsonError)
+    with contextlib.suppress(*unreadable), progress.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _TAIL_BYTES))
+        complete, _, _ = file.read().rpartition(b"\n")
+        last_line = complete.splitlines()[-1]
+        return int(disk.json_object(last_line, "a line")["documents"])
     return 0
 
 
 def _write(
     path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int
 ) -> None:
-    """A share, which others see when it is whole."""
+    """Tokenize some parts and write them as a share. The file appears when it is complete."""
     ids = [np.zeros(0, dtype)]
     facts = []
     sizes = []
     quotes = []
     for step in steps(parts, step_bytes):
-        documents = [document for part in step for document in part]
+        documents = list(itertools.chain.from_iterable(step))
         tokens = encoded(documents, tokenizer)
-        ids += [each.astype(dtype) for each in tokens]
-        facts += [
-            (len(part), each.text_bytes, each.ends)
-            for part, each in zip(tokens, documents, strict=True)
-        ]
-        sizes += map(len, step)
-        quotes += [quoted([document], tokenizer) for document in documents]
-    part = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
-    with part.open("wb") as file:
+        for document, document_ids in zip(documents, tokens, strict=True):
+            ids.append(document_ids.astype(dtype))
+            facts.append((len(document_ids), document.text_bytes, document.ends))
+            quotes.append(quoted([document], tokenizer))
+        sizes += [len(part) for part in step]
+
+    temporary = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
+    with temporary.open("wb") as file:
         np.savez(
             file,
             ids=np.concatenate(ids),
@@ -213,28 +222,35 @@ def _write(
         )
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+    temporary.replace(path)
 
 
 def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
-    """The parts of a share; None where there is none, or not as it was written (the file has checksums)."""
+    """Return the parts of a share, or `None` if the share is missing or damaged.
+
+    Args:
+        path: File of the share. The format has checksums.
+        count: Number of parts that the share must have.
+        dtype: NumPy type that the ids must have.
+    """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            ids, facts, sizes = arrays["ids"], arrays["facts"], arrays["sizes"]
+            ids = arrays["ids"]
+            facts = arrays["facts"]
+            sizes = arrays["sizes"]
             quotes = json.loads(str(arrays["quoted"]))
     except Exception:  # numpy and zipfile raise whatever the damage makes of them
         return None
-    if (
-        ids.dtype != dtype
-        or len(sizes) != count
-        or facts.shape != (sizes.sum(), 3)
-        or facts[:, 0].sum() != len(ids)
-    ):
+    if ids.dtype != dtype or len(sizes) != count or facts.shape != (sizes.sum(), 3):
         return None
+    if facts[:, 0].sum() != len(ids):
+        return None
+
     tokens = np.split(ids, np.cumsum(facts[:, 0]))
-    facts = zip(tokens, facts, quotes, strict=False)  # after the last cut nothing is left
-    documents = (
-        Document(b"", int(size), bool(ends), part, True, counts)
-        for part, (_, size, ends), counts in facts
-    )
-    return [list(itertools.islice(documents, int(size))) for size in sizes]
+    # `np.split` returns an empty array after the last cut, for which there is no document.
+    documents = [
+        Document(b"", int(text_bytes), bool(ends), document_ids, True, counts)
+        for document_ids, (_, text_bytes, ends), counts in zip(tokens, facts, quotes, strict=False)
+    ]
+    remaining = iter(documents)
+    return [list(itertools.islice(remaining, int(size))) for size in sizes]

@@ -1,6 +1,6 @@
-"""Text to token ids and back: plain bytes, or a vocabulary of the `tokenizers` library.
+"""Tokenizers: plain bytes, ids of a foreign tokenizer, or a tokenizer.json of `tokenizers`.
 
-A token that stands in no text separates documents: byte 0 for bytes, `<|endoftext|>` or the like otherwise.
+A token that no text contains separates documents: byte 0 for bytes, a special token otherwise.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from mupax.train.data.text.quoting import SpecialTokens
 
 SEPARATOR = "<|endoftext|>"
 USUAL_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
-"""What ends a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT."""
+"""Tokens that end a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral
+and T5; Gemma; DeepSeek; BERT."""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
-"""How byte-level and SentencePiece vocabularies write spaces and line ends."""
+"""Spaces and line ends as byte-level and SentencePiece vocabularies write them."""
 _SPACE = "▁"
 _LISTED = 6
 _BATCH_BYTES = 1 << 20
-"""Of text that is encoded at once: the library takes 200 to 300 bytes for each."""
+"""Bytes of text that are encoded at once. The library takes 200 to 300 bytes of memory for each."""
 _OVERLAP = 1 << 12
 """Characters that two stretches of a long text have in common."""
 T = TypeVar("T", bytes, str)
 _NO_UTF8 = 0xFF
-"""A byte that no UTF-8 has."""
+"""Byte that never occurs in UTF-8."""
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""How SentencePiece writes a byte of a character that its vocabulary lacks."""
+"""Name of a byte in SentencePiece, for characters that its vocabulary lacks."""
 
 
 def _byte_levels() -> dict[str, int]:
     """Return the byte of each character of GPT-2's table (`bytes_to_unicode` of its encoder.py).
 
-    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100 on.
+    A printable byte of Latin-1 is written as itself, another byte as a character from U+0100 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -58,14 +59,16 @@ _BYTE_LEVELS = _byte_levels()
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """One token per byte.
+    """Tokenizer with one token per byte.
 
     Attributes:
-        key: names a tokenizer and its content; part of the data's digest and of file names.
-        vocab_size: ids are in [0, vocab_size).
-        separator: id that ends every document.
-        variant: part of the names of files of tokens: where special tokens that a text quotes are plain text, "-plain".
-        special: tokens that stand for no text, as a text may quote them.
+        key: Name that identifies the tokenizer and its content, such as "bytes". Part of the data's
+            digest and of file names.
+        vocab_size: Number of ids, which are in [0, vocab_size).
+        separator: Id that ends every document.
+        variant: Part of the names of files of tokens. "-plain" if special tokens in a text are
+            encoded as plain text, otherwise empty.
+        special: Special tokens, as they are written in a text that quotes them.
     """
 
     key: str = "bytes"
@@ -75,58 +78,63 @@ class Bytes:
     special: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each text, int32 [length]."""
+        """Return the ids of each text, int32 [length]."""
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
     def spans(
         self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text, int32 [length], and which of its characters each stands for: [start, stop), int64 [length, 2].
+        """Return the ids of each text, int32 [length], and their characters, int64 [length, 2].
+
+        The characters of an id are [start, stop) in the text.
 
         Args:
-            texts: to encode.
-            written: where special tokens begin in each that are tokens; read where others are encoded as plain text.
+            written: First characters of the special tokens of each text that are encoded as tokens.
+                Only used if special tokens in a text are plain text (`variant`).
         """
-        counts = [[len(character.encode()) for character in text] for text in texts]
-        starts = [np.repeat(np.arange(len(each)), each) for each in counts]
-        ids = self.encode([text.encode() for text in texts])
-        return [
-            (each, np.stack([start, start + 1], axis=1))
-            for each, start in zip(ids, starts, strict=True)
-        ]
+        spans = []
+        for text in texts:
+            [ids] = self.encode([text.encode()])
+            byte_counts = [len(character.encode()) for character in text]
+            starts = np.repeat(np.arange(len(text)), byte_counts)
+            spans.append((ids, np.stack([starts, starts + 1], axis=1)))
+        return spans
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 come out as U+FFFD, and so does an id of a model whose vocabulary is larger."""
-        return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode(
-            "utf-8", errors="replace"
-        )
+        """Return the text of some ids.
+
+        Bytes that are no UTF-8 become U+FFFD, and so do ids above 255, which a model with a larger
+        vocabulary may write.
+        """
+        content = bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator)
+        return content.decode("utf-8", errors="replace")
 
     unknown: ClassVar[int | None] = None
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return how often each special token stands in a text."""
+        """Return the number of times that each special token stands in a text."""
         return {}
 
     @property
     def start(self) -> np.ndarray:
-        """What the tokenizer puts before a text that stands alone, int32 [length]: nothing, or the token that begins one."""
+        """Ids that the tokenizer adds before a single text, such as bos, int32 [length]."""
         return np.zeros(0, np.int32)
 
     @property
     def end(self) -> np.ndarray:
-        """What the tokenizer puts after a text that stands alone, int32 [length]."""
+        """Ids that the tokenizer adds after a single text, such as eos, int32 [length]."""
         return np.zeros(0, np.int32)
 
     def find(self, *names: str) -> int | None:
-        """Id of the first of these tokens that the vocabulary has; None where it has none of them."""
+        """Return the id of the first of these tokens that is in the vocabulary, or `None`."""
         return None
 
     def token(self, number: int) -> str | None:
-        """Return the token of an id as the vocabulary writes it; None for a byte, which has no name."""
+        """Return the token of an id as the vocabulary writes it, or `None` for a byte."""
         return None
 
     def pieces(self) -> list[str]:
-        """What each id stands for, a byte as the character of that number."""
+        """Return the text of each id. A byte is written as the character with its number."""
         return [chr(byte) for byte in range(self.vocab_size)]
 
     @property
@@ -135,7 +143,7 @@ class Bytes:
         return False
 
     def token_bytes(self) -> np.ndarray:
-        """Return how many bytes of text each id stands for, int64 [vocab_size]."""
+        """Return the number of bytes of text of each id, int64 [vocab_size]."""
         return np.ones(self.vocab_size, np.int64)
 
     def is_skipped(self, token: int) -> bool:
@@ -143,31 +151,36 @@ class Bytes:
         return token == self.separator
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that a token stands for wherever it stands, or None if it is no bytes."""
+        """Return the bytes of a token if they are the same in every text, otherwise `None`."""
         return bytes([token]) if token < self.vocab_size else _REPLACEMENT.encode()
 
     def in_byte_run(self, token: int) -> bool:
-        """Return True if `decode` makes text only of all such tokens in a row together."""
+        """Return True if `decode` decodes consecutive tokens of this type only together."""
         return False
 
     def name_of(self, token: int) -> str:
-        """Return how the vocabulary writes a token. An unknown token has an empty name."""
+        """Return the token as the vocabulary writes it, or "" for an unknown token."""
         return chr(token) if token < self.vocab_size else ""
 
 
 class Ids(Bytes):
-    """Ids that were made elsewhere, by a tokenizer that is not here: no text can be encoded, and ids stand for themselves."""
+    """Ids of a foreign tokenizer, which can neither encode nor decode text.
+
+    The text of ids is their numbers with spaces between them.
+    """
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        words = [text.split() for text in texts]
-        if not all(
-            word.isdigit() and int(word) < self.vocab_size for text in words for word in text
-        ):
-            raise DataError(
-                f"the tokenizer of {self.key} is not known, so it has no text but ids below {self.vocab_size} between "
-                "spaces; write data.tokenizer as the path of the tokenizer.json that made them"
-            )
-        return [np.array(text, np.int32) for text in words]
+        ids = []
+        for text in texts:
+            words = text.split()
+            if not all(word.isdigit() and int(word) < self.vocab_size for word in words):
+                raise DataError(
+                    f"the tokenizer of {self.key} is not known, so it has no text but ids below "
+                    f"{self.vocab_size} between spaces; "
+                    "write data.tokenizer as the path of the tokenizer.json that made them"
+                )
+            ids.append(np.array(words, np.int32))
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(f"{int(i)} " for i in ids)
@@ -186,16 +199,17 @@ class Ids(Bytes):
 
 
 class Subwords:
-    """A tokenizer.json of the `tokenizers` library, with what `Bytes` has.
+    """Tokenizer of a tokenizer.json of the `tokenizers` library, with the interface of `Bytes`.
 
     Args:
-        path: the file.
-        separator: the token that ends every document; found by its usual names unless given.
-        special_tokens: whether special tokens that stand in a text are tokens ("parse") or plain text ("text").
-        template_tokens: added tokens that count as special because a chat template ends turns with them.
+        separator: Token that ends every document. Default: the first of `USUAL_SEPARATORS` that is
+            in the vocabulary.
+        special_tokens: Encoding of special tokens that a text contains, as tokens ("parse") or as
+            plain text ("text").
+        template_tokens: Added tokens that count as special because a chat template uses them.
 
     Raises:
-        DataError: there is no such file, it is no tokenizer, or it has no token that could separate documents.
+        DataError: The file is missing, is no tokenizer, or has no token that separates documents.
     """
 
     def __init__(
@@ -205,67 +219,79 @@ class Subwords:
         special_tokens: SpecialTokens = "parse",
         template_tokens: Collection[str] = (),
     ) -> None:
-        from tokenizers import Tokenizer as Library
-
         try:
             content = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"no tokenizer at {path}; write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"
+                f"no tokenizer at {path}; "
+                "write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"
             ) from error
         self.path = path
-        untrusted.check_content(content, str(path))
-        try:
-            with self._calling():
-                self._library = Library.from_buffer(content)
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}"
-            ) from error
-        self._library.no_padding()  # of a model's inputs, not of texts: ids must not depend on the batch
-        self._library.no_truncation()
+        self._library = self._opened(content)
         ids = self._library.get_vocab(with_added_tokens=True).values()
         growth = untrusted.check_library(self._library, ids, str(path))
         self._batch_bytes = max(1, int(_BATCH_BYTES / growth))
         self._digest = hashlib.sha256(content).hexdigest()
-        self.key = f"tokenizer-{self._digest[:16]}"
         self.vocab_size = 1 + max(ids, default=-1)
-        usual = self.find(*USUAL_SEPARATORS)
-        chosen = usual if separator is None else self.find(separator)
-        if chosen is None:
-            special = [
-                token.content
-                for token in self._library.get_added_tokens_decoder().values()
-                if token.special
-            ]
-            missing = "token to end a document with" if separator is None else f"token {separator}"
-            raise DataError(
-                f"{path} has no {missing}; write --data.separator with one of its tokens"
-                + (
-                    f", such as {', '.join(special[:_LISTED])}"
-                    if special
-                    else f", or add {SEPARATOR} to it"
-                )
-            )
-        self.separator = chosen
-        if chosen != usual:
-            self.key += f"-{chosen}"  # what was packed with another is not this
-        # A separator may be an ordinary piece, such as a line end. Texts need those.
-        added = self._library.get_added_tokens_decoder().items()
-        self.special = tuple(
-            token.content
-            for i, token in added
-            if token.content and (token.special or i == chosen or token.content in template_tokens)
-        )
+
+        usual_separator = self.find(*USUAL_SEPARATORS)
+        separator_id = usual_separator if separator is None else self.find(separator)
+        if separator_id is None:
+            raise self._no_separator(separator)
+        self.separator = separator_id
+        self.key = f"tokenizer-{self._digest[:16]}"
+        if separator_id != usual_separator:
+            # Data that were packed with another separator are different data.
+            self.key += f"-{separator_id}"
+
+        # Only added tokens: a separator may be an ordinary piece, such as a line end, which texts
+        # need.
+        special = []
+        for i, token in self._library.get_added_tokens_decoder().items():
+            is_special = token.special or i == separator_id or token.content in template_tokens
+            if token.content and is_special:
+                special.append(token.content)
+        self.special = tuple(special)
         self._quotes = quoting.QuoteCounter(self.special)
+
         self._encoder = self._library
         self.variant = ""
         if special_tokens == "text":
-            self.variant = "-plain"  # the key stays: the vocabulary is the same
+            # The key stays, because the vocabulary is the same.
+            self.variant = "-plain"
             with self._calling():
                 self._encoder = quoting.plain_library(content, self.special)
+
+    def _opened(self, content: bytes) -> Any:
+        """Return the `tokenizers.Tokenizer` of a file's content."""
+        from tokenizers import Tokenizer as Library
+
+        untrusted.check_content(content, str(self.path))
+        try:
+            with self._calling():
+                library = Library.from_buffer(content)
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"{self.path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}"
+            ) from error
+        # Padding is meant for a model's inputs. Ids of a text must not depend on its batch.
+        library.no_padding()
+        library.no_truncation()
+        return library
+
+    def _no_separator(self, separator: str | None) -> DataError:
+        """Return the error of a vocabulary without the separator."""
+        added = self._library.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        missing = "token to end a document with" if separator is None else f"token {separator}"
+        advice = f", or add {SEPARATOR} to it"
+        if special:
+            advice = f", such as {', '.join(special[:_LISTED])}"
+        return DataError(
+            f"{self.path} has no {missing}; write --data.separator with one of its tokens{advice}"
+        )
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         ids: list[np.ndarray] = []
@@ -283,16 +309,23 @@ class Subwords:
     def spans(
         self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        # Only the plain variant needs to know which special tokens were written on purpose.
         if not self.variant or written is None:
             return self._spans(texts)
-        marked = [quoting.marked(text, starts) for text, starts in zip(texts, written, strict=True)]
-        spans = self._spans([text for text, _ in marked])
+        marked_texts = []
+        origins = []
+        for text, starts in zip(texts, written, strict=True):
+            marked_text, origin = quoting.marked(text, starts)
+            marked_texts.append(marked_text)
+            origins.append(origin)
+        spans = self._spans(marked_texts)
         return [
             (ids, _at_origin(places, origin))
-            for (ids, places), (_, origin) in zip(spans, marked, strict=True)
+            for (ids, places), origin in zip(spans, origins, strict=True)
         ]
 
     def _spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return ids and characters of each text, as the library encodes it."""
         spans: list[tuple[np.ndarray, np.ndarray]] = []
         for batch in _batches(texts, self._batch_bytes):
             if len(batch) == 1 and len(batch[0]) > self._batch_bytes:
@@ -304,14 +337,15 @@ class Subwords:
         return spans
 
     def _long_spans(self, library: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a long text in stretches that overlap, since the library takes some hundred bytes of memory per character.
+        """Encode a long text in overlapping stretches. Return its ids and their characters.
 
-        Two stretches are joined where both have a token's edge, far from their ends, so that the ids are those of the text as
-        a whole.
+        Two stretches are joined at a position where both have the edge of a token, far from their
+        ends, so that the ids are the ids of the complete text.
         """
+        # The library takes some hundred bytes of memory per character.
         parts: list[tuple[np.ndarray, np.ndarray]] = []
-        begin = 0  # of the next stretch
-        encoded_end = 0  # characters that have tokens
+        begin = 0  # start of the next stretch
+        encoded_end = 0  # number of characters that have tokens
         while True:
             stop = min(len(text), begin + self._batch_bytes)
             with self._calling():
@@ -319,10 +353,11 @@ class Subwords:
             ids, places = _ids_and_places(encoding)
             places = places + begin
             if parts:
-                before_ids, before_places = parts[-1]
-                edge = _common_edge(before_places[:, 1], places[:, 0], begin, encoded_end)
-                count = int(np.searchsorted(before_places[:, 1], edge, side="right"))
-                parts[-1] = (before_ids[:count], before_places[:count])
+                # Tokens before the edge come from the last stretch, the others from this one.
+                last_ids, last_places = parts[-1]
+                edge = _common_edge(last_places[:, 1], places[:, 0], begin, encoded_end)
+                count = int(np.searchsorted(last_places[:, 1], edge, side="right"))
+                parts[-1] = (last_ids[:count], last_places[:count])
                 first = int(np.searchsorted(places[:, 0], edge, side="left"))
                 ids = ids[first:]
                 places = places[first:]
@@ -330,10 +365,11 @@ class Subwords:
             if stop == len(text):
                 break
             encoded_end = stop
+            # A stretch advances even if it is shorter than the overlap.
             begin = max(begin + 1, stop - min(_OVERLAP, self._batch_bytes // 2))
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate(
-            [places for _, places in parts]
-        )
+        all_ids = np.concatenate([ids for ids, _ in parts])
+        all_places = np.concatenate([places for _, places in parts])
+        return all_ids, all_places
 
     def quoted(self, text: bytes) -> dict[str, int]:
         return self._quotes(text)
@@ -344,42 +380,49 @@ class Subwords:
 
     @property
     def unknown(self) -> int | None:
-        """Id of what the vocabulary has no word for; None where it has one for every byte."""
+        """Id of the unknown token. `None` if the vocabulary has none."""
         name = getattr(self._library.model, "unk_token", None)
         return None if name is None else self.find(name)
 
     @property
     def start(self) -> np.ndarray:
-        with self._calling():
-            alone = self._library.encode("a", add_special_tokens=True)
-        count = next((i for i, special in enumerate(alone.special_tokens_mask) if not special), 0)
-        return np.array(alone.ids[:count], np.int32)
+        encoding = self._encoded_alone("a")
+        count = _num_leading_ones(encoding.special_tokens_mask)
+        return np.array(encoding.ids[:count], np.int32)
 
     @property
     def end(self) -> np.ndarray:
+        encoding = self._encoded_alone("a")
+        count = _num_leading_ones(encoding.special_tokens_mask[::-1])
+        return np.array(encoding.ids[len(encoding.ids) - count :], np.int32)
+
+    def _encoded_alone(self, text: str) -> Any:
+        """Return the library's encoding of a single text, with start and end tokens."""
         with self._calling():
-            alone = self._library.encode("a", add_special_tokens=True)
-        count = next(
-            (i for i, special in enumerate(reversed(alone.special_tokens_mask)) if not special), 0
-        )
-        return np.array(alone.ids[len(alone.ids) - count :], np.int32)
+            return self._library.encode(text, add_special_tokens=True)
 
     def find(self, *names: str) -> int | None:
-        return next((i for i in map(self._library.token_to_id, names) if i is not None), None)
+        for name in names:
+            token = self._library.token_to_id(name)
+            if token is not None:
+                return token
+        return None
 
     def token(self, number: int) -> str | None:
         return self._library.id_to_token(number)
 
     def is_of(self, content: bytes) -> bool:
-        """Return whether this is the tokenizer of a file with that content."""
+        """Return whether this tokenizer was made from a file with some content."""
         return self._digest == hashlib.sha256(content).hexdigest()
 
     def pieces(self) -> list[str]:
-        tokens = (self._library.id_to_token(i) or "" for i in range(self.vocab_size))
-        return [
-            functools.reduce(lambda piece, pair: piece.replace(*pair), _SPACES, token)
-            for token in tokens
-        ]
+        pieces = []
+        for i in range(self.vocab_size):
+            piece = self._library.id_to_token(i) or ""
+            for symbol, text in _SPACES:
+                piece = piece.replace(symbol, text)
+            pieces.append(piece)
+        return pieces
 
     @property
     def adds_space(self) -> bool:
@@ -389,7 +432,7 @@ class Subwords:
 
     def token_bytes(self) -> np.ndarray:
         pre_tokenizer = self._library.pre_tokenizer
-        # A vocabulary may be spelled in characters for bytes where the decoder does not say so.
+        # A vocabulary may be spelled in characters for bytes although the decoder is not ByteLevel.
         by_bytes = pre_tokenizer is not None and b'"ByteLevel"' in pre_tokenizer.__getstate__()
         added = self._library.get_added_tokens_decoder()
         sizes = np.zeros(self.vocab_size, np.int64)
@@ -399,6 +442,7 @@ class Subwords:
                 sizes[token] = len(name)
                 continue
             if raw is None:
+                # WordPiece marks a piece within a word by "##".
                 word = name.removeprefix("##") if "WordPiece" in self._decoders else name
                 raw = word.replace(_SPACE, " ").encode()
             sizes[token] = len(raw)
@@ -425,45 +469,46 @@ class Subwords:
 
     @functools.cached_property
     def _decoders(self) -> frozenset[str]:
-        """Types of the library's decoders that `decode` goes through."""
+        """Types of the library's decoders that `decode` applies."""
         decoder = self._library.decoder
         if decoder is None:
             return frozenset()
-        # The library shows the parts of a sequence in its JSON alone.
+        # Only the JSON of the library shows the parts of a sequence of decoders.
         fields = json.loads(decoder.__getstate__())
         return frozenset(part["type"] for part in fields.get("decoders", [fields]))
 
     @functools.cached_property
     def _raw_bytes(self) -> dict[int, bytes | None]:
+        """Cache of `raw_bytes`."""
         return {}
 
     def _raw_bytes_of(self, token: int) -> bytes | None:
+        """Compute `raw_bytes` of a token."""
         name = self._library.id_to_token(token) or ""
         if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(name):
-            return bytes.fromhex(name[3:5])
+            return bytes.fromhex(name[3:5])  # the digits of "<0xE6>"
         if "ByteLevel" not in self._decoders:
             return None
-        levels = [_BYTE_LEVELS.get(character) for character in name]
-        # An added token is written as it is.
-        return (
-            name.encode()
-            if None in levels
-            else bytes(level for level in levels if level is not None)
-        )
+        if any(character not in _BYTE_LEVELS for character in name):
+            return name.encode()  # an added token is written as it is
+        return bytes(_BYTE_LEVELS[character] for character in name)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Turns a panic of the library, which is no Exception, into a DataError."""
+        """Context manager that turns a panic of the library into a DataError."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # a panic is no Exception
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"{self.path} is a damaged tokenizer.json: {error!s:.200}") from error
 
 
 def _batches(texts: Sequence[T], size: int) -> Iterator[list[T]]:
-    """Yield texts in lists of so many bytes or characters in all. A longer text is alone."""
+    """Yield lists of consecutive texts with at most `size` bytes or characters together.
+
+    A text that is longer is alone in its list.
+    """
     batch: list[T] = []
     total = 0
     for text in texts:
@@ -478,28 +523,48 @@ def _batches(texts: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 def _ids_and_places(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids, int32 [length], and characters [start, stop), int64 [length, 2]."""
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
-def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -> int:
-    """Return the place in [first, last) where one stretch ends a token and the next begins one, nearest to the middle.
+def _num_leading_ones(mask: Sequence[int]) -> int:
+    """Return the number of ones before the first zero. A mask without a zero counts as empty."""
+    for i, value in enumerate(mask):
+        if not value:
+            return i
+    return 0
 
-    Where they have none in common, the middle's last end of a token in the first stretch is taken.
+
+def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -> int:
+    """Return the character at which two overlapping stretches of a text are joined.
+
+    One stretch ends a token there and the next begins a token there. Of several such characters in
+    (first, last) the one nearest to the middle is taken. Without any, an end of a token in the
+    first stretch is taken, and without these, `last`.
 
     Args:
-        stops: where tokens of the first stretch end, in order.
-        starts: where tokens of the second stretch begin, in order.
-        first, last: characters that both stretches have.
+        stops: Ends of the tokens of the first stretch, ascending.
+        starts: Starts of the tokens of the second stretch, ascending.
+        first: First character of the overlap, in characters of the text.
+        last: First character after the overlap, where the first stretch ends.
     """
     middle = (first + last) // 2
     inside = stops[(stops > first) & (stops < last)]
     common = np.intersect1d(inside, starts)
     edges = common if len(common) else inside
-    return int(edges[np.argmin(np.abs(edges - middle))]) if len(edges) else last
+    if not len(edges):
+        return last
+    nearest = np.argmin(np.abs(edges - middle))
+    return int(edges[nearest])
 
 
 def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
-    """Return spans [start, stop) of characters as spans of the characters that those are from."""
+    """Return spans of characters of a marked text as spans of characters of the original text.
+
+    Args:
+        places: Spans [start, stop) in the marked text, [length, 2].
+        origin: Character of the original text for each character of the marked one (`marked`).
+    """
     if not len(origin):
         return places
     starts = origin[np.minimum(places[:, 0], len(origin) - 1)]
@@ -512,7 +577,7 @@ Tokenizer = Bytes | Subwords
 
 
 class Encoder(Protocol):
-    """What packing asks of a tokenizer."""
+    """Interface of a tokenizer that packing needs."""
 
     @property
     def key(self) -> str: ...
@@ -524,16 +589,20 @@ class Encoder(Protocol):
     def variant(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each document."""
+        """Return the ids of each document."""
         ...
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return how often each special token stands in a document."""
+        """Return the number of times that each special token stands in a document."""
         ...
 
 
 def decoded(text: bytes) -> str:
-    """The text; raises DataError where it is not UTF-8."""
+    """Decode UTF-8 bytes to text.
+
+    Raises:
+        DataError: The bytes are not UTF-8.
+    """
     try:
         return text.decode()
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
-"""Checks of a stranger's tokenizer.json: parts of it that would fill the memory, or turn a short text into an endless one.
+"""Checks of an untrusted tokenizer.json, used by `tokenizer.Subwords`.
 
-The library of tokenizers makes what a file says. A list of pieces becomes a tree of some hundred bytes per character, and a
-normalizer may write a book for every letter. Real vocabularies are far from these bounds.
+The `tokenizers` library builds a tree of some hundred bytes per character from a list of pieces,
+and applies a normalizer that writes a book for every letter. Real vocabularies are far from these
+bounds.
 """
 
 from __future__ import annotations
@@ -15,40 +16,42 @@ from mupax.train.data.interface import DataError
 
 _LARGEST_FILE = 256 * 2**20
 _PIECE_CHARACTERS = 24
-"""Of the pieces of a Unigram model, on average. XLM-R's have 6."""
+"""Largest mean length of the pieces of a Unigram model, in characters. XLM-R has 6."""
 _FEW_CHARACTERS = 2**18
-"""Fewer need no check."""
+"""Total characters of the pieces below which their length is not checked."""
 _LONGEST_SPECIAL = 200
-"""Characters of a special token; the longest of published models has 60."""
+"""Largest length of a special token in characters. The longest of published models has 60."""
 _LONGEST_AFFIX = 64
-"""Characters of what marks the beginning or the end of a word."""
+"""Largest length of the prefix or suffix that marks a part of a word, in characters."""
 _LONGEST_WORD = 10_000
-"""Characters of a word in a WordPiece model, which takes the square of it in time. BERT has 100."""
+"""Largest word of a WordPiece model in characters. Its time is quadratic. BERT has 100."""
 _LARGEST_STEP = 2**20
-"""Characters of JSON that describe a normalizer, pre-tokenizer, post-processor or decoder, without a table of characters."""
+"""Largest JSON of a normalizer, pre-tokenizer, post-processor or decoder, in characters, without a
+table of characters."""
 _MOST_GROWTH = 1000.0
+"""Largest factor by which a normalizer or decoder may lengthen a text."""
 _GAP = 64
-"""Ids that a vocabulary may have for each of its tokens."""
+"""Largest number of ids per token of the vocabulary."""
 _UNIGRAM = re.compile(rb'"vocab"\s*:\s*\[')
 _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
-"""No program writes letters so, but to hide a word from a search."""
+"""Escaped ASCII letters, which no program writes except to hide a word from a search."""
 
 
 def check_content(content: bytes, name: str) -> None:
     """Refuse a tokenizer.json that the library must not open.
 
     Args:
-        name: of the file, for the message.
+        name: Name of the file, for the message.
 
     Raises:
-        DataError: it is too large, or a Unigram model whose pieces are too long.
+        DataError: The file is too large, or is a Unigram model whose pieces are too long.
     """
     if len(content) > _LARGEST_FILE:
         raise DataError(
             f"{name} is larger than {_LARGEST_FILE >> 20} MiB, which no tokenizer.json is"
         )
     if not (_UNIGRAM.search(content) or _ESCAPED_ASCII.search(content)):
-        return  # the other models take about as much memory as the file
+        return  # models of other types take about as much memory as the file
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -59,63 +62,44 @@ def check_content(content: bytes, name: str) -> None:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, list):
         return
-    pieces = [
-        entry[0]
-        for entry in vocab
-        if isinstance(entry, list) and entry and isinstance(entry[0], str)
-    ]
-    total = sum(map(len, pieces))
+
+    pieces = []
+    for entry in vocab:
+        if isinstance(entry, list) and entry and isinstance(entry[0], str):
+            pieces.append(entry[0])
+    total = sum(len(piece) for piece in pieces)
     if total > max(_FEW_CHARACTERS, _PIECE_CHARACTERS * len(pieces)):
         raise DataError(
-            f"{name} has {len(pieces):,} pieces of {total // len(pieces):,} characters on average, and a tree of them would fill "
-            f"the memory; a vocabulary has pieces of {_PIECE_CHARACTERS} characters at most on average. Get the file again"
+            f"{name} has {len(pieces):,} pieces of {total // len(pieces):,} characters on average, "
+            "and a tree of them would fill the memory; a vocabulary has pieces of "
+            f"{_PIECE_CHARACTERS} characters at most on average. Get the file again"
         )
 
 
 def check_library(library: Any, ids: Collection[int], name: str) -> float:
-    """Refuse an opened tokenizer that makes too much of a text. Return how many times longer a normalizer may make a text.
+    """Refuse an opened tokenizer that would make too much of a text.
 
     Args:
-        library: `tokenizers.Tokenizer`.
-        name: of the file, for the message.
+        library: Opened `tokenizers.Tokenizer`.
+        name: Name of the file, for the message.
+
+    Returns:
+        The largest factor by which the normalizer or the decoder may lengthen a text.
 
     Raises:
-        DataError: a part of it is beyond what a vocabulary needs; the text names the part.
+        DataError: A part is beyond the bounds. The message names the part.
     """
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         step = getattr(library, part)
         if step is not None:
             _check_step(_described(step), part, name)
-    growth = 1.0
-    for part in ("normalizer", "decoder"):
-        step = getattr(library, part)
-        growths = (
-            [_growth(fields) for fields in _steps(_described(step))] if step is not None else []
-        )
-        total = 1.0
-        for factor in growths:
-            total *= factor
-        if total > _MOST_GROWTH:
-            raise DataError(
-                f"{name} has a {part} that makes a text {total:,.0f} times as long; take its Replace or Prepend out of the file"
-            )
-        growth = max(growth, total)
-    model = library.model
-    for field in ("continuing_subword_prefix", "end_of_word_suffix"):
-        affix = getattr(model, field, None)
-        if isinstance(affix, str) and len(affix) > _LONGEST_AFFIX:
-            raise DataError(
-                f"{name} has a {field} of {len(affix):,} characters; write one of {_LONGEST_AFFIX} at most"
-            )
-    longest = getattr(model, "max_input_chars_per_word", None)
-    if isinstance(longest, int) and longest > _LONGEST_WORD:
-        raise DataError(
-            f"{name} has max_input_chars_per_word {longest:,}; write {_LONGEST_WORD:,} at most"
-        )
+    growth = _checked_growth(library, name)
+    _check_model(library.model, name)
     for token in library.get_added_tokens_decoder().values():
         if token.special and len(token.content) > _LONGEST_SPECIAL:
             raise DataError(
-                f"{name} has a special token of {len(token.content):,} characters; write one of {_LONGEST_SPECIAL} at most"
+                f"{name} has a special token of {len(token.content):,} characters; "
+                f"write one of {_LONGEST_SPECIAL} at most"
             )
     if ids and max(ids) > _GAP * (len(ids) + 1024):
         raise DataError(
@@ -124,8 +108,42 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
     return growth
 
 
+def _checked_growth(library: Any, name: str) -> float:
+    """Return the largest factor by which the normalizer or the decoder may lengthen a text."""
+    growth = 1.0
+    for part in ("normalizer", "decoder"):
+        step = getattr(library, part)
+        total = 1.0
+        if step is not None:
+            for fields in _steps(_described(step)):
+                total *= _growth(fields)
+        if total > _MOST_GROWTH:
+            raise DataError(
+                f"{name} has a {part} that makes a text {total:,.0f} times as long; "
+                "take its Replace or Prepend out of the file"
+            )
+        growth = max(growth, total)
+    return growth
+
+
+def _check_model(model: Any, name: str) -> None:
+    """Refuse a model with too long affixes or words."""
+    for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+        affix = getattr(model, field, None)
+        if isinstance(affix, str) and len(affix) > _LONGEST_AFFIX:
+            raise DataError(
+                f"{name} has a {field} of {len(affix):,} characters; "
+                f"write one of {_LONGEST_AFFIX} at most"
+            )
+    longest = getattr(model, "max_input_chars_per_word", None)
+    if isinstance(longest, int) and longest > _LONGEST_WORD:
+        raise DataError(
+            f"{name} has max_input_chars_per_word {longest:,}; write {_LONGEST_WORD:,} at most"
+        )
+
+
 def _described(step: Any) -> Any:
-    """Return the JSON of a part of a tokenizer; an empty object of a part that is made in Python."""
+    """Return the JSON of a part of a tokenizer, or an empty object for a part made in Python."""
     try:
         return json.loads(step.__getstate__())
     except (TypeError, ValueError, RecursionError):
@@ -133,17 +151,19 @@ def _described(step: Any) -> Any:
 
 
 def _check_step(fields: Any, part: str, name: str) -> None:
+    """Refuse a part of a tokenizer whose JSON is too large. Takes its tables out of `fields`."""
     tables = [step.pop("precompiled_charsmap", None) for step in _steps(fields)]
     size = len(json.dumps(fields))
     if size > _LARGEST_STEP:
+        table = " beside its table" if any(tables) else ""
         raise DataError(
-            f"{name} has a {part} of {size:,} characters{' beside its table' if any(tables) else ''}, and a real one has some "
-            "hundred; get the file again"
+            f"{name} has a {part} of {size:,} characters{table}, and a real one has some hundred; "
+            "get the file again"
         )
 
 
 def _steps(fields: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a description, each before those that are in it."""
+    """Yield the objects of a JSON value, an object before the objects that it contains."""
     waiting = [fields]
     while waiting:
         value = waiting.pop(0)
@@ -155,7 +175,7 @@ def _steps(fields: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return how many times longer a step of a normalizer or decoder may make a text of some length."""
+    """Return the factor by which a step of a normalizer or decoder may lengthen a text."""
     if step.get("type") == "Prepend" and isinstance(step.get("prepend"), str):
         return float(max(1, len(step["prepend"])))
     content = step.get("content")
@@ -163,5 +183,6 @@ def _growth(step: dict[str, Any]) -> float:
         return 1.0
     pattern = step.get("pattern")
     replaced = pattern.get("String") if isinstance(pattern, dict) else None
-    # A regular expression may stand for one character, or for none at all.
-    return max(1.0, len(content) / max(1, len(replaced) if isinstance(replaced, str) else 1))
+    # A regular expression may match one character, or none at all.
+    replaced_length = len(replaced) if isinstance(replaced, str) else 1
+    return max(1.0, len(content) / max(1, replaced_length))

@@ -1,4 +1,4 @@
-"""What denoising asks of a vocabulary: ids of mask, sentinels, bos, eos and pad, and where a sentence begins."""
+"""Special ids and sentence boundaries of a vocabulary, for denoising (`noise`, `denoising`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPS = (".", "!", "?", "。")
 
 
 class SpecialIds(NamedTuple):
-    """Ids of tokens that stand for no text."""
+    """Ids of the tokens that denoising adds to a text."""
 
     pad: int
     eos: int
@@ -28,73 +28,88 @@ class SpecialIds(NamedTuple):
     sentinels: tuple[int, ...]
 
     def names(self) -> dict[int, str]:
-        """What to print for each id."""
-        words = {self.pad: "<pad>", self.eos: "</s>", self.bos: "<s>", self.mask: "<mask>"}
-        return {**words, **{token: f"<{i}>" for i, token in enumerate(self.sentinels)}}
+        """Return the name to print for each id."""
+        names = {self.pad: "<pad>", self.eos: "</s>", self.bos: "<s>", self.mask: "<mask>"}
+        for i, token in enumerate(self.sentinels):
+            names[token] = f"<{i}>"
+        return names
 
 
 def special_ids(tokenizer: Tokenizer, sentinels: int, vocab_size: int | None = None) -> SpecialIds:
-    """The ids: the tokenizer's own by their usual names, and new ones after its last for those it has not.
+    """Return the special ids of a tokenizer, with new ids for those that it lacks.
 
-    New ids come in the order pad, eos, bos, mask, sentinels: of `bytes` they are 256, 257, 258, 259 and 260 on.
+    The tokenizer's own tokens are found by their usual names, such as `<extra_id_0>` for a
+    sentinel. New ids follow the tokenizer's last id, in the order pad, eos, bos, mask, sentinels.
+    The tokenizer `bytes` has 256 to 259, and sentinels from 260 on.
 
     Args:
-        tokenizer: made the tokens.
-        sentinels: how many of them are in use; `<extra_id_0>` and on by name.
-        vocab_size: of the model, which says how many new ids there may be; any number unless given.
+        tokenizer: Tokenizer that made the tokens.
+        sentinels: Number of sentinels in use, from `<extra_id_0>` on.
+        vocab_size: Vocabulary size of the model, which bounds the new ids. Default: no bound.
 
     Raises:
-        DataError: the tokenizer lacks some, and the model's vocabulary has no room for them.
+        DataError: The model's vocabulary has no room for the ids that the tokenizer lacks.
     """
-    names = {**_NAMES, **{f"sentinel {i}": (f"<extra_id_{i}>",) for i in range(sentinels)}}
+    names: dict[str, tuple[str, ...]] = {**_NAMES}
+    for i in range(sentinels):
+        names[f"sentinel {i}"] = (f"<extra_id_{i}>",)
     ids = {name: tokenizer.find(*tokens) for name, tokens in names.items()}
     missing = [name for name, token in ids.items() if token is None]
     needed = tokenizer.vocab_size + len(missing)
+
     if vocab_size is not None and missing and needed > vocab_size:
         words = [name for name in missing if name in _NAMES]
-        words += [f"{len(missing) - len(words)} sentinels"] if len(missing) > len(words) else []
+        num_sentinels = len(missing) - len(words)
+        if num_sentinels:
+            words.append(f"{num_sentinels} sentinels")
         raise DataError(
-            f"the tokenizer has no {', '.join(words)}, and the model's {vocab_size} tokens leave no ids for "
-            f"them after its own {tokenizer.vocab_size}; write --model.vocab-size {needed}"
+            f"the tokenizer has no {', '.join(words)}, and the model's {vocab_size} tokens leave "
+            f"no ids for them after its own {tokenizer.vocab_size}; "
+            f"write --model.vocab-size {needed}"
         )
+
     ids |= dict(zip(missing, range(tokenizer.vocab_size, needed), strict=True))
-    pad, eos, bos, mask, *rest = (token for token in ids.values() if token is not None)
-    return SpecialIds(pad, eos, bos, mask, tuple(rest))
+    pad, eos, bos, mask, *sentinel_ids = (token for token in ids.values() if token is not None)
+    return SpecialIds(pad, eos, bos, mask, tuple(sentinel_ids))
 
 
 class Sentences:
-    """Where sentences begin among tokens of a vocabulary.
+    """Sentence boundaries among the tokens of a vocabulary.
 
-    One ends with a line (or several empty ones), with a document, and with a full stop, question or exclamation mark before
-    a space, which begins the next. So `self.x = 0.5` is one sentence, and code goes by lines. A window's first token begins
-    one, its last ends one, as in fairseq.
+    A sentence ends at the end of a line (empty lines included), at the end of a document, and at a
+    full stop, question mark or exclamation mark that a space follows. The space begins the next
+    sentence. So `self.x = 0.5` is one sentence, and code is split by lines. The first token of a
+    window begins a sentence, as in fairseq.
 
     Args:
-        tokenizer: made the tokens.
-        size: of the vocabulary, special ids with it.
+        tokenizer: Tokenizer that made the tokens.
+        size: Size of the vocabulary, special ids included.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self._size = size
         pieces = tokenizer.pieces()
+        self._ends_line = self._table([piece.endswith("\n") for piece in pieces])
+        self._starts_line = self._table([piece.startswith("\n") for piece in pieces])
+        self._stops = self._table([piece.endswith(_STOPS) for piece in pieces])
+        self._spaces = self._table([piece.startswith(" ") for piece in pieces])
+        self._ends_line[tokenizer.separator] = True
+        self._starts_line[tokenizer.separator] = True
 
-        def table(fits: list[bool]) -> np.ndarray:
-            return np.array(fits + [False] * (size - len(fits)))
-
-        self._ends_line = table([piece.endswith("\n") for piece in pieces])
-        self._starts_line = table([piece.startswith("\n") for piece in pieces])
-        self._stops = table([piece.endswith(_STOPS) for piece in pieces])
-        self._spaces = table([piece.startswith(" ") for piece in pieces])
-        self._ends_line[tokenizer.separator] = self._starts_line[tokenizer.separator] = True
+    def _table(self, properties: list[bool]) -> np.ndarray:
+        """Return the property of every id, bool [size]. Special ids have `False`."""
+        padding = [False] * (self._size - len(properties))
+        return np.array(properties + padding)
 
     def starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Which tokens begin a sentence, bool [B, N].
+        """Return a mask of the tokens that begin a sentence, bool [B, N].
 
         Args:
-            tokens: [B, N].
+            tokens: Windows, [B, N].
         """
-        before, after = tokens[:, :-1], tokens[:, 1:]
-        begins = (
-            self._ends_line[before] & ~self._starts_line[after]
-            | self._stops[before] & self._spaces[after]
-        )
+        previous = tokens[:, :-1]
+        current = tokens[:, 1:]
+        after_line = self._ends_line[previous] & ~self._starts_line[current]
+        after_stop = self._stops[previous] & self._spaces[current]
+        begins = after_line | after_stop
         return np.pad(begins, ((0, 0), (1, 0)), constant_values=True)
