@@ -117,6 +117,7 @@ def convert(
     thetas = theta(definition, preset, new_preset, optimizer)
     transfers: dict[str, ParamTransfer] = {}
     for name, weight in state.params.items():
+        # A transfer multiplies weights by 1 / theta, and moments by theta or theta^2.
         transfers[name] = ParamTransfer(
             source=name,
             along=tuple(np.arange(size) for size in weight.shape),
@@ -148,6 +149,8 @@ def theta(
         uses_adam = family == "adam" or (
             family == "muon" and preset.row(definition.specs[name]).muon is None
         )
+        # Gradients are theta times larger. Adam's update does not change with them, SGD's does, and
+        # both move a weight that is 1 / theta as large.
         powers = {"lr": -2 if family == "sgd" else -1, "eps": int(uses_adam)}
         for column, power in powers.items():
             expected = getattr(old, column)[name] * factor**power

@@ -95,6 +95,7 @@ def recorded(fields: Mapping[str, Any], model: ImageModel, record_name: str) -> 
         ConfigError: the record does not fit the model.
     """
     names = fields.get("class_names")
+    # Records of older versions lack both.
     pixels = fields.get("pixels")
     try:
         if pixels is not None:
@@ -121,6 +122,7 @@ def checked_names(names: Any, model: ImageModel) -> tuple[str, ...]:
     """
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"class_names is {names!r:.60}, not a list of names")
+    # Labels are positions in this list, so a missing name would shift all others.
     if len(names) != model.num_classes:
         raise ConfigError(
             f"class_names has {len(names)} names, and the model has {model.num_classes} classes"

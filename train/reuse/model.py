@@ -173,6 +173,7 @@ class Model:
         from mupax.train.reuse import runs, source
         from mupax.train.reuse.generate.decode import Generator
 
+        # A program is compiled for one top_k. Without top_k, other settings are inputs.
         key = None if sampling.top_k is None else sampling
         if key not in self._generators:
             if self._program is None:
@@ -231,6 +232,7 @@ def load(
 
     location = run if isinstance(run, str | os.PathLike) else run.workdir
     # Only a string can hold an address of a bucket or `~`. A Path is taken as it is.
-    location = location if isinstance(location, Path) else os.fspath(location)
+    if not isinstance(location, Path):
+        location = os.fspath(location)
     path = hub.local(path_of(location), revision)
     return Model(trained.open_model(path, step, ema, tokenizer=tokenizer, separator=separator))

@@ -37,6 +37,7 @@ def settings(
     if assets is not None:
         data = assets.in_place_of(recorded, data)
     key = facts.get("tokenizer")
+    # The key belongs to the recorded tokenizer, and not to one that replaces it.
     if data.tokenizer != recorded.tokenizer or not isinstance(key, str):
         return data
 

@@ -77,6 +77,7 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         by_name[name] = scale
 
     readout = _factor(definition, factors, "tied_readout")
+    # A gain is added for the multiplier of a tied readout, whose weight the embedding shares.
     if GAIN not in by_name and readout != 1:
         by_name[GAIN] = readout
     for name, scale in by_name.items():
@@ -135,6 +136,7 @@ def times(weight: Any, scale: np.ndarray) -> np.ndarray:
         return np.stack(layers)
     if scale == 1:
         return weight
+    # The product is float64, so that the weight is rounded only once.
     return (weight * np.float64(scale)).astype(np.float32)
 
 
@@ -209,6 +211,7 @@ def _branch(definition: Definition, factors: Factors, block: str, module: str) -
     if f"{block}branch" not in definition.factors:
         return np.ones(())
     skip = _factor(definition, factors, f"{block}skip")
+    # Dividing a branch by c gives a stream with skip 1 (see the top of this file).
     skips_so_far = np.cumprod(skip.reshape(-1)).reshape(skip.shape)
     branch = _factor(definition, factors, f"{block}branch") / skips_so_far
 

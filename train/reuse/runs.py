@@ -45,11 +45,13 @@ def whole_state(folder: Path, program: Program) -> TrainState:
     Raises:
         WeightsError: the state in the checkpoint is not the one that the config describes.
     """
+    # Checked before anything is read: a clear error in place of a process that the system kills.
     abstract = program.abstract.arrays()
     fit.check_arrays(
         abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory"
     )
 
+    # Compared before the arrays are read, for a message that names the config.
     stored = checkpoints_folder.metadata(folder.absolute())
     stored_shapes = [leaf.shape for leaf in jax.tree.leaves(stored)]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(abstract)]

@@ -73,10 +73,12 @@ def locate(path: Path) -> Place:
         HalfMadeError: the command that makes the folder has not finished it.
     """
     folder, named = named_step(path.absolute())
+    # A folder of weights may have the name of a step, but a step has no config.json of its own.
     if named is not None and not _has_weights(path):
         return Place("run", path, folder, {})
 
     folder = _folder_of(path)
+    # A folder that a killed command left must not be taken for a model.
     check_complete(folder)
     weights = path if path.is_file() else folder
     if (folder / MODEL).is_file():
@@ -243,6 +245,7 @@ class TrainedModel:
         plain_weights = self.plain_weights()
         for note in plain_weights.notes:
             terminal.note(f"note: {note}")
+        # Weights without a run take the form of the preset on the host.
         placed = transplant.place(plain_weights, model, factors)
         return {
             name: jax.device_put(placed[name], leaf.sharding)
@@ -315,6 +318,7 @@ class TrainedModel:
             note = functools.partial(print, file=sys.stderr)
             data = data_sources.load(config.data, config.model, seed=config.data_seed, note=note)
             tokenizer = data.tokenizer
+        # The same name can stand for another tokenizer on another machine.
         key = self.facts.get("tokenizer")
         if key not in (None, tokenizer.key):
             raise data_sources.DataError(
@@ -482,6 +486,7 @@ def read(
 def _of_run(path: Path, place: Place, step: Step | None, average: bool | None) -> TrainedModel:
     run = saved_run.find(place.path, step, average)
     assets = run.assets()
+    # Facts of the assets replace those of the record.
     facts = dict(run.facts)
     if assets:
         facts.update(assets.facts)
@@ -524,6 +529,7 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
     # Damaged files are refused early. Files of a bucket would have to be downloaded for that.
     if not is_remote(place.path):
         Tensors(place.path)
+    # Commands read the model's inputs by these settings, as they do for a run.
     data = DataConfig(
         name=NO_DATA[model.task],
         batch_size=_BATCH,

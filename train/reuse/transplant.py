@@ -112,6 +112,7 @@ class ParamTransfer:
         if self.inserted_axis is not None:
             array = np.expand_dims(array, self.inserted_axis)
         for axis, index in enumerate(along):
+            # An unchanged axis needs no copy of the array.
             if not np.array_equal(index, np.arange(array.shape[axis])):
                 array = np.take(array, np.maximum(index, 0), axis)
         return array
@@ -239,6 +240,7 @@ def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -
         target: scale of the new parameter, [] or [new layers].
         layers: index of the layers. `None` if their number stays.
     """
+    # New layers have index -1. They take the scale of layer 0, which has no effect.
     if layers is not None and source.ndim:
         source = source[np.maximum(layers, 0)]
     return np.asarray(source, np.float64) / np.asarray(target, np.float64)
@@ -327,6 +329,7 @@ def overshoot(config: OptimizerConfig) -> float:
     The optimizer itself runs on an old entry and a new one, both with a gradient of 1, so that
     nothing is assumed about its update rule.
     """
+    # Clipping, weight decay and the schedule would act on both entries alike.
     constant = dataclasses.replace(
         config, clip_norm=None, weight_decay=0.0, schedule="constant", warmup_steps=0
     )
@@ -344,6 +347,7 @@ def overshoot(config: OptimizerConfig) -> float:
 
     @jax.jit
     def largest() -> jax.Array:
+        # The old entry has a gradient of 1 at every step, the new one only after `OLD_STEPS`.
         new_gradients = jnp.concatenate([jnp.zeros(OLD_STEPS), jnp.ones(NEW_STEPS)])
         _, updates = jax.lax.scan(step, tx.init(params), new_gradients)
         old, new = updates[OLD_STEPS:].T
@@ -408,6 +412,7 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
             }
         return old._replace(**moments)
 
+    # State without moments, such as the count of steps, goes on as it is.
     if not isinstance(new, tuple):
         return old
     if len(old) != len(new):
@@ -454,6 +459,7 @@ def place(source: WeightsSource, definition: Definition, factors: Factors) -> di
     scales = plain.scales(definition, factors)
     logits = plain.logits_of(definition, factors)
     stored = ScaledModel(source.model, definition, source.scales, source.logits)
+    # Both ends have the same architecture here. Only scales can differ.
     check_unmovable(stored, ScaledModel(source.model, definition, scales, logits))
 
     params = dict(source.params)

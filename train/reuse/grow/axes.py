@@ -139,6 +139,7 @@ def axes(small: TransformerConfig, large: TransformerConfig) -> Axes:
         along[axis] = first_entries(getattr(small, size), getattr(large, size))
     for axis, hidden_size in hidden(small, large).items():
         along[axis] = first_entries(hidden_size.old, hidden_size.new)
+    # The encoder's output and the layer before the readout are as wide as the stream.
     along["memory"] = along["embed"]
     along["representation"] = along["embed"]
     if small.denoises:
@@ -332,6 +333,7 @@ def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index,
     old_log_frequencies = _log_frequencies(old_dim, old_theta)
     new_log_frequencies = _log_frequencies(new_dim, new_theta)
     distances = np.abs(old_log_frequencies[:, None] - new_log_frequencies[None])
+    # Every old pair goes to the new pair with the nearest frequency.
     pairs = distances.argmin(1)
     num_pairs = old_dim // 2
     if len(set(pairs)) < len(pairs):

@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     larger_state, growth = grown(program, larger_program, state)
 
     batch, examples = compared_examples(model, console.print)
+    # The user sees by the printed difference whether the function stayed.
     old_logits = logits(program, state.params, batch)
     new_logits = logits(larger_program, larger_state.params, batch)
     preset = larger_program.preset
@@ -166,6 +167,7 @@ def larger(config: Config, args: Grow) -> Config:
         ConfigError: unknown model or field, or sizes that do not fit.
     """
     model = config.model if args.to is None else configs.get(args.to)
+    # Compute settings are the run's, whatever model is named.
     values: dict[str, Any] = {
         **model_to_json(model),
         "compute": dataclasses.asdict(config.model.compute),
@@ -232,6 +234,7 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
     from mupax.zoo.definition import definition
 
     model = program.config.model
+    # Rounding of bfloat16 would hide a small change of the function.
     compute = dataclasses.replace(model.compute, dtype="float32")
     exact = definition(dataclasses.replace(model, compute=compute))
     factors = program.inputs.factors

@@ -99,6 +99,7 @@ class Texts:
         one as many as fit.
         """
         windows: list[Window] = []
+        # Number of windows of each text.
         counts = []
         for text in texts:
             text_windows = list(self._windows(self._encoded(text)))

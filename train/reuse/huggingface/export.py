@@ -61,6 +61,7 @@ def exported(
     model = trained.describe(path, step)
     source = model.plain_weights()
     text = text_of(model, tokenizer_file, separator)
+    # Ids that published weights name come last: they decide.
     ids = {**token_ids(model, text), **model.text_ids}
     if separator is not None and text.encoder is not None:
         ids["eos_token_id"] = text.encoder.separator
@@ -74,7 +75,9 @@ def exported(
         row = evidence.evaluation(model.workdir, source.preset["step"])
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
     has_template = text.template is not None
+    # The card says how to use the files that were written.
     content = files.card(source, name, licence, row, tokenizer=has_tokenizer, chats=has_template)
+    # Names of files may hold bytes that UTF-8 cannot encode.
     (out / files.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
 
     if licence is None:
@@ -227,6 +230,7 @@ def _template_of_run(
     except DataError as error:
         return None, f"the run's chat template is left out: {error}"
 
+    # Training recorded a digest of the template. Another template would give other text.
     digest = facts.get("chat_template")
     if digest is None:
         return template, None

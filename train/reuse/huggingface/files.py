@@ -101,6 +101,7 @@ def _training(source: WeightsSource) -> list[str]:
     """Return the paragraphs on data, steps and optimizer of a run."""
     if source.run is None:
         return []
+    # A path could tell the name of a user, so only its last part is written.
     config, facts = source.run
     data, colon, path = config.data.name.partition(":")
     if colon:
@@ -239,6 +240,7 @@ def write_imported(
         record["tokenizer"] = "bytes"
 
     out.mkdir(parents=True, exist_ok=True)
+    # Sorted, so that equal weights give equal files.
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
     (out / MODEL).write_text(json.dumps(record, indent=2) + "\n")
     return record["preset"]

@@ -105,6 +105,7 @@ def _downloaded(name: str, revision: str | None, files: Any) -> Path:
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
+    # Progress bars would fill a log file.
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _answered(name, revision):

@@ -72,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = command_line.parse(Push, "mupax push", argv)
     _check_name(args.to)
+    # A dry run needs no token.
     api = None if args.dry_run else _client()
     with _files(args) as (folder, names):
         for name in names:
@@ -180,6 +181,7 @@ def _open(api: HfApi, repository: str, public: bool) -> None:
     with _answered(repository):
         api.create_repo(repository, private=not public, exist_ok=True)
         private = api.repo_info(repository).private
+    # A repository that exists keeps its visibility, whatever `create_repo` is asked for.
     if not public and private is False:
         raise PushError(
             f"{repository} is there and public; add --public to write into it, or give another "
@@ -217,6 +219,7 @@ def _answered(repository: str) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         code = error.response.status_code
         message = error.server_message or str(error).strip().partition("\n")[0]
+        # The hub answers 404, too, if a token may not see a repository.
         if code in (401, 403, 404):
             raise PushError(
                 f"{repository}: Hugging Face refused it ({code}: {message}); the token must be "

@@ -72,6 +72,7 @@ def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:
         DataError: a file is a link out of the folder. A copy would publish its target.
     """
     names = (*NEAR, *_OLDER) if tokenizer else (text_ids.FILE, preprocessor.FILE)
+    # A file that was written for the run is not replaced.
     present = [name for name in names if (folder / name).is_file() and not (out / name).exists()]
     for name, target in links_outside(folder, present).items():
         raise DataError(
@@ -168,7 +169,7 @@ def decoder_ids(text: TextFiles) -> dict[str, int | None]:
         if named_begin is not None and _conversation(encoder, template)[:1] == [named_begin]:
             begin = named_begin
 
-    pad_names = list(_PADS)
+    pad_names: list[str] = list(_PADS)
     named_pad = tokens.get("pad_token")
     if named_pad is not None:
         pad_names.insert(0, named_pad)
@@ -196,6 +197,7 @@ def write_tokenizer(
 
     assert text.file is not None
     assert text.encoder is not None
+    # The file is copied byte for byte unless tokens must be left out.
     content = text.file.read_bytes()
     library = Library.from_buffer(content)
     special_ids = _special_ids(library)

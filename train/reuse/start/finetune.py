@@ -235,9 +235,11 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
             share = SHARE
             text = f"{SHARE} times the source's {source_optimizer.peak_lr:.3g}"
         elif isinstance(model, TransformerConfig) and model.lora.rank is not None:
+            # The rate of the source's adapters was `ADAPTERS_TIMES` as high.
             share = 1 / ADAPTERS_TIMES
             text = f"{share:.2g} times that of the source, itself fine-tuned by adapters,"
         else:
+            # A fine-tuned source has a rate that is already low.
             share = 1.0
             text = "that of the source, itself fine-tuned,"
         optimizer = dataclasses.replace(
@@ -271,6 +273,7 @@ def preset_of_source(origin: TrainedModel) -> PresetConfig:
     """
     preset = origin.preset or PresetConfig(name="sp")
     name, sizes = base_parts(preset.base)
+    # Batch and tokens of the source's run do not hold for this run.
     base_sizes = base_text({axis: size for axis, size in sizes.items() if axis not in RUN_AXES})
     parts = []
     if name != "None":
@@ -331,6 +334,7 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
         from mupax.train.data.sources.folders import is_image
 
         names = [name for name, _ in files_below(folder).files]
+        # A single file of another kind is enough to read the folder as text.
         if names and all(map(is_image, names)):
             raise WeightsError(
                 f"{source} holds a {origin.model.family}, which reads text, and {folder} has images"
@@ -352,6 +356,7 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
         fields["separator"] = origin.config.data.separator
     tokenizer = "bytes" if has_tokenizer else _tokenizer(origin)
 
+    # A source trained on span corruption reads conversations as documents.
     is_chat = not (source_data and source_data.noise) and in_folder(folder)
     if is_chat and source_data is not None:
         template = origin.assets.chat_template if origin.assets is not None else None

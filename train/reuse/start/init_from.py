@@ -115,6 +115,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
 
     if start.init_from is None:
         return config
+    # The source may save a newer step meanwhile. All processes must start from the same one.
     path = processes.broadcast(
         "init_from", lambda: str(trained.describe(path_of(start.init_from or "")).exact_path)
     )
@@ -188,6 +189,7 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
     except (InitError, TransplantError, plain.AbsorbError) as error:
         raise InitError(f"--init-from {init.init_from}: {error}") from error
 
+    # Only parameters with new entries are drawn.
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
     params = transplant.parameters(planned.moves, source.stored, fresh)
     notes = [*source.notes, *_notes(source, config, tokenizer)]
@@ -209,6 +211,7 @@ def _optimizer_state(program: Program, source: WeightsSource, planned: Plan) -> 
             f"--init-optimizer: {path} holds no optimizer state, only weights; leave it out"
         )
     source_config, _ = source.run
+    # Merged adapters make the model of the weights another one than the run's.
     if source_config.model != source.model:
         raise InitError(
             f"--init-optimizer: {path} trained low-rank adapters, which are merged into their "
@@ -289,6 +292,7 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
 
     moves: dict[str, ParamTransfer] = {}
     rows: list[Row] = []
+    # Refusals are collected, so that one message lists all flags.
     refused: list[_Refusal] = []
     for name, spec in specs.items():
         role = role_of(spec)
@@ -457,6 +461,7 @@ def _differing(spec: ParamSpec, old_shape: Shape, shape: Shape) -> set[str]:
 def _refusal_text(refused: list[_Refusal], source: ModelConfig, target: ModelConfig) -> str:
     """Return the message for parameters that differ: differences, and the flags to add."""
     text = first_of([refusal.difference for refusal in refused], "; ")
+    # A model that is larger along some axes and smaller along none can grow.
     growth = [target.sizes().get(axis, 0) - source.sizes().get(axis, 0) for axis in GROWING]
     if min(growth) >= 0 < max(growth):
         return (
