@@ -1,7 +1,8 @@
-"""`mupax convert WORKDIR --form FORM --out WORKDIR`: a training state from one form of a preset to another.
+"""`mupax convert WORKDIR --form FORM --out WORKDIR`: move a training state to another form.
 
-The same model, the same next step, other numbers: a multiplier theta times larger has weight / theta, first moment or
-momentum * theta, second moment * theta^2 (the abc symmetry, Tensor Programs IV; moments derived from it).
+The model and its next step stay the same, the stored values change: a multiplier theta times larger
+has weight / theta, first moment or momentum * theta, second moment * theta^2 (the abc symmetry,
+Tensor Programs IV; moments derived from it).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 class Convert:
     """A run's checkpoint in another form of its preset.
 
-    The same training goes on from there with other numbers: weights and moments move by the abc symmetry
-    (`mupax.train.reuse.forms`). Continue with the flags of the run, `--preset.form FORM --workdir OUT --resume`. The old run
-    is left as it is.
+    The same training goes on from there with other numbers: weights and moments move by the abc
+    symmetry (`mupax.train.reuse.forms`). Continue with the flags of the run, `--preset.form FORM
+    --workdir OUT --resume`. The old run is left as it is.
     """
 
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
@@ -40,7 +41,11 @@ class Convert:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts; 0 when done. Raises UsageError, WorkdirError or WeightsError for what does not fit."""
+    """Run `mupax convert` and return its exit code, 0.
+
+    Raises:
+        UsageError, WorkdirError, WeightsError: wrong flags, or no run that can be converted.
+    """
     args = command_line.parse(Convert, "mupax convert", argv)
     from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs, trained
@@ -48,28 +53,40 @@ def main(argv: Sequence[str]) -> int:
     command = ["mupax", "convert", *argv]
     if is_made(args.out, command):
         return 0
+
     model = trained.describe(args.workdir, needs_run=True)
     run = model.run
     assert run is not None
     files = model.asset_files()
-    before = model.config
-    form = dataclasses.replace(before.preset, form=args.form)
-    after = dataclasses.replace(before, preset=form, workdir=str(args.out))
-    one, other = (runs.on_one_device(config) for config in (before, after))
-    state = runs.whole_state(run.verified(), one)
-    state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
-    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, files)
-    terminal.say(
-        f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}"
+
+    config = model.config
+    new_preset = dataclasses.replace(config.preset, form=args.form)
+    new_config = dataclasses.replace(config, preset=new_preset, workdir=str(args.out))
+    program = runs.on_one_device(config)
+    new_program = runs.on_one_device(new_config)
+
+    state = runs.whole_state(run.verified(), program)
+    state = convert(
+        state, program.definition, program.preset, new_program.preset, config.optimizer.name
     )
-    if before.optimizer.clip_norm is not None:
+    description = new_program.preset.describe()
+    step = runs.write(args.out, command, new_config, description, state, run.facts, files)
+
+    terminal.say(
+        f"step {step} of {args.workdir} ({program.preset.describe()}) is in {args.out} "
+        f"as {args.form}"
+    )
+    if config.optimizer.clip_norm is not None:
         terminal.say(
-            "note: the run clips gradients by their norm, and that is another in this form; where it clips, training differs"
+            "note: the run clips gradients by their norm, and that is another in this form; "
+            "where it clips, training differs"
         )
     terminal.say("continue with")
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
-    if step >= after.steps:
-        terminal.say(f"which has {after.steps} steps, all done: add --steps N, of more than {step}")
+    if step >= new_config.steps:
+        terminal.say(
+            f"which has {new_config.steps} steps, all done: add --steps N, of more than {step}"
+        )
     finish(args.out)
     return 0
 
@@ -77,21 +94,18 @@ def main(argv: Sequence[str]) -> int:
 def convert(
     state: TrainState,
     definition: Definition,
-    before: Preset,
-    after: Preset,
+    preset: Preset,
+    new_preset: Preset,
     optimizer: str = "adam",
 ) -> TrainState:
-    """The state of a run under `before`, as the run under `after` would have it.
+    """Return the state of a run under `preset` as the state of the same run under `new_preset`.
 
     Args:
-        state: parameters and optimizer state trained under `before`.
-        definition: the model.
-        before: the preset of the run.
-        after: the same preset in another form.
-        optimizer: the run's.
+        state: parameters and optimizer state trained under `preset`.
 
     Raises:
-        PresetError: the two differ in more than their form; the text names a parameter and a column.
+        PresetError: the presets differ in more than their form. The message names a parameter and
+            a column.
     """
     import jax
     import jax.numpy as jnp
@@ -100,47 +114,51 @@ def convert(
     from mupax.train.reuse import transplant
     from mupax.train.reuse.transplant import ParamTransfer
 
-    thetas = theta(definition, before, after, optimizer)
-    moves = {
-        name: ParamTransfer(
+    thetas = theta(definition, preset, new_preset, optimizer)
+    transfers: dict[str, ParamTransfer] = {}
+    for name, weight in state.params.items():
+        # A transfer multiplies weights by 1 / theta, and moments by theta or theta^2.
+        transfers[name] = ParamTransfer(
             source=name,
-            along=tuple(map(np.arange, w.shape)),
+            along=tuple(np.arange(size) for size in weight.shape),
             scale=1 / np.asarray(thetas[name], float),
         )
-        for name, w in state.params.items()
-    }
-    converted = transplant.state(moves, state, {}, state.opt_state, optimizer)
+    converted = transplant.state(transfers, state, {}, state.opt_state, optimizer)
     return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), converted, state)
 
 
 def theta(
-    definition: Definition, before: Preset, after: Preset, optimizer: str = "adam"
+    definition: Definition, preset: Preset, new_preset: Preset, optimizer: str = "adam"
 ) -> ParamValues:
-    """Return how many times larger each parameter's multiplier is under `after`, by name, [] or [layers].
+    """Return the ratio of each parameter's multipliers under the two presets, [] or [layers].
 
-    Args:
-        definition: the model.
-        before: the preset of the run.
-        after: the same preset in another form.
-        optimizer: the run's.
+    The multiplier under `new_preset` is divided by the one under `preset`.
 
     Raises:
-        PresetError: the change is not the symmetry.
+        PresetError: the presets differ by more than the abc symmetry.
     """
     from mupax.train.core.factors import resolve
 
-    one, other = (resolve(preset, definition, optimizer) for preset in (before, after))
-    thetas = {name: other.multiplier[name] / one.multiplier[name] for name in definition.specs}
-    family = before.family(optimizer)
+    old = resolve(preset, definition, optimizer)
+    new = resolve(new_preset, definition, optimizer)
+    thetas = {name: new.multiplier[name] / old.multiplier[name] for name in definition.specs}
+
+    family = preset.family(optimizer)
     for name, factor in thetas.items():
-        on_adam = family == "adam" or (
-            family == "muon" and before.row(definition.specs[name]).muon is None
+        # Muon trains parameters without a rule of its own by Adam.
+        uses_adam = family == "adam" or (
+            family == "muon" and preset.row(definition.specs[name]).muon is None
         )
-        for column, power in {"lr": -2 if family == "sgd" else -1, "eps": int(on_adam)}.items():
-            target = getattr(one, column)[name] * factor**power
-            if abs(getattr(other, column)[name] / target - 1).max() > 1e-5:
+        # Gradients are theta times larger. Adam's update does not change with them, SGD's does, and
+        # both move a weight that is 1 / theta as large.
+        powers = {"lr": -2 if family == "sgd" else -1, "eps": int(uses_adam)}
+        for column, power in powers.items():
+            expected = getattr(old, column)[name] * factor**power
+            actual = getattr(new, column)[name]
+            if abs(actual / expected - 1).max() > 1e-5:
                 raise PresetError(
-                    f"{name}: {column} is not what the multiplier's change asks for, so {after.describe()} is another "
-                    f"parameterization than {before.describe()}; convert only between forms of one preset"
+                    f"{name}: {column} is not what the multiplier's change asks for, so "
+                    f"{new_preset.describe()} is another parameterization than "
+                    f"{preset.describe()}; convert only between forms of one preset"
                 )
     return thetas

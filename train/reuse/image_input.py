@@ -1,4 +1,7 @@
-"""What a model of images must be told beside its weights: the names of its classes, and what becomes of an image that it reads."""
+"""Class names and preprocessing that an image model needs beside its weights.
+
+Runs record both; imports, exports, predictions and fine-tuning read them here.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,31 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ImageModel
 
 ONE_SIZE = PixelsConfig(fit="squash")
-"""What becomes of an image for a model trained on images of one size, where its run recorded none."""
+"""Preprocessing of a model trained on images of one size, if its run recorded none."""
 _SHOWN = 3
-"""Names of classes in a line."""
+"""Number of class names listed in a message."""
 
 
 class ImageInput(NamedTuple):
-    """Names of classes and preprocessing, as they travel with weights."""
+    """Class names and preprocessing that travel with the weights of an image model."""
 
     class_names: tuple[str, ...] | None
-    """One per class; None where nobody named them."""
+    """One name per class. `None` if the classes have no names."""
     pixels: PixelsConfig
 
     def to_json(self) -> dict[str, Any]:
-        """Both, as a run's record of its data has them."""
-        names = {} if self.class_names is None else {"class_names": list(self.class_names)}
-        return {**names, "pixels": dataclasses.asdict(self.pixels)}
+        """Return class names and preprocessing in the JSON of a run's record."""
+        fields: dict[str, Any] = {}
+        if self.class_names is not None:
+            fields["class_names"] = list(self.class_names)
+        fields["pixels"] = dataclasses.asdict(self.pixels)
+        return fields
 
     def difference(self, classes: Sequence[str]) -> str:
-        """Why these are not the classes of the weights, for a line; empty where they are.
+        """Return a clause on how other classes differ from these, or "" if they are equal.
 
         Args:
-            classes: their names, in their order.
+            classes: class names in the order of their labels.
         """
         names = self.class_names
         if names == tuple(classes):
@@ -42,69 +48,81 @@ class ImageInput(NamedTuple):
             return "since nothing names the source's classes"
         if sorted(names) == sorted(classes):
             return "since the source has the same classes in another order"
+
+        added = [name for name in classes if name not in names]
+        removed = [name for name in names if name not in classes]
         if sorted(map(str.casefold, names)) == sorted(map(str.casefold, classes)):
-            ours, theirs = (
-                [name for name in some if name not in other]
-                for some, other in ((classes, names), (names, classes))
+            return (
+                f"since the source writes {_listed(removed)} for {_listed(added)}; "
+                "folders of those names keep its readout"
             )
-            return f"since the source writes {_listed(theirs)} for {_listed(ours)}; folders of those names keep its readout"
-        if strange := [name for name in classes if name not in names]:
-            return f"since the source has no {_listed(strange)} among its {len(names)} classes ({_listed(names)})"
-        return (
-            f"since the source has {_listed([name for name in names if name not in classes])} too"
-        )
+        if added:
+            return (
+                f"since the source has no {_listed(added)} among its {len(names)} classes "
+                f"({_listed(names)})"
+            )
+        return f"since the source has {_listed(removed)} too"
 
     def name(self, label: int) -> str:
-        """What a class is called, without characters that a terminal would obey; its number where it has no name."""
-        return str(label) if self.class_names is None else printable(self.class_names[label])
+        """Return the printable name of a class, or its label in digits if it has no name."""
+        if self.class_names is None:
+            return str(label)
+        return printable(self.class_names[label])
 
 
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(map(printable, names[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    if len(names) <= _SHOWN:
+        return shown
+    return f"{shown} and {len(names) - _SHOWN} more"
 
 
 def printable(name: str) -> str:
-    """A name without characters that a terminal would obey."""
+    """Return a name with control characters, which a terminal would obey, replaced by U+FFFD."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name)
 
 
-def recorded(fields: Mapping[str, Any], model: ImageModel, where: str) -> ImageInput:
-    """What a run recorded of its data, or an imported folder of its source.
+def recorded(fields: Mapping[str, Any], model: ImageModel, record_name: str) -> ImageInput:
+    """Return the class names and preprocessing in the record of a run or an imported folder.
+
+    Runs of older versions recorded neither, but the name of their data.
 
     Args:
-        fields: of the record; runs of older versions recorded neither names nor pixels, but the data's name.
-        model: that the weights are of.
-        where: what an error calls the record.
+        model: config of the model that the record belongs to.
+        record_name: name of the record in error messages.
 
     Raises:
-        ConfigError: what it holds is not of this model.
+        ConfigError: the record does not fit the model.
     """
-    names, pixels = fields.get("class_names"), fields.get("pixels")
+    names = fields.get("class_names")
+    # Records of older versions lack both.
+    pixels = fields.get("pixels")
     try:
         if pixels is not None:
             settings = pixels_from_json(pixels, model.image_size)
+        elif str(fields.get("name")).startswith(("images:", "imagenet")):
+            settings = OLDER_PIXELS
         else:
-            settings = (
-                OLDER_PIXELS
-                if str(fields.get("name")).startswith(("images:", "imagenet"))
-                else ONE_SIZE
-            )
+            settings = ONE_SIZE
         settings.check(model.image_size, model.channels)
-        return ImageInput(None if names is None else checked_names(names, model), settings)
+        class_names = None if names is None else checked_names(names, model)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{record_name}: {error}") from error
+    return ImageInput(class_names, settings)
 
 
 def checked_names(names: Any, model: ImageModel) -> tuple[str, ...]:
-    """The names, one per class of the model; raises ConfigError for anything else.
+    """Return class names read from a file as a tuple with one name per class of a model.
 
     Args:
-        names: of any kind, as a file has them.
-        model: whose classes they are to be.
+        names: value of `class_names` in a file, of any JSON type.
+
+    Raises:
+        ConfigError: the value is not a list of names, or has not one name per class.
     """
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"class_names is {names!r:.60}, not a list of names")
+    # Labels are positions in this list, so a missing name would shift all others.
     if len(names) != model.num_classes:
         raise ConfigError(
             f"class_names has {len(names)} names, and the model has {model.num_classes} classes"

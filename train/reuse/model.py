@@ -1,4 +1,7 @@
-"""Use a trained model from Python: `load` opens a run or weights, which then write text or classify images."""
+"""Trained models in Python: `load` opens a run or weights to write text or classify images.
+
+`mupax.load` and `mupax.Model` of the public interface are defined here.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,20 @@ if TYPE_CHECKING:
     from mupax.train.reuse.predict.classifier import Classifier
 
 _BATCH = 32
-"""Images that are classified at once."""
+"""Number of images classified at once."""
 
 
 class ClassProbability(NamedTuple):
-    """One class that an image may be of."""
+    """Class of an image with its probability."""
 
     name: str
-    """Name of the class; its label in digits for a model without names."""
+    """Name of the class, or its label in digits for a model without names."""
     label: int
     probability: float
 
 
 class Prediction(NamedTuple):
-    """Answer of a model to one image."""
+    """Classes of one image, predicted by a model."""
 
     image: Path
     classes: tuple[ClassProbability, ...]
@@ -52,11 +55,11 @@ class HasWorkdir(Protocol):
 
 
 class Model:
-    """Trained model on one device, opened by `load`. Weights are read when they are first needed.
+    """Trained model on one device, opened by `load`. Weights are loaded at the first use.
 
     Attributes:
         config: Config of the run. For weights without a run, a config with their model and preset.
-        step: Optimizer steps of the checkpoint; None for weights without a run.
+        step: Number of optimizer steps of the checkpoint. `None` for weights without a run.
     """
 
     def __init__(self, opened: trained.TrainedModel) -> None:
@@ -84,20 +87,20 @@ class Model:
     ) -> str:
         """Return the text that `mupax generate` adds to a prompt.
 
-        An encoder-decoder returns what it makes of a prompt with `<mask>` (or `<0>`, `<1>`) in it.
+        An encoder-decoder returns its answer to a prompt with `<mask>` (or `<0>`, `<1>`) in it.
 
         Args:
             prompt: Text to continue; "" begins a document.
-            tokens: Tokens to add.
-            temperature: 0 takes the likeliest token.
-            top_k: Draw among so many of the likeliest tokens; all unless given.
-            top_p: Draw among the likeliest tokens that have this probability together; all unless given.
-            seed: Seed of the draws. The same seed gives the same text.
+            tokens: Number of tokens to add, at least 0.
+            temperature: Sampling temperature; 0 takes the likeliest token.
+            top_k: Number of likeliest tokens to draw from, by default all.
+            top_p: Total probability of the likeliest tokens to draw from, by default 1.
+            seed: Seed of the draws, at least 0. The same seed gives the same text.
 
         Raises:
             WeightsError: The model reads images.
-            DecodingError: A number is out of its range, or the tokenizer is another model's.
-            DataError: The tokenizer is not there.
+            DecodingError: A number is out of range, or the tokenizer is another model's.
+            DataError: The tokenizer is missing.
         """
         from mupax.train.data.text.detokenizer import Detokenizer
         from mupax.train.reuse.generate.sampling import DecodingError, Sampling
@@ -112,13 +115,13 @@ class Model:
             self._tokenizer = self._opened.tokenizer()
         if self.config.model.denoises:
             return self._rewrite(prompt, tokens, seed, sampling)
-        prompt_ids = prompt_of(
-            self._opened, self._tokenizer, prompt.encode("utf-8", "surrogateescape")
-        )
-        own = (
-            None if sampling.top_k is not None else sampling
-        )  # a generator for a top_k has its sampling already
-        stream = self._text_generator(sampling).stream(prompt_ids, tokens, seed, sampling=own)
+
+        prompt_bytes = prompt.encode("utf-8", "surrogateescape")
+        prompt_ids = prompt_of(self._opened, self._tokenizer, prompt_bytes)
+        # A generator for a top_k is compiled with its sampling.
+        stream_sampling = None if sampling.top_k is not None else sampling
+        generator = self._text_generator(sampling)
+        stream = generator.stream(prompt_ids, tokens, seed, sampling=stream_sampling)
         decoder = Detokenizer(self._tokenizer, prompt_ids.tolist())
         pieces = [decoder.add(part[0].tolist()) for part in stream]
         return "".join([*pieces, decoder.finish()])
@@ -134,12 +137,12 @@ class Model:
         Images of any size and mode are read as evaluation reads them.
 
         Args:
-            images: Path of an image file, or paths of several.
-            top: Classes to return for an image, the likeliest first; all unless given.
+            images: Path of an image file, or several paths.
+            top: Number of classes to return for an image, the likeliest first, by default all.
 
         Raises:
             WeightsError: The model reads text.
-            DataError: A file is not there or cannot be read.
+            DataError: A file is missing or cannot be read.
         """
         from mupax.train.data import DataError
         from mupax.train.reuse.predict.command import ranked
@@ -150,34 +153,38 @@ class Model:
         for path in paths:
             if not path.is_file():
                 raise DataError(f"there is no file {path}; write the path of an image")
+
         classifier = self._image_classifier()
+        names = classifier.images.class_names
         answers: list[Prediction] = []
         for path, probabilities, error in classifier.predictions(paths):
             if probabilities is None:
                 raise DataError(error)
-            best = ranked(probabilities, len(probabilities) if top is None else top)
-            names = classifier.images.class_names
-            classes = [
-                ClassProbability(str(label) if names is None else names[label], label, probability)
-                for label, probability in best
-            ]
+            count = len(probabilities) if top is None else top
+            classes = []
+            for label, probability in ranked(probabilities, count):
+                name = str(label) if names is None else names[label]
+                classes.append(ClassProbability(name, label, probability))
             answers.append(Prediction(path, tuple(classes)))
         return answers
 
     def _text_generator(self, sampling: Sampling) -> Generator:
-        """Return the generator for a sampling. One compiled program serves every sampling without top_k."""
+        """Return the generator for a sampling. All samplings without top_k share one program."""
         from mupax.train.reuse import runs, source
         from mupax.train.reuse.generate.decode import Generator
 
+        # A program is compiled for one top_k. Without top_k, other settings are inputs.
         key = None if sampling.top_k is None else sampling
         if key not in self._generators:
             if self._program is None:
                 self._program = runs.on_one_device(self.config)
                 self._params = self._opened.params(self._program.abstract)
-                # Weights alone are refused where they are read; a run may be looked at for its NaN.
-                if wrong := source.not_finite(self._params):
+                # Reading refuses weights with NaN, but a diverged run may be inspected.
+                wrong = source.not_finite(self._params)
+                if wrong:
                     terminal.note(
-                        f"caution: {self._opened.path} has NaN or infinite values in {first_of([*wrong])}"
+                        f"caution: {self._opened.path} has NaN or infinite values in "
+                        f"{first_of([*wrong])}"
                     )
             inputs = self._program.step_inputs()
             self._generators[key] = Generator(self._program, self._params, inputs, sampling=key)
@@ -209,19 +216,23 @@ def load(
     """Open a trained model for use in Python.
 
     Args:
-        run: Run that `fit` returned, its workdir, WORKDIR/checkpoints/STEP, a folder of weights (`mupax import`, or
-            Hugging Face's own), or ORG/NAME of the Hugging Face hub.
-        step: Step of a run's checkpoint, or "best"; the newest unless given.
-        ema: Whether to read the moving average of the parameters; where the run keeps one, unless given.
-        revision: Branch, tag or commit of a model of the hub; main unless given.
-        tokenizer: "bytes" or the path of a tokenizer.json, for weights without one beside them. A run has its own.
-        separator: Token that ends a document, for weights whose tokenizer has it under an unusual name.
+        run: Run that `fit` returned, its workdir, WORKDIR/checkpoints/STEP, a folder of weights
+            (`mupax import`, or Hugging Face's own), or ORG/NAME of the Hugging Face hub.
+        step: Step of a run's checkpoint, or "best"; by default the newest.
+        ema: Whether to load the moving average of the parameters, by default if the run keeps one.
+        revision: Branch, tag or commit of a model of the hub; by default main.
+        tokenizer: "bytes" or the path of a tokenizer.json, for weights without one beside them. A
+            run has its own.
+        separator: Token that ends a document, for weights whose tokenizer has an unusual one.
 
     Raises:
-        MupaxError: No run or weights are there, or not that step.
+        MupaxError: No run or weights at the path, or no such step.
     """
     from mupax.train.reuse.huggingface import hub
 
-    place = run if isinstance(run, str | os.PathLike) else run.workdir
-    path = hub.local(path_of(place if isinstance(place, Path) else os.fspath(place)), revision)
+    location = run if isinstance(run, str | os.PathLike) else run.workdir
+    # Only a string can hold an address of a bucket or `~`. A Path is taken as it is.
+    if not isinstance(location, Path):
+        location = os.fspath(location)
+    path = hub.local(path_of(location), revision)
     return Model(trained.open_model(path, step, ema, tokenizer=tokenizer, separator=separator))

@@ -1,4 +1,7 @@
-"""The tokenizer and the chat template of a run, found where the run keeps them, without its training data."""
+"""Tokenizer and chat template of a run, from the files that the run keeps.
+
+Commands that use a run read them here. The run's training data is not needed.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,34 @@ from mupax.train.config.data import DataConfig
 def settings(
     recorded: DataConfig,
     facts: Mapping[str, Any],
-    own: Assets | None,
+    assets: Assets | None,
     current: DataConfig | None = None,
 ) -> DataConfig:
     """Return settings of data whose tokenizer and chat template are the run's own files.
 
-    A run of an older version has no files of its own: the tokenizer that `bpe:SIZE` once made is looked for in the cache.
-    Where it is not there either, the settings stay as they are.
+    A run of an older version has no files of its own. The tokenizer that its `bpe:SIZE` once made
+    is looked up in the cache. If the cache does not have it, the settings stay unchanged.
 
     Args:
-        recorded: settings of the run.
-        facts: what the run recorded about its data; `tokenizer` names the content of its tokenizer.
-        own: the run's assets, if it has any.
-        current: settings to change; those of the run unless given. What they have otherwise than the run stays.
+        facts: record of the run's data; `tokenizer` is the key of the tokenizer's content.
+        assets: files of the run. `None` for a run of an older version.
+        current: settings to change, by default those of the run. Only fields that are equal to the
+            run's change.
 
     Raises:
-        AssetsError: a file of the run's own is missing or damaged.
+        AssetsError: an asset of the run is missing or damaged.
     """
     data = recorded if current is None else current
-    if own is not None:
-        data = own.in_place_of(recorded, data)
+    if assets is not None:
+        data = assets.in_place_of(recorded, data)
     key = facts.get("tokenizer")
+    # The key belongs to the recorded tokenizer, and not to one that replaces it.
     if data.tokenizer != recorded.tokenizer or not isinstance(key, str):
         return data
+
     from mupax.train.data.text import named_tokenizers
 
     cached = named_tokenizers.cached(data.tokenizer, data.separator, key)
-    return data if cached is None else dataclasses.replace(data, tokenizer=str(cached))
+    if cached is None:
+        return data
+    return dataclasses.replace(data, tokenizer=str(cached))

@@ -1,8 +1,9 @@
 """Absorb a preset's multipliers into the weights of a plain pre-norm transformer, and restore them.
 
-A model here computes with multiplier * w, scales attention logits by a number of its own, and adds branches by
-h <- skip * h + branch * f(norm(h)). A plain one has neither multipliers nor scales: logits q.k N^-1/2, h <- h + f(norm(h)).
-Both are one function when every parameter is taken times one number (per layer, in the stack):
+A model here computes with multiplier * w, scales attention logits by a factor of its own, and adds
+branches by h <- skip * h + branch * f(norm(h)). A plain transformer has neither multipliers nor
+scales: logits q.k N^-1/2, h <- h + f(norm(h)). Both compute one function when every parameter is
+multiplied by one factor (per layer, in the stack):
 
 | parameter                              | its multiplier, and                       |
 |----------------------------------------|-------------------------------------------|
@@ -10,10 +11,10 @@ Both are one function when every parameter is taken times one number (per layer,
 | attention, MLP, expert out, biases; a gain after them | times branch / c      |
 | gain and bias of the norm before a tied readout | times the readout's multiplier   |
 
-An encoder-decoder has these in either stack, with a third branch, `cross`, in the decoder's. c is the product of a stack's
-skips so far: with h = c h', the stream h' has skip 1 (u-mup only). A norm does not see c but through its eps, which counts
-as eps / c^2: that part alone is not exact, and is no larger than eps (c^-2 - 1) / 2 of the norm's output where the
-stream's variance is 1.
+An encoder-decoder has these in either stack, with a third branch, `cross`, in the decoder's. c is
+the product of a stack's skips so far: with h = c h', the stream h' has skip 1 (u-mup only). A norm
+does not see c except through its eps, which counts as eps / c^2. Only that part is inexact, and it
+is no larger than eps (c^-2 - 1) / 2 of the norm's output where the stream's variance is 1.
 """
 
 from __future__ import annotations
@@ -25,176 +26,202 @@ import numpy as np
 
 from mupax.errors import MupaxError
 from mupax.presets import Preset, Role
+from mupax.presets.roles import ParamSpec
 from mupax.train.config.run import PresetConfig
 from mupax.train.core.factors import Factors
 from mupax.zoo.definition import Definition
 
 Scales = dict[str, np.ndarray]
-"""Parameter to the number that its weight is taken times, float64 [] or [layers]."""
+"""Factor of each weight by parameter name, float64 [] or [layers]."""
 
-NORM, GAIN = "norm.", "norm.gain"
-"""The last norm; its gain, which a tied readout's multiplier goes into, also where the model has none (it is 1 then)."""
+NORM = "norm."
+"""Prefix of the last norm's parameters."""
+GAIN = "norm.gain"
+"""Gain of the last norm. It absorbs a tied readout's multiplier, even if the model has no gain."""
 
 
 class AbsorbError(MupaxError):
-    """A model whose multipliers cannot be absorbed, or not restored."""
+    """A model whose multipliers cannot be absorbed or restored."""
 
 
 def scales(definition: Definition, factors: Factors) -> Scales:
-    """What each parameter is times as large in the plain network.
+    """Return the factor that turns each stored weight into a weight of the plain network.
+
+    If queries are normalized without a gain (qk_norm, norm_gain false), no weight can hold the
+    scale of the logits. A definition does not show this case, so callers must compare the two
+    scales themselves (`logits_of`).
 
     Args:
-        definition: a model of the zoo.
-        factors: from `mupax.train.core.factors.resolve`.
+        factors: multipliers and forward factors from `mupax.train.core.factors.resolve`.
 
     Raises:
         AbsorbError: a factor is zero or not finite.
-
-    Where queries are normalized without a gain (qk_norm, norm_gain false) no weight can hold the logits' scale; a definition
-    does not show that, so callers must compare the two scales themselves.
     """
-    gains = {spec.of for spec in definition.specs.values() if spec.role is Role.NORM_GAIN}
-    by: Scales = {}
+    roles_with_gain = {spec.of for spec in definition.specs.values() if spec.role is Role.NORM_GAIN}
+    by_name: Scales = {}
     for name, spec in definition.specs.items():
         scale = np.asarray(factors.multiplier[name], np.float64)
-        stack, _, inside = name.rpartition("block.")
-        module = inside.partition(".")[0].removesuffix("_gain")
-        of = spec.of or spec.role
-        if of is Role.LORA_B and spec.adapts:
-            of = (
-                spec.adapts.role
-            )  # with A's multiplier in A, B has what is left of the matrix' scale
-        of = Role.MLP_OUT if of is Role.EXPERT_OUT else of  # in its place
-        last = (
-            spec.role is Role.NORM_GAIN or of not in gains
-        )  # of what a matrix' output is taken times
-        match of:
-            case Role.QUERY if last:
-                logits = _factor(definition, factors, f"{stack}block.{module}.logit_scale")
-                scale = scale * logits * definition.sizes.get("head_dim", 1) ** 0.5
-            case Role.ATTENTION_OUT | Role.MLP_OUT if last:
+        stack, _, path_in_block = name.rpartition("block.")
+        module = path_in_block.partition(".")[0].removesuffix("_gain")
+        role = _absorbing_role(spec)
+        # A gain after a matrix takes the factor of the matrix' output in its place.
+        is_last = spec.role is Role.NORM_GAIN or role not in roles_with_gain
+        match role:
+            case Role.QUERY if is_last:
+                logit_scale = _factor(definition, factors, f"{stack}block.{module}.logit_scale")
+                scale = scale * logit_scale * definition.sizes.get("head_dim", 1) ** 0.5
+            case Role.ATTENTION_OUT | Role.MLP_OUT if is_last:
                 scale = scale * _branch(definition, factors, f"{stack}block.", module)
             case Role.NORM_GAIN if name.startswith(NORM):
                 scale = scale * _factor(definition, factors, "tied_readout")
-        by[name] = scale
+        by_name[name] = scale
+
     readout = _factor(definition, factors, "tied_readout")
-    if GAIN not in by and readout != 1:
-        by[GAIN] = readout
-    for name, scale in by.items():
+    # A gain is added for the multiplier of a tied readout, whose weight the embedding shares.
+    if GAIN not in by_name and readout != 1:
+        by_name[GAIN] = readout
+    for name, scale in by_name.items():
         if not (np.isfinite(scale).all() and (scale != 0).all()):
             raise AbsorbError(f"{name}: its multiplier is {scale}, which a weight cannot carry")
-    return by
+    return by_name
 
 
-def absorb_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
-    """Weights of the plain network, float32: what is stored times its scale. A gain that was not there is added.
+def _absorbing_role(spec: ParamSpec) -> Role:
+    """Return the role that decides which forward factors a parameter absorbs."""
+    role = spec.of or spec.role
+    if role is Role.LORA_B and spec.adapts:
+        # A absorbs its own multiplier, so B absorbs the rest of the adapted matrix' scale.
+        role = spec.adapts.role
+    if role is Role.EXPERT_OUT:
+        # Experts stand in the place of the MLP.
+        return Role.MLP_OUT
+    return role
+
+
+def absorb_multipliers(params: Mapping[str, Any], by_name: Scales) -> dict[str, np.ndarray]:
+    """Return the weights of the plain network: float32, each stored weight times its scale.
+
+    The last norm's gain is added if it has a scale and the model has no such parameter.
 
     Args:
-        params: weights as they are stored, by name.
-        by: of `scales`, for their model and preset.
+        by_name: result of `scales` for the model and preset of the weights.
     """
-    absorbed = {name: times(w, by[name]) for name, w in params.items()}
-    if GAIN in by and GAIN not in absorbed:
-        absorbed[GAIN] = np.full(absorbed["token"].shape[-1], by[GAIN], np.float32)
+    absorbed = {name: times(weight, by_name[name]) for name, weight in params.items()}
+    if GAIN in by_name and GAIN not in absorbed:
+        width = absorbed["token"].shape[-1]
+        absorbed[GAIN] = np.full(width, by_name[GAIN], np.float32)
     return absorbed
 
 
-def restore_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
-    """The inverse of `absorb_multipliers`, for parameters that the model has.
+def restore_multipliers(params: Mapping[str, Any], by_name: Scales) -> dict[str, np.ndarray]:
+    """Return the weights to store: float32, each weight of the plain network divided by its scale.
 
     Args:
-        params: weights of the plain network, by name.
-        by: of `scales`, for the model and preset that they are to be of.
+        params: weights of the plain network by name.
+        by_name: result of `scales` for the model and preset that store the weights.
     """
-    return {name: times(w, 1 / by[name]) for name, w in params.items()}
+    return {name: times(weight, 1 / by_name[name]) for name, weight in params.items()}
 
 
-def times(w: Any, scale: np.ndarray) -> np.ndarray:
-    """w * scale as float32, rounded once.
+def times(weight: Any, scale: np.ndarray) -> np.ndarray:
+    """Return `weight * scale` as float32, rounded once.
 
     Args:
-        w: weights of any dtype; [layers, ...] where the scale is per layer.
+        weight: array of any dtype; [layers, ...] if the scale is per layer.
         scale: float64 [] or [layers].
     """
-    w = np.asarray(w).astype(np.float32)
-    if np.ndim(scale) == 0:
-        return w if scale == 1 else (w * np.float64(scale)).astype(np.float32)
-    return np.stack([times(layer, s) for layer, s in zip(w, scale, strict=True)])
+    weight = np.asarray(weight).astype(np.float32)
+    if np.ndim(scale) > 0:
+        layers = [times(layer, factor) for layer, factor in zip(weight, scale, strict=True)]
+        return np.stack(layers)
+    if scale == 1:
+        return weight
+    # The product is float64, so that the weight is rounded only once.
+    return (weight * np.float64(scale)).astype(np.float32)
 
 
 def logits_of(definition: Definition, factors: Factors) -> Any:
-    """What a preset takes attention logits times: a number, or one per layer where they differ.
+    """Return a preset's scale of the attention logits: a number, or a list if layers differ.
+
+    Without a logit scale among the factors it is N^-1/2, for the head dimension N.
 
     Args:
-        definition: of the model; its head dimension N gives N^-1/2 where the factors have no logit scale.
-        factors: its numbers under the preset (`mupax.train.core.factors.resolve`).
+        factors: forward factors from `mupax.train.core.factors.resolve`.
     """
-    numbers = factors.forward.get("block.attention.logit_scale")
-    return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else number(numbers)
+    logit_scale = factors.forward.get("block.attention.logit_scale")
+    if logit_scale is None:
+        return definition.sizes.get("head_dim", 1) ** -0.5
+    return number(logit_scale)
 
 
 def preset_record(
     fields: PresetConfig, preset: Preset, model: Definition, factors: Factors
 ) -> dict[str, Any]:
-    """Return the record that is written beside weights: the preset, its forward factors, and the scale of every weight.
+    """Return the JSON record of a preset that is written beside weights.
 
-    `norm_eps_times` is there where the stream's skips were absorbed: up to so many times the eps of a norm counts, which
-    is the one thing that no weight can hold.
+    The record holds the preset, its forward factors, and the scale of every weight. It has
+    `norm_eps_times` if skips of the stream were absorbed: the eps of a norm then counts up to that
+    many times, which no weight can hold.
 
     Args:
-        fields: the preset's config.
-        preset: what it resolved to.
-        model: whose weights.
-        factors: the preset's, for this model.
+        preset: the preset that the config resolves to.
+        factors: multipliers and forward factors of the preset for this model.
     """
     names: dict[str, str] = {}
     for name, declared in model.factors.items():
-        if name in factors.forward:  # by kind, and by name those of other stacks and branches
-            names[declared["kind"] if declared["kind"] not in names else name] = name
-    skips = [
-        factors.forward[name] for name in names.values() if model.factors[name]["kind"] == "skip"
-    ]
-    return {
-        **(
-            {"norm_eps_times": max(float(np.prod(skip, dtype=np.float64) ** -2) for skip in skips)}
-            if skips
-            else {}
-        ),
-        "described": preset.describe(),
-        "fields": {
-            name: value
-            for name, value in vars(fields).items()
-            if value not in (None, (), False, "none")
-        },
-        "base": dict(preset.base) if preset.base else None,
-        "factors": {key: number(factors.forward[name]) for key, name in names.items()},
-        "scales": {name: number(scale) for name, scale in scales(model, factors).items()},
-    }
+        if name in factors.forward:
+            # The first factor of a kind is listed by its kind, those of further stacks by name.
+            key = declared["kind"]
+            if key in names:
+                key = name
+            names[key] = name
+
+    record: dict[str, Any] = {}
+    skips = []
+    for name in names.values():
+        if model.factors[name]["kind"] == "skip":
+            skips.append(factors.forward[name])
+    if skips:
+        eps_times = [float(np.prod(skip, dtype=np.float64) ** -2) for skip in skips]
+        record["norm_eps_times"] = max(eps_times)
+
+    record["described"] = preset.describe()
+    unset = (None, (), False, "none")
+    record["fields"] = {name: value for name, value in vars(fields).items() if value not in unset}
+    record["base"] = dict(preset.base) if preset.base else None
+    record["factors"] = {key: number(factors.forward[name]) for key, name in names.items()}
+    record["scales"] = {name: number(scale) for name, scale in scales(model, factors).items()}
+    return record
 
 
-def number(numbers: np.ndarray) -> Any:
-    """Numbers as JSON has them: one where all layers have the same, to the last bit."""
-    return float(numbers.flat[0]) if np.ptp(numbers) == 0 else np.asarray(numbers).tolist()
+def number(values: np.ndarray) -> Any:
+    """Return values per layer as JSON: one number if all have the same bits, otherwise a list."""
+    if np.ptp(values) == 0:
+        return float(values.flat[0])
+    return np.asarray(values).tolist()
 
 
 def _branch(definition: Definition, factors: Factors, block: str, module: str) -> np.ndarray:
-    """What a branch of the blocks at a path is times in the stream divided by its skips so far, [layers]."""
+    """Return the factor of a branch in a stream divided by its skips so far, [layers].
+
+    Args:
+        block: name prefix of the stack, such as "block.".
+        module: name of the branch, such as `attention`, `mlp` or `experts`.
+    """
     if f"{block}branch" not in definition.factors:
         return np.ones(())
     skip = _factor(definition, factors, f"{block}skip")
-    branch = _factor(definition, factors, f"{block}branch") / np.cumprod(skip.reshape(-1)).reshape(
-        skip.shape
-    )
-    return branch[
-        :,
-        definition.factors[f"{block}branch"]["stack"].branches.index(
-            "mlp" if module == "experts" else module
-        ),
-    ]
+    # Dividing a branch by c gives a stream with skip 1 (see the top of this file).
+    skips_so_far = np.cumprod(skip.reshape(-1)).reshape(skip.shape)
+    branch = _factor(definition, factors, f"{block}branch") / skips_so_far
+
+    branches = definition.factors[f"{block}branch"]["stack"].branches
+    column = branches.index("mlp" if module == "experts" else module)
+    return branch[:, column]
 
 
 def _factor(definition: Definition, factors: Factors, name: str) -> np.ndarray:
-    """A forward factor; ones where the preset left a skip out, 1 where the readout is not tied."""
+    """Return a forward factor, or ones if the preset or the model does not have it."""
     if name in factors.forward:
         return np.asarray(factors.forward[name], np.float64)
     declared = definition.factors.get(name)

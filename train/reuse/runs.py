@@ -1,4 +1,7 @@
-"""A run made of another: its whole state on one device, and the folder of a run that goes on from a state."""
+"""Runs made of another run: the complete state on one device, and the folder of the new run.
+
+`mupax convert`, `mupax grow` and `--init-from` read and write runs here.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +24,46 @@ from mupax.train.core.state import TrainState
 from mupax.train.reuse.source import WeightsError
 
 _ENTRIES = (workdir.RECORD, assets.FOLDER, workdir.CHECKPOINTS)
-"""What is written into a run's folder."""
+"""Files and folders that are written into a run's folder."""
 
 
 def on_one_device(config: Config) -> Program:
-    """The program of a config on one device, which serves any run: restoring places the arrays anew."""
+    """Return the program of a config on one device.
+
+    It can restore the checkpoint of any mesh, because restoring places the arrays anew.
+    """
     return assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
 
 
 def whole_state(folder: Path, program: Program) -> TrainState:
-    """The whole training state of a run's step.
+    """Return the complete training state of a run's checkpoint.
 
     Args:
-        folder: workdir/checkpoints/STEP, whose files are whole.
-        program: of the run's config, on one device.
+        folder: folder of the checkpoint, workdir/checkpoints/STEP, with complete files.
+        program: program of the run's config on one device (`on_one_device`).
 
     Raises:
-        WeightsError: the checkpoint holds another state than the config says.
+        WeightsError: the state in the checkpoint is not the one that the config describes.
     """
+    # Checked before anything is read: a clear error in place of a process that the system kills.
     abstract = program.abstract.arrays()
     fit.check_arrays(
         abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory"
     )
+
+    # Compared before the arrays are read, for a message that names the config.
     stored = checkpoints_folder.metadata(folder.absolute())
-    if [leaf.shape for leaf in jax.tree.leaves(stored)] != [
-        leaf.shape for leaf in jax.tree.leaves(abstract)
-    ]:
+    stored_shapes = [leaf.shape for leaf in jax.tree.leaves(stored)]
+    expected_shapes = [leaf.shape for leaf in jax.tree.leaves(abstract)]
+    if stored_shapes != expected_shapes:
         raise WeightsError(
             f"{folder}: the checkpoint holds another state than {workdir.RECORD} says"
         )
-    return TrainState(
-        **disk.Patience()(lambda: checkpoints_folder.loaded(folder.absolute(), abstract), folder)
-    )
+
+    # Reads of remote disks fail now and then, so they are retried.
+    retried = disk.Patience()
+    arrays = retried(lambda: checkpoints_folder.loaded(folder.absolute(), abstract), folder)
+    return TrainState(**arrays)
 
 
 def write(
@@ -64,19 +75,17 @@ def write(
     facts: dict[str, Any],
     files: Mapping[str, bytes],
 ) -> int:
-    """Write a run that goes on from a state, whole or not at all. Return the step.
+    """Write a new run that continues from a state, completely or not at all. Return its step.
 
     Args:
         out: workdir of the run, missing, empty, or left by a command that was killed.
-        command: words of the command that makes the run.
-        config: config of the run to come.
-        preset: the run's preset in words.
-        state: the state to go on from.
-        facts: facts of the run's data.
-        files: content of the run's assets, by name.
+        command: words of the command line that makes the run.
+        preset: description of the preset (`Preset.describe`).
+        files: content of the run's assets by file name.
 
     Raises:
-        HalfMadeError, OutError, DiskError: as `making`.
+        HalfMadeError, OutError: the folder belongs to something else (see `making`).
+        DiskError: the disk fails.
     """
     step = int(state.step)
     with making(out.absolute(), command, in_bucket=_ENTRIES) as folder:
@@ -85,8 +94,10 @@ def write(
         with Checkpoints(folder, config.checkpoint) as checkpoints:
             checkpoints.assets = entries
             checkpoints.save(step, state, facts, last=True)
-            if failure := checkpoints.wait():
+            failure = checkpoints.wait()
+            if failure:
                 raise disk.DiskError(
-                    f"{failure}; nothing is left of {out}: see to the disk, then write the command again"
+                    f"{failure}; nothing is left of {out}: see to the disk, then write the "
+                    "command again"
                 )
     return step

@@ -1,6 +1,7 @@
-"""Weights of the plain network, which every preset's weights can be made from, and what reads them from a disk.
+"""Weights of the plain network, which every preset's weights can be made from, read from a disk.
 
-The plain network is that of `train/reuse/plain.py`. Nothing that is read is executed. `train/reuse/trained.py` finds what lies at a path.
+The plain network is defined in `train/reuse/plain.py`. Reading executes no code from the files.
+`train/reuse/trained.py` decides which reader a path needs.
 """
 
 from __future__ import annotations
@@ -35,92 +36,101 @@ from mupax.zoo.lora import layer as lora
 from mupax.zoo.transformer import LoraConfig, TransformerConfig
 
 MODEL = "model.json"
-"""Beside imported weights: the model, the preset whose form they are in, and what folds them."""
+"""File beside imported weights: the model, the preset of the stored form, and its scales."""
 FORMAT = "mupax-weights-1"
 """Format of model.json."""
 CONFIG = "config.json"
-"""Beside published weights."""
+"""Config file beside published weights, and record of a run."""
 _CHECKED_VALUES = 1 << 20
+"""Number of values that are checked for NaN at a time."""
+_LARGEST_SCALE = 1e30
 
 
 class WeightsError(MupaxError):
-    """Weights that are not there, or that do not fit. The text says which and what to write instead."""
+    """Missing weights, or weights that do not fit. The message says which and what to write."""
 
 
 class WeightsSource(NamedTuple):
-    """Weights of the plain network, and the model they are of."""
+    """Weights with their scales in the plain network, and the config of their model."""
 
     model: ModelConfig
     stored: Params
-    """As they lie in the file."""
+    """Weights as the file holds them."""
     scales: plain.Scales
-    """What each is times as large in the plain network."""
+    """Factor of each stored weight in the plain network."""
     preset: dict[str, Any]
-    """What is known of the preset they come from: `fields`, `described` and what was folded, `scales`. Empty for others'."""
+    """Record of the weights' preset (`plain.preset_record`). Empty for published weights."""
     notes: list[str]
-    """What was left out or added in reading, one sentence each."""
+    """Sentences on tensors that were left out or added while reading."""
     run: tuple[Config, dict[str, Any]] | None = None
-    """The run they come from, whose model may have adapters that are merged here, and what it recorded of its data."""
+    """Config and data record of the weights' run.
+
+    The config's model may have adapters, which are merged in `model`.
+    """
     images: ImageInput | None = None
-    """Class names and preprocessing of a model of images."""
+    """Class names and preprocessing of an image model."""
     assets: Assets | None = None
-    """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
+    """Tokenizer, chat template and class names of the run. `None` without a run or if it is old."""
     text_ids: Mapping[str, int | list[int]] = MappingProxyType({})
-    """Tokens that start, end and pad the texts of published weights, by config.json's names; empty for a run."""
+    """Token ids that start, end and pad texts, by config.json's names. Empty for a run."""
 
     @property
     def params(self) -> Params:
-        """Parameters of the plain network: float32, multipliers folded."""
+        """Parameters of the plain network: float32, multipliers absorbed."""
         return plain.absorb_multipliers(self.stored, self.scales)
 
     @property
     def logits(self) -> Any:
-        """What attention logits are taken times there: a number, or one per layer."""
-        factors, standard = (
-            self.preset.get("factors"),
-            self.model.sizes().get("head_dim", 1) ** -0.5,
-        )
-        return factors.get("logits", standard) if isinstance(factors, dict) else standard
+        """Scale of the attention logits: a number, or one per layer."""
+        factors = self.preset.get("factors")
+        standard = self.model.sizes().get("head_dim", 1) ** -0.5
+        if not isinstance(factors, dict):
+            return standard
+        return factors.get("logits", standard)
 
 
 def check_finite(params: Params, path: Path, *, is_run: bool) -> None:
-    """Refuse weights that are NaN or infinite: whatever is computed or trained from them is NaN too.
+    """Refuse weights that are NaN or infinite, because every result computed from them is NaN too.
 
     Args:
-        params: by name.
-        path: of the weights, for the message.
-        is_run: whether they are of a run, which may have better ones in an earlier step.
+        path: path of the weights in the message.
+        is_run: whether a run holds the weights. An earlier step of it may have finite ones.
 
     Raises:
-        WeightsError: a parameter has such values; the text names the parameters.
+        WeightsError: a parameter has such values; the message names the parameters.
     """
     wrong = not_finite(params)
-    if wrong:
-        named = [
-            f"{ascii(name)[1:-1][:60]} ({count:,} of {params[name].size:,} values)"
-            for name, count in wrong.items()
-        ]
-        advice = (
-            "give an earlier step of the run"
-            if is_run
-            else "get the file again, or another version of it"
-        )
-        raise WeightsError(f"{path}: NaN or infinite values in {first_of(named)}; {advice}")
+    if not wrong:
+        return
+    described = []
+    for name, count in wrong.items():
+        total = params[name].size
+        described.append(f"{_printable(name)} ({count:,} of {total:,} values)")
+    advice = "get the file again, or another version of it"
+    if is_run:
+        advice = "give an earlier step of the run"
+    raise WeightsError(f"{path}: NaN or infinite values in {first_of(described)}; {advice}")
+
+
+def _printable(name: str) -> str:
+    """Return at most 60 characters of a name from a file, in ASCII without control characters."""
+    return ascii(name)[1:-1][:60]
 
 
 def not_finite(params: Mapping[str, Any]) -> dict[str, int]:
-    """Return the parameters that have NaN or infinite values, with their number."""
-    counts = {name: _not_finite(np.asarray(value)) for name, value in params.items()}
+    """Return the number of NaN or infinite values of each parameter that has any."""
+    counts = {name: _count_not_finite(np.asarray(value)) for name, value in params.items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def _not_finite(value: np.ndarray) -> int:
-    """Return how many values are NaN or infinite."""
+def _count_not_finite(value: np.ndarray) -> int:
+    """Return the number of values that are NaN or infinite."""
     flat = np.asarray(value).reshape(-1)
     count = 0
     for start in range(0, flat.size, _CHECKED_VALUES):
         chunk = flat[start : start + _CHECKED_VALUES].astype(np.float32)
-        # Times zero, a NaN or infinite value is NaN: one product is quicker than a look at each value.
+        # Times zero, a NaN or infinite value is NaN: one product is quicker than a look at each
+        # value.
         with np.errstate(invalid="ignore"):
             is_finite = not np.isnan(np.dot(chunk, np.zeros_like(chunk)))
         if not is_finite:
@@ -129,49 +139,48 @@ def _not_finite(value: np.ndarray) -> int:
 
 
 def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> WeightsSource:
-    """Return the weights of a folder that `mupax import` wrote.
+    """Return the weights in a folder that `mupax import` wrote.
 
     Args:
         path: the folder, or its file of tensors.
-        model: the model that model.json describes.
-        record: content of model.json.
+        model: config of the model that model.json describes.
+
+    Raises:
+        WeightsError: tensors and model.json do not fit together.
     """
     preset = record.get("preset")
     files = Tensors(path)
     # Counted first: a model may be built only if it is no larger than the file.
-    if families.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
+    count = sum(math.prod(shape) for shape in files.shapes.values())
+    if families.params(model) != count:
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
-    check_shapes(
-        files.shapes,
-        definition(model),
-        f"{path}: the weights are of another model than {MODEL} says",
-    )
+    error = f"{path}: the weights are of another model than {MODEL} says"
+    check_shapes(files.shapes, definition(model), error)
     _check_memory(files, path)
+
     scales = _scales(preset, files)
     params = {name: files.read(name) for name in files.shapes}
     return WeightsSource(model, params, scales, dict(preset), [])  # pyright: ignore
 
 
 def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
-    """Return the weights of a folder of Hugging Face.
+    """Return the weights in a folder of Hugging Face.
 
     Args:
         path: the folder, or its file of tensors.
-        fields: content of config.json.
     """
     described = huggingface.from_huggingface(fields)
     files = Tensors(path)
     _check_memory(files, path)
     loaded = weights.from_huggingface(files, described)
-    notes = (
-        [f"not read, and read by no model here: {first_of(loaded.dropped)}"]
-        if loaded.dropped
-        else []
-    )
-    notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
-    return WeightsSource(
-        described.model, loaded.params, dict.fromkeys(loaded.params, np.ones(())), {}, notes
-    )
+
+    notes = []
+    if loaded.dropped:
+        notes.append(f"not read, and read by no model here: {first_of(loaded.dropped)}")
+    if loaded.zeros:
+        notes.append(f"not in the file, so zero: {first_of(loaded.zeros)}")
+    scales = dict.fromkeys(loaded.params, np.ones(()))
+    return WeightsSource(described.model, loaded.params, scales, {}, notes)
 
 
 def trained(run: LoadedRun) -> WeightsSource:
@@ -180,44 +189,67 @@ def trained(run: LoadedRun) -> WeightsSource:
     preset = preset_for(config.preset, config.model)
     model = definition(config.model)
     factors = resolve(preset, model, preset.optimizers[0])
+
+    # NumPy arrays stand for a program's abstract state, so the weights are read onto the host.
     empty = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in model.abstract.items()}
-    average = {name: np.empty(w.shape, np.float32) for name, w in empty.items()}
+    average = {name: np.empty(weight.shape, np.float32) for name, weight in empty.items()}
     params = run.params(SimpleNamespace(params=empty, ema=average))
+
     record = {**plain.preset_record(config.preset, preset, model, factors), "step": run.step}
     scales = plain.scales(model, factors)
-    merged = config.model
-    if not isinstance(merged, TransformerConfig) or not merged.lora.rank:
-        return WeightsSource(merged, params, scales, record, [])
-    absorbed = lora.merged(plain.absorb_multipliers(params, scales), merged.lora.scale)
+    if not isinstance(config.model, TransformerConfig) or not config.model.lora.rank:
+        return WeightsSource(config.model, params, scales, record, [])
+
+    # Adapters are added to their matrices in the plain network, where no multipliers intervene.
+    adapters = config.model.lora
+    absorbed = lora.merged(plain.absorb_multipliers(params, scales), adapters.scale)
     scales = {name: scales[name] for name in absorbed}
     record["scales"] = {name: plain.number(scale) for name, scale in scales.items()}
-    notes = [f"adapters of rank {merged.lora.rank} are merged into their matrices"]
-    merged = dataclasses.replace(merged, lora=LoraConfig())
+    notes = [f"adapters of rank {adapters.rank} are merged into their matrices"]
+    merged = dataclasses.replace(config.model, lora=LoraConfig())
     return WeightsSource(merged, plain.restore_multipliers(absorbed, scales), scales, record, notes)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:
-    """The record's scales, checked: a finite number per tensor, or one for each of its first axis."""
+    """Return the scales in a preset's record as arrays, [] or [layers].
+
+    Args:
+        preset: JSON value of any type from model.json.
+
+    Raises:
+        WeightsError: a tensor has no scale, or one that is not finite, zero, or of a wrong length.
+    """
     recorded = preset.get("scales") if isinstance(preset, Mapping) else None
     if not isinstance(recorded, Mapping):
         raise WeightsError(f"{files.path}: {MODEL} has no preset.scales")
+
     scales: plain.Scales = {}
     for name in [*files.shapes, plain.GAIN]:
-        value = recorded.get(name, 1.0 if name == plain.GAIN else None)
-        numbers = value if isinstance(value, list) else [value]
-        fits = not isinstance(value, list) or (
-            name in files.shapes and [len(value)] == list(files.shapes[name][:1])
-        )
-        if not fits or not all(type(n) in (int, float) and 0 < abs(n) < 1e30 for n in numbers):
+        default = 1.0 if name == plain.GAIN else None
+        value = recorded.get(name, default)
+        if isinstance(value, list):
+            # One scale per layer, so the lengths must agree.
+            values = value
+            fits = name in files.shapes and [len(value)] == list(files.shapes[name][:1])
+        else:
+            values = [value]
+            fits = True
+        if not fits or not all(_is_scale(number) for number in values):
             raise WeightsError(f"{files.path}: {MODEL} has no usable scale for {name[:60]!a}")
         scales[name] = np.asarray(value, np.float64)
+
     if plain.GAIN not in files.shapes and scales[plain.GAIN] == 1:
         del scales[plain.GAIN]
     return scales
 
 
+def _is_scale(number: Any) -> bool:
+    # bool is a subclass of int and no number here.
+    return type(number) in (int, float) and 0 < abs(number) < _LARGEST_SCALE
+
+
 def _check_memory(files: Tensors, path: Path) -> None:
-    """Refuse weights that do not fit into memory, where they are float32."""
+    """Refuse weights that do not fit into memory as float32."""
     count = sum(math.prod(shape) for shape in files.shapes.values())
     bytes_needed = count * np.dtype(np.float32).itemsize
     memory.check(
@@ -228,12 +260,21 @@ def _check_memory(files: Tensors, path: Path) -> None:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
-    """Raises WeightsError where shapes are not a model's; `error` begins the message. Names may be of strangers."""
-    target = {name: leaf.shape for name, leaf in model.abstract.items()}
-    differing = [
-        f"{ascii(name)[1:-1][:60]} is {shapes.get(name, 'missing')} and the model's {target.get(name, 'has none')}"
-        for name in sorted(target.keys() | shapes.keys())
-        if target.get(name) != shapes.get(name)
-    ]
+    """Refuse tensors whose names or shapes differ from a model's parameters.
+
+    Args:
+        shapes: shapes by tensor name, from a file that anybody may have written.
+        error: beginning of the message, which goes on with the names that differ.
+
+    Raises:
+        WeightsError: the message names the tensors that differ.
+    """
+    expected = {name: leaf.shape for name, leaf in model.abstract.items()}
+    differing = []
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
+            shape = shapes.get(name, "missing")
+            model_shape = expected.get(name, "has none")
+            differing.append(f"{_printable(name)} is {shape} and the model's {model_shape}")
     if differing:
         raise WeightsError(f"{error}: {first_of(differing, '; ')}")

@@ -1,7 +1,7 @@
-"""A trained model opened for use: a run, one of its steps, a folder that `mupax import` wrote, or one of Hugging Face.
+"""Trained models opened for use: runs, steps of runs, imported weights and Hugging Face's folders.
 
-Every command that takes the path of a model opens the model here. So all commands read a path alike, and refuse it alike:
-before data is read, before anything is compiled, and with the same words.
+Every command that takes the path of a model opens it here, so all commands accept the same paths.
+They refuse a path with the same words, before data is read and before anything is compiled.
 """
 
 from __future__ import annotations
@@ -43,42 +43,48 @@ if TYPE_CHECKING:
     from mupax.zoo.definition import Arrays
 
 NO_DATA = {"tokens": "text:", "images": "images:"}
-"""data.name of weights, which say what they read and not where it is."""
+"""Value of data.name for weights without a run, by task: the kind of data, without a path."""
 _BATCH = 8
+"""Batch size in the config of weights without a run."""
 
 TextIds = Mapping[str, int | list[int]]
 """Token ids by config.json's names, such as eos_token_id."""
 
 
 class Place(NamedTuple):
-    """What lies at a path, by its small files."""
+    """Kind and folder of the model at a path, read from its small files."""
 
     kind: Literal["run", "imported", "published"]
     path: Path
-    """The run's workdir or one of its steps, or what holds the weights: a folder, or a file of tensors in it."""
+    """Workdir of the run or folder of one of its steps; or folder of weights, or a file in it."""
     folder: Path
     """Workdir of the run, or folder of the weights."""
     fields: Mapping[str, Any]
-    """Content of model.json or of Hugging Face's config.json; empty for a run."""
+    """Content of model.json or of Hugging Face's config.json. Empty for a run."""
 
 
 def locate(path: Path) -> Place:
-    """Return what lies at a path. Weights and checkpoints are not read.
+    """Return the kind and folder of the model at a path, without reading its arrays.
 
     Raises:
         WeightsError: there is no model.
         WorkdirError: the path is in a run and names no checkpoint.
-        JsonError: a file that says what is there is damaged.
+        JsonError: config.json or model.json is damaged.
         HalfMadeError: the command that makes the folder has not finished it.
     """
     folder, named = named_step(path.absolute())
+    # A folder of weights may have the name of a step, but a step has no config.json of its own.
     if named is not None and not _has_weights(path):
         return Place("run", path, folder, {})
+
     folder = _folder_of(path)
+    # A folder that a killed command left must not be taken for a model.
     check_complete(folder)
     weights = path if path.is_file() else folder
     if (folder / MODEL).is_file():
         return Place("imported", weights, folder, read_json(folder / MODEL))
+
+    # A damaged config.json is no error yet: the run's checkpoints keep copies of its record.
     problem: JsonError | None = None
     fields: Mapping[str, Any] = {}
     try:
@@ -87,25 +93,25 @@ def locate(path: Path) -> Place:
         problem = error
     if "model_type" in fields:
         return Place("published", weights, folder, fields)
-    if "config" in fields or newest_record(
-        folder / CHECKPOINTS
-    ):  # checkpoints keep copies of a run's record
+    if "config" in fields or newest_record(folder / CHECKPOINTS):
         return Place("run", folder, folder, {})
+
     if disk.status(folder / CONFIG) is None:
         raise _nothing_at(path)
     if problem is not None:
         raise problem
     raise WeightsError(
-        f"{folder / CONFIG} is neither a run's nor Hugging Face's, which has a model_type; give the folder of a model"
+        f"{folder / CONFIG} is neither a run's nor Hugging Face's, which has a model_type; "
+        "give the folder of a model"
     )
 
 
 def _folder_of(path: Path) -> Path:
-    """Return the folder that a path means which names no step of a run.
+    """Return the model's folder for a path that is not a step of a run.
 
     Raises:
         WeightsError: the path is a file that holds no weights.
-        WorkdirError: the path is in the folder of a run's checkpoints, and is none.
+        WorkdirError: the path is in the folder of a run's checkpoints and is not a checkpoint.
     """
     if _has_weights(path):
         return path
@@ -114,8 +120,9 @@ def _folder_of(path: Path) -> Path:
     parent = path.absolute().parent
     if parent.name == CHECKPOINTS and (parent.parent / CONFIG).is_file():
         raise WorkdirError(
-            f"{path} is no checkpoint: the name of one is its step. With an ending after it, it is being saved, or was left by "
-            f"a run that was ended; give {path.parent.parent} for the newest one"
+            f"{path} is no checkpoint: the name of one is its step. With an ending after it, it is "
+            "being saved, or was left by a run that was ended; "
+            f"give {path.parent.parent} for the newest one"
         )
     if not path.is_file():
         return path
@@ -127,7 +134,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether a folder says itself what is in it, as a run's checkpoint does not."""
+    """Return whether a folder has a model.json or config.json, which a run's checkpoint has not."""
     return (folder / MODEL).is_file() or (folder / CONFIG).is_file()
 
 
@@ -136,14 +143,19 @@ def _nothing_at(path: Path) -> WeightsError:
     name = str(path)
     if name in RECIPES:
         return WeightsError(
-            f"{name} is a recipe, and no run; train it by `mupax train {name}`, and give its workdir"
+            f"{name} is a recipe, and no run; train it by `mupax train {name}`, "
+            "and give its workdir"
         )
     if name in tuned.files():
         return WeightsError(
-            f"{name} is a tuned preset, and no run; train with --preset {name}, and give the workdir"
+            f"{name} is a tuned preset, and no run; train with --preset {name}, "
+            "and give the workdir"
         )
-    text = f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
-    text += "a folder of `mupax import`, or one of Hugging Face with config.json and safetensors"
+    text = (
+        f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, "
+        f"workdir/{CHECKPOINTS}/STEP, a folder of `mupax import`, or one of Hugging Face with "
+        "config.json and safetensors"
+    )
     if not path.exists():
         text += "; `hf download ORG/NAME --local-dir FOLDER` brings one from the hub"
     return WeightsError(text)
@@ -151,32 +163,32 @@ def _nothing_at(path: Path) -> WeightsError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A trained model, of which the small files are read. Its arrays are read when they are asked for."""
+    """Trained model whose config and small files are read. Its arrays are read on request."""
 
     place: Place
     path: Path
-    """As it was written."""
+    """Path as the user wrote it."""
     workdir: Path
     """Workdir of the run, or folder of the weights."""
     config: Config
-    """Config of the run, without an average if the plain parameters are meant.
+    """Config of the run, without a moving average if the plain parameters are meant.
 
-    For weights, a config with their model and preset, whose data have no place (`NO_DATA`).
+    For weights, a config with their model and preset, whose data have no path (`NO_DATA`).
     """
     facts: dict[str, Any]
-    """What the run recorded of its data; for weights, the names of classes."""
+    """Record of the run's data. For weights, the class names alone."""
     run: LoadedRun | None = None
-    """The step of a run; None for weights."""
+    """Step of a run. `None` for weights."""
     preset: PresetConfig | None = None
-    """The preset of the run or of an imported folder; None for Hugging Face's weights."""
+    """Preset of the run or of the imported folder. `None` for Hugging Face's weights."""
     images: ImageInput | None = None
-    """Class names and preprocessing of a model of images."""
+    """Class names and preprocessing of an image model."""
     assets: Assets | None = None
-    """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
+    """Tokenizer, chat template and class names of the run. `None` for weights and old runs."""
     text_ids: TextIds = dataclasses.field(default_factory=dict)
-    """Tokens that start, end and pad the texts of weights; empty for a run."""
+    """Token ids that start, end and pad the texts of weights. Empty for a run."""
     notes: tuple[str, ...] = ()
-    """What was taken for granted about images, one sentence each."""
+    """Sentences on defaults that stand in for missing image preprocessing."""
 
     @property
     def model(self) -> ModelConfig:
@@ -185,37 +197,40 @@ class TrainedModel:
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps of the checkpoint; None for weights."""
+        """Number of optimizer steps of the checkpoint. `None` for weights."""
         return None if self.run is None else self.run.step
 
     @property
     def weights(self) -> Literal["params", "ema"]:
-        """Which weights are meant: the parameters, or their moving average."""
+        """Part of the checkpoint that is meant: the parameters, or their moving average."""
         return "params" if self.run is None else self.run.weights
 
     @property
     def described(self) -> str:
-        """Which weights they are, in words."""
+        """Path, step and part of the weights in words."""
         if self.step is None:
             return str(self.path)
-        return f"step {self.step} of {self.path}, {'its moving average' if self.weights == 'ema' else 'its parameters'}"
+        part = "its moving average" if self.weights == "ema" else "its parameters"
+        return f"step {self.step} of {self.path}, {part}"
 
     @property
     def exact_path(self) -> Path:
-        """Absolute path of the same weights, also when the run has saved newer ones."""
+        """Absolute path that names these weights even after the run saves newer ones."""
         if self.run is None:
             return self.place.path.absolute()
         return self.workdir / CHECKPOINTS / str(self.run.step)
 
     def params(self, abstract: Any) -> Arrays:
-        """Return the weights as the config's preset has them, each array in its sharding. Notes go to standard error.
+        """Return the weights in the form of the config's preset, each array in its sharding.
+
+        Notes on the weights are printed to standard error.
 
         Args:
-            abstract: the state of a program of `config`.
+            abstract: abstract state of a program of `config`: shapes, dtypes and shardings.
 
         Raises:
             WeightsError, TensorFileError: weights that do not fit, or a damaged file.
-            WorkdirError, ForeignError, DiskError, MemoryLimitError: as `saved_run.LoadedRun.params`.
+            WorkdirError, ForeignError, DiskError, MemoryLimitError: see `LoadedRun.params`.
         """
         if self.run is not None:
             return self.run.params(abstract)
@@ -230,6 +245,7 @@ class TrainedModel:
         plain_weights = self.plain_weights()
         for note in plain_weights.notes:
             terminal.note(f"note: {note}")
+        # Weights without a run take the form of the preset on the host.
         placed = transplant.place(plain_weights, model, factors)
         return {
             name: jax.device_put(placed[name], leaf.sharding)
@@ -237,54 +253,60 @@ class TrainedModel:
         }
 
     def plain_weights(self, part: Literal["params", "ema"] = "params") -> WeightsSource:
-        """Return the weights of the plain network on the host.
+        """Return the weights with their scales in the plain network, on the host.
 
         Args:
-            part: which weights of a run, whatever `weights` is.
+            part: parameters or moving average of a run, independent of `weights`.
 
         Raises:
-            WeightsError, TensorFileError, WorkdirError: no such part, files that do not fit together, or values that are NaN
-                or infinite.
+            WeightsError, TensorFileError, WorkdirError: no such part, files that do not fit
+                together, or values that are NaN or infinite.
         """
         run = self.run
         if part == "ema" and run is None:
             raise WeightsError(
-                f"{self.path}: holds weights, and no moving average beside them; leave --init-ema out"
+                f"{self.path}: holds weights, and no moving average beside them; "
+                "leave --init-ema out"
             )
         if part == "ema" and self.config.ema.decay is None:
             raise WeightsError(
-                f"{self.workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out"
+                f"{self.workdir}: the run kept no moving average (ema.decay is None); "
+                "leave --init-ema out"
             )
+
         if run is not None:
-            weights = source.trained(run._replace(weights=part))._replace(
-                run=(self.config, self.facts)
-            )
+            weights = source.trained(run._replace(weights=part))
+            weights = weights._replace(run=(self.config, self.facts))
         elif self.place.kind == "imported":
             weights = source.imported(self.place.path, self.model, self.place.fields)
         else:
             weights = source.published(self.place.path, self.place.fields)
-        notes = [*weights.notes, *self.notes]
+
         weights = weights._replace(
-            notes=notes, images=self.images, assets=self.assets, text_ids=self.text_ids
+            notes=[*weights.notes, *self.notes],
+            images=self.images,
+            assets=self.assets,
+            text_ids=self.text_ids,
         )
         source.check_finite(weights.stored, self.path, is_run=run is not None)
         return weights
 
     def asset_files(self) -> dict[str, bytes]:
-        """Return the content of the run's assets by their names, for a run that is made of this one.
+        """Return the content of the run's assets by file name, to copy into a new run.
 
         Raises:
-            AssetsError: one is missing or damaged.
+            AssetsError: an asset is missing or damaged.
         """
         return {} if self.assets is None else self.assets.files()
 
     def tokenizer(self) -> Any:
-        """Return the model's tokenizer: the file of a run's own, or the one beside weights.
+        """Return the model's tokenizer, from the run's own file or the file beside weights.
 
-        The run's data is opened only for a run of an older version, whose tokenizer is not in the cache either.
+        The run's data is opened only if `data.tokenizer` alone does not name a file: for a run of
+        an older version whose tokenizer is not in the cache.
 
         Raises:
-            DataError: the tokenizer is not here, or is another.
+            DataError: the tokenizer is missing, or it is not the one that made the run's tokens.
         """
         from mupax.train import data as data_sources
         from mupax.train.data.text import named_tokenizers
@@ -294,21 +316,22 @@ class TrainedModel:
         tokenizer: Any = named_tokenizers.opened(name, config.data.separator)
         if tokenizer is None:
             note = functools.partial(print, file=sys.stderr)
-            tokenizer = data_sources.load(
-                config.data, config.model, seed=config.data_seed, note=note
-            ).tokenizer
+            data = data_sources.load(config.data, config.model, seed=config.data_seed, note=note)
+            tokenizer = data.tokenizer
+        # The same name can stand for another tokenizer on another machine.
         key = self.facts.get("tokenizer")
         if key not in (None, tokenizer.key):
             raise data_sources.DataError(
-                f"the run's tokens are those of {key}, and data.tokenizer {name} is {tokenizer.key} here; "
-                f"put the run's tokenizer.json into {self.workdir}/assets"
+                f"the run's tokens are those of {key}, and data.tokenizer {name} is "
+                f"{tokenizer.key} here; put the run's tokenizer.json into {self.workdir}/assets"
             )
         return tokenizer
 
     def tokenizer_file(self) -> Path | None:
-        """Return the tokenizer.json that makes the model's tokens; None if it is lost, or the tokens are bytes.
+        """Return the path of the tokenizer.json that makes the model's tokens.
 
-        It lies among a run's assets. A run of an older version has none, and the cache is searched.
+        A run keeps the file among its assets. For a run of an older version the cache is searched.
+        The result is `None` if the file is lost, or if tokens are bytes or the model reads images.
 
         Raises:
             AssetsError: the file among the assets is missing or damaged.
@@ -321,134 +344,152 @@ class TrainedModel:
         if self.run is None:
             file = path_of(data.tokenizer)
             return file if file.is_file() else None
+
         file = path_of(own_files.settings(data, self.facts, self.assets).tokenizer)
-        is_own = file.is_file() and tokenizer.Subwords(file, data.separator).key == self.facts.get(
-            "tokenizer"
-        )
-        return file if is_own else None
+        if not file.is_file():
+            return None
+        key = tokenizer.Subwords(file, data.separator).key
+        return file if key == self.facts.get("tokenizer") else None
 
     def template(self, file: str | None = None) -> Template | None:
-        """Return the model's chat template, or None if it has none.
+        """Return the model's chat template, or `None` if it has none.
 
         Args:
-            file: template in place of the model's own.
+            file: path of a template, by default of the model's own.
 
         Raises:
-            DataError: the file is not there, is damaged, or holds no template.
+            DataError: the file is missing or damaged, or holds no template.
         """
         data = self.config.data
         return templates.find(data.tokenizer, file or data.chat_template, dated=True)
 
     def check_decoder(self, command: str) -> None:
-        """Raise WeightsError if the model is no decoder, which `command` needs."""
+        """Raise `WeightsError` if the model is not a decoder, which `command` needs."""
         if not self.model.generates:
             raise self._other_family(command, "decoders")
 
     def check_writes(self, command: str) -> None:
-        """Raise WeightsError if the model writes no text, as `command` wants it to."""
+        """Raise `WeightsError` if the model cannot write text, which `command` needs."""
         if not (self.model.generates or self.model.denoises):
             raise self._other_family(command, "decoders and encoder-decoders")
 
     def check_images(self, command: str) -> None:
-        """Raise WeightsError if the model reads no images, which `command` gives it."""
+        """Raise `WeightsError` if the model does not read images, which `command` needs."""
         if not isinstance(self.model, ImageModel):
             raise self._other_family(command, "models of images")
 
     def _other_family(self, command: str, families: str) -> WeightsError:
-        model = self.model
-        reads = (
-            "images; `mupax predict` is" if model.task == "images" else "text; `mupax generate` is"
-        )
-        article = "an" if model.family[:1] in "aeiou" else "a"
+        family = self.model.family
+        reads = "text; `mupax generate` is"
+        if self.model.task == "images":
+            reads = "images; `mupax predict` is"
+        article = "an" if family[:1] in "aeiou" else "a"
         return WeightsError(
-            f"{self.path} holds {article} {model.family}, and {command} is for {families}; this model reads {reads} for it"
+            f"{self.path} holds {article} {family}, and {command} is for {families}; "
+            f"this model reads {reads} for it"
         )
 
 
 def describe(
     path: Path, step: Step | None = None, average: bool | None = None, *, needs_run: bool = False
 ) -> TrainedModel:
-    """Open what a path names. The config of a run is as it was recorded.
+    """Open the model at a path. The config of a run is returned as it was recorded.
 
     Args:
-        path: a run's workdir, one of its steps (workdir/checkpoints/STEP, workdir/checkpoints/best), a folder that
-            `mupax import` wrote, or a folder of Hugging Face (config.json and safetensors, one file or several).
-        step: of a run, which checkpoint, or best; the newest unless given.
-        average: whether the moving average is meant; where the run has one, unless given.
-        needs_run: refuse weights, which have no optimizer state and no data.
+        path: a run's workdir, one of its steps (workdir/checkpoints/STEP,
+            workdir/checkpoints/best), a folder that `mupax import` wrote, or a folder of Hugging
+            Face (config.json and safetensors, one file or several).
+        step: step of a run's checkpoint, or "best"; by default the newest.
+        average: whether to open the moving average, by default if the run keeps one.
+        needs_run: whether to refuse weights, which have no optimizer state and no data.
 
     Raises:
-        WeightsError, WorkdirError, JsonError, HalfMadeError: as `locate`; no such step, or no average.
-        TensorFileError, ConfigError: weights that are not there or are damaged, or a config that is none.
+        WeightsError, WorkdirError, JsonError, HalfMadeError: no model at the path (see `locate`),
+            no such step, or no moving average.
+        TensorFileError, ConfigError: tensors are missing or damaged, or a config is not valid.
     """
     place = locate(path)
     if place.kind == "run":
         return _of_run(path, place, step, average)
     if needs_run:
         raise WeightsError(
-            f"{path} holds weights, and no run; `mupax train RECIPE --init-from {path}` makes a run that starts from them"
+            f"{path} holds weights, and no run; `mupax train RECIPE --init-from {path}` makes a "
+            "run that starts from them"
         )
     if step is not None or average is not None:
         raise WeightsError(
-            f"{path} holds weights, and no run with steps or a moving average; leave --step and --ema out"
+            f"{path} holds weights, and no run with steps or a moving average; "
+            "leave --step and --ema out"
         )
     return _of_weights(path, place)
 
 
 def open_model(
-    path: Path, step: Step | None = None, average: bool | None = None, *, needs_run: bool = False,
-    tokenizer: str | None = None, separator: str | None = None,
-) -> TrainedModel:  # fmt: skip
-    """Open what a path names, for use. The config of a run names the run's own tokenizer and chat template.
+    path: Path,
+    step: Step | None = None,
+    average: bool | None = None,
+    *,
+    needs_run: bool = False,
+    tokenizer: str | None = None,
+    separator: str | None = None,
+) -> TrainedModel:
+    """Open the model at a path for use.
+
+    In contrast to `describe`, the config of a run names the run's own tokenizer and chat template.
 
     Args:
-        path, step, average, needs_run: as `describe` takes them.
-        tokenizer: data.tokenizer of weights, in place of the one beside them.
-        separator: data.separator of weights.
+        path, step, average, needs_run: see `describe`.
+        tokenizer: data.tokenizer of weights, by default the file beside them.
 
     Raises:
         UsageError: a tokenizer or separator is given for a run, which has its own.
         AssetsError: the run's own tokenizer is missing or damaged.
-        MupaxError: as `describe`.
+        MupaxError: see `describe`.
     """
     model = describe(path, step, average, needs_run=needs_run)
-    named = {
-        name: value
-        for name, value in (("tokenizer", tokenizer), ("separator", separator))
-        if value is not None
-    }
+    changes: dict[str, Any] = {}
+    if tokenizer is not None:
+        changes["tokenizer"] = tokenizer
+    if separator is not None:
+        changes["separator"] = separator
+
     data = model.config.data
     if model.run is not None:
         data = own_files.settings(data, model.run.facts, model.assets)
-        if named:
+        if changes:
             raise command_line.UsageError(
-                f"--data.{next(iter(named))} is for weights alone, and the run in {path} has its own; leave it out"
+                f"--data.{next(iter(changes))} is for weights alone, and the run in {path} has "
+                "its own; leave it out"
             )
-    if "tokenizer" in named:  # the separator beside the weights is a token of their own tokenizer
+    if tokenizer is not None:
+        # The separator beside the weights is a token of their own tokenizer.
         data = dataclasses.replace(data, separator=None)
-    data = dataclasses.replace(data, **named)
+    data = dataclasses.replace(data, **changes)
     return dataclasses.replace(model, config=dataclasses.replace(model.config, data=data))
 
 
 def read(
     path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params"
 ) -> WeightsSource:
-    """Return the weights of the plain network at a path.
+    """Return the weights at a path with their scales in the plain network.
 
     Args:
-        path, step: as `describe` takes them.
-        part: of a run, its parameters or their moving average.
+        path, step: see `describe`.
+        part: parameters or moving average of a run.
 
     Raises:
-        MupaxError: as `describe` and `TrainedModel.plain_weights`.
+        MupaxError: see `describe` and `TrainedModel.plain_weights`.
     """
     return describe(path, step).plain_weights(part)
 
 
 def _of_run(path: Path, place: Place, step: Step | None, average: bool | None) -> TrainedModel:
     run = saved_run.find(place.path, step, average)
-    own = run.assets()
-    facts = {**run.facts, **(own.facts if own else {})}
+    assets = run.assets()
+    # Facts of the assets replace those of the record.
+    facts = dict(run.facts)
+    if assets:
+        facts.update(assets.facts)
     model = run.config.model
     return TrainedModel(
         place=place,
@@ -459,20 +500,20 @@ def _of_run(path: Path, place: Place, step: Step | None, average: bool | None) -
         run=run,
         preset=run.config.preset,
         images=_recorded_images(facts, model, run.workdir),
-        assets=own,
+        assets=assets,
     )
 
 
 def _of_weights(path: Path, place: Place) -> TrainedModel:
-    folder, fields = place.folder, place.fields
+    folder = place.folder
+    fields = place.fields
     preset = None
     notes: list[str] = []
     if place.kind == "imported":
         model = _imported_model(folder, fields)
         record = fields.get("preset")
-        preset = preset_from_json(
-            (record.get("fields") if isinstance(record, Mapping) else None) or {}
-        )
+        preset_fields = record.get("fields") if isinstance(record, Mapping) else None
+        preset = preset_from_json(preset_fields or {})
         images = _recorded_images(fields, model, folder / MODEL)
         ids: Any = fields.get("text_ids", {})
         reads_bytes = fields.get("tokenizer") == "bytes"
@@ -482,9 +523,13 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
         ids = _published_ids(folder, fields, model)
         exported = fields.get("mupax")
         reads_bytes = isinstance(exported, Mapping) and exported.get("tokenizer") == "bytes"
-    ids = ids if isinstance(ids, Mapping) else {}
-    if not is_remote(place.path):  # a bucket's files would be downloaded
+
+    if not isinstance(ids, Mapping):
+        ids = {}
+    # Damaged files are refused early. Files of a bucket would have to be downloaded for that.
+    if not is_remote(place.path):
         Tensors(place.path)
+    # Commands read the model's inputs by these settings, as they do for a run.
     data = DataConfig(
         name=NO_DATA[model.task],
         batch_size=_BATCH,
@@ -492,19 +537,22 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
         noise="sentinels" if model.denoises else None,
         **_text_settings(folder, model, reads_bytes, ids),
     )
-    names = None if images is None else images.class_names
+    config = Config(
+        recipe="weights",
+        model=model,
+        data=data,
+        preset=preset or PresetConfig(name="sp"),
+        steps=1,
+    )
+    facts: dict[str, Any] = {}
+    if images is not None and images.class_names is not None:
+        facts["class_names"] = list(images.class_names)
     return TrainedModel(
         place=place,
         path=path,
         workdir=folder,
-        config=Config(
-            recipe="weights",
-            model=model,
-            data=data,
-            preset=preset or PresetConfig(name="sp"),
-            steps=1,
-        ),
-        facts={} if names is None else {"class_names": list(names)},
+        config=config,
+        facts=facts,
         preset=preset,
         images=images,
         text_ids=ids,
@@ -515,7 +563,7 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
 def _text_settings(
     folder: Path, model: ModelConfig, reads_bytes: bool, ids: TextIds
 ) -> dict[str, Any]:
-    """Return the settings of data that say how weights without a run read text."""
+    """Return the fields of `DataConfig` for the text of weights without a run. Empty for images."""
     file = folder / tokenizer_files.TOKENIZER
     if model.task != "tokens":
         return {}
@@ -529,24 +577,32 @@ def _text_settings(
 def _imported_model(folder: Path, record: Mapping[str, Any]) -> ModelConfig:
     if record.get("format") != FORMAT:
         raise WeightsError(
-            f"{folder}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}"
+            f"{folder}: {MODEL} has format {record.get('format')!r:.40}; "
+            f"this version reads {FORMAT}"
         )
     return model_from_json(record.get("model", {}))
 
 
 def _recorded_images(
-    record: Mapping[str, Any], model: ModelConfig, where: Path
+    record: Mapping[str, Any], model: ModelConfig, file: Path
 ) -> ImageInput | None:
-    """Return class names and preprocessing that a record of a model of images holds; None for a model of text."""
-    return (
-        image_input.recorded(record, model, str(where)) if isinstance(model, ImageModel) else None
-    )
+    """Return class names and preprocessing in a record. `None` for a model of text.
+
+    Args:
+        file: path of the record in error messages.
+    """
+    if not isinstance(model, ImageModel):
+        return None
+    return image_input.recorded(record, model, str(file))
 
 
 def _published_images(
     folder: Path, fields: Mapping[str, Any], model: ModelConfig
 ) -> tuple[ImageInput | None, list[str]]:
-    """Return class names and preprocessing beside Hugging Face's weights, and a note if its processor's defaults stand in."""
+    """Return class names and preprocessing beside Hugging Face's weights, and notes on defaults.
+
+    The result is `None` for a model of text. There is a note if no preprocessor file is there.
+    """
     if not isinstance(model, ImageModel):
         return None, []
     file = folder / preprocessor.FILE
@@ -554,12 +610,18 @@ def _published_images(
     images = preprocessor.from_huggingface(fields, processor, model)
     if processor:
         return images, []
-    how = f"squashed to the model's size, {images.pixels.interpolation}, mean and deviation a half"
-    return images, [f"no {preprocessor.FILE}: images are taken to be {how}"]
+    interpolation = images.pixels.interpolation
+    note = (
+        f"no {preprocessor.FILE}: images are taken to be squashed to the model's size, "
+        f"{interpolation}, mean and deviation a half"
+    )
+    return images, [note]
 
 
 def _published_ids(folder: Path, fields: Mapping[str, Any], model: ModelConfig) -> TextIds:
-    """Return the tokens that start, end and pad the texts of Hugging Face's weights."""
+    """Return the token ids that start, end and pad the texts of Hugging Face's weights."""
     if model.denoises:
         return dict(text_ids.recorded(folder, fields))
-    return text_ids.of_decoder(fields, model.sizes()["vocab"]) if model.task == "tokens" else {}
+    if model.task != "tokens":
+        return {}
+    return text_ids.of_decoder(fields, model.sizes()["vocab"])

@@ -1,9 +1,11 @@
-"""Carry parameters, optimizer moments and averages into a model of other sizes or another preset, entry by entry.
+"""Transfer parameters, moments and averages into a model of other sizes or another preset.
 
-A new entry is s * the old one that it comes from, or has none. The network computes the same with s * w as with w
-before, so that gradients are those of before over s: first moments (and momentum) move by 1/s, second ones by 1/s^2.
+Every new entry is s * the old entry that it comes from, or is initialized. The network computes the
+same with s * w as with w before, so gradients are the former ones over s: first moments (and
+momentum) move by 1/s, second moments by 1/s^2.
 
-A form (`forms`), a larger model (`grow`) and the start of a run (`start`) each say in a `Plan` where entries come from.
+A form (`forms`), a larger model (`grow`) and the start of a run (`start`) each list in a `Plan`
+where entries come from.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
 
 Index = np.ndarray
-"""For every index along a new axis, the old index that it comes from; -1 where there is none."""
+"""Old index of every index along a new axis, or -1 for an entry that has no old one."""
 
 
 class TransplantError(MupaxError):
-    """A state that cannot become another's. The text says why."""
+    """A state that cannot become the state of another run. The message says why."""
 
 
 Shape = tuple[int, ...]
@@ -47,201 +49,227 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamTransfer:
-    """Transfer of one parameter from one of the source."""
+    """Transfer of one parameter of the source to one new parameter."""
 
     source: str
+    """Name of the source's parameter."""
     along: tuple[Index, ...]
-    """One index per dimension."""
+    """One index per dimension of the new parameter."""
     scale: np.ndarray
     """s, float64 [] or, for a parameter stacked over layers, [new layers]."""
-    prepared: Callable[[np.ndarray], np.ndarray] = np.asarray
-    """Applied to the source's weights first: something linear that gradients do not see, or a resize."""
+    prepare: Callable[[np.ndarray], np.ndarray] = np.asarray
+    """Function applied to the source's weights first: a resize, or a part that gets no gradient."""
     moments_along: tuple[Index, ...] | None = None
-    """Where it is not `along`."""
+    """Indices for the moments, by default `along`."""
     transposed: bool = False
     copies: int = 1
-    """New entries that one old entry went to, all with the same gradient's share."""
-    inserted: int | None = None
-    """A dimension of the new parameter, of size 1 in the source, that the source's does not have."""
-    apart: int | None = None
-    """A dimension along which copies lie side by side and start apart: fresh numbers are added to them."""
+    """Number of new entries made from one old entry, which share its gradient equally."""
+    inserted_axis: int | None = None
+    """Dimension of the new parameter that the source's parameter lacks."""
+    copies_axis: int | None = None
+    """Dimension along which copies are adjacent. Initial values are added to tell them apart."""
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
-        """The new parameter, float32: what comes from the old one, and fresh numbers elsewhere.
+        """Return the new parameter, float32, with initial values where no old entry is transferred.
 
         Args:
-            old: the source's parameter.
-            fresh: of the new shape; None where every entry comes from the source.
+            fresh: initial values in the new shape. `None` if every entry comes from the source.
         """
-        moved = plain.times(self._entries(self.prepared(_float32(old)), self.along), self.scale)
-        if self.apart is not None and fresh is not None:
+        prepared = self.prepare(_float32(old))
+        moved = plain.times(self._entries(prepared, self.along), self.scale)
+        if fresh is None:
+            return moved
+        if self.copies_axis is not None:
             return np.where(self.transplanted(), moved, np.float32(0)) + _float32(fresh)
-        return moved if fresh is None else np.where(self.transplanted(), moved, _float32(fresh))
+        return np.where(self.transplanted(), moved, _float32(fresh))
 
     def transplanted(self, along: tuple[Index, ...] | None = None) -> Any:
-        """Whether an entry comes from the source, bool, broadcasting against the new parameter."""
-        return functools.reduce(np.logical_and, sides(along or self.along), np.True_)
+        """Return a bool mask of the entries that come from the source.
+
+        The mask broadcasts against the new parameter.
+        """
+        return functools.reduce(np.logical_and, in_source(along or self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
-        """The new parameter's moment, float32; 0 where entries are new (see `overshoot`).
+        """Return the moment of the new parameter, float32, with 0 for new entries (`overshoot`).
 
         Args:
-            old: of the source's parameter.
-            power: of the gradients in it: 1 or, of squares, 2.
+            power: power of the gradient in the moment, 1 or 2.
         """
         along = self.moments_along or self.along
-        values = np.where(
-            self.transplanted(along), self._entries(_float32(old), along), np.float32(0)
-        )
-        # Gradients of copies add up to that of the original; of squares the sum stays too, as for independent ones.
-        return plain.times(values / self.copies if self.copies > 1 else values, self.scale**-power)
+        entries = self._entries(_float32(old), along)
+        values = np.where(self.transplanted(along), entries, np.float32(0))
+        # The copies' gradients add up to the original's gradient. So do their second moments, as
+        # for independent gradients.
+        if self.copies > 1:
+            values = values / self.copies
+        return plain.times(values, self.scale**-power)
 
     def _entries(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
-        """The entries along every axis; any, where there is none."""
-        array = array.T if self.transposed else array
-        array = array if self.inserted is None else np.expand_dims(array, self.inserted)
+        """Return the old entry of every new one. New entries hold arbitrary values."""
+        if self.transposed:
+            array = array.T
+        if self.inserted_axis is not None:
+            array = np.expand_dims(array, self.inserted_axis)
         for axis, index in enumerate(along):
+            # An unchanged axis needs no copy of the array.
             if not np.array_equal(index, np.arange(array.shape[axis])):
                 array = np.take(array, np.maximum(index, 0), axis)
         return array
 
     @property
     def times(self) -> str:
-        """The scale in words; empty where it is 1."""
-        low, high = float(np.min(self.scale)), float(np.max(self.scale))
-        return (
-            "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
-        )
+        """Scale in words, such as "x 0.5 to 2". Empty for a scale of 1."""
+        low = float(np.min(self.scale))
+        high = float(np.max(self.scale))
+        if low == high == 1:
+            return ""
+        if low == high:
+            return f"x {low:.4g}"
+        return f"x {low:.4g} to {high:.4g}"
 
 
 class Row(NamedTuple):
-    """One parameter of the table."""
+    """Row of the table of parameters, for one parameter."""
 
     name: str
     role: str
-    there: Shape | None
-    here: Shape | None
+    old_shape: Shape | None
+    """Shape in the source. `None` for a parameter that the source lacks."""
+    new_shape: Shape | None
+    """Shape in the new model. `None` for a dropped parameter."""
     action: str
-    """kept, converted, resized, new or dropped."""
+    """kept, converted, resized, grown, new or dropped."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledModel:
-    """A model with the scales that its preset gives every parameter."""
+    """One end of a transfer: a model and the scales that its preset gives every parameter."""
 
     model: ModelConfig
     definition: Definition
     scales: plain.Scales
     logits: Any
-    """What it takes the attention logits times: a number, or one per layer."""
+    """Scale of the attention logits: a number, or one per layer."""
 
     @classmethod
     def of(cls, program: Program) -> ScaledModel:
-        """A run's model under its preset."""
-        model, factors = program.definition, program.inputs.factors
+        """Return the model of a run's program under the run's preset."""
+        definition = program.definition
+        factors = program.inputs.factors
         return cls(
             program.config.model,
-            model,
-            plain.scales(model, factors),
-            plain.logits_of(model, factors),
+            definition,
+            plain.scales(definition, factors),
+            plain.logits_of(definition, factors),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Moves by name, and the table. A parameter without a move is new."""
+    """Transfers by name of the new parameter, and the table of all parameters.
+
+    A parameter without a transfer is initialized.
+    """
 
     moves: dict[str, ParamTransfer]
     rows: list[Row]
 
     def fresh(self) -> set[str]:
-        """Parameters with entries that do not come from the source alone."""
-        moved = {
-            name
-            for name, move in self.moves.items()
-            if np.all(move.transplanted()) and move.apart is None
-        }
-        return {row.name for row in self.rows if row.here is not None} - moved
+        """Return the names of parameters that need initial values for some or all entries."""
+        transferred = set()
+        for name, move in self.moves.items():
+            if np.all(move.transplanted()) and move.copies_axis is None:
+                transferred.add(name)
+        return {row.name for row in self.rows if row.new_shape is not None} - transferred
 
 
-def check_unmovable(there: ScaledModel, here: ScaledModel) -> None:
-    """Raise TransplantError for what no parameter can make up for: other scales of logits or readout.
+def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
+    """Refuse different scales of logits or readout if no parameter can absorb the difference.
 
-    Args:
-        there: the source.
-        here: the run.
+    Raises:
+        TransplantError: the message says which scale differs.
     """
-    if not here.model.absorbs_logit_scale and there.logits != here.logits:
+    if not target.model.absorbs_logit_scale and source.logits != target.logits:
         raise TransplantError(
-            f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are "
-            "normalized without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
+            f"attention logits are taken times {source.logits!r:.60} there and "
+            f"{target.logits!r:.60} here, and where queries are normalized without gains "
+            "(model.qk_norm) no parameter can carry the difference; take the source's preset and "
+            "base"
         )
-    gains = any(plain.GAIN in side.definition.specs for side in (there, here))
-    before, after = (side.scales.get(plain.GAIN, np.ones(())) for side in (there, here))
-    if not gains and before != after:
+    has_gain = plain.GAIN in source.definition.specs or plain.GAIN in target.definition.specs
+    old_scale = source.scales.get(plain.GAIN, np.ones(()))
+    new_scale = target.scales.get(plain.GAIN, np.ones(()))
+    if not has_gain and old_scale != new_scale:
         raise TransplantError(
-            f"the tied readout is taken times {before:g} there and {after:g} here, and without norm gains no parameter can "
-            "carry the difference; take the source's preset and base"
+            f"the tied readout is taken times {old_scale:g} there and {new_scale:g} here, and "
+            "without norm gains no parameter can carry the difference; take the source's preset and base"
         )
 
 
 def role_of(spec: ParamSpec) -> str:
-    """A role as the table says it: a bias with its matrix."""
-    return f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
+    """Return the role of a parameter for the table. A bias is listed with its matrix' role."""
+    if spec.of:
+        return f"{spec.of.value} {spec.role.value}"
+    return spec.role.value
 
 
-def sides(along: Sequence[Index]) -> list[np.ndarray]:
-    """Whether the indices of each axis come from the source; they broadcast against the array."""
-    return [
-        (index >= 0).reshape(-1, *[1] * (len(along) - axis - 1)) for axis, index in enumerate(along)
-    ]
+def in_source(along: Sequence[Index]) -> list[np.ndarray]:
+    """Return a bool array per axis, true for indices that come from the source.
+
+    The arrays broadcast against the parameter.
+    """
+    masks = []
+    for axis, index in enumerate(along):
+        trailing = [1] * (len(along) - axis - 1)
+        masks.append((index >= 0).reshape(-1, *trailing))
+    return masks
 
 
-def first(before: int, after: int) -> Index:
-    """Index of an axis whose first entries are kept, and whose further ones are cut off or new.
+def first_entries(old_size: int, new_size: int) -> Index:
+    """Return the index of an axis that keeps its first entries; further ones are cut off or new."""
+    return np.where(np.arange(new_size) < old_size, np.arange(new_size), -1)
+
+
+def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -> np.ndarray:
+    """Return `source / target`, where either may be per layer. It is arbitrary for new layers.
 
     Args:
-        before: its old size.
-        after: its new size.
+        source: scale of the source's parameter, [] or [layers].
+        target: scale of the new parameter, [] or [new layers].
+        layers: index of the layers. `None` if their number stays.
     """
-    return np.where(np.arange(after) < before, np.arange(after), -1)
+    # New layers have index -1. They take the scale of layer 0, which has no effect.
+    if layers is not None and source.ndim:
+        source = source[np.maximum(layers, 0)]
+    return np.asarray(source, np.float64) / np.asarray(target, np.float64)
 
 
-def ratio(there: np.ndarray, here: np.ndarray, layers: Index | None = None) -> np.ndarray:
-    """there / here, where either may be per layer; of a new layer it is arbitrary.
+def resized(position_TD: np.ndarray, source: ModelConfig, target: ModelConfig) -> np.ndarray:
+    """Return an image model's positions for another grid of patches, float32 [T', D].
+
+    Positions for a grid of the same size stay unchanged. Tokens before the patches that only
+    `target` has get zeros.
 
     Args:
-        there: scale of the source's parameter.
-        here: of the new one.
-        layers: index of the layers, where they grow.
+        position_TD: positions of `source`, [T, D].
     """
-    if layers is not None and there.ndim:
-        there = there[np.maximum(layers, 0)]
-    return np.asarray(there, np.float64) / np.asarray(here, np.float64)
+    old_side = source.position_grid
+    new_side = target.position_grid
+    # Rows of the class token and registers come first.
+    num_leading = position_TD.shape[0] - old_side**2
+    width = position_TD.shape[1]
 
+    grid_GGD = position_TD[num_leading:].astype(np.float32).reshape(old_side, old_side, width)
+    if old_side != new_side:
+        # Smaller grids are filtered before they are sampled (antialias), as timm does.
+        new_shape = (new_side, new_side, width)
+        grid_GGD = np.asarray(jax.image.resize(grid_GGD, new_shape, "bicubic", antialias=True))
 
-def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) -> np.ndarray:
-    """Positions for another grid, float32 [T', D]; those of one of the same size keep their numbers.
-
-    Args:
-        position_TD: of `before`, [T, D].
-        before: the model that they are of.
-        after: the model that they are for. Tokens before the patches that only it has get rows of zeros.
-    """
-    old, new = before.position_grid, after.position_grid
-    own, width = (
-        position_TD.shape[0] - old**2,
-        position_TD.shape[1],
-    )  # rows of the class token and registers, first
-    grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, width)
-    if old != new:
-        # Smaller grids are filtered before they are sampled (antialias), as timm does it.
-        grid_GGD = np.asarray(
-            jax.image.resize(grid_GGD, (new, new, width), "bicubic", antialias=True)
-        )
-    leading_RD = np.zeros_like(position_TD, shape=(after.sizes()["position"] - new**2, width))
-    leading_RD[:own] = position_TD[:own][: len(leading_RD)]
+    num_new_leading = target.sizes()["position"] - new_side**2
+    leading_RD = np.zeros_like(position_TD, shape=(num_new_leading, width))
+    leading_RD[:num_leading] = position_TD[:num_leading][:num_new_leading]
     return np.concatenate([leading_RD, grid_GGD.reshape(-1, width)]).astype(np.float32)
 
 
@@ -252,73 +280,74 @@ def state(
     opt_state: Any,
     optimizer: str,
 ) -> TrainState:
-    """The whole state of a run as another's; raises as `optimizer_state`.
+    """Return the training state of the new run, made from the source's state.
 
     Args:
-        moves: by new name.
-        old: the source's state.
-        fresh: as `parameters`.
-        opt_state: as `new` of `optimizer_state`.
-        optimizer: the name of both.
+        fresh: initial parameters for new entries (see `parameters`).
+        opt_state: optimizer state, or its shapes, in the form of the result.
+        optimizer: name of the optimizer of both runs.
+
+    Raises:
+        TransplantError: the two states are of different optimizers.
     """
-    params, average = (
-        None if w is None else parameters(moves, w, fresh) for w in (old.params, old.ema)
-    )
+    params = parameters(moves, old.params, fresh)
+    average = None if old.ema is None else parameters(moves, old.ema, fresh)
     moments = optimizer_state(moves, old.opt_state, opt_state, optimizer)
     return old._replace(params=params, opt_state=moments, ema=average)
 
 
 def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh: Params) -> Params:
-    """Every new parameter, float32.
+    """Return all parameters of the new model, float32.
 
     Args:
-        moves: by new name.
-        old: the source's parameters.
-        fresh: initial ones, for those without a move and for new entries.
+        fresh: initial values of new parameters and of parameters with new entries.
     """
-    return {
-        name: moves[name].weights(old[moves[name].source], fresh.get(name))
-        if name in moves
-        else _float32(fresh[name])
-        for name in {**moves, **fresh}
-    }
+    params: Params = {}
+    for name in {**moves, **fresh}:
+        if name in moves:
+            move = moves[name]
+            params[name] = move.weights(old[move.source], fresh.get(name))
+        else:
+            params[name] = _float32(fresh[name])
+    return params
 
 
 OLD_STEPS = 20_000
-"""Steps after which the state of an old entry is that of a long run."""
+"""Number of steps after which the state of an old entry is that of a long run."""
 NEW_STEPS = 1000
-"""Steps in which a new entry's largest step comes, for decays up to 0.999."""
+"""Number of steps in which a new entry takes its largest step, for decays up to 0.999."""
 
 
 def overshoot(config: OptimizerConfig) -> float:
-    """Return how many times too far the first steps on new entries go, at most, relative to those on old entries.
+    """Return the largest step of new entries relative to the steps of old entries.
 
-    A new entry's moments start at 0 in a state whose count of steps does not. Adam's moments after t steps are then
-    (1-b1^t) g and (1-b2^t) g^2, and its bias correction takes both to be complete. A second moment borrowed from old entries
-    would hold new ones back: gradients of units that write nothing are smaller.
+    A new entry's moments start at 0 in a state whose count of steps does not. Adam's moments after
+    t steps are then (1-b1^t) g and (1-b2^t) g^2, but its bias correction treats them as complete.
+    A second moment borrowed from old entries would hold new entries back, because gradients of
+    units that write nothing are smaller.
 
-    The optimizer's own direction is run on an old entry and a new one, both with a gradient of 1, so that nothing is assumed of it.
-
-    Args:
-        config: the optimizer.
+    The optimizer itself runs on an old entry and a new one, both with a gradient of 1, so that
+    nothing is assumed about its update rule.
     """
+    # Clipping, weight decay and the schedule would act on both entries alike.
     constant = dataclasses.replace(
         config, clip_norm=None, weight_decay=0.0, schedule="constant", warmup_steps=0
     )
     tx = build(constant, {"gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",))})
-    one = {"gain": jnp.float32(1)}
-    factors = Factors(multiplier=one, lr=one, eps=one, weight_decay=one, forward={})
-    numbers = hyperparams(constant, 1).at(jnp.int32(0))
+    ones = {"gain": jnp.float32(1)}
+    factors = Factors(multiplier=ones, lr=ones, eps=ones, weight_decay=ones, forward={})
+    hyper = hyperparams(constant, 1).at(jnp.int32(0))
     params = {"gain": jnp.zeros(2)}
 
     def step(state: Any, new_gradient: jax.Array) -> tuple[Any, jax.Array]:
         grads = {"gain": jnp.stack([jnp.float32(1), new_gradient])}
         updates: Any
-        updates, state = tx.update(grads, state, params, factors=factors, hyper=numbers)
+        updates, state = tx.update(grads, state, params, factors=factors, hyper=hyper)
         return state, updates["gain"]
 
     @jax.jit
     def largest() -> jax.Array:
+        # The old entry has a gradient of 1 at every step, the new one only after `OLD_STEPS`.
         new_gradients = jnp.concatenate([jnp.zeros(OLD_STEPS), jnp.ones(NEW_STEPS)])
         _, updates = jax.lax.scan(step, tx.init(params), new_gradients)
         old, new = updates[OLD_STEPS:].T
@@ -328,76 +357,85 @@ def overshoot(config: OptimizerConfig) -> float:
 
 
 def overshoot_notes(config: OptimizerConfig) -> list[str]:
-    """Return a line of warning where entries are new in a state that goes on, or none where `overshoot` is small."""
+    """Return a warning about large first steps of new entries, or no line if they are small."""
     times = overshoot(config)
     if times < 1.2:
         return []
-    note = f"new entries start without moments among old ones, and the first steps of {config.name} on them go up to "
-    note += f"{times:.1f} times too far"
+    note = (
+        "new entries start without moments among old ones, and the first steps of "
+        f"{config.name} on them go up to {times:.1f} times too far"
+    )
     if "b2" in OPTIMIZERS[config.name].reads:
         note += f" with b2 {config.b2}; 0.95 does not"
     return [note]
 
 
 def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
-    """The power of the gradient in each field of an optimizer's state that holds a moment; empty for another part of a chain.
+    """Return the power of the gradient in each field of an optimizer state that holds a moment.
+
+    The result is empty for a state without moments.
 
     Args:
-        opt_state: the state of a part of the chain.
-        optimizer: name of the whole.
+        opt_state: state of one transformation of the optimizer's chain.
     """
     fields = getattr(opt_state, "_fields", ())
-    return {
-        field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields
-    }
+    moments = OPTIMIZERS[optimizer].moments
+    return {field: power for field, power in moments.items() if field in fields}
 
 
 def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, optimizer: str) -> Any:
-    """The optimizer state of a new model.
+    """Return the optimizer state of the new model, with the source's moments transferred.
+
+    Moments of parameters without a transfer are 0.
 
     Args:
-        moves: by new name.
-        old: the source's state.
-        new: a state of the new model, or its shapes, for the form of the result. Moments of parameters without a move are 0.
-        optimizer: the name of both.
+        new: optimizer state of the new model, or its shapes, in the form of the result.
 
     Raises:
-        TransplantError: the two are of other optimizers.
+        TransplantError: the two states are of different optimizers.
     """
     if type(old) is not type(new):
         raise TransplantError(
-            f"the optimizer's state there is a {type(old).__name__} and here a {type(new).__name__}: the moments of one "
-            "optimizer mean nothing to another; take the same optimizer, or start its state anew"
+            f"the optimizer's state there is a {type(old).__name__} and here a "
+            f"{type(new).__name__}: the moments of one optimizer mean nothing to another; take "
+            "the same optimizer, or start its state anew"
         )
-    if powers := powers_of(new, optimizer):
-        moved = {
-            field: {
-                name: _moment(moves.get(name), getattr(old, field), power, leaf)
+
+    powers = powers_of(new, optimizer)
+    if powers:
+        moments: dict[str, Any] = {}
+        for field, power in powers.items():
+            old_moments = getattr(old, field)
+            moments[field] = {
+                name: _moment(moves.get(name), old_moments, power, leaf)
                 for name, leaf in getattr(new, field).items()
             }
-            for field, power in powers.items()
-        }
-        return old._replace(**moved)
-    if isinstance(new, tuple):
-        if len(old) != len(new):
-            raise TransplantError(
-                "the optimizers' chains differ in length; take the same optimizer, or start its state anew"
-            )
-        parts = [
-            optimizer_state(moves, before, after, optimizer)
-            for before, after in zip(old, new, strict=True)
-        ]
-        return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
-    return old
+        return old._replace(**moments)
+
+    # State without moments, such as the count of steps, goes on as it is.
+    if not isinstance(new, tuple):
+        return old
+    if len(old) != len(new):
+        raise TransplantError(
+            "the optimizers' chains differ in length; take the same optimizer, or start its state "
+            "anew"
+        )
+    parts = [
+        optimizer_state(moves, old_part, new_part, optimizer)
+        for old_part, new_part in zip(old, new, strict=True)
+    ]
+    # A NamedTuple takes its fields as arguments, a tuple takes one iterable.
+    return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
 
 
 def _moment(move: ParamTransfer | None, old: Mapping[str, Any], power: int, leaf: Any) -> Any:
+    """Return one parameter's moment, or its masked node if the transformation leaves it out."""
     if isinstance(leaf, optax.MaskedNode):
         return leaf
-    there = None if move is None else old.get(move.source)
-    if move is None or there is None or isinstance(there, optax.MaskedNode):
+    old_moment = None if move is None else old.get(move.source)
+    if move is None or old_moment is None or isinstance(old_moment, optax.MaskedNode):
         return np.zeros(leaf.shape, np.float32)
-    return move.moment(there, power)
+    return move.moment(old_moment, power)
 
 
 def _float32(array: Any) -> np.ndarray:
@@ -405,32 +443,34 @@ def _float32(array: Any) -> np.ndarray:
 
 
 def place(source: WeightsSource, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
-    """Return the parameters of a model under a preset, one array per parameter in its type, from weights in any form.
+    """Return the parameters of a model under a preset from weights in any form.
+
+    Every array has the dtype of the model's parameter.
 
     Args:
-        source: the weights.
-        definition: the model; its activation, eps and positions are the caller's to match (`source.model`).
-        factors: of the preset the parameters are for.
+        definition: the model. The caller makes sure that settings without parameters (activation,
+            eps, positions) agree with `source.model`.
+        factors: multipliers and forward factors of the preset for this model.
 
     Raises:
-        WeightsError: the weights are of another model; the text names what differs.
-        TransplantError: no parameter can carry what the preset asks for.
+        WeightsError: the weights are of another model. The message names the parameters.
+        TransplantError: no parameter can absorb a scale of the preset.
     """
     scales = plain.scales(definition, factors)
-    before = ScaledModel(source.model, definition, source.scales, source.logits)
-    check_unmovable(
-        before, ScaledModel(source.model, definition, scales, plain.logits_of(definition, factors))
-    )
+    logits = plain.logits_of(definition, factors)
+    stored = ScaledModel(source.model, definition, source.scales, source.logits)
+    # Both ends have the same architecture here. Only scales can differ.
+    check_unmovable(stored, ScaledModel(source.model, definition, scales, logits))
+
     params = dict(source.params)
     gain = plain.GAIN
-    if (
-        gain in params
-        and gain not in definition.abstract
-        and (params[gain] == np.float32(scales.get(gain, 1))).all()
-    ):
-        del params[gain]  # the readout's multiplier alone, which this model has as such
+    is_added = gain in params and gain not in definition.abstract
+    if is_added and (params[gain] == np.float32(scales.get(gain, 1))).all():
+        # This gain is the readout's multiplier alone, which the preset has as a factor.
+        del params[gain]
     shapes = {name: value.shape for name, value in params.items()}
     check_shapes(shapes, definition, "the weights are of another model")
+
     restored = plain.restore_multipliers(params, scales)
     return {
         name: np.asarray(restored[name], leaf.dtype) for name, leaf in definition.abstract.items()
@@ -438,11 +478,11 @@ def place(source: WeightsSource, definition: Definition, factors: Factors) -> di
 
 
 def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of the host on its devices and in its type; every process puts its part.
+    """Return an array of the host on its devices. Every process places its own shards.
 
     Args:
-        value: the whole array, on every process.
-        leaf: shape, dtype and sharding that it is to have.
+        value: the complete array, equal on every process of the run.
+        leaf: shape, dtype and sharding of the result.
     """
     host = np.asarray(value).astype(leaf.dtype)
     assert leaf.sharding is not None
@@ -450,23 +490,26 @@ def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> None:
-    """Print the table of what became of every parameter.
-
-    Args:
-        console: where.
-        title: above the table.
-        rows: of the table.
-        notes: below it.
-    """
+    """Print the table of parameters under a title, with counts of the actions and notes below."""
     table = [("parameter", "role", "there", "here", "", "why")]
     for row in rows:
-        there, here = (
-            "x".join(map(str, shape)) if shape is not None else ""
-            for shape in (row.there, row.here)
-        )
-        table.append((row.name, row.role, there, here, row.action, row.reason))
+        old_shape = _shape_text(row.old_shape)
+        new_shape = _shape_text(row.new_shape)
+        table.append((row.name, row.role, old_shape, new_shape, row.action, row.reason))
+
     actions = [row.action for row in rows]
     counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
-    prose = map(terminal.wrapped, (title, counts, *(f"note: {note}" for note in notes)))
-    for line in (next(prose), terminal.table(terminal.filled(table)), *prose):
+    lines = [
+        terminal.wrapped(title),
+        terminal.table(terminal.filled(table)),
+        terminal.wrapped(counts),
+    ]
+    lines += [terminal.wrapped(f"note: {note}") for note in notes]
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _shape_text(shape: Shape | None) -> str:
+    if shape is None:
+        return ""
+    return "x".join(map(str, shape))

@@ -1,21 +1,26 @@
-"""Which entries of a larger model's axes come from a smaller model's, and whether there is such a way at all."""
+"""Correspondence between the axes of a smaller and a larger model, and the models that can grow."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 from mupax.errors import MupaxError
 from mupax.presets import ParamSpec, Role
 from mupax.presets.roles import ENCODER
-from mupax.train.reuse.transplant import Index, first
+from mupax.train.reuse.transplant import Index, first_entries
 from mupax.zoo.transformer import TransformerConfig
 
 SIZES = {
-    "width": "embed", "depth": "layers", "num_heads": "heads", "kv_heads": "kv_heads", "heads_dim": "head_dim",
-}  # fmt: skip
-"""What grows: a property of the model, and the axis. Hidden sizes beside them, of which a model has one or two (`hidden`)."""
+    "width": "embed",
+    "depth": "layers",
+    "num_heads": "heads",
+    "kv_heads": "kv_heads",
+    "heads_dim": "head_dim",
+}
+"""Logical axis by property of the model, for all that grows except hidden sizes (`hidden`)."""
 
 FREE = {
     "width",
@@ -30,14 +35,28 @@ FREE = {
     "expert_dim",
     "compute",
 }
-"""Fields that growth may change; norm_eps and rope_theta to go with a wider stream and wider heads."""
+"""Fields that growth may change.
+
+norm_eps and rope_theta are among them to go with a wider stream and wider heads.
+"""
 
 EXPERTS = {"experts", "active_experts", "shared_experts", "routing"}
-"""Fields of experts, which growth may change where there were none (`upcycled`); the first two also where there were (`copied`)."""
+"""Fields of experts, which growth may change in a model without experts (`upcycled`).
+
+The first two it may change in a model with experts, too (`copied`).
+"""
 
 
 class GrowError(MupaxError):
-    """A model that a checkpoint cannot grow into. The text says why and what to write."""
+    """A model that a checkpoint cannot grow into. The message says why and what to write."""
+
+
+class HiddenSize(NamedTuple):
+    """Size of a hidden layer before and after growth."""
+
+    field: str
+    old: int
+    new: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,248 +64,297 @@ class Axes:
     """Index of every axis that grows."""
 
     along: dict[str, Index]
+    """Index by logical axis."""
     rotated: Index
-    """Of head_dim where rotary positions turn it: queries and keys."""
+    """Index of head_dim for queries and keys, which rotary positions turn."""
     copies: int
-    """Key heads that one old key head becomes."""
+    """Number of key heads that one old key head becomes."""
     expert_copies: int
-    """Experts that one old expert becomes, side by side."""
+    """Number of adjacent experts that one old expert becomes."""
     notes: list[str]
 
-    def of(self, spec: ParamSpec, axis: str, size: int) -> Index:
-        """Where the entries along a parameter's axis come from.
+    def index(self, spec: ParamSpec, axis: str, size: int) -> Index:
+        """Return the index of one axis of a parameter.
 
         Args:
-            spec: of the parameter.
-            axis: one of its logical axes.
-            size: of it in the larger model.
+            size: size of the axis in the larger model.
         """
         if axis == "head_dim" and (spec.of or spec.role) in (Role.QUERY, Role.KEY):
             return self.rotated
         return self.along.get(axis, np.arange(size))
 
 
-def upcycled(before: TransformerConfig, after: TransformerConfig) -> bool:
-    """Whether every expert of the larger model is a copy of the smaller one's MLP (Komatsuzaki et al. 2022, arXiv 2212.05055).
+def upcycled(small: TransformerConfig, large: TransformerConfig) -> bool:
+    """Return whether every expert of the larger model is a copy of the smaller model's MLP.
 
-    Args:
-        before: the smaller model.
-        after: the larger one.
+    Source: Komatsuzaki et al. 2022, arXiv 2212.05055.
     """
-    return before.experts is None and after.experts is not None
+    return small.experts is None and large.experts is not None
 
 
-def copied(before: TransformerConfig, after: TransformerConfig) -> int:
-    """Experts of the larger model that each of the smaller one's becomes, 1 where their number stays.
-
-    Args:
-        before: the smaller model.
-        after: the larger one.
+def copied(small: TransformerConfig, large: TransformerConfig) -> int:
+    """Return the number of experts that each expert becomes, 1 if their number stays.
 
     Raises:
-        GrowError: no whole number, or a token would not go to all copies of its experts, and to no other.
+        GrowError: the number is not whole, or a token would not go to exactly all copies of its
+            experts.
     """
-    if before.experts is None or after.experts is None:
+    if small.experts is None or large.experts is None:
         return 1
-    copies, rest = divmod(after.experts, before.experts)
-    if not rest and after.active == copies * before.active:
+    copies, remainder = divmod(large.experts, small.experts)
+    if not remainder and large.active == copies * small.active:
         return copies
-    more = max(2, copies)
+    suggested = max(2, copies)
     raise GrowError(
-        f"{before.experts} experts, {before.active} of them a token's, would become {after.experts} and {after.active}: every expert "
-        "becomes the same number of copies, all of which a token goes to where it went to one, or its best experts' copies crowd out "
-        f"the next ones; write --set experts={more * before.experts} active_experts={more * before.active}, or keep both"
+        f"{small.experts} experts, {small.active} of them a token's, would become "
+        f"{large.experts} and {large.active}: every expert becomes the same number of copies, all "
+        "of which a token goes to where it went to one, or its best experts' copies crowd out the "
+        f"next ones; write --set experts={suggested * small.experts} "
+        f"active_experts={suggested * small.active}, or keep both"
     )
 
 
-def hidden(before: TransformerConfig, after: TransformerConfig) -> dict[str, tuple[str, int, int]]:
-    """Field, old and new size of every hidden layer, by axis.
-
-    Args:
-        before: the smaller model.
-        after: the larger one.
-    """
-    if upcycled(before, after):
-        return {"expert_dim": ("expert_dim", before.mlp_dim, after.expert_size)}
-    experts = (
-        {"expert_dim": ("expert_dim", before.expert_size, after.expert_size)}
-        if before.experts
-        else {}
-    )
-    return {**experts, "mlp": ("mlp_dim", before.dense_dim, after.dense_dim)}
+def hidden(small: TransformerConfig, large: TransformerConfig) -> dict[str, HiddenSize]:
+    """Return the old and new size of every hidden layer, by logical axis."""
+    if upcycled(small, large):
+        return {"expert_dim": HiddenSize("expert_dim", small.mlp_dim, large.expert_size)}
+    sizes = {}
+    if small.experts:
+        sizes["expert_dim"] = HiddenSize("expert_dim", small.expert_size, large.expert_size)
+    sizes["mlp"] = HiddenSize("mlp_dim", small.dense_dim, large.dense_dim)
+    return sizes
 
 
-def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
-    """How the axes of two models correspond.
-
-    Args:
-        before: the smaller model.
-        after: the larger one.
+def axes(small: TransformerConfig, large: TransformerConfig) -> Axes:
+    """Return the correspondence between the axes of a smaller and a larger model.
 
     Raises:
-        GrowError: something shrinks or differs that growth does not change, or has no way that keeps the function.
+        GrowError: a size shrinks, a field differs that growth does not change, or the function
+            cannot be kept.
     """
-    _check(before, after)
-    heads, kv_heads, copies = _heads(before, after)
-    along = {
-        axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()
-    }
-    along |= {axis: first(was, now) for axis, (_, was, now) in hidden(before, after).items()}
-    along["memory"] = along["representation"] = along["embed"]
-    if before.denoises:
-        along[ENCODER.axis] = first(*(side.sizes()[ENCODER.axis] for side in (before, after)))
-    if (expert_copies := copied(before, after)) > 1:
-        along["experts"] = np.repeat(np.arange(before.experts or 1), expert_copies)
-    rotated, notes = _rotated(before, after)
-    return Axes(
-        {**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, expert_copies, notes
-    )
+    _check(small, large)
+    heads, kv_heads, copies = _heads(small, large)
+    along = {}
+    for size, axis in SIZES.items():
+        along[axis] = first_entries(getattr(small, size), getattr(large, size))
+    for axis, hidden_size in hidden(small, large).items():
+        along[axis] = first_entries(hidden_size.old, hidden_size.new)
+    # The encoder's output and the layer before the readout are as wide as the stream.
+    along["memory"] = along["embed"]
+    along["representation"] = along["embed"]
+    if small.denoises:
+        old_depth = small.sizes()[ENCODER.axis]
+        along[ENCODER.axis] = first_entries(old_depth, large.sizes()[ENCODER.axis])
+    expert_copies = copied(small, large)
+    if expert_copies > 1:
+        along["experts"] = np.repeat(np.arange(small.experts or 1), expert_copies)
+    along["heads"] = heads
+    along["kv_heads"] = kv_heads
+
+    rotated, notes = _rotated(small, large)
+    return Axes(along, rotated, copies, expert_copies, notes)
 
 
-def _check(before: TransformerConfig, after: TransformerConfig) -> None:
-    if before.family != after.family:
+def _check(small: TransformerConfig, large: TransformerConfig) -> None:
+    """Refuse growth that changes other fields, shrinks a size, or cannot keep the function."""
+    if small.family != large.family:
         raise GrowError(
-            f"the checkpoint is a {before.family} and --to a {after.family}; name a model of its family"
+            f"the checkpoint is a {small.family} and --to a {large.family}; "
+            "name a model of its family"
         )
-    if before.centered:
+    if small.centered:
         raise GrowError(
-            "a centred model is its network minus that of its first step, which the checkpoint does not hold"
+            "a centred model is its network minus that of its first step, which the checkpoint "
+            "does not hold"
         )
-    for field in dataclasses.fields(before):
-        name, was, now = field.name, getattr(before, field.name), getattr(after, field.name)
-        if name in ("experts", "active_experts") and before.experts and after.experts:
-            continue  # `copied`
-        if name not in FREE and was != now and not (name in EXPERTS and upcycled(before, after)):
-            raise GrowError(
-                f"model.{name} is {was} in the checkpoint and {now} in --to; growth keeps it: add "
-                f"--set {name}={was} (and change it with --init-from afterwards)"
-            )
-    _check_routing(before, after)
-    sizes = [(size, getattr(before, size), getattr(after, size)) for size in SIZES]
-    for size, was, now in [*sizes, *hidden(before, after).values()]:
-        if now < was:
-            # Without head_dim a head is the width over the heads, and more heads are smaller ones; so are more active experts.
+    _check_fields(small, large)
+    _check_routing(small, large)
+    _check_sizes(small, large)
+    lacks_gain = getattr(small, "embedding_norm", False) and not small.norm_gain
+    if large.width != small.width and lacks_gain:
+        raise GrowError(
+            "a wider stream needs a gain of the norm after the embeddings, and this model has "
+            "none; keep its width"
+        )
+    if large.heads_dim != small.heads_dim:
+        _check_wider_heads(small)
+    if small.post_norms and (large.width, large.depth) != (small.width, small.depth):
+        raise GrowError(
+            "norms after the branches (post_norm) divide by the size of what is written, whatever "
+            f"new entries and layers start at; keep width {small.width} and depth "
+            f"{small.depth}, and add heads or mlp_ratio"
+        )
+    if large.width != small.width:
+        _check_wider_stream(small)
+
+
+def _check_fields(small: TransformerConfig, large: TransformerConfig) -> None:
+    """Refuse changes of fields that are no sizes."""
+    for field in dataclasses.fields(small):
+        name = field.name
+        old_value = getattr(small, name)
+        new_value = getattr(large, name)
+        if name in ("experts", "active_experts") and small.experts and large.experts:
+            # Checked by `copied`.
+            continue
+        if name in FREE or old_value == new_value:
+            continue
+        if name in EXPERTS and upcycled(small, large):
+            continue
+        raise GrowError(
+            f"model.{name} is {old_value} in the checkpoint and {new_value} in --to; growth keeps "
+            f"it: add --set {name}={old_value} (and change it with --init-from afterwards)"
+        )
+
+
+def _check_sizes(small: TransformerConfig, large: TransformerConfig) -> None:
+    """Refuse sizes that shrink."""
+    sizes = [HiddenSize(size, getattr(small, size), getattr(large, size)) for size in SIZES]
+    sizes += hidden(small, large).values()
+    for size, old, new in sizes:
+        if new < old:
+            # Without head_dim a head is the width over the heads, and more heads are smaller ones;
+            # so are more active experts.
             field = {"heads_dim": "head_dim", "expert_dim": "expert_dim"}.get(size)
-            instead = f"; add {field}={was} to --set" if field else ""
-            raise GrowError(f"{size} would shrink from {was} to {now}; growth only adds{instead}")
-    if before.denoises and after.sizes()[ENCODER.axis] < (was := before.sizes()[ENCODER.axis]):
-        raise GrowError(f"encoder_depth would shrink from {was}; growth only adds")
-    if (
-        after.width != before.width
-        and getattr(before, "embedding_norm", False)
-        and not before.norm_gain
-    ):
+            hint = f"; add {field}={old} to --set" if field else ""
+            raise GrowError(f"{size} would shrink from {old} to {new}; growth only adds{hint}")
+    if small.denoises:
+        encoder_depth = small.sizes()[ENCODER.axis]
+        if large.sizes()[ENCODER.axis] < encoder_depth:
+            raise GrowError(f"encoder_depth would shrink from {encoder_depth}; growth only adds")
+
+
+def _check_wider_heads(small: TransformerConfig) -> None:
+    """Refuse a model whose function changes when its heads get wider."""
+    if small.qk_norm:
         raise GrowError(
-            "a wider stream needs a gain of the norm after the embeddings, and this model has none; keep its width"
+            "queries and keys are normalized (qk_norm) over the head dimension, and new entries "
+            "of a head would change what the old ones are divided by; keep head_dim "
+            f"{small.heads_dim} and add heads"
         )
-    if before.qk_norm and after.heads_dim != before.heads_dim:
+    if small.rotary_size != small.heads_dim:
         raise GrowError(
-            "queries and keys are normalized (qk_norm) over the head dimension, and new entries of a head would change what "
-            f"the old ones are divided by; keep head_dim {before.heads_dim} and add heads"
+            "rotary positions turn a part of each head (rotary_fraction); keep head_dim "
+            f"{small.heads_dim} and add heads"
         )
-    if before.rotary_size != before.heads_dim and after.heads_dim != before.heads_dim:
+    rotations = {small.rotary_of(spec) for spec in small.attention_specs}
+    if len(rotations) > 1:
         raise GrowError(
-            f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
-        )
-    if (
-        len({before.rotary_of(sight) for sight in before.attention_specs}) > 1
-        and after.heads_dim != before.heads_dim
-    ):
-        raise GrowError(
-            f"layers turn positions at different rates (window_theta); keep head_dim {before.heads_dim} and add heads"
-        )
-    if before.post_norms and (after.width, after.depth) != (before.width, before.depth):
-        raise GrowError(
-            "norms after the branches (post_norm) divide by the size of what is written, whatever new entries and layers start at; "
-            f"keep width {before.width} and depth {before.depth}, and add heads or mlp_ratio"
-        )
-    if (
-        after.width != before.width
-        and before.branch_gains is not None
-        and before.norm == "layernorm"
-    ):
-        raise GrowError(
-            "a wider stream under LayerNorm needs branches of mean 0, and gains after them (layer_scale) leave none; keep its width"
-        )
-    if after.width != before.width and "representation" in before.sizes():
-        raise GrowError(
-            "a wider stream would need another readout after the layer before it (pre_logits), whose tanh is of what has grown; keep its width"
-        )
-    if after.width != before.width and before.tied_readout and not before.norm_gain:
-        raise GrowError(
-            "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"
+            "layers turn positions at different rates (window_theta); keep head_dim "
+            f"{small.heads_dim} and add heads"
         )
 
 
-def _check_routing(before: TransformerConfig, after: TransformerConfig) -> None:
-    """Refuses experts whose weights do not add up to 1, as those of copies of one MLP must."""
-    if not upcycled(before, after):
+def _check_wider_stream(small: TransformerConfig) -> None:
+    """Refuse a model whose function changes when its stream gets wider."""
+    if small.branch_gains is not None and small.norm == "layernorm":
+        raise GrowError(
+            "a wider stream under LayerNorm needs branches of mean 0, and gains after them "
+            "(layer_scale) leave none; keep its width"
+        )
+    if "representation" in small.sizes():
+        raise GrowError(
+            "a wider stream would need another readout after the layer before it (pre_logits), "
+            "whose tanh is of what has grown; keep its width"
+        )
+    if small.tied_readout and not small.norm_gain:
+        raise GrowError(
+            "a wider stream needs a norm gain before a tied readout, and this model has none; "
+            "keep its width"
+        )
+
+
+def _check_routing(small: TransformerConfig, large: TransformerConfig) -> None:
+    """Refuse experts whose weights do not add up to 1, as weights of copies of one MLP must."""
+    if not upcycled(small, large):
         return
-    if (gate := after.routing.gate) != "softmax":
-        why = (
-            "sigmoids of scores over their number"
-            if gate == "sigmoid"
-            else "shares of a softmax over all experts"
-        )
+    gate = large.routing.gate
+    if gate != "softmax":
+        formula = "shares of a softmax over all experts"
+        if gate == "sigmoid":
+            formula = "sigmoids of scores over their number"
         raise GrowError(
-            f"every expert starts as the MLP, and under model.routing.gate {gate} a token's are weighed by {why}, which do not "
-            "add up to 1: the function would be another; add routing.gate=softmax to --set"
+            f"every expert starts as the MLP, and under model.routing.gate {gate} a token's are "
+            f"weighed by {formula}, which do not add up to 1: the function would be another; add "
+            "routing.gate=softmax to --set"
         )
-    if after.shared_experts is not None:
+    if large.shared_experts is not None:
         raise GrowError(
-            "experts that every token goes to would add the MLP once more to experts that start as the MLP; "
-            "leave shared_experts out of --set"
+            "experts that every token goes to would add the MLP once more to experts that start "
+            "as the MLP; leave shared_experts out of --set"
         )
 
 
-def _heads(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, Index, int]:
-    """Indices of query and key heads, each query head with its own key head as before."""
-    there, here = before.num_heads // before.kv_heads, after.num_heads // after.kv_heads
-    copies = max(1, there // here)
-    if (here < there and there % here) or after.kv_heads < before.kv_heads * copies:
+def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, Index, int]:
+    """Return the indices of query and key heads, and the number of copies of a key head.
+
+    Each query head keeps its own key head.
+    """
+    old_group = small.num_heads // small.kv_heads
+    new_group = large.num_heads // large.kv_heads
+    copies = max(1, old_group // new_group)
+    is_split_unevenly = new_group < old_group and old_group % new_group
+    if is_split_unevenly or large.kv_heads < small.kv_heads * copies:
         raise GrowError(
-            f"{before.num_heads} query heads over {before.kv_heads} key heads cannot become {after.num_heads} over "
-            f"{after.kv_heads}: a key head serves {there} query heads and would serve {here}; make it more, or a divisor of "
-            f"{there} with at least {before.kv_heads * copies} key heads"
+            f"{small.num_heads} query heads over {small.kv_heads} key heads cannot become "
+            f"{large.num_heads} over {large.kv_heads}: a key head serves {old_group} query heads "
+            f"and would serve {new_group}; make it more, or a divisor of {old_group} with at "
+            f"least {small.kv_heads * copies} key heads"
         )
-    kv_heads, heads = np.full(after.kv_heads, -1), np.full(after.num_heads, -1)
-    for old in range(before.kv_heads):
-        for copy in range(copies):
-            kv_heads[old * copies + copy] = old
-        for query in range(there):
-            at = (
-                (old * copies + query // here) * here + query % here
-                if copies > 1
-                else old * here + query
-            )
-            heads[at] = old * there + query
+    kv_heads = np.full(large.kv_heads, -1)
+    heads = np.full(large.num_heads, -1)
+    for old_head in range(small.kv_heads):
+        first_head = old_head * copies
+        kv_heads[first_head : first_head + copies] = old_head
+        for query in range(old_group):
+            # Without copies all queries of a group stay with one key head. With copies the group
+            # is dealt out to them, `new_group` queries each.
+            if copies > 1:
+                head = (first_head + query // new_group) * new_group + query % new_group
+            else:
+                head = old_head * new_group + query
+            heads[head] = old_head * old_group + query
     return heads, kv_heads, copies
 
 
-def _rotated(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, list[str]]:
-    """Index of a head's entries that positions turn: pair i of N/2 turns theta^(-2i/N) a position, and keeps doing so."""
-    small, large = before.heads_dim, after.heads_dim
-    theta, new_theta = before.rotary_theta, after.rotary_theta
-    if theta is None or new_theta is None:
-        return first(small, large), []
-    turns, grown = (
-        -np.arange(n // 2) / (n // 2) * np.log(base)
-        for n, base in ((small, theta), (large, new_theta))
-    )
-    pairs = np.abs(turns[:, None] - grown[None]).argmin(1)
+def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, list[str]]:
+    """Return the index of a head's entries under rotary positions, and notes on changes.
+
+    Pair i of N/2 turns by theta^(-2i/N) per position. Old pairs go to new pairs of the same
+    frequency.
+    """
+    old_dim = small.heads_dim
+    new_dim = large.heads_dim
+    old_theta = small.rotary_theta
+    new_theta = large.rotary_theta
+    if old_theta is None or new_theta is None:
+        return first_entries(old_dim, new_dim), []
+
+    old_log_frequencies = _log_frequencies(old_dim, old_theta)
+    new_log_frequencies = _log_frequencies(new_dim, new_theta)
+    distances = np.abs(old_log_frequencies[:, None] - new_log_frequencies[None])
+    # Every old pair goes to the new pair with the nearest frequency.
+    pairs = distances.argmin(1)
+    num_pairs = old_dim // 2
     if len(set(pairs)) < len(pairs):
         raise GrowError(
-            f"rope_theta {new_theta} has no {small // 2} frequencies near those of {theta}; keep it"
+            f"rope_theta {new_theta} has no {num_pairs} frequencies near those of {old_theta}; "
+            "keep it"
         )
-    index = np.full(large, -1)
-    index[pairs], index[pairs + large // 2] = (
-        np.arange(small // 2),
-        np.arange(small // 2) + small // 2,
-    )
-    if np.allclose(turns, grown[pairs], atol=1e-6):
+    index = np.full(new_dim, -1)
+    # The two entries of pair i are i and i + N/2.
+    index[pairs] = np.arange(num_pairs)
+    index[pairs + new_dim // 2] = np.arange(num_pairs) + num_pairs
+    if np.allclose(old_log_frequencies, new_log_frequencies[pairs], atol=1e-6):
         return index, []
-    fitting = theta ** (large / small)
+    exact_theta = old_theta ** (new_dim / old_dim)
     return index, [
-        f"rotary pairs of head_dim {large} turn at other frequencies than those of {small}: the function changes "
-        f"(a multiple of {small}, or --set rope_theta={fitting:.10g}, keeps it)"
+        f"rotary pairs of head_dim {new_dim} turn at other frequencies than those of {old_dim}: "
+        f"the function changes (a multiple of {old_dim}, or --set rope_theta={exact_theta:.10g}, "
+        "keeps it)"
     ]
+
+
+def _log_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    num_pairs = head_dim // 2
+    return -np.arange(num_pairs) / num_pairs * np.log(theta)

@@ -1,4 +1,7 @@
-"""`mupax grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did."""
+"""`mupax grow CHECKPOINT --to MODEL --out WORKDIR`: continue a run with a larger model.
+
+The larger model computes the same function as the smaller one at the step where it takes over.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,16 @@ if TYPE_CHECKING:
     from mupax.train.reuse.trained import TrainedModel
 
 EXAMPLES = 4
-"""Sequences or images that logits are compared on."""
+"""Number of sequences or images whose logits are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grow:
     """A larger model that computes what the smaller one did, as a run to go on with.
 
-    Writes a run of the larger model at the same step, with the optimizer's state: `--resume` goes on from there with the
-    next batch and the rates that the run's preset has for the new size. The old run is left as it is.
+    Writes a run of the larger model at the same step, with the optimizer's state: `--resume` goes
+    on from there with the next batch and the rates that the run's preset has for the new size. The
+    old run is left as it is.
     """
 
     checkpoint: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="CHECKPOINT")]
@@ -48,7 +52,11 @@ class Grow:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Grows; 0 when done. Raises UsageError, GrowError, ConfigError or WeightsError for what does not fit."""
+    """Run `mupax grow` and return its exit code, 0.
+
+    Raises:
+        UsageError, GrowError, ConfigError, WeightsError: wrong flags, or no growth that fits.
+    """
     args = command_line.parse(Grow, "mupax grow", argv)
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
@@ -58,34 +66,52 @@ def main(argv: Sequence[str]) -> int:
     command = ["mupax", "grow", *argv]
     if is_made(args.out, command):
         return 0
+
     model = trained.describe(args.checkpoint, needs_run=True)
     run = model.run
     assert run is not None
     files = model.asset_files()
-    before = model.config
-    after = larger(before, args)
+    config = model.config
+    larger_config = larger(config, args)
     console = terminal.console()
-    one, other = runs.on_one_device(before), runs.on_one_device(after)
-    old = runs.whole_state(run.verified(), one)
-    state, growth = grown(one, other, old)
+
+    program = runs.on_one_device(config)
+    larger_program = runs.on_one_device(larger_config)
+    state = runs.whole_state(run.verified(), program)
+    larger_state, growth = grown(program, larger_program, state)
+
     batch, examples = compared_examples(model, console.print)
-    was, now = logits(one, old.params, batch), logits(other, state.params, batch)
-    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, files)
-    cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
-    notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
-    transplant.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
-    difference = (
-        f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
+    # The user sees by the printed difference whether the function stayed.
+    old_logits = logits(program, state.params, batch)
+    new_logits = logits(larger_program, larger_state.params, batch)
+    preset = larger_program.preset
+    step = runs.write(
+        args.out, command, larger_config, preset.describe(), larger_state, run.facts, files
     )
-    for line in (
-        f"logits of {EXAMPLES} {examples} {difference}",
-        f"step {step} of {args.checkpoint} is in {args.out}, {other.definition.count():,} parameters; go on with",
-    ):
-        console.print(line, highlight=False)
+
+    sizes = larger_program.definition.sizes
+    notes = [
+        *growth.notes,
+        *transplant.overshoot_notes(larger_config.scaled_optimizer),
+        *preset.cautions(sizes, larger_config.optimizer.name),
+    ]
+    transplant.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
+    difference = abs(old_logits - new_logits).max()
+    largest = abs(old_logits).max()
+    console.print(
+        f"logits of {EXAMPLES} {examples} differ by at most {difference:.2g}, "
+        f"the largest being {largest:.3g}",
+        highlight=False,
+    )
+    num_params = larger_program.definition.count()
+    console.print(
+        f"step {step} of {args.checkpoint} is in {args.out}, {num_params:,} parameters; go on with",
+        highlight=False,
+    )
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
-    if step >= after.steps:
+    if step >= larger_config.steps:
         console.print(
-            f"which has {after.steps} steps, all done: add --steps N, of more than {step}",
+            f"which has {larger_config.steps} steps, all done: add --steps N, of more than {step}",
             highlight=False,
         )
     finish(args.out)
@@ -95,11 +121,12 @@ def main(argv: Sequence[str]) -> int:
 def compared_examples(
     model: TrainedModel, note: Callable[[str], None]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Return what the model reads of a few examples, and what kind of examples they are: random ones without the run's data.
+    """Return the inputs of a few examples, and the kind of examples in words.
+
+    They are evaluation examples of the run's data, or random examples if the data is missing.
 
     Args:
-        model: the smaller one.
-        note: told what takes time, or why the run's data is not read.
+        note: prints a line, about steps that take time or about missing data.
     """
     import numpy as np
 
@@ -115,66 +142,66 @@ def compared_examples(
     except data_sources.DataError as error:
         note(f"note: the run's data is not here ({error})")
         rng = np.random.default_rng(0)
-        tokens = config.model.sizes().get("vocab", 2)
+        vocab_size = config.model.sizes().get("vocab", 2)
         batch = {}
         for name, spec in config.model.example().items():
             shape = (EXAMPLES, *spec.shape)
             if name.endswith("mask"):
                 batch[name] = np.ones(shape, spec.dtype)
             elif spec.dtype == "int32":
-                batch[name] = rng.integers(tokens, size=shape, dtype=np.int32)
+                batch[name] = rng.integers(vocab_size, size=shape, dtype=np.int32)
             else:
                 batch[name] = rng.standard_normal(shape, np.float32)
         kind = "random examples"
-    read = {
-        name: array[:EXAMPLES]
-        for name, array in batch.items()
-        if name not in ("targets", "weights")
-    }
-    return read, kind
+    inputs = {}
+    for name, array in batch.items():
+        if name not in ("targets", "weights"):
+            inputs[name] = array[:EXAMPLES]
+    return inputs, kind
 
 
-def larger(before: Config, args: Grow) -> Config:
-    """The run on the model that was asked for.
-
-    Args:
-        before: the run of the checkpoint.
-        args: the command's flags.
+def larger(config: Config, args: Grow) -> Config:
+    """Return the config of the run that continues with the larger model.
 
     Raises:
-        ConfigError: no such model or field, or sizes that do not fit.
+        ConfigError: unknown model or field, or sizes that do not fit.
     """
-    model = before.model if args.to is None else configs.get(args.to)
+    model = config.model if args.to is None else configs.get(args.to)
+    # Compute settings are the run's, whatever model is named.
     values: dict[str, Any] = {
         **model_to_json(model),
-        "compute": dataclasses.asdict(before.model.compute),
+        "compute": dataclasses.asdict(config.model.compute),
     }
     for word in args.set:
-        field, equals, value = word.removeprefix("model.").partition("=")
-        *owners, field = field.split(".")
+        path, equals, value = word.removeprefix("model.").partition("=")
+        *owners, field = path.split(".")
         holder = values
         for owner in owners:
             holder = holder.get(owner) if isinstance(holder, dict) else None
         if not equals or not isinstance(holder, dict) or field not in holder:
             raise configs.ConfigError(
-                f"--set {word}: write FIELD=VALUE with a field of the model, such as num_heads=8 or routing.gate=softmax"
+                f"--set {word}: write FIELD=VALUE with a field of the model, such as num_heads=8 "
+                "or routing.gate=softmax"
             )
         holder[field] = _read(value)
-    steps = args.steps or before.steps
-    model, out = model_from_json(values), str(args.out)
-    config = dataclasses.replace(
-        before, resume=False, resume_from=None, resume_change=(), resume_exact=False
+    return dataclasses.replace(
+        config,
+        resume=False,
+        resume_from=None,
+        resume_change=(),
+        resume_exact=False,
+        model=model_from_json(values),
+        workdir=str(args.out),
+        init=InitConfig(),
+        steps=args.steps or config.steps,
     )
-    return dataclasses.replace(config, model=model, workdir=out, init=InitConfig(), steps=steps)
 
 
-def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Growth]:
-    """A state of one program as that of the other, a larger model's, and how its parameters came to be.
+def grown(program: Program, larger_program: Program, old: TrainState) -> tuple[TrainState, Growth]:
+    """Return the state of the larger model's run, and the plan of how its parameters are made.
 
     Args:
-        one: program of the smaller model's run.
-        other: program of the larger one's.
-        old: state of the first.
+        old: state of the run of `program`, the smaller model, with arrays on one device.
     """
     import jax
 
@@ -183,21 +210,23 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
     from mupax.train.reuse.grow import grow
     from mupax.train.reuse.transplant import ScaledModel
 
-    growth, config = grow.plan(ScaledModel.of(one), ScaledModel.of(other)), other.config
-    fresh = growth.silenced(fresh_params(other.definition, config.seed, other.stds, growth.fresh()))
-    state = transplant.state(
-        growth.moves, old, fresh, other.abstract.opt_state, config.optimizer.name
+    growth = grow.plan(ScaledModel.of(program), ScaledModel.of(larger_program))
+    config = larger_program.config
+    fresh = fresh_params(
+        larger_program.definition, config.seed, larger_program.stds, growth.fresh()
     )
-    return jax.tree.map(transplant.placed, state, other.abstract), growth
+    fresh = growth.silenced(fresh)
+    abstract = larger_program.abstract
+    state = transplant.state(growth.moves, old, fresh, abstract.opt_state, config.optimizer.name)
+    return jax.tree.map(transplant.placed, state, abstract), growth
 
 
 def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarray:
-    """Logits of a batch, float32 whatever the run computes in.
+    """Return the logits of a batch, computed in float32 whatever dtype the run computes in.
 
     Args:
-        program: of the run.
-        params: the model's, by name.
-        batch: what the model reads: `inputs`, and all else by name.
+        params: parameters of the program's model, by name.
+        batch: `inputs` and the model's other inputs by name.
     """
     import jax
     import numpy as np
@@ -205,22 +234,24 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
     from mupax.zoo.definition import definition
 
     model = program.config.model
-    exact = definition(
-        dataclasses.replace(model, compute=dataclasses.replace(model.compute, dtype="float32"))
-    )
+    # Rounding of bfloat16 would hide a small change of the function.
+    compute = dataclasses.replace(model.compute, dtype="float32")
+    exact = definition(dataclasses.replace(model, compute=compute))
     factors = program.inputs.factors
 
     @jax.jit
     def run(params: Any, inputs: Any, context: Any) -> Any:
-        return exact.model(params, factors.multiplier, factors.forward)(inputs, **context)
+        apply = exact.model(params, factors.multiplier, factors.forward)
+        return apply(inputs, **context)
 
     context = {name: array for name, array in batch.items() if name != "inputs"}
     return np.asarray(run(params, batch["inputs"], context))
 
 
 def _read(value: str) -> Any:
-    """A value as JSON has it; a bare word is a text."""
+    """Return the value of a flag parsed as JSON. A bare word is a string."""
+    constants = {"None": "null", "True": "true", "False": "false"}
     try:
-        return json.loads({"None": "null", "True": "true", "False": "false"}.get(value, value))
+        return json.loads(constants.get(value, value))
     except (ValueError, RecursionError):
         return value

@@ -1,26 +1,35 @@
-"""Grow a network and keep its function: more and wider heads, a wider MLP, a wider stream, more layers.
+"""Grow a network and keep its function: more and wider heads, wider MLP and stream, more layers.
 
-New units start at the preset's initialization and write nothing yet: what would carry their output into the stream is zero.
-So gradients reach what is zero at once, and the units themselves a step later; no two are alike (Chen et al. 2016, Net2Net,
-split units instead, whose copies Adam keeps equal). In the plain network of `train/reuse/plain.py`, where a preset has no
-multipliers, with D width and N head dimension before, D' and N' after:
+New units start at the preset's initialization and write nothing yet: the weights that would carry
+their output into the stream are zero. So gradients reach these zero weights at once, and the units
+themselves a step later; no two units are alike (Chen et al. 2016, Net2Net, split units instead,
+whose copies Adam keeps equal). In the plain network of `train/reuse/plain.py`, where a preset has
+no multipliers, with D width and N head dimension before, D' and N' after:
 
-| grown     | zero, where new                          | so that the function stays                                      |
-|-----------|------------------------------------------|-----------------------------------------------------------------|
-| layers    | their attention out and MLP out          | a new layer, on top, adds nothing                               |
-| MLP       | rows of MLP out                          |                                                                 |
-| heads     | rows of attention out                    | a key head that serves fewer query heads is copied              |
-| head_dim  | columns of key, rows of attention out    | queries x (N'/N)^1/2; rotary pairs keep their frequencies       |
-| experts   |                                          | each is the MLP, and a token's weights add up to 1; or copies   |
-|           |                                          | of an expert, which a token goes to together                    |
-| embed     | columns of all that writes the stream    | norm gains (else what reads the norm) x (D/D')^1/2; a LayerNorm |
-|           |                                          | needs a stream of mean 0: what writes it is centred             |
+| grown    | zero, where new                       | so that the function stays           |
+|----------|---------------------------------------|--------------------------------------|
+| layers   | their attention out and MLP out       | a new layer, on top, adds nothing    |
+| MLP      | rows of MLP out                       |                                      |
+| heads    | rows of attention out                 | a key head that serves fewer query   |
+|          |                                       | heads is copied                      |
+| head_dim | columns of key, rows of attention out | queries x (N'/N)^1/2; rotary pairs   |
+|          |                                       | keep their frequencies               |
+| experts  |                                       | each is the MLP, and a token's       |
+|          |                                       | weights add up to 1; or copies of an |
+|          |                                       | expert, which a token goes to        |
+|          |                                       | together                             |
+| embed    | columns of all that writes the stream | norm gains (else what reads the      |
+|          |                                       | norm) x (D/D')^1/2; a LayerNorm      |
+|          |                                       | needs a stream of mean 0: what       |
+|          |                                       | writes it is centred                 |
 
-Copies of an expert see the same tokens with the same weights, and would stay equal for ever: to their last matrices fresh numbers are
-added that sum to zero over the copies (antisymmetric for two), so that their sum stays and all else in them gets its own gradient.
+Copies of an expert see the same tokens with the same weights, and would stay equal for ever. To
+their last matrices initial values are added that sum to zero over the copies (antisymmetric for
+two), so that the sum of the copies stays and all their other weights get gradients of their own.
 
-What is left is the norms' eps under a wider stream, which counts D'/D times (model.norm_eps x D/D' is exact). Then the
-preset of the new size takes out its own multipliers. Gradients of old entries are as before, and moments move with them.
+One part is inexact: the norms' eps under a wider stream, which counts D'/D times (model.norm_eps x
+D/D' is exact). Then the preset of the new size takes out its own multipliers. Gradients of old
+entries are as before, and moments move with them.
 """
 
 from __future__ import annotations
@@ -34,6 +43,7 @@ from mupax.presets import VECTORS, ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
 from mupax.train.reuse.transplant import (
+    Index,
     ParamTransfer,
     Plan,
     Row,
@@ -45,192 +55,245 @@ from mupax.train.reuse.transplant import (
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
 
-_MLP, _EXPERTS = "block.mlp.", "block.experts."
+_MLP = "block.mlp."
+_EXPERTS = "block.experts."
 EMBEDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
+"""Roles of the embeddings, which start the stream."""
 OUTS = (Role.ATTENTION_OUT, Role.MLP_OUT, Role.EXPERT_OUT)
-READS = (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN, Role.ROUTER, Role.EXPERT_IN, Role.READOUT)
+"""Roles of the matrices that write a branch's output into the stream."""
+READS = (
+    Role.QUERY,
+    Role.KEY,
+    Role.VALUE,
+    Role.MLP_IN,
+    Role.ROUTER,
+    Role.EXPERT_IN,
+    Role.READOUT,
+)
+"""Roles of the matrices that read a norm of the stream."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth(Plan):
-    """How every parameter of the larger model comes from the smaller one's."""
+    """Plan of how every parameter of the larger model is made from the smaller one's."""
 
     notes: list[str]
-    """Why the function is not exactly the one before; empty where it is, but for rounding."""
+    """Reasons why the function changes. Empty if it stays, except for rounding."""
     silent: dict[str, np.ndarray]
-    """Where a new entry is zero, by name; it broadcasts against the parameter."""
+    """Bool mask by parameter name of the new entries that are zero. It broadcasts."""
 
     def silenced(self, fresh: Params) -> Params:
-        """Initial parameters with what writes for new units at zero, and what tells copies apart adding up to zero."""
-        return {
-            name: self._silenced(name, w) if name in self.silent else w for name, w in fresh.items()
-        }
+        """Return initial parameters with zeros where new units would write into the stream.
 
-    def _silenced(self, name: str, w: np.ndarray) -> np.ndarray:
-        silent = np.where(self.silent[name], 0, w)
-        if (move := self.moves.get(name)) is None or move.apart is None:
+        Initial values that tell copies of an expert apart are made to sum to zero over the copies.
+        """
+        params: Params = {}
+        for name, weight in fresh.items():
+            if name in self.silent:
+                weight = self._silenced(name, weight)
+            params[name] = weight
+        return params
+
+    def _silenced(self, name: str, weight: np.ndarray) -> np.ndarray:
+        silent = np.where(self.silent[name], 0, weight)
+        move = self.moves.get(name)
+        if move is None or move.copies_axis is None:
             return silent
-        split = (*w.shape[: move.apart], -1, move.copies, *w.shape[move.apart + 1 :])
-        each = w.reshape(split)
-        return np.where(
-            move.transplanted(),
-            (each - each.mean(move.apart + 1, keepdims=True)).reshape(w.shape),
-            silent,
-        )
+        # Split the axis of the experts into [old experts, copies], and subtract the copies' mean.
+        axis = move.copies_axis
+        split_shape = (*weight.shape[:axis], -1, move.copies, *weight.shape[axis + 1 :])
+        experts = weight.reshape(split_shape)
+        centred = experts - experts.mean(axis + 1, keepdims=True)
+        return np.where(move.transplanted(), centred.reshape(weight.shape), silent)
 
 
-def plan(there: ScaledModel, here: ScaledModel) -> Growth:
-    """How one model grows into another, and what that does to its function.
-
-    Args:
-        there: the smaller model, under its preset.
-        here: the larger one, under its own.
+def plan(source: ScaledModel, target: ScaledModel) -> Growth:
+    """Return the plan by which one model grows into another, with notes on its function.
 
     Raises:
-        GrowError: the other is no larger form of it, or the function could not be kept and need not be lost; the text says
-            which field, and what to write.
+        GrowError: the target is no larger form of the source, or the function cannot be kept. The
+            message says which field, and what to write.
+        TransplantError: no parameter can absorb a scale of the preset.
     """
-    before, after = (transformer(side.model, "growth") for side in (there, here))
-    if before.lora.rank is not None:
+    small = transformer(source.model, "growth")
+    large = transformer(target.model, "growth")
+    if small.lora.rank is not None:
         raise grow_axes.GrowError(
-            "it holds adapters beside its matrices; start a run from it (--init-from merges them), and grow that"
+            "it holds adapters beside its matrices; start a run from it (--init-from merges them), "
+            "and grow that"
         )
-    axes = grow_axes.axes(before, after)
-    check_unmovable(there, here)
-    exact, notes = _notes(before, after, axes)
+    axes = grow_axes.axes(small, large)
+    check_unmovable(source, target)
+    is_exact, notes = _notes(small, large, axes)
+
     moves: dict[str, ParamTransfer] = {}
     rows: list[Row] = []
     silent: dict[str, np.ndarray] = {}
-    for name, spec in here.definition.specs.items():
-        new = here.definition.abstract[name].shape
-        source, inserted = name, None
-        if grow_axes.upcycled(before, after) and name.startswith(_EXPERTS):
-            source = name.replace(_EXPERTS, _MLP)
-            if source not in there.definition.specs:  # the router, and the bias of its choice
-                rows.append(Row(name, role_of(spec), None, new, "grown", "new: initialized"))
+    is_upcycled = grow_axes.upcycled(small, large)
+    for name, spec in target.definition.specs.items():
+        shape = target.definition.abstract[name].shape
+        source_name = name
+        inserted_axis = None
+        if is_upcycled and name.startswith(_EXPERTS):
+            source_name = name.replace(_EXPERTS, _MLP)
+            if source_name not in source.definition.specs:
+                # The router and the bias of its choice have no counterpart in an MLP.
+                rows.append(Row(name, role_of(spec), None, shape, "grown", "new: initialized"))
                 continue
-            inserted = spec.axes.index("experts")
-        old = there.definition.abstract[source].shape
-        old = old if inserted is None else (*old[:inserted], 1, *old[inserted:])
-        along = tuple(axes.of(spec, axis, size) for axis, size in zip(spec.axes, new, strict=True))
-        if inserted is not None:
-            along = (*along[:inserted], np.zeros(new[inserted], int), *along[inserted + 1 :])
+            inserted_axis = spec.axes.index("experts")
+
+        old_shape = source.definition.abstract[source_name].shape
+        along = [axes.index(spec, axis, size) for axis, size in zip(spec.axes, shape, strict=True)]
+        copies = axes.copies if "kv_heads" in spec.axes else 1
+        aligned_shape = old_shape
+        if inserted_axis is not None:
+            aligned_shape = (*old_shape[:inserted_axis], 1, *old_shape[inserted_axis:])
+            along[inserted_axis] = np.zeros(shape[inserted_axis], int)
+            if "kv_heads" not in spec.axes:
+                copies = shape[inserted_axis]
+        copies_axis = None
+        if axes.expert_copies > 1:
+            # The bias of the router's choice has no gradient that its copies could share.
+            if "experts" in spec.axes and not spec.moved_by_loads:
+                copies = axes.expert_copies
+            if spec.role is Role.EXPERT_OUT:
+                copies_axis = spec.axes.index("experts")
+
         layers = along[0] if spec.stacked else None
-        scale = _scale(spec, before, after) * transplant.ratio(
-            there.scales[source], here.scales[name], layers
-        )
-        prepared = _centred(spec, before, after) if exact else np.asarray
-        copies = (
-            axes.copies if "kv_heads" in spec.axes else 1 if inserted is None else new[inserted]
-        )
-        if (
-            "experts" in spec.axes and axes.expert_copies > 1 and not spec.moved_by_loads
-        ):  # of which each copy has the whole
-            copies = axes.expert_copies
-        apart = (
-            spec.axes.index("experts")
-            if spec.role is Role.EXPERT_OUT and axes.expert_copies > 1
-            else None
-        )
-        moves[name] = ParamTransfer(
-            source=source,
-            along=along,
-            scale=scale,
-            prepared=prepared,
+        ratio = transplant.ratio(source.scales[source_name], target.scales[name], layers)
+        centres = is_exact and _needs_centring(spec, small, large)
+        move = ParamTransfer(
+            source=source_name,
+            along=tuple(along),
+            scale=_scale(spec, small, large) * ratio,
+            prepare=_centre if centres else np.asarray,
             copies=copies,
-            inserted=inserted,
-            apart=apart,
+            inserted_axis=inserted_axis,
+            copies_axis=copies_axis,
         )
-        if (zero := _silent(spec, along)) is not None:
+        moves[name] = move
+        zero = _silent(spec, move.along)
+        if zero is not None:
             silent[name] = zero
-        rows.append(
-            Row(
-                name,
-                role_of(spec),
-                there.definition.abstract[source].shape,
-                new,
-                *_action(spec, moves[name], old, new, zero),
-            )
-        )
+        action, reason = _action(spec, move, aligned_shape, shape, zero)
+        rows.append(Row(name, role_of(spec), old_shape, shape, action, reason))
     return Growth(moves, rows, notes, silent)
 
 
-def _scale(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig) -> float:
-    """What an entry is taken times in the plain network."""
-    wider, of_query = (before.width / after.width) ** 0.5, Role.QUERY in (spec.role, spec.of)
-    scale = (
-        (after.heads_dim / before.heads_dim) ** 0.5
-        if of_query and spec.role is not Role.NORM_GAIN
-        else 1.0
-    )
-    if before.norm_gain:
-        return scale * wider if spec.role is Role.NORM_GAIN and spec.of is None else scale
+def _scale(spec: ParamSpec, small: TransformerConfig, large: TransformerConfig) -> float:
+    """Return the factor of old entries in the plain network that keeps the function."""
+    # A norm over D' entries of a stream whose new entries are 0 is (D'/D)^1/2 times as large.
+    width_factor = (small.width / large.width) ** 0.5
+    scale = 1.0
+    is_query = Role.QUERY in (spec.role, spec.of)
+    if is_query and spec.role is not Role.NORM_GAIN:
+        scale = (large.heads_dim / small.heads_dim) ** 0.5
+
+    if small.norm_gain:
+        if spec.role is Role.NORM_GAIN and spec.of is None:
+            return scale * width_factor
+        return scale
     if spec.role in READS:
-        return scale * wider
-    return scale / wider if spec.role is Role.BIAS and spec.of is Role.NORM_GAIN else scale
+        return scale * width_factor
+    if spec.role is Role.BIAS and spec.of is Role.NORM_GAIN:
+        return scale / width_factor
+    return scale
 
 
-def _centred(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig):
-    """Takes the mean over the stream out of what writes it, which no LayerNorm sees, nor any gradient."""
+def _needs_centring(spec: ParamSpec, small: TransformerConfig, large: TransformerConfig) -> bool:
+    """Return whether a parameter writes a stream that must keep mean 0 while it gets wider."""
     role = spec.of or spec.role
     writes = role in (*EMBEDS, *OUTS) and spec.axes[-1] == "embed"
-    if before.norm != "layernorm" or before.width == after.width or not writes:
-        return np.asarray
-    return lambda w: w - w.mean(-1, keepdims=True, dtype=np.float64).astype(np.float32)
+    return small.norm == "layernorm" and small.width != large.width and writes
 
 
-def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Where new entries are zero; None where they start as the preset has it."""
+def _centre(weight: np.ndarray) -> np.ndarray:
+    """Subtract the mean over the stream, which no LayerNorm sees and which gets no gradient."""
+    return weight - weight.mean(-1, keepdims=True, dtype=np.float64).astype(np.float32)
+
+
+def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
+    """Return a mask of new entries that are zero, or `None` if all start as the preset says."""
     if spec.role in (*EMBEDS, *OUTS):
         return np.ones([1] * len(along), bool)
     if spec.role is not Role.KEY:
         return None
-    # Only in heads and layers that are not new themselves: there the output is silent.
-    sides = dict(zip(spec.axes, transplant.sides(along), strict=True))
-    return sides[spec.blocks] & sides["kv_heads"] & ~sides["head_dim"]
+    # Keys need zeros only in heads and layers that are not new themselves. In new ones the output
+    # matrix is zero.
+    in_source = dict(zip(spec.axes, transplant.in_source(along), strict=True))
+    return in_source[spec.blocks] & in_source["kv_heads"] & ~in_source["head_dim"]
 
 
 def _notes(
-    before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes
+    small: TransformerConfig, large: TransformerConfig, axes: grow_axes.Axes
 ) -> tuple[bool, list[str]]:
     """Return whether a wider stream keeps the function exactly, and notes on what does not."""
-    notes, ratio = list(axes.notes), after.width / before.width
-    if grow_axes.upcycled(before, after) and after.routing.capacity_factor is not None:
+    notes = list(axes.notes)
+    ratio = large.width / small.width
+    capacity_factor = large.routing.capacity_factor
+    if grow_axes.upcycled(small, large) and capacity_factor is not None:
         notes.append(
-            f"tokens beyond an expert's capacity (routing.capacity_factor {after.routing.capacity_factor:g}) lose what the MLP "
-            "added: the function changes where there are any (routing.capacity_factor=null drops none)"
+            f"tokens beyond an expert's capacity (routing.capacity_factor {capacity_factor:g}) "
+            "lose what the MLP added: the function changes where there are any "
+            "(routing.capacity_factor=null drops none)"
         )
-    if ratio > 1 and before.tied_readout and before.norm == "layernorm":
+    if ratio > 1 and small.tied_readout and small.norm == "layernorm":
         notes.append(
-            "a wider stream under LayerNorm needs token embeddings of mean 0, and as a tied readout these need their mean: "
-            "the function changes (an untied model, or one with rmsnorm, keeps it)"
+            "a wider stream under LayerNorm needs token embeddings of mean 0, and as a tied "
+            "readout these need their mean: the function changes (an untied model, or one with "
+            "rmsnorm, keeps it)"
         )
         return False, notes
-    if ratio > 1 and not np.isclose(after.norm_eps, before.norm_eps / ratio, rtol=1e-3):
+    exact_eps = small.norm_eps / ratio
+    if ratio > 1 and not np.isclose(large.norm_eps, exact_eps, rtol=1e-3):
+        error = large.norm_eps * (ratio - 1) / 2
         notes.append(
-            f"the norms' eps counts {ratio:g} times: of a norm's output about {after.norm_eps * (ratio - 1) / 2:.1g} where the "
-            f"stream's variance is 1 (--set norm_eps={before.norm_eps / ratio:g} is exact)"
+            f"the norms' eps counts {ratio:g} times: of a norm's output about {error:.1g} where "
+            f"the stream's variance is 1 (--set norm_eps={exact_eps:g} is exact)"
         )
     return True, notes
 
 
 def _action(
-    spec: ParamSpec, move: ParamTransfer, old: Shape, new: Shape, zero: np.ndarray | None
+    spec: ParamSpec,
+    move: ParamTransfer,
+    old_shape: Shape,
+    shape: Shape,
+    zero: np.ndarray | None,
 ) -> tuple[str, str]:
-    """Action and reason."""
-    unit = (
-        "MLP" if move.inserted is not None else "expert" if "experts" in spec.axes else "key head"
-    )
-    words = [f"every {unit} {move.copies} times"] if move.copies > 1 else []
-    words += [move.times] if move.times else []
-    grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
-    if not grown:
-        return ("converted", ", ".join(words)) if words else ("kept", "")
-    if (
-        not np.all(move.transplanted()) and spec.role not in VECTORS
-    ):  # gains start at 1 and biases at 0
-        start = (
-            "initialized" if zero is None else "0" if zero.all() else "initialized, 0 in old heads"
-        )
-        words.append(f"new: {start}")
-    return "grown", ", ".join([*grown, *words])
+    """Return action and reason of a parameter's row.
+
+    Args:
+        old_shape: shape in the source, with size 1 along an inserted axis.
+        zero: mask of `_silent`.
+    """
+    words = []
+    if move.copies > 1:
+        if move.inserted_axis is not None:
+            unit = "MLP"
+        elif "experts" in spec.axes:
+            unit = "expert"
+        else:
+            unit = "key head"
+        words.append(f"every {unit} {move.copies} times")
+    if move.times:
+        words.append(move.times)
+
+    growth = []
+    for axis, old_size, size in zip(spec.axes, old_shape, shape, strict=True):
+        if old_size != size:
+            growth.append(f"{axis} {old_size} to {size}")
+    if not growth:
+        if words:
+            return "converted", ", ".join(words)
+        return "kept", ""
+
+    # Gains start at 1 and biases at 0, so nothing is said of vectors.
+    if not np.all(move.transplanted()) and spec.role not in VECTORS:
+        if zero is None:
+            words.append("new: initialized")
+        elif zero.all():
+            words.append("new: 0")
+        else:
+            words.append("new: initialized, 0 in old heads")
+    return "grown", ", ".join([*growth, *words])

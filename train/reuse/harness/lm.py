@@ -1,4 +1,7 @@
-"""`Harness`: a model of ours as the lm-eval harness takes one (extra `eval`)."""
+"""Adapter of a mupax model to the lm-eval harness (extra `eval`).
+
+`mupax eval --tasks` uses it, and so can a script that calls the harness itself.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from mupax.train.config.sections import Step
 from mupax.train.reuse.generate.sampling import Sampling
-from mupax.train.reuse.harness.texts import MOST, Texts
+from mupax.train.reuse.harness.texts import MAX_TOKENS, Texts
 
 
 class Harness(LM):
-    """A decoder under the tasks of the lm-eval harness.
+    """Decoder with the interface of a language model of the lm-eval harness.
 
         lm_eval.simple_evaluate(model=Harness("runs/lm-laptop"), tasks=["lambada_openai"])
 
     Args:
         path: a run, one of its steps, or weights.
-        step: of a run, which checkpoint; the newest unless given.
-        average: whether the moving average is meant; where the run has one, unless given.
-        tokenizer: data.tokenizer of weights that have none beside them.
+        step: step of a run's checkpoint, by default the newest.
+        average: whether to use the moving average, by default if the run keeps one.
+        tokenizer: data.tokenizer of weights without a tokenizer beside them.
     """
 
     def __init__(
@@ -36,30 +39,46 @@ class Harness(LM):
         self._texts = Texts(Path(path), step, average, tokenizer)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would write it) of each request's (context, continuation)."""
-        return [
-            (score.logprob, score.greedy)
-            for score in self._texts.likelihoods([of.args for of in requests])
-        ]
+        """Return the log-probability of each continuation, and whether greedy decoding writes it.
+
+        Args:
+            requests: requests of the harness, with arguments (context, continuation).
+        """
+        scores = self._texts.likelihoods([request.args for request in requests])
+        return [(score.logprob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Log-probability of each request's whole text."""
-        return self._texts.rolling([of.args[0] for of in requests])
+        """Return the log-probability of each complete text.
+
+        Args:
+            requests: requests of the harness, with arguments (text,).
+        """
+        return self._texts.rolling([request.args[0] for request in requests])
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """What is written after each request's context, as its `until`, `max_gen_toks`, `temperature`, `top_k` and `top_p` say."""
-        return [self._continued(*of.args) for of in requests]
+        """Return the text generated after each context.
+
+        Args:
+            requests: requests of the harness, with arguments (context, options). Options are
+                `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k` and `top_p`.
+        """
+        return [self._continued(*request.args) for request in requests]
 
     @property
     def tokenizer_name(self) -> str:
-        """What names the tokenizer and its content."""
+        """Key of the tokenizer, which changes with its content."""
         return self._texts.tokenizer.key
 
-    def _continued(self, context: str, words: dict[str, Any]) -> str:
-        until = words.get("until") or []
-        heat = float(words.get("temperature") or 0.0) if words.get("do_sample", True) else 0.0
-        sampling = Sampling(heat, words.get("top_k"), words.get("top_p")) if heat else None
-        most = int(words.get("max_gen_toks") or words.get("max_new_tokens") or MOST)
-        return self._texts.continued(
-            context, [until] if isinstance(until, str) else until, most=most, sampling=sampling
-        )
+    def _continued(self, context: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        if isinstance(until, str):
+            until = [until]
+        temperature = 0.0
+        if options.get("do_sample", True):
+            temperature = float(options.get("temperature") or 0.0)
+        sampling = None
+        if temperature:
+            sampling = Sampling(temperature, options.get("top_k"), options.get("top_p"))
+        # Tasks use either name.
+        max_tokens = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_TOKENS
+        return self._texts.continued(context, until, max_tokens=int(max_tokens), sampling=sampling)

@@ -1,4 +1,7 @@
-"""`mupax eval RUN --tasks …`: tasks of the lm-eval harness, and their numbers."""
+"""`mupax eval RUN --tasks …`: run tasks of the lm-eval harness and collect their metrics.
+
+`train/run/eval_command.py` prints the rows.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from mupax import extras
 from mupax.errors import MupaxError
 from mupax.train.config.sections import Step
 
+_SHOWN = 8
+"""Number of task names listed in a message."""
+
 
 class TaskError(MupaxError):
-    """Tasks that cannot be run, as asked. The text says what to write instead."""
+    """Tasks that cannot run. The message says what to write instead."""
 
 
 def check() -> None:
-    """Raises TaskError where the harness is not here."""
+    """Raise `TaskError` if the lm-eval harness is not installed."""
     extras.require("eval", "--tasks", TaskError)
 
 
@@ -31,19 +37,21 @@ def measured(
     average: bool | None = None,
     tokenizer: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Numbers by task: its metrics, their standard errors (`NAME_stderr`), and `examples`.
+    """Return the results by task: metrics, standard errors (`NAME_stderr`), and `examples`.
+
+    `examples` is the number of evaluated examples.
 
     Args:
         path: a run, one of its steps, or weights.
-        names: of tasks, of the harness' own or of the folder.
-        folder: of YAML files with tasks, in place of the harness' own.
-        limit: examples of a task, at most.
-        shots: examples shown before each; what the task says unless given.
-        step, average, tokenizer: of the model, as `Texts` takes them.
+        names: names of tasks, of the harness or of `folder`.
+        folder: folder of YAML files with tasks, in place of the harness' tasks.
+        limit: largest number of examples per task, by default all.
+        shots: number of examples in the prompt, by default the task's.
+        step, average, tokenizer: see `Texts`.
 
     Raises:
-        TaskError: no task of a name.
-        MupaxError: no model there.
+        TaskError: a task does not exist, or the harness is not installed.
+        MupaxError: no model at the path.
     """
     check()
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
@@ -52,13 +60,14 @@ def measured(
     from mupax.train.reuse.harness.lm import Harness
 
     manager = TaskManager(include_path=folder and str(folder), include_defaults=folder is None)
-    if unknown := [name for name in names if name not in manager.all_tasks]:
-        some = ", ".join(sorted(manager.all_tasks)[:8])
-        raise TaskError(
-            f"no task is named {unknown[0]}; {folder or 'the harness'} has {some} and others"
-            if some
-            else f"no task in {folder}"
-        )
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        examples = ", ".join(sorted(manager.all_tasks)[:_SHOWN])
+        if not examples:
+            raise TaskError(f"no task in {folder}")
+        source = folder or "the harness"
+        raise TaskError(f"no task is named {unknown[0]}; {source} has {examples} and others")
+
     results: Any = simple_evaluate(
         Harness(path, step, average, tokenizer),
         tasks=list(names),
@@ -69,38 +78,37 @@ def measured(
         log_samples=False,
     )
     counts = results["n-samples"]
-    return {
-        name: {**_numbers(of), "examples": counts[name]["effective"] if name in counts else None}
-        for name, of in results["results"].items()
-    }
+    results_by_task: dict[str, dict[str, Any]] = {}
+    for name, metrics in results["results"].items():
+        # A group of tasks has no count of its own.
+        num_examples = counts[name]["effective"] if name in counts else None
+        results_by_task[name] = {**_numbers(metrics), "examples": num_examples}
+    return results_by_task
 
 
-def _numbers(of: dict[str, Any]) -> dict[str, float]:
-    """Metrics without the name of the filter behind a comma, where it is none."""
-    values = {
-        name.removesuffix(",none").replace(",", " "): value
-        for name, value in of.items()
-        if "," in name
-    }
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numeric metrics. The harness' filter `none` is left out of their names.
+
+    Args:
+        metrics: values of the harness by "METRIC,FILTER", beside other fields.
+    """
+    values: dict[str, float] = {}
+    for name, value in metrics.items():
+        if "," in name and isinstance(value, int | float):
+            values[name.removesuffix(",none").replace(",", " ")] = value
+    return values
 
 
-def rows(numbers: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """A line a metric: task, metric, value with its standard error, examples."""
+def rows(results_by_task: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return a table with a header: task, metric, value, standard error and number of examples."""
     lines = [["task", "metric", "value", "standard error", "examples"]]
-    for task, of in numbers.items():
-        for name, value in of.items():
+    for task, metrics in results_by_task.items():
+        for name, value in metrics.items():
             if name == "examples" or "_stderr" in name:
                 continue
-            first, *rest = name.split(" ")
-            error = of.get(" ".join([f"{first}_stderr", *rest]))
-            lines.append(
-                [
-                    task,
-                    name,
-                    f"{value:.4f}",
-                    "" if error is None else f"{error:.4f}",
-                    str(of["examples"] or ""),
-                ]
-            )
+            metric, *filters = name.split(" ")
+            error = metrics.get(" ".join([f"{metric}_stderr", *filters]))
+            error_text = "" if error is None else f"{error:.4f}"
+            examples = str(metrics["examples"] or "")
+            lines.append([task, name, f"{value:.4f}", error_text, examples])
     return lines

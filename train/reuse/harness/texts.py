@@ -1,4 +1,7 @@
-"""How likely a model finds texts, and how it goes on with them: strings in, numbers and strings out, many at once."""
+"""Log-probabilities and continuations of texts under a decoder, for the lm-eval harness.
+
+Texts are strings. Log-probabilities are computed in batches.
+"""
 
 from __future__ import annotations
 
@@ -18,43 +21,44 @@ from mupax.train.reuse.generate.writing import StreamingText, check_known, promp
 from mupax.train.reuse.huggingface import tokenizer_files
 
 BATCH = 8
-"""Texts that are read at once."""
-MOST = 256
-"""Tokens of a continuation, where a task does not say how many."""
+"""Number of texts in a batch."""
+MAX_TOKENS = 256
+"""Largest number of tokens of a continuation, if a task does not set it."""
 
 
 class TextError(MupaxError):
-    """A text that cannot be scored. The message says why."""
+    """A text whose probability cannot be computed. The message says why."""
 
 
 class Likelihood(NamedTuple):
-    """Of a continuation of a context."""
+    """Probability of a continuation after its context."""
 
     logprob: float
-    """Natural logarithm of its probability."""
+    """Natural logarithm of the probability."""
     greedy: bool
-    """Whether every token of it is the likeliest there."""
+    """Whether every token of the continuation is the likeliest one."""
 
 
 class Window(NamedTuple):
-    """Tokens that are read at once, of which the last `scored` count."""
+    """Tokens of one forward pass. Only the last `scored` tokens are predicted."""
 
     tokens: np.ndarray
+    """Token ids, int32 [count]."""
     scored: int
 
 
 class Texts:
-    """One decoder, opened.
+    """Decoder that scores and continues texts.
 
     Args:
         path: a run, one of its steps, or weights.
-        step: of a run, which checkpoint; the newest unless given.
-        average: whether the moving average is meant; where the run has one, unless given.
-        tokenizer: data.tokenizer of weights that have none beside them.
+        step: step of a run's checkpoint, by default the newest.
+        average: whether to use the moving average, by default if the run keeps one.
+        tokenizer: data.tokenizer of weights without a tokenizer beside them.
 
     Raises:
-        WeightsError: a model that does not continue a text.
-        MupaxError: no model there, or a tokenizer that is not here.
+        WeightsError: the model is not a decoder.
+        MupaxError: no model at the path, or its tokenizer is lost.
     """
 
     def __init__(
@@ -68,66 +72,84 @@ class Texts:
         self._run.check_decoder("eval --tasks")
         self.tokenizer: Any = self._run.tokenizer()
         self.context = self._run.model.sizes()["position"]
-        """Tokens before the last that is predicted, at most."""
+        """Largest number of tokens that the model reads."""
         self._begin = self._begin_tokens()
         program = runs.on_one_device(self._run.config)
-        self._generator = Generator(
-            program, self._run.params(program.abstract), program.step_inputs(), sampling=None
-        )
+        params = self._run.params(program.abstract)
+        self._generator = Generator(program, params, program.step_inputs(), sampling=None)
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
-        """Of each (context, continuation), the context cut at its start where both are too long.
+        """Return the probability of each continuation.
 
-        Spaces that end a context count to the continuation, as they are one token with its first word.
+        A context that is too long loses tokens at its start. Spaces at the end of a context are
+        moved to the continuation, because tokenizers join them with its first word.
+
+        Args:
+            pairs: one tuple of (context, continuation) per request.
 
         Raises:
-            TextError: a continuation that is longer than the model's context, or has no token.
+            TextError: a continuation is longer than the model's context, or has no token.
         """
         return self._scored([self._window(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the logarithm of the probability of each text, after the token that begins a document.
+        """Return the log-probability of each text after the token that begins a document.
 
-        Every token is predicted once: the first windows have one token of context before them, the last as many as fit.
+        Every token is predicted once. The first window of a text has one token of context, the last
+        one as many as fit.
         """
-        cut = [list(self._windows(self._encoded(text))) for text in texts]
-        scores = iter(self._scored([window for windows in cut for window in windows]))
-        return [sum(next(scores).logprob for _ in windows) for windows in cut]
+        windows: list[Window] = []
+        # Number of windows of each text.
+        counts = []
+        for text in texts:
+            text_windows = list(self._windows(self._encoded(text)))
+            windows += text_windows
+            counts.append(len(text_windows))
+
+        # All windows are scored together, so that batches are full.
+        scores = iter(self._scored(windows))
+        return [sum(next(scores).logprob for _ in range(count)) for count in counts]
 
     def continued(
         self,
         context: str,
         until: Sequence[str],
         *,
-        most: int = MOST,
+        max_tokens: int = MAX_TOKENS,
         sampling: Sampling | None = None,
         seed: int = 0,
     ) -> str:
-        """What the model writes after a context, to the first of the texts `until`, without it.
+        """Return the text that the model writes after a context.
+
+        The text ends before the first of the strings `until`, or where a document ends.
 
         Args:
-            context: read to its end; its start is left out where it is too long.
-            until: texts that end it, beside the end of a document.
-            most: tokens, at most.
-            sampling: how tokens are drawn; the likeliest unless given.
-            seed: of the draws.
+            context: prompt. If it is too long, its start is left out.
+            until: strings that end the text. Empty strings are ignored.
+            max_tokens: largest number of tokens to write.
+            sampling: settings of the draws, by default the likeliest token.
+            seed: seed of the draws. The same seed gives the same text.
         """
-        prompt = prompt_of(self._run, self.tokenizer, context.encode("utf-8", "surrogateescape"))
-        stops = [stop for stop in until if stop]  # an empty one would end every text at once
+        context_bytes = context.encode("utf-8", "surrogateescape")
+        prompt = prompt_of(self._run, self.tokenizer, context_bytes)
+        # An empty string would end every text at once.
+        stops = [stop for stop in until if stop]
         ends = {int(self.tokenizer.separator)}
-        text = StreamingText(self.tokenizer, prompt.tolist(), most, stops, ends)
-        sampling = sampling or Sampling(0.0)
-        for new_BT in self._generator.stream(prompt, most, seed, sampling=sampling, samples=1):
+        text = StreamingText(self.tokenizer, prompt.tolist(), max_tokens, stops, ends)
+        stream = self._generator.stream(
+            prompt, max_tokens, seed, sampling=sampling or Sampling(0.0), samples=1
+        )
+        for new_BT in stream:
             text.add(new_BT[0].tolist())
             if text.finish:
                 break
         return text.text
 
     def _begin_tokens(self) -> np.ndarray:
-        """Return what stands before the first token of a document, int32 [count].
+        """Return the tokens before the first token of a document, int32 [count].
 
-        A run has the separator there. Weights have what their tokenizer puts there, else the begin token that it names, as the
-        lm-eval harness does.
+        For a run this is the separator. For weights these are the tokens that their tokenizer adds,
+        or else its begin token, as in the lm-eval harness.
         """
         separator = np.array([self.tokenizer.separator], np.int32)
         if self._run.step is not None:
@@ -135,53 +157,76 @@ class Texts:
         if len(self.tokenizer.start):
             return self.tokenizer.start
         name = self._run.config.data.tokenizer
-        named = (
-            tokenizer_files.special_tokens(path_of(name).parent) if name.endswith(".json") else {}
-        )
-        begin = self.tokenizer.find(named.get("bos_token", ""))
-        return separator if begin is None else np.array([begin], np.int32)
+        special_tokens = {}
+        if name.endswith(".json"):
+            special_tokens = tokenizer_files.special_tokens(path_of(name).parent)
+        begin = self.tokenizer.find(special_tokens.get("bos_token", ""))
+        if begin is None:
+            return separator
+        return np.array([begin], np.int32)
 
     def _encoded(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, int32 [count]."""
         ids = self.tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
         check_known(ids, self._run)
         return ids
 
     def _window(self, context: str, continuation: str) -> Window:
-        spaces = len(context) - len(context.rstrip(" "))
-        if spaces and context.rstrip(" "):
-            context, continuation = context[:-spaces], context[-spaces:] + continuation
-        before = self._encoded(context)
-        whole = self._encoded(context + continuation)
-        count = len(whole) - len(before)
+        """Return the tokens of a context and its continuation, of which the latter are scored."""
+        stripped = context.rstrip(" ")
+        num_spaces = len(context) - len(stripped)
+        if num_spaces and stripped:
+            context = stripped
+            continuation = " " * num_spaces + continuation
+
+        # Both are encoded together: a token may reach over the end of the context.
+        context_ids = self._encoded(context)
+        ids = self._encoded(context + continuation)
+        count = len(ids) - len(context_ids)
         if not 0 < count <= self.context:
             raise TextError(
-                f"the continuation {continuation[:40]!r} has {count} tokens, and from 1 to {self.context} can be scored"
+                f"the continuation {continuation[:40]!r} has {count} tokens, and from 1 to "
+                f"{self.context} can be scored"
             )
-        begins = self.tokenizer.start if self._run.step is None else np.zeros(0, np.int32)
-        begins = self._begin if not len(before) else begins
-        return Window(np.concatenate([begins, whole])[-self.context - 1 :], count)
+
+        begin = np.zeros(0, np.int32)
+        if not len(context_ids):
+            begin = self._begin
+        elif self._run.step is None:
+            begin = self.tokenizer.start
+        tokens = np.concatenate([begin, ids])
+        # One more than the model reads: the last token is only predicted.
+        return Window(tokens[-self.context - 1 :], count)
 
     def _windows(self, ids: np.ndarray) -> Iterator[Window]:
+        """Yield windows of a text that together predict every token once."""
         tokens = np.concatenate([self._begin, ids])
-        for done in range(0, len(ids), self.context):
-            end = min(done + self.context, len(ids))
+        for start in range(0, len(ids), self.context):
+            end = min(start + self.context, len(ids))
             stop = len(self._begin) + end
-            yield Window(tokens[max(0, stop - 1 - self.context) : stop], end - done)
+            window_start = max(0, stop - 1 - self.context)
+            yield Window(tokens[window_start:stop], end - start)
 
     def _scored(self, windows: Sequence[Window]) -> list[Likelihood]:
-        """In the order of the windows, read in that of their lengths, so that few tokens are padding."""
-        order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
+        """Return the probability of each window's scored tokens, in the order of the windows."""
+        # Windows of similar length share a batch, so that few tokens are padding.
+        order = sorted(range(len(windows)), key=lambda index: -len(windows[index].tokens))
         likelihoods: dict[int, Likelihood] = {}
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
-            tokens_BT = np.zeros((BATCH, len(windows[batch[0]].tokens)), np.int32)
-            for row, i in enumerate(batch):
-                tokens_BT[row, : len(windows[i].tokens)] = windows[i].tokens
+            longest = len(windows[batch[0]].tokens)
+            tokens_BT = np.zeros((BATCH, longest), np.int32)
+            for row, index in enumerate(batch):
+                tokens = windows[index].tokens
+                tokens_BT[row, : len(tokens)] = tokens
+
             scores = self._generator.logprobs(tokens_BT, 1)
-            for row, i in enumerate(batch):
-                stop = len(windows[i].tokens) - 1
-                places = slice(stop - windows[i].scored, stop)
-                likeliest = scores.ids_BTK[row, places, 0] == tokens_BT[row, 1:][places]
-                logprob = float(np.sum(scores.chosen_BT[row, places], dtype=np.float64))
-                likelihoods[i] = Likelihood(logprob, bool(likeliest.all()))
-        return [likelihoods[i] for i in range(len(windows))]
+            for row, index in enumerate(batch):
+                window = windows[index]
+                # Position t of the scores predicts token t + 1.
+                stop = len(window.tokens) - 1
+                scored = slice(stop - window.scored, stop)
+                is_likeliest = scores.ids_BTK[row, scored, 0] == tokens_BT[row, 1:][scored]
+                logprob = float(np.sum(scores.chosen_BT[row, scored], dtype=np.float64))
+                likelihoods[index] = Likelihood(logprob, bool(is_likeliest.all()))
+        return [likelihoods[index] for index in range(len(windows))]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Import(PresetFlags):
     """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `mupax train --init-from FOLDER`.
 
-    The tokenizer, chat template, generation config and preprocessor beside the weights come with them.
+    The tokenizer, chat template, generation config and preprocessor beside the weights come with
+    them.
     """
 
     path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
@@ -31,7 +32,11 @@ class Import(PresetFlags):
     """Of ORG/NAME; the branch main unless given."""
 
     def run(self) -> int:
-        """0 when written; raises what does not fit."""
+        """Write the folder and return the exit code, 0.
+
+        Raises:
+            MupaxError: no weights at the path, or a preset that does not fit them.
+        """
         from mupax.train.checkpoints.making import finish, is_made, making
         from mupax.train.reuse import trained
         from mupax.train.reuse.huggingface import export, files, hub
@@ -40,16 +45,21 @@ class Import(PresetFlags):
         command = command_line.words_of("mupax import", self)
         if is_made(self.out, command):
             return 0
+
         model = trained.describe(hub.local(self.path, self.revision))
         source = model.plain_weights()
         text = export.text_of(model, None, None)
         if model.run is not None and text.encoder is not None and not model.model.denoises:
-            source = source._replace(text_ids=export.present_ids(export.token_ids(model, text)))
+            # A run records no ids. They follow from its tokenizer and chat template.
+            ids = export.present_ids(export.token_ids(model, text))
+            source = source._replace(text_ids=ids)
+        reads_bytes = text.name == "bytes"
         with making(self.out, command) as out:
             preset = files.write_imported(
-                source, config, out, str(self.path), reads_bytes=text.name == "bytes"
+                source, config, out, str(self.path), reads_bytes=reads_bytes
             )
             notes = export.write_text_files(model, text, out, source.text_ids)
+
         _print_summary(source, preset)
         if source.images:
             terminal.say(export.images_line(source.images))
@@ -75,19 +85,26 @@ class Export:
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
     separator: Annotated[str | None, conf.arg(metavar="TOKEN")] = None
-    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the usual names."""
+    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the
+    usual names."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
-    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows, in any case."""
+    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face
+    knows, in any case."""
 
     def run(self) -> int:
-        """0 when written; raises what does not fit."""
+        """Write the folder and return the exit code, 0.
+
+        Raises:
+            MupaxError: no model at the path, or one that `transformers` cannot read.
+        """
         from mupax.train.checkpoints.making import finish, is_made, making
         from mupax.train.reuse.huggingface import export, licences
 
-        licence = self.licence and licences.identifier(self.licence)
+        licence = licences.identifier(self.licence) if self.licence else self.licence
         command = command_line.words_of("mupax export", self)
         if is_made(self.out, command):
             return 0
+
         with making(self.out, command) as out:
             source, notes = export.exported(
                 self.path,
@@ -102,25 +119,32 @@ class Export:
         _print_summary(source, source.preset)
         for note in notes:
             terminal.say(note)
-        terminal.say(
-            f"written to {self.out}"
-            + (f"; folded from {source.preset.get('described')}" if source.preset else "")
-        )
+        origin = f"; folded from {source.preset.get('described')}" if source.preset else ""
+        terminal.say(f"written to {self.out}{origin}")
         finish(self.out)
         return 0
 
 
 def _print_summary(source: WeightsSource, preset: dict[str, Any]) -> None:
+    """Print sizes of the model, notes of reading, and the inexact part of absorbed skips.
+
+    Args:
+        preset: record of the preset of the written or read weights.
+    """
     from mupax.terminal import si
 
-    model, sizes = source.model, source.model.sizes()
+    model = source.model
+    sizes = model.sizes()
     count = si(sum(value.size for value in source.params.values()))
     terminal.say(
-        f"{model.family}: width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}; {count} parameters"
+        f"{model.family}: width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, "
+        f"{model.input_text}; {count} parameters"
     )
     for note in source.notes:
         terminal.say(note)
-    if times := preset.get("norm_eps_times"):
+    eps_times = preset.get("norm_eps_times")
+    if eps_times:
         terminal.say(
-            f"skips are folded into the branches: exact but for the norms' eps, which counts up to {times:.3g} times"
+            "skips are folded into the branches: exact but for the norms' eps, which counts up to "
+            f"{eps_times:.3g} times"
         )

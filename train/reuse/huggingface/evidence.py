@@ -1,4 +1,4 @@
-"""What a model card can say for a run's weights: what an evaluation measured at their step, and the study behind a tuned preset."""
+"""Evidence for a model card: evaluation results of a run, and the study behind a tuned preset."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from mupax.train.config.run import Config
 from mupax.train.config.tuned import applied, fitted
 
 _ROWS = "metrics.jsonl"
-_STARTS = ("warmup_fraction",)
-"""Of a study's optimizer, what a run of another length rounds."""
+_ROUNDED = ("warmup_fraction",)
+"""Fields of a study's optimizer that a run of another length rounds."""
 
 
 def evaluation(workdir: Path, step: int) -> dict[str, Any]:
-    """The row of the evaluation at a step of a run; empty where none is recorded, or cannot be read.
+    """Return the metrics of a run's evaluation at a step, empty if none can be read.
 
     Args:
-        workdir: of the run.
-        step: steps done.
+        step: number of steps done.
     """
     try:
         lines = disk.read_bytes(workdir / _ROWS).split(b"\n")
@@ -36,111 +35,134 @@ def evaluation(workdir: Path, step: int) -> dict[str, Any]:
         lines = []
     row = {}
     for line in lines:
+        if b'"eval_loss"' not in line:
+            continue
         try:
-            fields = json.loads(line) if b'"eval_loss"' in line else None
-        except (ValueError, RecursionError):  # cut off by a kill, or no row of ours
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            # A kill can cut a line off.
             continue
         if isinstance(fields, dict) and fields.get("step") == step:
-            row = fields  # the last: of a run that went back
+            # A run that was rolled back repeats steps. Its last row counts.
+            row = fields
     return row or checkpointer.read(workdir / CHECKPOINTS / str(step))
 
 
-def measured(row: Mapping[str, Any], averaged: bool, kind: str) -> str:
-    """A sentence about an evaluation.
+def measured(row: Mapping[str, Any], averaged: bool, task: str) -> str:
+    """Return a sentence about an evaluation.
 
     Args:
-        row: from `evaluation`.
-        averaged: whether the weights of the card are the run's moving average.
-        kind: tokens or images.
+        row: result of `evaluation`.
+        averaged: whether the card is for the moving average of the weights.
+        task: "tokens" or "images".
     """
     loss = row.get("eval_loss")
     if "eval_loss" not in row:
         return "The run recorded no evaluation at this step."
     if loss is None or not math.isfinite(loss):
         return "The evaluation at this step was not finite."
-    what = "a token" if kind == "tokens" else "an image"
-    text = f"Evaluation loss {loss:.4f} nats {what}"
+
+    example = "a token" if task == "tokens" else "an image"
+    text = f"Evaluation loss {loss:.4f} nats {example}"
     for name, metric in shown_everywhere().items():
         value = row.get(row_name(name))
         if name == "loss" or value is None:
             continue
         text += f", {metric.label} {metric.text_with_unit(value)}"
-        if metric.share and kind == "tokens":
+        if metric.share and task == "tokens":
             text += " of next tokens"
-    caution = (
-        ""
-        if averaged or row.get("eval_weights") != "ema"
-        else " Measured on the moving average of the weights, which these are not."
-    )
-    return f"{text}, on the run's own evaluation examples.{caution}"
+    text += ", on the run's own evaluation examples."
+    if row.get("eval_weights") == "ema" and not averaged:
+        text += " Measured on the moving average of the weights, which these are not."
+    return text
 
 
 def study(config: Config) -> tuned.Tuned | None:
-    """The tuned preset whose base, constants and optimizer a run has, of those that are here; None where it has no such numbers.
-
-    Args:
-        config: of the run.
-    """
+    """Return the tuned preset whose base, constants and optimizer a run has, or `None`."""
     for use in tuned.files():
         if use.partition(":")[0] != config.preset.name:
             continue
         try:
             reference, _, preset = applied(config, ["--preset", use], str(config.steps))
-        except PresetError:  # a file of the user's that is none
+        except PresetError:
+            # A file of the user's that is no tuned preset.
             continue
         if preset is None:
             continue
+
         reference = fitted(reference, preset)
-        same = dataclasses.replace(
+        # These settings depend on the run's batch and readout, not on the study.
+        expected = dataclasses.replace(
             reference.preset,
             joint=config.preset.joint,
             noise_scale=config.preset.noise_scale,
             zero_readout=config.preset.zero_readout,
         )
-        numbers = (name for name in preset.optimizer if name not in _STARTS)
-        if same == config.preset and all(
-            getattr(reference.optimizer, name) == getattr(config.optimizer, name)
-            for name in numbers
-        ):
+        if expected == config.preset and _has_optimizer(config, reference, preset):
             return preset
     return None
 
 
+def _has_optimizer(config: Config, reference: Config, preset: tuned.Tuned) -> bool:
+    """Return whether a config agrees with the reference in the fields that a study tuned."""
+    for name in preset.optimizer:
+        if name in _ROUNDED:
+            continue
+        if getattr(reference.optimizer, name) != getattr(config.optimizer, name):
+            return False
+    return True
+
+
 def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
-    """Lines about a tuned preset's study: what it found, on what, and how far from there a model is.
+    """Return lines on a tuned preset's study: its result, its data, and the distance of a model.
 
     Args:
-        preset: the tuned preset.
-        sizes: of the model, by axis.
+        sizes: sizes of the card's model by logical axis.
     """
     if preset.is_published:
         return _of_publication(preset)
-    of, optimum = preset.provenance, preset.provenance["log2_optimum"]
-    kind, colon, path = of["data"].partition(":")
-    data = f"{kind}:{path.rstrip('/').rpartition('/')[2]}" if colon else kind
-    seeds = "one seed" if of["seeds"] == 1 else f"{of['seeds']} paired seeds"
-    grown = [
-        f"{g['axis']} {', '.join(map(str, g['sizes']))}: {tuned.verdict(g)}" for g in of["transfer"]
-    ]
-    far = ", ".join(
-        f"{axis} {doublings:+.1f}" for axis, doublings in preset.distance(sizes).items()
-    )
-    return [
+    provenance = preset.provenance
+    optimum = provenance["log2_optimum"]
+    data_kind, colon, path = provenance["data"].partition(":")
+    data = data_kind
+    if colon:
+        # A card names only the last part of a path, because paths differ between machines.
+        data = f"{data_kind}:{path.rstrip('/').rpartition('/')[2]}"
+    num_seeds = provenance["seeds"]
+    seeds = "one seed" if num_seeds == 1 else f"{num_seeds} paired seeds"
+
+    lines = [
         f"- evidence: {preset.evidence}",
         f"- best rate at the base: 2^{optimum['value']:.2f} {tuned.bounds(optimum)}, from {seeds}",
-        *[f"- grown in {line}" for line in grown or ["nothing: one size"]],
-        f"- study: {of['recipe']} on {data}, {of['steps']:,} steps of {of['batch']}, {of['seen']:,} {of['unit']}s a run, {of['date']}",
-        f"- this model: {f'{far} doublings beyond the sizes studied' if far else 'within the sizes studied'}",
     ]
+    for growth in provenance["transfer"]:
+        sizes_text = ", ".join(map(str, growth["sizes"]))
+        lines.append(f"- grown in {growth['axis']} {sizes_text}: {tuned.verdict(growth)}")
+    if not provenance["transfer"]:
+        lines.append("- grown in nothing: one size")
+    lines.append(
+        f"- study: {provenance['recipe']} on {data}, {provenance['steps']:,} steps of "
+        f"{provenance['batch']}, {provenance['seen']:,} {provenance['unit']}s a run, "
+        f"{provenance['date']}"
+    )
+
+    distances = preset.distance(sizes)
+    if distances:
+        far = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in distances.items())
+        lines.append(f"- this model: {far} doublings beyond the sizes studied")
+    else:
+        lines.append("- this model: within the sizes studied")
+    return lines
 
 
 def _of_publication(preset: tuned.Tuned) -> list[str]:
-    """Return lines about a source whose numbers were published, and not measured here."""
-    of = preset.provenance
-    source = of["source"]
-    models = ", ".join(table["model"] for table in of["tables"])
+    """Return lines on a source whose constants were published, and not measured by mupax."""
+    provenance = preset.provenance
+    source = provenance["source"]
+    models = ", ".join(table["model"] for table in provenance["tables"])
     return [
-        f"- evidence: published by others as {source['name']}, and not measured here ({of['status']})",
+        f"- evidence: published by others as {source['name']}, and not measured here "
+        f"({provenance['status']})",
         f"- source: {source['repository']} at {source['commit']}",
-        f"- its models: {models}, on {of['data']}",
+        f"- its models: {models}, on {provenance['data']}",
     ]

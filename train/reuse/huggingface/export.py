@@ -1,4 +1,7 @@
-"""An export: a model as `transformers` reads it, with the tokenizer, chat template and card that belong to it."""
+"""Export of a model as `transformers` reads it, with tokenizer, chat template and model card.
+
+`mupax export` and `mupax push` write their folders here.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ from mupax.train.reuse.trained import TrainedModel
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface.tensorfile import DType
 
+_SHOWN = 6
+"""Number of class names listed in a line."""
+
 
 def exported(
     path: Path,
@@ -37,62 +43,72 @@ def exported(
     licence: str | None = None,
     separator: str | None = None,
 ) -> tuple[WeightsSource, list[str]]:
-    """Write a model as `transformers` reads it, with its tokenizer and its card. Return what was read, and notes on it.
+    """Write a model as `transformers` reads it. Return the weights, and notes for the user.
 
     Args:
         path: a run, one of its steps, or an imported folder.
-        out: an empty folder.
-        step: of a workdir; the newest unless given.
-        dtype: of the stored weights.
-        tokenizer_file: to add where the run's is not here.
-        name: of the model, in its card.
-        licence: an identifier of `licences`, for the card.
-        separator: the token of `tokenizer_file` that ends a text; found by its usual names unless given.
+        out: folder to write into, which exists and is empty.
+        step: step of a workdir, by default the newest.
+        tokenizer_file: tokenizer.json to add if the run's own file is lost.
+        name: name of the model in its card.
+        licence: identifier for the card (`licences.identifier`).
+        separator: token of `tokenizer_file` that ends a text, by default found by its usual names.
 
     Raises:
-        UsageError: a separator of what has one.
-        MupaxError: nothing to export there, or a tokenizer without a token that ends a text.
+        UsageError: a separator for a model that has one.
+        MupaxError: nothing to export, or a tokenizer without a token that ends a text.
     """
     model = trained.describe(path, step)
     source = model.plain_weights()
-    notes: list[str] = []
     text = text_of(model, tokenizer_file, separator)
+    # Ids that published weights name come last: they decide.
     ids = {**token_ids(model, text), **model.text_ids}
     if separator is not None and text.encoder is not None:
         ids["eos_token_id"] = text.encoder.separator
-    notes += files.write_huggingface(source, out, dtype, ids, reads_bytes=text.name == "bytes")
+
+    reads_bytes = text.name == "bytes"
+    notes = [*files.write_huggingface(source, out, dtype, ids, reads_bytes=reads_bytes)]
     notes += write_text_files(model, text, out, ids)
-    row = evidence.evaluation(model.workdir, source.preset["step"]) if source.run else None
+
+    row = None
+    if source.run:
+        row = evidence.evaluation(model.workdir, source.preset["step"])
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
-    content = files.card(
-        source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None
-    )
+    has_template = text.template is not None
+    # The card says how to use the files that were written.
+    content = files.card(source, name, licence, row, tokenizer=has_tokenizer, chats=has_template)
+    # Names of files may hold bytes that UTF-8 cannot encode.
     (out / files.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
+
     if licence is None:
         notes.append("the model card states no licence; --licence ID (apache-2.0, mit, ...) does")
     if source.images and isinstance(source.model, ImageModel):
-        note = preprocessor.note(source.images.pixels, source.model)
-        notes += [images_line(source.images), *([note] if note else [])]
+        notes.append(images_line(source.images))
+        difference = preprocessor.note(source.images.pixels, source.model)
+        if difference:
+            notes.append(difference)
     return source, notes
 
 
 def write_text_files(
     model: TrainedModel, text: TextFiles, out: Path, ids: Mapping[str, int | list[int] | None]
 ) -> list[str]:
-    """Write the files beside weights that say how text is read and written. Return notes for the user."""
+    """Write the files beside weights that define how text is encoded. Return notes for the user."""
     notes = []
+    reads_text = model.model.task == "tokens"
     if model.run is None:
         copied = tokenizer_files.keep(model.workdir, out, tokenizer=text.file is None)
-        notes += [f"kept beside the weights: {', '.join(copied)}"] if copied else []
-        lacks_tokenizer = (
-            text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in copied
-        )
-        if model.model.task == "tokens" and lacks_tokenizer:
+        if copied:
+            notes.append(f"kept beside the weights: {', '.join(copied)}")
+        is_copied = tokenizer_files.TOKENIZER in copied
+        if reads_text and text.name is None and text.encoder is None and not is_copied:
             notes.append(
-                "no tokenizer.json beside the weights: commands that read text need --data.tokenizer FILE"
+                "no tokenizer.json beside the weights: commands that read text need "
+                "--data.tokenizer FILE"
             )
-    if model.model.task != "tokens":
+    if not reads_text:
         return notes
+
     tokenizer_files.write_generation_config(out, ids)
     if text.file is not None and text.encoder is not None:
         decoder = not model.model.denoises
@@ -100,120 +116,140 @@ def write_text_files(
         notes += tokenizer_files.write_tokenizer(text, out, ids, context, decoder=decoder)
     elif text.template is not None:
         (out / templates.FILE).write_text(text.template.with_tokens({}), encoding="utf-8")
+
     if text.name == "bytes":
         notes.append(
-            "tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())"
+            "tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: "
+            "ids = list(text.encode())"
         )
     elif text.name and text.file is None:
         notes.append(
-            f"the tokenizer {text.name} was not found on this machine; give its file as --tokenizer FILE"
+            f"the tokenizer {text.name} was not found on this machine; give its file as "
+            "--tokenizer FILE"
         )
-    notes += [note for note in (text.lost_template, tokenizer_files.note_on_end(text)) if note]
+    if text.lost_template:
+        notes.append(text.lost_template)
+    note_on_end = tokenizer_files.note_on_end(text)
+    if note_on_end:
+        notes.append(note_on_end)
     return notes
 
 
 def token_ids(model: TrainedModel, text: TextFiles) -> dict[str, int | None]:
-    """Return the ids that begin and end a text, and of an encoder-decoder also pad and start it, by config.json's names."""
+    """Return the token ids that begin and end a text, by config.json's names.
+
+    For an encoder-decoder also the ids that pad and start a text.
+    """
     encoder = text.encoder
     if encoder is None:
         return {}
     if not model.model.denoises:
         return tokenizer_files.decoder_ids(text)
     ids = special_ids(encoder, 0, model.model.sizes()["vocab"])
-    infilled = model.run is not None and model.config.data.noise == "infilling"
-    start = ids.eos if infilled else ids.pad
+    # Text infilling follows BART, which starts with the end token, and sentinels follow T5.
+    is_infilled = model.run is not None and model.config.data.noise == "infilling"
     return {
         "bos_token_id": ids.bos,
         "eos_token_id": ids.eos,
         "pad_token_id": ids.pad,
-        "decoder_start_token_id": start,
+        "decoder_start_token_id": ids.eos if is_infilled else ids.pad,
     }
 
 
 def present_ids(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
-    """Return the ids without the tokens that a tokenizer lacks."""
+    """Return the ids without those that are `None`, the tokens that a tokenizer lacks."""
     return {name: number for name, number in ids.items() if number is not None}
 
 
 def text_of(model: TrainedModel, file: Path | None, separator: str | None) -> TextFiles:
-    """Return the tokenizer and the chat template that belong to a model.
+    """Return the tokenizer and the chat template of a model.
 
     Args:
-        model: as `trained.describe` gives it.
-        file: tokenizer.json that the user gives; the model's own is looked up unless given.
-        separator: the token of `file` that ends a text; found by its usual names unless given.
+        model: result of `trained.describe`.
+        file: tokenizer.json that the user gives, by default the model's own.
+        separator: token of `file` that ends a text, by default found by its usual names.
 
     Raises:
-        UsageError: a separator of what has one.
+        UsageError: a separator for a model that has one.
         DataError: the file is no tokenizer, or has no token that ends a text.
     """
     if separator is not None and (file is None or model.run is not None):
-        why = "a run has its own" if model.run is not None else "it is of --tokenizer FILE"
-        raise command_line.UsageError(f"--separator {separator}: {why}; leave it out")
+        reason = "it is of --tokenizer FILE"
+        if model.run is not None:
+            reason = "a run has its own"
+        raise command_line.UsageError(f"--separator {separator}: {reason}; leave it out")
     if model.model.task != "tokens":
         return TextFiles(None)
     if model.run is not None:
         return _text_of_run(model, file)
-    if file is None and model.config.data.tokenizer == "bytes":
-        return TextFiles("bytes", encoder=Bytes())
     if file is None:
+        if model.config.data.tokenizer == "bytes":
+            return TextFiles("bytes", encoder=Bytes())
         return TextFiles(None)
+
     end = model.text_ids.get("eos_token_id")
-    end = end[0] if isinstance(end, list) else end
+    if isinstance(end, list):
+        end = end[0]
     if separator is None and end is not None and not model.model.denoises:
         separator = _token(file, end)
     return TextFiles(None, file, _opened(file, separator), templates.find(str(file)))
 
 
 def _text_of_run(model: TrainedModel, replacement: Path | None) -> TextFiles:
-    """Return a run's tokenizer, with the separator that parted its documents, and its chat template."""
-    config, facts = model.config, model.facts
+    """Return a run's tokenizer, with the separator of its documents, and its chat template."""
+    config = model.config
+    facts = model.facts
     name = config.data.tokenizer
-    file = model.tokenizer_file()
+    own_file = model.tokenizer_file()
     data = own_files.settings(config.data, facts, model.assets)
-    template, lost = _template_of_run(data, facts, file or replacement)
+    template, lost = _template_of_run(data, facts, own_file or replacement)
+
     encoder = None
-    if named_tokenizers.bpe_size(config.data.tokenizer) is None and (
-        name == "bytes" or config.data.tokenizer.startswith("ids:")
-    ):
-        encoder = named_tokenizers.opened(config.data.tokenizer, config.data.separator)
-    file = replacement or file
+    is_named = name == "bytes" or name.startswith("ids:")
+    if is_named and named_tokenizers.bpe_size(name) is None:
+        encoder = named_tokenizers.opened(name, config.data.separator)
+    file = replacement or own_file
     if file is not None:
-        separator = (
-            _token(file, encoder.separator) if isinstance(encoder, Ids) else config.data.separator
-        )
+        separator = config.data.separator
+        if isinstance(encoder, Ids):
+            # A run on ids knows its separator as a number.
+            separator = _token(file, encoder.separator)
         encoder = _opened(file, separator)
-    return TextFiles(name, file, encoder, template, config.data.name.startswith("chat:"), lost)
+    is_chat = config.data.name.startswith("chat:")
+    return TextFiles(name, file, encoder, template, is_chat, lost)
 
 
 def _template_of_run(
     data: DataConfig, facts: Mapping[str, Any], file: Path | None
 ) -> tuple[Template | None, str | None]:
-    """Return the chat template of a run, or a note on what was lost of it."""
+    """Return the chat template of a run, or a note if it is lost."""
     tokenizer = str(file) if file is not None else data.tokenizer
     named = data.chat_template or "the chat template"
     try:
         template = templates.find(tokenizer, data.chat_template)
     except DataError as error:
         return None, f"the run's chat template is left out: {error}"
+
+    # Training recorded a digest of the template. Another template would give other text.
     digest = facts.get("chat_template")
     if digest is None:
         return template, None
     if template is None:
-        return (
-            None,
-            f"the run's chat template is left out: {named} is not beside {tokenizer}; bring it back",
+        note = (
+            f"the run's chat template is left out: {named} is not beside {tokenizer}; bring it back"
         )
+        return None, note
     if hashlib.sha256(template.source.encode()).hexdigest() != digest:
-        return (
-            None,
-            f"the run's chat template is left out: {template.name} has changed since; bring back what it was",
+        note = (
+            f"the run's chat template is left out: {template.name} has changed since; bring back "
+            "what it was"
         )
+        return None, note
     return template, None
 
 
 def _opened(file: Path, separator: str | None) -> Tokenizer:
-    """Return a tokenizer. An error names the flag of this command."""
+    """Return the tokenizer of a file. An error names the flag of this command."""
     try:
         return Subwords(file, separator)
     except DataError as error:
@@ -221,24 +257,26 @@ def _opened(file: Path, separator: str | None) -> Tokenizer:
 
 
 def _token(file: Path, number: int) -> str | None:
-    """Return the token of an id in a tokenizer.json; None if there is none."""
+    """Return the token of an id in a tokenizer.json, or `None` if it has none."""
     from tokenizers import Tokenizer as Library
 
     try:
         return Library.from_buffer(file.read_bytes()).id_to_token(number)
-    except (
-        Exception
-    ):  # the library raises bare Exception; whoever opens the file says what is wrong
+    except Exception:
+        # The library raises bare Exception for a damaged file. `_opened` reports the damage.
         return None
 
 
 def images_line(images: ImageInput) -> str:
-    """Return what an export says of class names and preprocessing."""
-    names, pixels = images.class_names, images.pixels
-    count = 0 if names is None else len(names)
-    listed = ", ".join(map(images.name, range(min(count, 6)))) + (
-        f" and {count - 6} more" if count > 6 else ""
+    """Return a line on class names and preprocessing for the user."""
+    pixels = images.pixels
+    count = 0 if images.class_names is None else len(images.class_names)
+    names = [images.name(label) for label in range(min(count, _SHOWN))]
+    listed = ", ".join(names) or "without names"
+    if count > _SHOWN:
+        listed += f" and {count - _SHOWN} more"
+    means = " ".join(f"{value:.4g}" for value in pixels.mean)
+    stds = " ".join(f"{value:.4g}" for value in pixels.std)
+    return (
+        f"classes: {listed}; images: {pixels.fit}, {pixels.interpolation}, mean {means}, std {stds}"
     )
-    means, stds = (" ".join(f"{x:.4g}" for x in values) for values in (pixels.mean, pixels.std))
-    scaled = f"{pixels.fit}, {pixels.interpolation}, mean {means}, std {stds}"
-    return f"classes: {listed or 'without names'}; images: {scaled}"

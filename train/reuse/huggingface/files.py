@@ -1,4 +1,7 @@
-"""Files of an export: weights in a preset's form with our names or as `transformers` reads them, and the model card, README.md."""
+"""Files of an export: weights, config.json or model.json, and the model card, README.md.
+
+Weights are written in a preset's form with mupax's names, or as `transformers` reads them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,14 @@ _TASKS = {
     "images": ("image-classification", "AutoModelForImageClassification"),
     "tokens": ("text-generation", "AutoModelForCausalLM"),
 }
+"""Pipeline tag of the hub and class of `transformers`, by task of the model."""
+_SEQ2SEQ_TASK = ("text2text-generation", "AutoModelForSeq2SeqLM")
 _LISTED = 200
+"""Number of class names listed in a card."""
 _NO_LICENCE = (
-    "None is stated: whoever wrote this card gave none, and it grants no right to use these weights. What they were trained on, and what "
-    "they were started from, may have terms of their own."
+    "None is stated: whoever wrote this card gave none, and it grants no right to use these "
+    "weights. What they were trained on, and what they were started from, may have terms of their "
+    "own."
 )
 
 
@@ -47,103 +54,119 @@ def card(
     tokenizer: bool = False,
     chats: bool = False,
 ) -> str:
-    """README.md of an export. Of paths only the last part is in it, for they are those of a machine.
+    """Return the model card, README.md, of an export.
+
+    Only the last part of a path appears in a card, because paths are private to a machine.
 
     Args:
-        source: what is exported.
-        name: of the model.
-        licence: from `licences.identifier`; None where none was given.
-        evaluation: the row of a run's evaluation at the step that is exported (`evidence.evaluation`).
-        tokenizer: whether a tokenizer.json is exported.
-        chats: whether it has a chat template.
+        licence: identifier from `licences.identifier`. `None` if the user gave none.
+        evaluation: metrics of the run's evaluation at the exported step (`evidence.evaluation`).
+        chats: whether the tokenizer has a chat template.
     """
     from huggingface_hub import ModelCardData
 
-    model, sizes = source.model, source.model.sizes()
-    task, loader = (
-        ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
-    )
+    model = source.model
+    sizes = model.sizes()
+    task, loader = _SEQ2SEQ_TASK if model.denoises else _TASKS[model.task]
     header = ModelCardData(
         library_name="transformers", pipeline_tag=task, tags=["mupax"], license=licence
     )
-    shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
-    lines = [
+    shape = (
+        f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, "
+        f"{model.input_text}"
+    )
+    paragraphs = [
         f"---\n{header}\n---",
         f"# {_inline(name)}",
         f"{model.family}, {shape}; {families.params(model):,} parameters.",
     ]
     if source.preset:
-        lines += [
-            "## Parameterization",
-            f"{source.preset['described']}. Its multipliers are folded into the weights; config.json has them under `mupax`.",
-        ]
-    lines += [
-        *_tuned(source),
-        *_training(source),
-        *_evaluation(source, evaluation or {}),
-        *_images(source),
-        "## Use",
-        *_use(source, loader, tokenizer, chats),
-        "## Licence",
-        f"`{licence}`, as whoever wrote this card says." if licence else _NO_LICENCE,
-        f"Written by mupax {__version__}.",
-    ]
-    return "\n\n".join(lines) + "\n"
+        paragraphs.append("## Parameterization")
+        paragraphs.append(
+            f"{source.preset['described']}. Its multipliers are folded into the weights; "
+            "config.json has them under `mupax`."
+        )
+    paragraphs += _tuned(source)
+    paragraphs += _training(source)
+    paragraphs += _evaluation(source, evaluation or {})
+    paragraphs += _images(source)
+    paragraphs += ["## Use", _use(source, loader, tokenizer, chats)]
+    paragraphs.append("## Licence")
+    paragraphs.append(f"`{licence}`, as whoever wrote this card says." if licence else _NO_LICENCE)
+    paragraphs.append(f"Written by mupax {__version__}.")
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _training(source: WeightsSource) -> list[str]:
+    """Return the paragraphs on data, steps and optimizer of a run."""
     if source.run is None:
         return []
+    # A path could tell the name of a user, so only its last part is written.
     config, facts = source.run
-    kind, colon, path = config.data.name.partition(":")
-    data = f"{kind}:{_last(path)}" if colon else kind
-    opt, start = config.scaled_optimizer, config.init.init_from
+    data, colon, path = config.data.name.partition(":")
+    if colon:
+        data = f"{data}:{_last(path)}"
+    optimizer = config.scaled_optimizer
+    step = source.preset.get("step", config.steps)
     rows = [
         f"- data: {_inline(data)}, digest {_inline(str(facts.get('digest')))}",
-        f"- {source.preset.get('step', config.steps)} of {config.steps} steps of {config.data.batch_size} examples, seed {config.seed}",
-        f"- {opt.name}, peak rate {opt.peak_lr:g}, schedule {opt.schedule}, weight decay {opt.weight_decay:g}",
-        *(
-            [f"- started from {_inline(_last(start.partition('/checkpoints/')[0]))}"]
-            if start
-            else []
-        ),
+        f"- {step} of {config.steps} steps of {config.data.batch_size} examples, "
+        f"seed {config.seed}",
+        f"- {optimizer.name}, peak rate {optimizer.peak_lr:g}, schedule {optimizer.schedule}, "
+        f"weight decay {optimizer.weight_decay:g}",
     ]
+    start = config.init.init_from
+    if start:
+        workdir = start.partition("/checkpoints/")[0]
+        rows.append(f"- started from {_inline(_last(workdir))}")
     return ["## Training", "\n".join(rows)]
 
 
 def _tuned(source: WeightsSource) -> list[str]:
-    if source.run is None or (study := evidence.study(source.run[0])) is None:
+    """Return the paragraphs on the study of the run's tuned preset."""
+    if source.run is None:
         return []
-    origin = (
-        "as others have published them"
-        if study.is_published
-        else "measured by a study of small models"
-    )
+    config, _ = source.run
+    study = evidence.study(config)
+    if study is None:
+        return []
+    origin = "measured by a study of small models"
+    if study.is_published:
+        origin = "as others have published them"
     text = f"The numbers of {_inline(study.use)} (`mupax presets tuned {study.use}`), {origin}:"
-    return ["## Tuned preset", text, "\n".join(evidence.of_study(study, source.model.base_sizes()))]
+    lines = evidence.of_study(study, source.model.base_sizes())
+    return ["## Tuned preset", text, "\n".join(lines)]
 
 
 def _evaluation(source: WeightsSource, row: Mapping[str, Any]) -> list[str]:
+    """Return the paragraphs on the run's evaluation."""
     if source.run is None:
         return []
-    return ["## Evaluation", evidence.measured(row, averaged=False, kind=source.model.task)]
+    return ["## Evaluation", evidence.measured(row, averaged=False, task=source.model.task)]
 
 
 def _images(source: WeightsSource) -> list[str]:
+    """Return the paragraphs on class names and preprocessing."""
     if source.images is None:
         return []
-    names, pixels = source.images.class_names, source.images.pixels
-    listed = [f"{label}. {_inline(name)}" for label, name in enumerate((names or ())[:_LISTED])]
-    more = (
-        [f"and {len(names) - _LISTED} more, in config.json"]
-        if names and len(names) > _LISTED
-        else []
+    names = source.images.class_names or ()
+    lines = [f"{label}. {_inline(name)}" for label, name in enumerate(names[:_LISTED])]
+    if len(names) > _LISTED:
+        lines.append(f"and {len(names) - _LISTED} more, in config.json")
+    pixels = source.images.pixels
+    preprocessing = (
+        f"Images: {pixels.fit}, {pixels.interpolation}, mean {pixels.mean}, "
+        f"deviation {pixels.std} (preprocessor_config.json)."
     )
-    read = f"Images: {pixels.fit}, {pixels.interpolation}, mean {pixels.mean}, deviation {pixels.std} (preprocessor_config.json)."
-    return ["## Classes", "\n".join([*listed, *more]) or "They have no names.", read]
+    return ["## Classes", "\n".join(lines) or "They have no names.", preprocessing]
 
 
-def _use(source: WeightsSource, loader: str, tokenizer: bool, chats: bool) -> list[str]:
+def _use(source: WeightsSource, loader: str, tokenizer: bool, chats: bool) -> str:
+    """Return a code block that uses the export with `transformers`.
+
+    Args:
+        loader: class of `transformers`.
+    """
     code = ["import transformers", ""]
     if source.images:
         code.append(
@@ -152,25 +175,27 @@ def _use(source: WeightsSource, loader: str, tokenizer: bool, chats: bool) -> li
     if tokenizer:
         code.append("tokenizer = transformers.AutoTokenizer.from_pretrained(folder)")
     code.append(f"model = transformers.{loader}.from_pretrained(folder)")
-    if tokenizer and chats:
-        code += [
-            "",
-            'messages = [{"role": "user", "content": "Hello"}]',
-            'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")',
-        ]
-    elif tokenizer:
-        code += ["", 'inputs = tokenizer("A text", return_tensors="pt")']
     if tokenizer:
+        code.append("")
+        if chats:
+            code.append('messages = [{"role": "user", "content": "Hello"}]')
+            code.append(
+                "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
+                'return_dict=True, return_tensors="pt")'
+            )
+        else:
+            code.append('inputs = tokenizer("A text", return_tensors="pt")')
         code.append("print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))")
-    return ["\n".join(["```python", *code, "```"])]
+    return "\n".join(["```python", *code, "```"])
 
 
 def _last(path: str) -> str:
+    """Return the last part of a path."""
     return path.rstrip("/").rpartition("/")[2]
 
 
 def _inline(text: str) -> str:
-    """As code, so that no name is read as markup."""
+    """Return text as Markdown code, so that no name is read as markup."""
     return f"`{printable(text).replace('`', chr(39))}`"
 
 
@@ -182,35 +207,40 @@ def write_imported(
     *,
     reads_bytes: bool = False,
 ) -> dict[str, Any]:
-    """Write weights in a preset's form: our names in safetensors, and `model.json`.
+    """Write weights in a preset's form: safetensors with mupax's names, and `model.json`.
 
     Args:
-        source: the weights.
-        fields: the preset.
-        out: folder, made here.
-        origin: where they came from, for the record.
-        reads_bytes: whether the model's tokens are bytes, for which there is no tokenizer.json.
+        out: folder to write into, made if it is missing.
+        origin: origin of the weights for the record.
+        reads_bytes: whether the model's tokens are bytes, which need no tokenizer.json.
 
     Returns:
-        What is recorded of the preset.
+        Record of the preset (`plain.preset_record`).
 
     Raises:
         WeightsError: the weights do not fit their own model.
         PresetError, AbsorbError: the preset cannot be used on this model.
     """
-    preset, model = preset_for(fields, source.model), definition(source.model)
+    preset = preset_for(fields, source.model)
+    model = definition(source.model)
     factors = resolve(preset, model, preset.optimizers[0])
     params = place(source, model, factors)
+
     record = {
         "format": FORMAT,
         "model": model_to_json(source.model),
         "preset": plain.preset_record(fields, preset, model, factors),
         "from": origin,
-        **(source.images.to_json() if source.images else {}),
-        **({"text_ids": dict(source.text_ids)} if source.text_ids else {}),
-        **({"tokenizer": "bytes"} if reads_bytes else {}),
     }
+    if source.images:
+        record |= source.images.to_json()
+    if source.text_ids:
+        record["text_ids"] = dict(source.text_ids)
+    if reads_bytes:
+        record["tokenizer"] = "bytes"
+
     out.mkdir(parents=True, exist_ok=True)
+    # Sorted, so that equal weights give equal files.
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
     (out / MODEL).write_text(json.dumps(record, indent=2) + "\n")
     return record["preset"]
@@ -224,38 +254,38 @@ def write_huggingface(
     *,
     reads_bytes: bool = False,
 ) -> list[str]:
-    """Write weights as `transformers` reads them: config.json and safetensors; of a model of images preprocessor_config.json.
+    """Write weights as `transformers` reads them: config.json, safetensors, and a preprocessor.
 
-    config.json has the names of classes, and a key `mupax` that says which preset the weights come from and what was folded into each.
+    config.json has the class names, and a key `mupax` with the preset of the weights and the factor
+    that was absorbed into each weight. Only an image model has a preprocessor_config.json.
 
     Args:
-        source: the weights.
-        out: folder, made here.
-        dtype: type of the stored weights.
-        tokens: ids by config.json's names of them, such as eos_token_id.
-        reads_bytes: whether the model's tokens are bytes, for which there is no tokenizer.json.
+        out: folder to write into, made if it is missing.
+        tokens: token ids by config.json's names, such as eos_token_id.
+        reads_bytes: whether the model's tokens are bytes, which need no tokenizer.json.
 
     Returns:
-        What was written otherwise than it is here, one sentence each.
+        Sentences on parts of the model that are written in another form.
 
     Raises:
-        ConfigError: no family of theirs computes this model.
-        TensorFileError: the type cannot hold the weights.
+        ConfigError: no architecture of `transformers` computes this model.
+        TensorFileError: the dtype cannot hold the weights.
     """
     model, added, notes = equivalent(transformer(source.model, "export"))
-    fields, processor = huggingface.to_huggingface(model, dtype=dtype, tokens=tokens), None
+    fields = huggingface.to_huggingface(model, dtype=dtype, tokens=tokens)
+    processor = None
     if isinstance(model, ImageModel) and source.images:
         fields |= preprocessor.labels(source.images.class_names)
         processor = preprocessor.to_huggingface(source.images.pixels, model, family_of(model))
     if source.preset or reads_bytes:
-        fields["mupax"] = {**source.preset, **({"tokenizer": "bytes"} if reads_bytes else {})}
+        record = dict(source.preset)
+        if reads_bytes:
+            record["tokenizer"] = "bytes"
+        fields["mupax"] = record
+
     out.mkdir(parents=True, exist_ok=True)
-    write_tensors(
-        out,
-        weights.to_huggingface(model, {**source.params, **added}),
-        dtype=dtype,
-        metadata={"format": "pt"},
-    )
+    tensors = weights.to_huggingface(model, {**source.params, **added})
+    write_tensors(out, tensors, dtype=dtype, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     if processor:
         (out / preprocessor.FILE).write_text(json.dumps(processor, indent=2) + "\n")

@@ -1,7 +1,8 @@
-"""ORG/NAME of the Hugging Face hub as a folder of this machine: in the cache that `transformers` and `hf download` fill, too.
+"""Models of the Hugging Face hub (ORG/NAME), downloaded into a folder of this machine.
 
-Only what is read here comes: configs, safetensors, the tokenizer, the preprocessor. The config is read first, so that a model
-that nothing here reads is refused before its weights come.
+The folder lies in the cache of `transformers` and `hf download`. Only files that mupax reads are
+downloaded: configs, safetensors, the tokenizer and the preprocessor. The config is read first, so
+that an unsupported model is refused before its weights are downloaded.
 """
 
 from __future__ import annotations
@@ -25,86 +26,99 @@ from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, files_of_index
 
 NEAR = (CONFIG, INDEX, *tokenizer_files.NEAR)
-"""The small files that are read with weights, and where a model in parts has them."""
+"""Small files that are read with weights, among them the index of weights in several files."""
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 class HubError(MupaxError):
-    """A name of the hub that gives no weights. The text says why and what to write instead."""
+    """A name of the hub without weights. The message says why and what to write instead."""
 
 
-def local(place: Path, revision: str | None) -> Path:
-    """A folder for a user's word: itself where it is here, else the snapshot of the model of that name, downloaded where need be.
+def local(path: Path, revision: str | None) -> Path:
+    """Return the folder of a model: a path of this machine, or the snapshot of a model of the hub.
+
+    The snapshot is downloaded unless the cache has it.
 
     Args:
-        place: a path, or ORG/NAME. What is here wins, which a note says; so does a path in a folder ORG of this machine,
-            unless a revision shows that a name is meant.
-        revision: branch, tag or commit; the branch main unless given.
+        path: a path, or ORG/NAME. A path that exists comes first, and a note says so. A missing
+            path in an existing folder ORG is a path, too, unless there is a revision.
+        revision: branch, tag or commit; by default main.
 
     Raises:
-        UsageError: a revision of what is no name.
-        HubError: no such model or revision, one that may not be read, or one without a config or safetensors.
-        ConfigError, JsonError, TensorFileError: a config or an index that is not read here.
-        MupaxFailure: no answer, and no whole copy in the cache.
+        UsageError: a revision of a path.
+        HubError: no such model or revision, no permission to read it, no config, or no safetensors.
+        ConfigError, JsonError, TensorFileError: a config or an index that mupax cannot read.
+        MupaxFailure: the hub does not answer, and the cache has no complete copy.
     """
-    name = str(place)
-    named, here = not is_remote(place) and bool(_NAME.fullmatch(name)), place.exists()
-    if revision is not None and (here or not named):
-        what = "is here" if here else "is no ORG/NAME"
+    name = str(path)
+    is_name = not is_remote(path) and bool(_NAME.fullmatch(name))
+    exists = path.exists()
+    if revision is not None and (exists or not is_name):
+        reason = "is here" if exists else "is no ORG/NAME"
         raise command_line.UsageError(
-            f"--revision is of a model of the Hugging Face hub, and {name} {what}; leave it out"
+            f"--revision is of a model of the Hugging Face hub, and {name} {reason}; leave it out"
         )
-    if not named or here or (revision is None and place.parent.exists()):
-        if (
-            named and place.is_dir() and not (place / CHECKPOINTS).exists()
-        ):  # a run can be nothing else
-            terminal.note(
-                f"note: {name} is a folder here, and is read in place of a model of that name on the hub"
-            )
-        return place
-    return _snapshot(name, revision)
+
+    is_path = not is_name or exists or (revision is None and path.parent.exists())
+    if not is_path:
+        return _snapshot(name, revision)
+    # A folder with checkpoints is a run, which the hub does not have: no note is needed.
+    if is_name and path.is_dir() and not (path / CHECKPOINTS).exists():
+        terminal.note(
+            f"note: {name} is a folder here, and is read in place of a model of that name on "
+            "the hub"
+        )
+    return path
 
 
 def _snapshot(name: str, revision: str | None) -> Path:
-    """The folder of a model in the cache, with all that is read of it."""
+    """Return the folder of a model in the cache, with all files that mupax reads."""
     folder = _downloaded(name, revision, NEAR)
-    at = f"{name} at {folder.name[:12]}"
+    commit = folder.name
+    model = f"{name} at {commit[:12]}"
     if not (folder / CONFIG).is_file():
-        raise HubError(f"{at} has no {CONFIG}; give a model that `transformers` reads")
+        raise HubError(f"{model} has no {CONFIG}; give a model that `transformers` reads")
     try:
         huggingface.from_huggingface(read_json(folder / CONFIG))
     except ConfigError as error:
-        raise HubError(f"{at}: {error}") from error
-    parts = list(files_of_index(folder / INDEX)) if (folder / INDEX).is_file() else []
-    folder = _downloaded(name, folder.name, [CONFIG, *(parts or [SINGLE])])
-    if missing := [part for part in parts or [SINGLE] if not (folder / part).is_file()]:
+        raise HubError(f"{model}: {error}") from error
+
+    weights_files = []
+    if (folder / INDEX).is_file():
+        weights_files = list(files_of_index(folder / INDEX))
+    weights_files = weights_files or [SINGLE]
+    # The commit of the first download: the branch may have moved meanwhile.
+    folder = _downloaded(name, commit, [CONFIG, *weights_files])
+    missing = [file for file in weights_files if not (folder / file).is_file()]
+    if missing:
         raise HubError(
-            f"{at} has no {missing[0]}, and of weights only safetensors is read. Look for a branch that has it (--revision), or save "
-            "the model again by `save_pretrained` of transformers and give the folder"
+            f"{model} has no {missing[0]}, and of weights only safetensors is read. Look for a "
+            "branch that has it (--revision), or save the model again by `save_pretrained` of "
+            "transformers and give the folder"
         )
-    terminal.note(f"{at}, of the hub, is in {folder}")
+    terminal.note(f"{model}, of the hub, is in {folder}")
     return folder
 
 
 def _downloaded(name: str, revision: str | None, files: Any) -> Path:
-    """The snapshot's folder, with those of the files that the repository has."""
+    """Download files of a repository, as far as it has them. Return the snapshot's folder."""
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
+    # Progress bars would fill a log file.
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _answered(name, revision):
         endpoint = os.environ.get("HF_ENDPOINT") or None
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=[*files], endpoint=endpoint
-            )
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=[*files], endpoint=endpoint
         )
+        return Path(folder)
 
 
 @contextmanager
 def _answered(name: str, revision: str | None) -> Iterator[None]:
-    """Errors of the hub and of its client as one line."""
+    """Context manager that turns errors of the hub and of its client into messages of one line."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -114,31 +128,39 @@ def _answered(name: str, revision: str | None) -> Iterator[None]:
         raise HubError(f"no folder {name}, and no name of the hub: {error}") from error
     except errors.RevisionNotFoundError as error:
         raise HubError(
-            f"{name} has no revision {revision or 'main'}; write a branch, tag or commit of it as --revision"
+            f"{name} has no revision {revision or 'main'}; write a branch, tag or commit of it as "
+            "--revision"
         ) from error
     except errors.GatedRepoError as error:
         raise HubError(
-            f"{name} is gated: ask for it on its page of the hub, then {_token(huggingface_hub.get_token())}"
+            f"{name} is gated: ask for it on its page of the hub, then "
+            f"{_token_advice(huggingface_hub.get_token())}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(
-            f"{name} is no folder here, and no model of the hub that may be read: look up its name, or where it is private "
-            f"{_token(huggingface_hub.get_token())}"
+            f"{name} is no folder here, and no model of the hub that may be read: look up its "
+            f"name, or where it is private {_token_advice(huggingface_hub.get_token())}"
         ) from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-        cause = (
-            error.__cause__
-            if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__
-            else error
-        )
+        cause: BaseException = error
+        if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+            # The client reports a missing cache entry. Its cause says why there was no download.
+            cause = error.__cause__
         reason = " ".join(str(cause).split())[:200] or type(cause).__name__
         raise MupaxFailure(
-            f"{name} is no folder here, has no whole copy in the cache, and the hub gives none ({reason}). Where there is a network run "
-            f"`hf download {name} --local-dir FOLDER`, and give the folder"
+            f"{name} is no folder here, has no whole copy in the cache, and the hub gives none "
+            f"({reason}). Where there is a network run `hf download {name} --local-dir FOLDER`, "
+            "and give the folder"
         ) from error
 
 
-def _token(token: str | None) -> str:
+def _token_advice(token: str | None) -> str:
     if token is None:
-        return "write a token that may read it into HF_TOKEN, or run `hf auth login`; there is none here"
-    return "write another token into HF_TOKEN, or run `hf auth login`; the one that is here may not read it"
+        return (
+            "write a token that may read it into HF_TOKEN, or run `hf auth login`; "
+            "there is none here"
+        )
+    return (
+        "write another token into HF_TOKEN, or run `hf auth login`; "
+        "the one that is here may not read it"
+    )

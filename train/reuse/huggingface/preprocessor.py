@@ -1,7 +1,8 @@
-"""Class names and preprocessing in the files of `transformers`: id2label of config.json, and preprocessor_config.json, both ways.
+"""Class names and preprocessing in `transformers` files: config.json and preprocessor_config.json.
 
-Their processors scale the sides (`size` with height and width) or the shorter edge, cut the centre out, and normalize
-each channel. So do the fits `squash` and `edge`, the default. The fit `centre`, which cuts first, is written as the edge that comes nearest.
+Processors of `transformers` scale both sides (`size` with height and width) or the shorter edge,
+crop the centre, and normalize each channel. So do mupax's fits `squash` and `edge`, the default.
+The fit `centre`, which crops first, is written as the nearest edge.
 """
 
 from __future__ import annotations
@@ -16,37 +17,41 @@ from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface.architectures import Family
 
 FILE = "preprocessor_config.json"
-_RESAMPLE: tuple[str, ...] = get_args(Interpolation)[:-1]  # area is none of PIL's
+# The last one, area, is not a filter of PIL.
+_RESAMPLE: tuple[str, ...] = get_args(Interpolation)[:-1]
+"""Interpolations by PIL's number."""
 _CENTRE = 8 / 7
-"""The shorter edge over the side of what the fit `centre` keeps of it."""
+"""Shorter edge over the side of the square that the fit `centre` crops."""
 _BACKGROUND = "none"
-"""The processors of `transformers` read the colours below transparent pixels."""
+"""Background of transparent pixels: processors of `transformers` read the colours below them."""
 _FAR = 1e9
-"""No mean, deviation or factor is beyond."""
+"""Bound of means, deviations and factors."""
 _BY_EDGE = ("CLIP", "Bit")
-"""Processors that read a bare number of `size` as the shorter edge; of the others it is both sides."""
+"""Processors that read a bare number of `size` as the shorter edge, and not as both sides."""
 _PROCESSORS = ("ViT", "DeiT", "Siglip", *_BY_EDGE)
+"""Beginnings of the processors' names that mupax reads."""
 
 
 def from_huggingface(
     config: Mapping[str, Any], processor: Mapping[str, Any] | None, model: ImageModel
 ) -> ImageInput:
-    """Names and preprocessing of a published model.
+    """Return class names and preprocessing of a published model.
 
     Args:
-        config: its config.json.
-        processor: its preprocessor_config.json; None where there is none: images are squashed then, and normalized by a half.
-        model: that config.json describes.
+        config: content of config.json, which has the class names.
+        processor: content of preprocessor_config.json. `None` if the file is missing: images are
+            then squashed, and normalized by a half.
 
     Raises:
-        ConfigError: what no model here does with images; the text names the field.
+        ConfigError: mupax does not read images this way. The message names the field.
     """
     if processor is None:
-        how: Interpolation = "bilinear" if config.get("model_type") == "vit" else "bicubic"
-        return ImageInput(
-            _names(config, model),
-            PixelsConfig(fit="squash", interpolation=how, background=_BACKGROUND),
-        )
+        # These are the defaults of the processors of `transformers`.
+        interpolation: Interpolation = "bicubic"
+        if config.get("model_type") == "vit":
+            interpolation = "bilinear"
+        pixels = PixelsConfig(fit="squash", interpolation=interpolation, background=_BACKGROUND)
+        return ImageInput(_names(config, model), pixels)
     try:
         pixels = _pixels(processor, model)
         pixels.check(model.image_size, model.channels)
@@ -58,59 +63,47 @@ def from_huggingface(
 
 
 def _names(config: Mapping[str, Any], model: ImageModel) -> tuple[str, ...] | None:
-    """Names of id2label, None where they are those of nobody."""
+    """Return the class names of id2label, or `None` if it is missing or has default names."""
     labels = config.get("id2label")
     if not isinstance(labels, Mapping) or not labels:
         return None
-    names = [labels.get(str(i)) for i in range(model.num_classes)]
+    names = [labels.get(str(label)) for label in range(model.num_classes)]
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"config.json: id2label does not name the classes 0 to {model.num_classes - 1}"
         )
-    return None if names == [f"LABEL_{i}" for i in range(len(names))] else tuple(map(str, names))
+    # `transformers` writes these names for a model without names.
+    default_names = [f"LABEL_{label}" for label in range(len(names))]
+    return None if names == default_names else tuple(map(str, names))
 
 
-def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
+def _pixels(fields: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
+    """Return the preprocessing in a preprocessor_config.json.
+
+    Raises:
+        ConfigError: mupax does not read images this way. The message names the field.
+    """
     for field in ("do_pad", "do_reduce_labels", "crop_pct", "do_flip_channel_order"):
-        if read.get(field):
-            raise ConfigError(f"{field} is {read[field]!r:.40}, which is not done here")
-    kind = str(read.get("image_processor_type", read.get("feature_extractor_type", "ViT")))
-    if not kind.startswith(_PROCESSORS):
+        if fields.get(field):
+            raise ConfigError(f"{field} is {fields[field]!r:.40}, which is not done here")
+    processor = str(fields.get("image_processor_type", fields.get("feature_extractor_type", "ViT")))
+    if not processor.startswith(_PROCESSORS):
         raise ConfigError(
-            f"image_processor_type is {kind!r:.60}; only those of {', '.join(_PROCESSORS)} are read"
+            f"image_processor_type is {processor!r:.60}; only those of {', '.join(_PROCESSORS)} "
+            "are read"
         )
-    fit, resize, cut = "squash", _size(read.get("size", model.image_size), "size"), model.image_size
-    if type(read.get("size")) is int and kind.startswith(_BY_EDGE):
-        resize = {"shortest_edge": read["size"]}
-    if read.get("do_center_crop"):
-        cut = _size(read.get("crop_size", model.image_size), "crop_size")
-    if isinstance(resize, dict):
-        fit, resize = "edge", resize["shortest_edge"]
-    if cut != model.image_size or (
-        not read.get("do_center_crop") and (fit == "edge" or resize != model.image_size)
-    ):
-        raise ConfigError(
-            f"images come out of another size than the {model.image_size} x {model.image_size} that config.json says"
-        )
-    if read.get("do_resize") is False:
+    fit, resize = _fit_and_resize(fields, processor, model)
+    if fields.get("do_resize") is False:
         raise ConfigError("do_resize is false, and images of any size are to be read")
-    resample = read.get(
-        "resample", _RESAMPLE.index("bilinear" if kind.startswith("ViT") else "bicubic")
-    )
+
+    default_filter = "bilinear" if processor.startswith("ViT") else "bicubic"
+    resample = fields.get("resample", _RESAMPLE.index(default_filter))
+    # bool is a subclass of int and no filter.
     if type(resample) is not int or not 0 <= resample < len(_RESAMPLE):
         raise ConfigError(f"resample is {resample!r:.40}, no number of PIL's filters")
-    factor = read.get("rescale_factor", 1 / 255) if read.get("do_rescale", True) else 1.0
-    mean, std = (
-        _channels(read.get(f"image_{name}", 0.5), f"image_{name}") for name in ("mean", "std")
-    )
-    if read.get("do_normalize") is False:
-        mean, std = (0.0,), (1.0,)
-    if type(factor) not in (int, float) or not 1 / _FAR < factor < _FAR:
-        raise ConfigError(f"rescale_factor is {factor!r:.40}, not a number above 0")
-    if (times := factor * 255) != 1:
-        mean, std = tuple(x / times for x in mean), tuple(x / times for x in std)
-    resize = None if resize == model.image_size and fit == "squash" else resize
     interpolation: Any = _RESAMPLE[resample]
+
+    mean, std = _normalization(fields)
     return PixelsConfig(
         fit=fit,  # pyright: ignore
         resize=resize,
@@ -121,16 +114,71 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
     )
 
 
+def _fit_and_resize(
+    fields: Mapping[str, Any], processor: str, model: ImageModel
+) -> tuple[str, int | None]:
+    """Return the fit, and the size to which images are scaled (`None` for the model's size).
+
+    Raises:
+        ConfigError: scaled images do not have the model's size.
+    """
+    image_size = model.image_size
+    fit = "squash"
+    resize = _size(fields.get("size", image_size), "size")
+    if type(fields.get("size")) is int and processor.startswith(_BY_EDGE):
+        resize = {"shortest_edge": fields["size"]}
+    crop = image_size
+    if fields.get("do_center_crop"):
+        crop = _size(fields.get("crop_size", image_size), "crop_size")
+    if isinstance(resize, dict):
+        fit = "edge"
+        resize = resize["shortest_edge"]
+
+    # Without a crop only the fit `squash` to the model's size gives images of that size.
+    is_uncropped = not fields.get("do_center_crop")
+    needs_crop = fit == "edge" or resize != image_size
+    if crop != image_size or (is_uncropped and needs_crop):
+        raise ConfigError(
+            f"images come out of another size than the {image_size} x {image_size} that "
+            "config.json says"
+        )
+    if resize == image_size and fit == "squash":
+        return fit, None
+    return fit, resize
+
+
+def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of the channels, for pixels from 0 to 1."""
+    factor = 1.0
+    if fields.get("do_rescale", True):
+        factor = fields.get("rescale_factor", 1 / 255)
+    mean = _channels(fields.get("image_mean", 0.5), "image_mean")
+    std = _channels(fields.get("image_std", 0.5), "image_std")
+    if fields.get("do_normalize") is False:
+        mean = (0.0,)
+        std = (1.0,)
+    if type(factor) not in (int, float) or not 1 / _FAR < factor < _FAR:
+        raise ConfigError(f"rescale_factor is {factor!r:.40}, not a number above 0")
+    # The processor multiplies levels from 0 to 255 by the factor, mupax by 1 / 255.
+    times = factor * 255
+    if times != 1:
+        mean = tuple(x / times for x in mean)
+        std = tuple(x / times for x in std)
+    return mean, std
+
+
 def _size(value: Any, field: str) -> Any:
-    """Pixels on a side, or a dictionary with the shortest edge."""
-    whole = {"height", "width"}
-    if isinstance(value, Mapping) and {k for k, v in value.items() if v is not None} == {
-        "shortest_edge"
-    }:
-        if type(value["shortest_edge"]) is int:
+    """Return pixels on a side, or a dictionary with the shortest edge.
+
+    Args:
+        value: value of the field, of any JSON type.
+    """
+    if isinstance(value, Mapping):
+        present = {name for name, size in value.items() if size is not None}
+        if present == {"shortest_edge"} and type(value["shortest_edge"]) is int:
             return {"shortest_edge": value["shortest_edge"]}
-    elif isinstance(value, Mapping) and {k for k, v in value.items() if v is not None} == whole:
-        value = value["height"] if value["height"] == value["width"] else value
+        if present == {"height", "width"} and value["height"] == value["width"]:
+            value = value["height"]
     if type(value) is not int:
         raise ConfigError(
             f"{field} is {value!r:.60}, which is neither a square nor a shortest edge"
@@ -139,80 +187,98 @@ def _size(value: Any, field: str) -> Any:
 
 
 def _channels(value: Any, field: str) -> tuple[float, ...]:
+    """Return one number per channel, or a single number for equal channels.
+
+    Args:
+        value: value of the field, of any JSON type.
+    """
     values = value if isinstance(value, list) else [value]
     if not values or not all(type(x) in (int, float) and -_FAR < x < _FAR for x in values):
         raise ConfigError(f"{field} is {value!r:.60}, not numbers")
-    return tuple(float(x) for x in values) if len(set(values)) > 1 else (float(values[0]),)
+    if len(set(values)) == 1:
+        return (float(values[0]),)
+    return tuple(float(x) for x in values)
 
 
 def labels(names: tuple[str, ...] | None) -> dict[str, Any]:
-    """id2label and label2id of config.json; nothing where no class has a name.
+    """Return id2label and label2id of config.json, or an empty dictionary without names.
 
     Raises:
-        ConfigError: two classes of one name, of which label2id can hold one.
+        ConfigError: two classes have the same name, and label2id can hold only one.
     """
     if names is None:
         return {}
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(
-            f"two classes are called {twice!r}, and label2id of config.json has one number for a name"
+            f"two classes are called {twice!r}, and label2id of config.json has one number for a "
+            "name"
         )
     return {
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {n: i for i, n in enumerate(names)},
+        "id2label": {str(label): name for label, name in enumerate(names)},
+        "label2id": {name: label for label, name in enumerate(names)},
     }
 
 
 def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> dict[str, Any]:
-    """preprocessor_config.json.
+    """Return the content of preprocessor_config.json.
 
     Args:
-        pixels: preprocessing.
-        model: whose.
-        family: what `transformers` calls its architecture.
+        family: architecture of the model in `transformers`.
     """
-    size, square = model.image_size, {"height": model.image_size, "width": model.image_size}
-    pixels = pixels.resolved(size)
-    resize = pixels.resize or (round(size * _CENTRE) if pixels.fit == "centre" else size)
-    kind, cut = "SiglipImageProcessor" if family == "siglip" else "ViTImageProcessor", {}
-    if pixels.fit != "squash" or resize != size:
-        kind, cut = "CLIPImageProcessor", {"do_center_crop": True, "crop_size": square}
+    image_size = model.image_size
+    pixels = pixels.resolved(image_size)
+    resize = pixels.resize
+    if not resize:
+        resize = round(image_size * _CENTRE) if pixels.fit == "centre" else image_size
+
+    processor = "SiglipImageProcessor" if family == "siglip" else "ViTImageProcessor"
+    crop = {}
+    if pixels.fit != "squash" or resize != image_size:
+        # Processors of ViT and SigLIP cannot crop.
+        processor = "CLIPImageProcessor"
+        crop["do_center_crop"] = True
+        crop["crop_size"] = {"height": image_size, "width": image_size}
+    size = {"shortest_edge": resize}
+    if pixels.fit == "squash":
+        size = {"height": resize, "width": resize}
+    # Box is PIL's nearest filter to area (see `note`).
+    interpolation = "box" if pixels.interpolation == "area" else pixels.interpolation
     return {
-        "image_processor_type": kind,
+        "image_processor_type": processor,
         "do_resize": True,
-        "size": {"height": resize, "width": resize}
-        if pixels.fit == "squash"
-        else {"shortest_edge": resize},
-        "resample": _RESAMPLE.index(
-            "box" if pixels.interpolation == "area" else pixels.interpolation
-        ),
-        **cut,
+        "size": size,
+        "resample": _RESAMPLE.index(interpolation),
+        **crop,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(pixels.mean) * (model.channels if len(pixels.mean) == 1 else 1),
-        "image_std": list(pixels.std) * (model.channels if len(pixels.std) == 1 else 1),
+        "image_mean": _per_channel(pixels.mean, model),
+        "image_std": _per_channel(pixels.std, model),
         "do_convert_rgb": model.channels == 3,
     }
 
 
-def note(pixels: PixelsConfig, model: ImageModel) -> str | None:
-    """What `transformers` does otherwise with an image; None where it does the same.
+def _per_channel(values: tuple[float, ...], model: ImageModel) -> list[float]:
+    """Return one value per channel. A single value is repeated."""
+    if len(values) == 1:
+        return list(values) * model.channels
+    return list(values)
 
-    Args:
-        pixels: preprocessing.
-        model: whose.
-    """
+
+def note(pixels: PixelsConfig, model: ImageModel) -> str | None:
+    """Return a note on how `transformers` reads an image differently, or `None` if it does not."""
     if pixels.interpolation == "area":
         return (
-            f"{FILE} has PIL's box in place of area, which counts whole pixels alone: levels differ a little; "
-            "--data.pixels.interpolation box trains with what is the same to the bit"
+            f"{FILE} has PIL's box in place of area, which counts whole pixels alone: levels "
+            "differ a little; --data.pixels.interpolation box trains with what is the same to the "
+            "bit"
         )
     if pixels.fit != "centre":
         return None
     edge = round(model.image_size * _CENTRE)
     return (
-        f"{FILE} scales the shorter edge to {edge} and cuts {model.image_size} out, where images here are cut first and scaled "
-        "then: the top class of some images differs; --data.pixels.fit edge or squash trains with what is the same to the bit"
+        f"{FILE} scales the shorter edge to {edge} and cuts {model.image_size} out, where images "
+        "here are cut first and scaled then: the top class of some images differs; "
+        "--data.pixels.fit edge or squash trains with what is the same to the bit"
     )

@@ -1,4 +1,7 @@
-"""`mupax push RUN|FOLDER --to USER/NAME`: a model, with its card, in a repository of Hugging Face."""
+"""`mupax push RUN|FOLDER --to USER/NAME`: send a model to a repository of Hugging Face.
+
+A run or imported weights are exported first, with a model card.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,25 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 SENT = (".json", ".safetensors", ".md", ".txt", ".model", ".jinja")
-"""Endings of the files of a folder that are sent: weights, and what is read beside them."""
+"""Endings of the files that are sent: weights, and small files that are read with them."""
 
 
 class PushError(MupaxError):
-    """What cannot be sent, as asked. The text says what to write instead."""
+    """A model that cannot be sent. The message says what to write instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Push:
     """A run or weights as a repository of Hugging Face: weights as `transformers` reads them, tokenizer or preprocessing, model card.
 
-    A new repository is private unless --public is there, and one that is public already is refused without it. The token is that
-    of HF_TOKEN or of `hf auth login`, the address HF_ENDPOINT's where it is set.
+    A new repository is private unless --public is there, and one that is public already is refused
+    without it. The token is that of HF_TOKEN or of `hf auth login`, the address HF_ENDPOINT's where
+    it is set.
     """
 
     path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
-    """A run, one of its steps, an imported folder, or a folder of Hugging Face, which goes as it is."""
+    """A run, one of its steps, an imported folder, or a folder of Hugging Face, which goes as it
+    is."""
     to: Annotated[str, conf.arg(metavar="USER/NAME")]
     """The repository, made where there is none."""
     step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
@@ -46,9 +51,11 @@ class Push:
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
     separator: Annotated[str | None, conf.arg(metavar="TOKEN")] = None
-    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the usual names."""
+    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the
+    usual names."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
-    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows, in any case."""
+    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face
+    knows, in any case."""
     public: Switch = False
     """Let everyone see it."""
     dry_run: Switch = False
@@ -56,23 +63,23 @@ class Push:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sends the files and prints where they are; 0.
+    """Send the files, print their address, and return the exit code, 0.
 
     Raises:
-        PushError: a name that is none, no token, a repository that may not be written or is public.
-        MupaxFailure: no answer, or one that is an error of the hub's.
-        WeightsError, WorkdirError: no model there.
+        PushError: a wrong name, no token, or a repository that is public or refuses writing.
+        MupaxFailure: the hub does not answer, or fails.
+        WeightsError, WorkdirError: no model at the path.
     """
     args = command_line.parse(Push, "mupax push", argv)
     _check_name(args.to)
+    # A dry run needs no token.
     api = None if args.dry_run else _client()
     with _files(args) as (folder, names):
         for name in names:
             terminal.say(f"{(folder / name).stat().st_size:>12,}  {name}")
         if api is None:
-            terminal.say(
-                f"{len(names)} files for {args.to}, {'public' if args.public else 'private'}; nothing was sent"
-            )
+            visibility = "public" if args.public else "private"
+            terminal.say(f"{len(names)} files for {args.to}, {visibility}; nothing was sent")
             return 0
         _open(api, args.to, args.public)
         terminal.say(f"{len(names)} files are at {_sent(api, args, folder, names)}")
@@ -81,7 +88,10 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
-    """A folder, and the names of its files that are to be sent."""
+    """Yield a folder, and the names of its files to send.
+
+    A folder of Hugging Face is sent as it is. Other models are exported into a temporary folder.
+    """
     from mupax.train.checkpoints.making import scratch
     from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import licences
@@ -91,26 +101,27 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     place = trained.locate(args.path)
     if place.kind == "published":
         folder = place.folder
-        if args.step or args.tokenizer or args.separator or args.licence or args.dtype != "float32":
+        has_flags = args.step or args.tokenizer or args.separator or args.licence
+        if has_flags or args.dtype != "float32":
             flags = "--step, --dtype, --tokenizer, --separator and --licence"
             raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
-        entries = [
-            entry
-            for entry in folder.iterdir()
-            if entry.name.endswith(SENT) and not entry.name.startswith(".")
-        ]
-        names = sorted(entry.name for entry in entries if entry.is_file())
+        names = []
+        for entry in folder.iterdir():
+            is_sent = entry.name.endswith(SENT) and not entry.name.startswith(".")
+            if is_sent and entry.is_file():
+                names.append(entry.name)
+        names.sort()
         _check_links(folder, names)
         if not any(name.endswith(".safetensors") for name in names):
-            Tensors(folder)  # refuses the folder as every other command does
+            # Refuses a folder without weights with the message of all commands.
+            Tensors(folder)
         check_whole(folder)
         yield folder, names
         return
+
     with scratch() as target:
-        licence, name = (
-            args.licence and licences.identifier(args.licence),
-            args.to.partition("/")[2],
-        )
+        licence = licences.identifier(args.licence) if args.licence else args.licence
+        name = args.to.partition("/")[2]
         _, notes = exported(
             args.path,
             target,
@@ -123,93 +134,99 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         )
         for note in notes:
             terminal.say(note)
-        yield target, sorted(each.name for each in target.iterdir())
+        yield target, sorted(file.name for file in target.iterdir())
 
 
 def _check_links(folder: Path, names: Sequence[str]) -> None:
-    """Refuse to send what links lead to outside of the folder."""
+    """Refuse links to files outside of the folder, which a user may not want to publish."""
     for name, target in links_outside(folder, names).items():
         raise PushError(
-            f"{folder / name} links to {target}, outside of the folder; copy the file into the folder if it is to be sent, or "
-            "remove the link"
+            f"{folder / name} links to {target}, outside of the folder; copy the file into the "
+            "folder if it is to be sent, or remove the link"
         )
 
 
-def _check_name(to: str) -> None:
+def _check_name(repository: str) -> None:
+    """Refuse a name that is no USER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    user, slash, name = to.partition("/")
+    user, slash, name = repository.partition("/")
     try:
-        validate_repo_id(to)
+        validate_repo_id(repository)
     except HFValidationError as error:
-        raise PushError(f"--to {to}: {error}") from error
+        raise PushError(f"--to {repository}: {error}") from error
     if not (slash and user and name):
         raise PushError(
-            f"--to {to} is no USER/NAME; write your name at Hugging Face before it, as in --to you/{to}"
+            f"--to {repository} is no USER/NAME; write your name at Hugging Face before it, as in "
+            f"--to you/{repository}"
         )
 
 
 def _client() -> HfApi:
-    """Whoever the token says."""
+    """Return a client of the hub that acts for the token's user."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()
     if token is None:
         raise PushError(
-            "no token of Hugging Face is here; write one that may write into HF_TOKEN, or log in by `hf auth login` (--dry-run needs none)"
+            "no token of Hugging Face is here; write one that may write into HF_TOKEN, or log in "
+            "by `hf auth login` (--dry-run needs none)"
         )
     return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token)
 
 
-def _open(api: HfApi, to: str, public: bool) -> None:
-    """See that the repository is there, made private unless public was asked for; refuse one that everyone sees without that."""
-    with _answered(to):
-        api.create_repo(to, private=not public, exist_ok=True)
-        private = api.repo_info(to).private
+def _open(api: HfApi, repository: str, public: bool) -> None:
+    """Create the repository unless it exists. Refuse a public one unless the user asked for it."""
+    with _answered(repository):
+        api.create_repo(repository, private=not public, exist_ok=True)
+        private = api.repo_info(repository).private
+    # A repository that exists keeps its visibility, whatever `create_repo` is asked for.
     if not public and private is False:
         raise PushError(
-            f"{to} is there and public; add --public to write into it, or give another name as --to"
+            f"{repository} is there and public; add --public to write into it, or give another "
+            "name as --to"
         )
     if public and private:
         terminal.note(
-            f"note: {to} was there and private, and stays so; its settings at Hugging Face make it public"
+            f"note: {repository} was there and private, and stays so; its settings at Hugging "
+            "Face make it public"
         )
 
 
 def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:
-    """Where the files are."""
+    """Send the files in one commit. Return the address of the repository."""
     from huggingface_hub import CommitOperationAdd
 
     added = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(folder / name)) for name in names
     ]
+    model_name = args.to.partition("/")[2]
     with _answered(args.to):
-        api.create_commit(
-            args.to, added, commit_message=f"{args.to.partition('/')[2]}, written by mupax"
-        )
+        api.create_commit(args.to, added, commit_message=f"{model_name}, written by mupax")
     return f"{api.endpoint}/{args.to}"
 
 
 @contextmanager
-def _answered(to: str) -> Iterator[None]:
-    """Errors of the hub as one line."""
+def _answered(repository: str) -> Iterator[None]:
+    """Context manager that turns errors of the hub into messages of one line."""
     from huggingface_hub import errors
 
-    unanswered: Any = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of the client that it is made with
+    # The error of the HTTP client that the installed huggingface_hub uses.
+    connection_error: Any = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     except errors.HfHubHTTPError as error:
-        code, message = (
-            error.response.status_code,
-            error.server_message or str(error).strip().partition("\n")[0],
-        )
+        code = error.response.status_code
+        message = error.server_message or str(error).strip().partition("\n")[0]
+        # The hub answers 404, too, if a token may not see a repository.
         if code in (401, 403, 404):
             raise PushError(
-                f"{to}: Hugging Face refused it ({code}: {message}); the token must be one that may write there"
+                f"{repository}: Hugging Face refused it ({code}: {message}); the token must be "
+                "one that may write there"
             ) from error
-        raise MupaxFailure(f"{to}: Hugging Face answered {code}: {message}") from error
-    except unanswered as error:
+        raise MupaxFailure(f"{repository}: Hugging Face answered {code}: {message}") from error
+    except connection_error as error:
         raise MupaxFailure(
-            f"{to}: Hugging Face does not answer ({error}); nothing more was sent"
+            f"{repository}: Hugging Face does not answer ({error}); nothing more was sent"
         ) from error

@@ -1,4 +1,7 @@
-"""Tokens that begin, end and pad what a published model writes, as `transformers` takes them from its JSON files."""
+"""Token ids that begin, end and pad the texts of a published model, from its JSON files.
+
+The fields and their defaults are those of `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,20 @@ from mupax.disk import read_json
 from mupax.errors import MupaxError
 
 FILE = "generation_config.json"
-_NAMES = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
+_FIELDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mbart": {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "forced_eos_token_id": 2},
     "t5": {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0},
     "mt5": {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0},
 }
-"""What their code takes for a field that config.json does not have."""
+"""Defaults of encoder-decoders by model_type, for fields that config.json lacks."""
 _DECODERS: Mapping[str, Mapping[str, int]] = {
     "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
     "gpt_neox": {"bos_token_id": 0, "eos_token_id": 2},
@@ -26,101 +36,110 @@ _DECODERS: Mapping[str, Mapping[str, int]] = {
     "gemma2": {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
     "gemma3_text": {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
 }
-"""What the code of decoders takes for a field that config.json does not have."""
+"""Defaults of decoders by model_type, for fields that config.json lacks."""
 
 
 class TextIdsError(MupaxError):
-    """Tokens of generation that the files lack, or that are no tokens. The text says which."""
+    """Token ids that the files lack, or that are not valid. The message says which."""
 
 
 class TextIds(NamedTuple):
-    """How an encoder-decoder writes."""
+    """Token ids with which an encoder-decoder writes a text."""
 
     start: int
-    """Stands before the first token."""
+    """Token that the decoder reads before the first token of a text."""
     end: int
-    """Ends a text."""
+    """Token that ends a text."""
     pad: int
-    """Fills an input up."""
+    """Token that fills up an input."""
     first: int | None = None
-    """What every text begins with: a language, say."""
+    """Forced first token of every text, such as a language."""
     last: int | None = None
-    """What the last token is of a text that has not ended before."""
+    """Forced last token of a text that reaches the maximum length."""
 
 
 def recorded(folder: Path, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Ids by config.json's names of them, those that are there.
+    """Return the token ids in a published model's JSON files, by config.json's names.
 
-    generation_config.json decides where it lies beside, and alone says what is forced.
+    Values of generation_config.json replace those of config.json. If that file is there, forced
+    tokens are read from it alone.
 
     Args:
-        folder: of the weights.
-        fields: of config.json.
+        folder: folder of the weights, with generation_config.json if there is one.
+        fields: content of config.json, with or without ids.
 
     Raises:
-        TextIdsError: a field that is no token.
-        JsonError: a file that is no JSON.
+        TextIdsError: a field is not a token id.
+        JsonError: a file is not JSON.
     """
     values: dict[str, Any] = {**_DEFAULTS.get(str(fields.get("model_type")), {}), **fields}
     if (folder / FILE).is_file():
-        here = read_json(folder / FILE)
-        plain = {name: value for name, value in values.items() if not name.startswith("forced_")}
-        values = {**plain, **{name: value for name, value in here.items() if value is not None}}
+        values = {name: value for name, value in values.items() if not name.startswith("forced_")}
+        for name, value in read_json(folder / FILE).items():
+            if value is not None:
+                values[name] = value
+
     ids = {}
-    for name in (f"{name}_token_id" for name in _NAMES):
+    for name in _FIELDS:
         value = values.get(name)
-        value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if value is not None and (type(value) is not int or value < 0):
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value is None:
+            continue
+        # bool is a subclass of int and no token id.
+        if type(value) is not int or value < 0:
             raise TextIdsError(f"{folder}: {name} is {value!r:.60}; write one token's id")
-        ids |= {} if value is None else {name: value}
+        ids[name] = value
     return ids
 
 
 def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[int]]:
-    """Return the ids that a decoder's config.json has, by its names of them; several may end a text.
+    """Return the token ids of a decoder's config.json by their names there.
+
+    Several tokens may end a text.
 
     Args:
-        fields: config.json. What is no token of the model is left out, as -1 for pad_token_id in older files.
-        vocab: number of the model's tokens.
+        fields: content of config.json. Values that are no tokens of the model are left out, such as
+            -1 for pad_token_id in older files.
+        vocab: number of tokens of the model, which bounds the ids.
     """
     values = {**_DECODERS.get(str(fields.get("model_type")), {}), **fields}
     ids: dict[str, int | list[int]] = {}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         numbers = value if isinstance(value, list) else [value]
-        if (
-            value is not None
-            and numbers
-            and all(type(number) is int and 0 <= number < vocab for number in numbers)
-        ):
+        if value is None or not numbers:
+            continue
+        if all(type(number) is int and 0 <= number < vocab for number in numbers):
             ids[name] = value
     return ids
 
 
-def of(ids: Mapping[str, Any], where: Path, vocab: int) -> TextIds:
-    """The ids by what they do.
+def of(ids: Mapping[str, Any], path: Path, vocab: int) -> TextIds:
+    """Return the token ids of an encoder-decoder by their purpose.
 
     Args:
-        ids: of `recorded`.
-        where: what an error names.
-        vocab: of the model.
+        ids: token ids by config.json's names, from `recorded`.
+        path: path of the weights in error messages.
+        vocab: number of tokens of the model, which bounds the ids.
 
     Raises:
-        TextIdsError: nothing says what starts or ends a text, or an id is none of the model's.
+        TextIdsError: no id starts or ends a text, or an id is out of the vocabulary.
     """
     start = ids.get("decoder_start_token_id", ids.get("bos_token_id"))
     if start is None or "eos_token_id" not in ids:
         missing = "decoder_start_token_id" if start is None else "eos_token_id"
-        raise TextIdsError(f"{where}: nothing says {missing}; add it to config.json or {FILE}")
-    if wrong := {name: token for name, token in ids.items() if token >= vocab}:
+        raise TextIdsError(f"{path}: nothing says {missing}; add it to config.json or {FILE}")
+    wrong = {name: token for name, token in ids.items() if token >= vocab}
+    if wrong:
         raise TextIdsError(
-            f"{where}: the model has {vocab} tokens, and no {wrong}; write ids of its own"
+            f"{path}: the model has {vocab} tokens, and no {wrong}; write ids of its own"
         )
     end = ids["eos_token_id"]
     return TextIds(
-        start,
-        end,
-        ids.get("pad_token_id", end),
-        ids.get("forced_bos_token_id"),
-        ids.get("forced_eos_token_id"),
+        start=start,
+        end=end,
+        pad=ids.get("pad_token_id", end),
+        first=ids.get("forced_bos_token_id"),
+        last=ids.get("forced_eos_token_id"),
     )

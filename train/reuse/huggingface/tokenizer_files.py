@@ -1,11 +1,12 @@
-"""Tokenizer, chat template and generation config in the files of `transformers`: kept as published, or written for a run.
+"""Tokenizer, chat template and generation config in `transformers` files, copied or written.
 
-    tokenizer.json           the vocabulary, as the run read it
-    tokenizer_config.json    which tokens begin, end and pad a text
-    chat_template.jinja      the text of a conversation
-    generation_config.json   which tokens end what the model writes
+    tokenizer.json           vocabulary of the run
+    tokenizer_config.json    tokens that begin, end and pad a text
+    chat_template.jinja      template of a conversation's text
+    generation_config.json   tokens that end a generated text
 
-A run says what ends its texts: `--data.separator`, or of conversations what the chat template writes after an answer.
+The end of a run's texts is `--data.separator`, or in conversations the text that the chat template
+writes after an answer.
 """
 
 from __future__ import annotations
@@ -27,10 +28,17 @@ TOKENS = "special_tokens_map.json"
 NEAR = (TOKENIZER, templates.CONFIG, TOKENS, templates.FILE, text_ids.FILE, preprocessor.FILE)
 """Files beside published weights that mupax reads."""
 _OLDER = (
-    "added_tokens.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
-)  # fmt: skip
-"""Files that tokenizers without a tokenizer.json are made of. They are kept, and not read."""
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+"""Files of tokenizers without a tokenizer.json, which are copied but not read."""
 _PADS = ("<pad>", "[PAD]", "<|pad|>")
+"""Usual names of the token that pads a text."""
 
 Ids = Mapping[str, int | list[int] | None]
 """Token ids by config.json's names, such as eos_token_id."""
@@ -40,34 +48,36 @@ class TextFiles(NamedTuple):
     """Tokenizer, template and token ids that a model of text needs besides its weights."""
 
     name: str | None
-    """data.tokenizer as the run calls it; None of weights without a run."""
+    """Value of data.tokenizer in the run. `None` for weights without a run."""
     file: Path | None = None
-    """tokenizer.json."""
+    """Path of the tokenizer.json."""
     encoder: Tokenizer | None = None
-    """The tokenizer, opened with the run's separator; None where it is lost."""
+    """Tokenizer opened with the run's separator. `None` if it is lost."""
     template: Template | None = None
     chats: bool = False
     """Whether the run was trained on conversations."""
     lost_template: str | None = None
-    """A note if the run's chat template is not here any more."""
+    """Note for the user if the run's chat template is lost."""
 
 
 def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:
-    """Copy the files beside published weights that `transformers` reads with them. Return their names.
+    """Copy the small files beside published weights that `transformers` reads. Return their names.
 
     Args:
-        folder: where the weights lie.
-        out: folder to write into. A file that is there already stays.
-        tokenizer: whether those of the tokenizer are among them.
+        folder: folder of the weights, from which files are copied.
+        out: folder to write into. Files that exist in it stay.
+        tokenizer: whether to copy files of the tokenizer, too.
 
     Raises:
-        DataError: such a file is a link to what is outside of the folder, which a copy would give away with the weights.
+        DataError: a file is a link out of the folder. A copy would publish its target.
     """
     names = (*NEAR, *_OLDER) if tokenizer else (text_ids.FILE, preprocessor.FILE)
+    # A file that was written for the run is not replaced.
     present = [name for name in names if (folder / name).is_file() and not (out / name).exists()]
     for name, target in links_outside(folder, present).items():
         raise DataError(
-            f"{folder / name} links to {target}, outside of the folder; copy the file into the folder, or remove the link"
+            f"{folder / name} links to {target}, outside of the folder; copy the file into the "
+            "folder, or remove the link"
         )
     for name in present:
         copy(folder / name, out / name)
@@ -75,17 +85,17 @@ def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:
 
 
 def write_generation_config(out: Path, ids: Ids) -> None:
-    """Write generation_config.json, unless there is one or no id is known."""
+    """Write generation_config.json, unless the file exists or all ids are `None`."""
     written = {name: value for name, value in ids.items() if value is not None}
     if written and not (out / text_ids.FILE).exists():
         (out / text_ids.FILE).write_text(json.dumps(written, indent=2) + "\n")
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens that the files beside a tokenizer name, by their names there, such as bos_token.
+    """Return the special tokens in the files beside a tokenizer, by names such as bos_token.
 
     Raises:
-        JsonError, DataError: such a file is damaged.
+        JsonError, DataError: a file is damaged.
     """
     tokens: dict[str, str] = {}
     content = read_json(folder / TOKENS) if (folder / TOKENS).is_file() else {}
@@ -93,52 +103,55 @@ def special_tokens(folder: Path) -> dict[str, str]:
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
-    return {
-        **tokens,
-        **templates.special_tokens(str(folder / TOKENIZER)),
-    }  # tokenizer_config.json decides
+    # tokenizer_config.json comes last: it decides.
+    return {**tokens, **templates.special_tokens(str(folder / TOKENIZER))}
 
 
 def separator_beside(folder: Path, ids: Ids) -> str | None:
-    """Return the token that ends the documents of published weights; None where its usual names find it.
+    """Return the token that ends documents of published weights, if it has an unusual name.
 
-    It is the published end of a text. Only the end of an answer is not, if the vocabulary also has a token that usually
-    ends documents: a model that chats was trained on documents before.
+    It is the published end of a text. There is one exception: a chat model's end of an answer does
+    not count if the vocabulary also has a usual separator, because the model was trained on
+    documents before. The result is `None` if the usual separator of the vocabulary is right.
 
     Args:
-        folder: where the weights and their tokenizer.json lie.
-        ids: of their config.json.
+        folder: folder of the weights and their tokenizer.json.
 
     Raises:
-        JsonError: a file there is damaged.
+        JsonError: a file is damaged.
     """
     if not (folder / TOKENIZER).is_file():
         return None
     end = special_tokens(folder).get("eos_token")
-    if end == USUAL_SEPARATORS[0]:  # which is found before all others: large files need not be read
+    # The first usual separator comes before all others, so a large file need not be read.
+    if end == USUAL_SEPARATORS[0]:
         return None
-    words = _words(folder / TOKENIZER)
+
+    vocabulary = _vocabulary(folder / TOKENIZER)
     if end is None:
         end_ids = ids.get("eos_token_id")
-        end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
-        end = next((token for token, number in words.items() if number in end_ids), None)
-    usual = next((token for token in USUAL_SEPARATORS if token in words), None)
-    if end not in words or end == usual:
+        if not isinstance(end_ids, list):
+            end_ids = [end_ids]
+        end = next((token for token, number in vocabulary.items() if number in end_ids), None)
+    usual = next((token for token in USUAL_SEPARATORS if token in vocabulary), None)
+    if end not in vocabulary or end == usual:
         return None
     if usual is None:
         return end
+
     try:
         template = templates.find(str(folder / TOKENIZER))
     except DataError:
         template = None
-    return None if template is not None and end in template.ending else end
+    ends_answers = template is not None and end in template.ending
+    return None if ends_answers else end
 
 
 def decoder_ids(text: TextFiles) -> dict[str, int | None]:
-    """Return the ids that begin, end and pad what a run's decoder writes, by config.json's names.
+    """Return the ids that begin, end and pad texts of a run's decoder, by config.json's names.
 
-    The begin token is the separator, which stands before every document but the first, unless the chat template begins a
-    conversation with a token of its own.
+    The begin token is the separator, which stands before every document except the first. If the
+    chat template begins a conversation with the tokenizer's begin token, it is that token.
     """
     encoder = text.encoder
     template = text.template
@@ -147,13 +160,20 @@ def decoder_ids(text: TextFiles) -> dict[str, int | None]:
     begin = encoder.separator
     end = encoder.separator
     tokens = {} if text.file is None else templates.special_tokens(str(text.file))
+
     if text.chats and template is not None:
         answer_end = _end_of_answers(text.file, encoder, template)
-        end = end if answer_end is None else answer_end
-        first = encoder.find(tokens.get("bos_token", ""))
-        if first is not None and _conversation(encoder, template)[:1] == [first]:
-            begin = first
-    pad = encoder.find(*(token for token in (tokens.get("pad_token"), *_PADS) if token is not None))
+        if answer_end is not None:
+            end = answer_end
+        named_begin = encoder.find(tokens.get("bos_token", ""))
+        if named_begin is not None and _conversation(encoder, template)[:1] == [named_begin]:
+            begin = named_begin
+
+    pad_names: list[str] = list(_PADS)
+    named_pad = tokens.get("pad_token")
+    if named_pad is not None:
+        pad_names.insert(0, named_pad)
+    pad = encoder.find(*pad_names)
     return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
 
 
@@ -163,34 +183,39 @@ def write_tokenizer(
     """Write tokenizer.json, tokenizer_config.json and the chat template of a run.
 
     Args:
-        text: whose `file` and `encoder` are there.
-        out: folder of the weights.
-        ids: the ids that config.json has.
-        context: tokens that the model reads at most.
-        decoder: whether the model continues texts. Its tokenizer then adds no token that training never saw.
+        text: text files of the run, with `file` and `encoder`.
+        out: folder of the exported weights, which exists.
+        ids: token ids by config.json's names, as config.json has them.
+        context: largest number of tokens that the model reads.
+        decoder: whether the model is a decoder. Its tokenizer then does not add tokens that
+            training never saw.
 
     Returns:
-        What the user should know, one sentence each.
+        Notes for the user, one sentence each.
     """
     from tokenizers import Tokenizer as Library
 
     assert text.file is not None
     assert text.encoder is not None
+    # The file is copied byte for byte unless tokens must be left out.
     content = text.file.read_bytes()
     library = Library.from_buffer(content)
-    special = {
-        number for number, token in library.get_added_tokens_decoder().items() if token.special
-    }
+    special_ids = _special_ids(library)
     tokens = templates.special_tokens(str(text.file))
     for name in ("bos", "eos", "pad"):
         number = ids.get(f"{name}_token_id")
-        number = number[0] if isinstance(number, list) else number
-        token = None if number is None else library.id_to_token(number)
-        # `transformers` leaves named tokens out of what it decodes, so an ordinary word gets no name.
-        if token is not None and (number in special or token[:1] + token[-1:] in ("<>", "[]")):
+        if isinstance(number, list):
+            number = number[0]
+        if number is None:
+            continue
+        # `transformers` leaves named tokens out of decoded text, so an ordinary word gets no name.
+        token = library.id_to_token(number)
+        has_brackets = token is not None and token[:1] + token[-1:] in ("<>", "[]")
+        if token is not None and (number in special_ids or has_brackets):
             tokens[f"{name}_token"] = token
-        elif number is not None:
+        else:
             tokens.pop(f"{name}_token", None)
+
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **tokens,
@@ -198,66 +223,104 @@ def write_tokenizer(
         "model_max_length": context,
     }
     notes = []
-    if decoder and (added := _unseen(text)):
+    added = _unseen(text) if decoder else []
+    if added:
         words = ", ".join(str(library.id_to_token(number)) for number in added)
         content = without_added_tokens(content)
-        config |= {"add_bos_token": False, "add_eos_token": False}
+        config["add_bos_token"] = False
+        config["add_eos_token"] = False
         notes.append(
-            f"the run's tokenizer.json adds {words} to every text, and training never saw that: the exported tokenizer.json adds "
-            "nothing, as add_special_tokens=False does"
+            f"the run's tokenizer.json adds {words} to every text, and training never saw that: "
+            "the exported tokenizer.json adds nothing, as add_special_tokens=False does"
         )
+
     (out / TOKENIZER).write_bytes(content)
-    (out / templates.CONFIG).write_text(
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    config_text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (out / templates.CONFIG).write_text(config_text, encoding="utf-8")
     if text.template is not None:
         (out / templates.FILE).write_text(text.template.with_tokens(tokens), encoding="utf-8")
     return notes
 
 
 def note_on_end(text: TextFiles) -> str | None:
-    """Return a note if the answers of a chat run end with words instead of a token, at which `transformers` does not stop."""
-    if not text.chats or text.encoder is None or text.template is None or not text.template.ending:
+    """Return a note if the answers of a chat run end with words instead of a token.
+
+    `transformers` does not stop at words by itself.
+    """
+    if not text.chats or text.encoder is None or text.template is None:
         return None
-    if _end_of_answers(text.file, text.encoder, text.template) is not None:
+    ending = text.template.ending
+    if not ending or _end_of_answers(text.file, text.encoder, text.template) is not None:
         return None
     return (
-        f"answers end with {text.template.ending!r}, which is no token: `transformers` stops there only by "
-        f"generate(..., stop_strings=[{text.template.ending!r}], tokenizer=tokenizer)"
+        f"answers end with {ending!r}, which is no token: `transformers` stops there only by "
+        f"generate(..., stop_strings=[{ending!r}], tokenizer=tokenizer)"
     )
 
 
 def without_added_tokens(content: bytes) -> bytes:
-    """Return a tokenizer.json that adds no tokens around a text. Ids of the text itself stay the same."""
+    """Return a tokenizer.json that adds no tokens around a text.
+
+    Ids of the text itself stay the same.
+
+    Args:
+        content: content of a tokenizer.json, in bytes.
+    """
     fields = json.loads(content)
     fields["post_processor"] = _without_added(fields.get("post_processor"))
     return json.dumps(fields, indent=2, ensure_ascii=False).encode()
 
 
-def _words(file: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer.json's tokens; empty if it is damaged, which is said where it is opened."""
+def _special_ids(library: Any) -> set[int]:
+    """Return the ids of the special tokens of a tokenizer of the `tokenizers` library."""
+    added = library.get_added_tokens_decoder()
+    return {number for number, token in added.items() if token.special}
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """Return the ids of a tokenizer.json's tokens, empty if the file is damaged.
+
+    Damage is reported when the tokenizer is opened.
+    """
     try:
         content = json.loads(file.read_bytes())
-        words = content["model"]["vocab"]
+        vocabulary = content["model"]["vocab"]
         added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     except (ValueError, RecursionError, KeyError, TypeError):
         return {}
-    if isinstance(words, list):  # of Unigram, with scores
+    # Unigram has a list of tokens with scores. Its separators are added tokens.
+    if not isinstance(vocabulary, dict):
         return added
-    return {**words, **added} if isinstance(words, dict) else added
+    return {**vocabulary, **added}
 
 
 def _without_added(processor: Any) -> Any:
-    """Return a post-processor of the `tokenizers` library without what adds tokens; None if nothing is left."""
-    kind = processor.get("type") if isinstance(processor, dict) else None
-    if kind == "Sequence":
-        parts = [_without_added(part) for part in processor["processors"]]
-        left = [part for part in parts if part is not None]
-        return {**processor, "processors": left} if left else None
-    if kind == "RobertaProcessing":  # which also trims offsets, as ByteLevel does
-        options = {name: processor.get(name, True) for name in ("add_prefix_space", "trim_offsets")}
-        return {"type": "ByteLevel", **options, "use_regex": True}
-    return None if kind in ("TemplateProcessing", "BertProcessing") else processor
+    """Return a post-processor of the `tokenizers` library without its steps that add tokens.
+
+    The result is `None` if no step remains.
+
+    Args:
+        processor: value of `post_processor` in a tokenizer.json, of any JSON type.
+    """
+    processor_type = processor.get("type") if isinstance(processor, dict) else None
+    if processor_type == "Sequence":
+        remaining = []
+        for part in processor["processors"]:
+            stripped = _without_added(part)
+            if stripped is not None:
+                remaining.append(stripped)
+        return {**processor, "processors": remaining} if remaining else None
+    if processor_type == "RobertaProcessing":
+        # This type also trims offsets, which ByteLevel does without adding tokens.
+        return {
+            "type": "ByteLevel",
+            "add_prefix_space": processor.get("add_prefix_space", True),
+            "trim_offsets": processor.get("trim_offsets", True),
+            "use_regex": True,
+        }
+    if processor_type in ("TemplateProcessing", "BertProcessing"):
+        return None
+    return processor
 
 
 def _unseen(text: TextFiles) -> list[int]:
@@ -265,38 +328,47 @@ def _unseen(text: TextFiles) -> list[int]:
     assert text.encoder is not None
     begin = text.encoder.start.tolist()
     end = text.encoder.end.tolist()
-    if text.name is None or not (begin or end):  # weights without a run were trained elsewhere
+    # Weights without a run were trained elsewhere, perhaps with these tokens.
+    if text.name is None or not (begin or end):
         return []
     if text.chats and text.template is not None:
-        usual = _conversation(text.encoder, text.template)[: len(begin)]
+        trained_begin = _conversation(text.encoder, text.template)[: len(begin)]
     else:
-        usual = [text.encoder.separator]  # stands before every document
-    return [] if begin == usual and not end else [*begin, *end]
+        # The separator stands before every document.
+        trained_begin = [text.encoder.separator]
+    if begin == trained_begin and not end:
+        return []
+    return [*begin, *end]
 
 
 def _conversation(encoder: Tokenizer, template: Template) -> list[int]:
-    """Return the ids of a short conversation; none if the template refuses it."""
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    """Return the ids of a short conversation, empty if the template refuses it."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        text = template.render(talk, prompt=False)
+        text = template.render(messages, prompt=False)
     except DataError:
         return []
     return encoder.encode([text.encode()])[0].tolist()
 
 
 def _end_of_answers(file: Path | None, encoder: Tokenizer, template: Template) -> int | None:
-    """Return the token that ends an answer: the first special token that the template writes after it, or its only one.
+    """Return the id of the token that ends an answer.
 
-    None if the template writes nothing there, or several ordinary tokens.
+    It is the first special token that the template writes after an answer, or the only token. The
+    result is `None` if the template writes nothing there, or several ordinary tokens.
+
+    Args:
+        file: tokenizer.json, which says which tokens are special. `None` for bytes.
     """
     if not template.ending:
         return None
     ids = encoder.encode([template.ending.encode()])[0].tolist()
-    special: set[int] = set()
+    special_ids: set[int] = set()
     if file is not None:
         from tokenizers import Tokenizer as Library
 
-        added = Library.from_buffer(file.read_bytes()).get_added_tokens_decoder()
-        special = {number for number, token in added.items() if token.special}
-    first = next((number for number in ids if number in special), None)
-    return ids[0] if first is None and len(ids) == 1 else first
+        special_ids = _special_ids(Library.from_buffer(file.read_bytes()))
+    for number in ids:
+        if number in special_ids:
+            return number
+    return ids[0] if len(ids) == 1 else None

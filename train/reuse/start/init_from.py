@@ -1,8 +1,9 @@
-"""`--init-from PATH`: the state a run starts with, made from a checkpoint or from safetensors; and the table of what became of it.
+"""Initial state of a run from a checkpoint or safetensors (`--init-from PATH`), and its table.
 
-Every parameter is kept, converted, resized, new or dropped. The function of the source is kept wherever the two models have the
-same parameters, whatever their presets: both are the plain network of `train/reuse/plain.py`, and a parameter moves by the ratio
-of what the two presets take it times. Everything else is refused unless the command line names it.
+Every parameter is kept, converted, resized, new or dropped. The function of the source is kept
+wherever the two models have the same parameters, whatever their presets: both are the plain network
+of `train/reuse/plain.py`, and a parameter moves by the ratio of its scales under the two presets.
+Every other difference is refused unless the command line names it.
 """
 
 from __future__ import annotations
@@ -46,72 +47,87 @@ from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
 
 _UNNAMED = DataConfig.tokenizer
-"""data.tokenizer of a run that names none."""
+"""Default of data.tokenizer, which stands for a run that names no tokenizer."""
 RESIZABLE = ("position", "source", "vocab", "classes")
-"""Axes whose first entries can be kept (of images' positions: the grid interpolated)."""
+"""Axes whose first entries can be kept. The grid of image positions is interpolated instead."""
 
 UNSEEN = (
-    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "rope_scaling", "rope_factor",
-    "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len", "window", "full_every", "window_theta",
-    "post_norm", "attention_softcap",
-    "logit_softcap", "parallel", "rotary_fraction", "embedding_norm", "shared",
-    "longest_distance", "qk_norm", "qk_norm_kind", "pool", "registers", "active_experts", "routing",
-    "patch_size", "channels",
+    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta",
+    "rope_scaling", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
+    "rope_original_len", "window", "full_every", "window_theta", "post_norm", "attention_softcap",
+    "logit_softcap", "parallel", "rotary_fraction", "embedding_norm", "shared", "longest_distance",
+    "qk_norm", "qk_norm_kind", "pool", "registers", "active_experts", "routing", "patch_size",
+    "channels",
 )  # fmt: skip
-"""Fields of a model that change its function and that the shapes of parameters need not show."""
+"""Fields of a model that change its function without always changing shapes of parameters."""
 
 GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers", "memory", "encoder_layers")
+"""Axes that `mupax grow` can enlarge."""
 
 
 class InitError(MupaxError):
-    """A checkpoint that a run cannot start from, as asked. The text says what differs and what to write."""
+    """A checkpoint that a run cannot start from. The message says what differs."""
 
 
 class Start(NamedTuple):
-    """What a run starts with, on the host."""
+    """Initial parameters and optimizer state of a run, on the host."""
 
     params: Params
-    """float32."""
+    """Parameters, float32."""
     opt_state: Any
-    """None where it starts anew."""
+    """Optimizer state. `None` if the optimizer starts anew."""
     rows: list[Row]
     notes: list[str]
 
 
-def settled(config: Config, folder: Path, held: bool, processes: Processes) -> Config:
-    """The config with the source it is to have: the exact step, for a new run; what it recorded, for one gone on with.
+class _Refusal(NamedTuple):
+    """Difference of one parameter that no flag of the command line names."""
 
-    A run that has a checkpoint never reads the source again; one that was stopped before its first starts from it once more.
+    difference: str
+    flag: str
+    """Flag that would allow the difference."""
+    name: str
+
+
+def settled(config: Config, folder: Path, held: bool, processes: Processes) -> Config:
+    """Return the config with its source settled.
+
+    A new run gets the path of the source's exact step. A run that continues gets the source that it
+    recorded. A run that has a checkpoint never reads the source again. A run that was stopped
+    before its first checkpoint starts from the source once more.
 
     Args:
-        config: as it was asked for.
-        folder: of the run.
-        held: whether it holds a run to go on with.
-        processes: of the run; the first looks the source up for all.
+        held: whether the folder holds a run to continue.
+        processes: processes of the run. The first one looks the source up for all.
     """
     start = config.init
     if held:
         record = read_record(folder)["config"]
-        recorded = record.get("init")
-        init = from_json({**to_json(config), "init": recorded}).init if recorded else InitConfig()
-        now = to_json(config)
-        resumed = with_tokenizer_of_source(now, record)
-        config = config if resumed is now else from_json(resumed)
+        recorded_init = record.get("init")
+        init = InitConfig()
+        if recorded_init:
+            init = from_json({**to_json(config), "init": recorded_init}).init
+        current = to_json(config)
+        resumed = with_tokenizer_of_source(current, record)
+        if resumed is not current:
+            config = from_json(resumed)
         return dataclasses.replace(config, init=init)
+
     if start.init_from is None:
         return config
+    # The source may save a newer step meanwhile. All processes must start from the same one.
     path = processes.broadcast(
         "init_from", lambda: str(trained.describe(path_of(start.init_from or "")).exact_path)
     )
-    return _with_tokenizer(
-        dataclasses.replace(config, init=dataclasses.replace(start, init_from=path))
-    )
+    exact = dataclasses.replace(start, init_from=path)
+    return _with_tokenizer(dataclasses.replace(config, init=exact))
 
 
 def _with_tokenizer(config: Config) -> Config:
-    """Return a new run's config with the tokenizer that lies beside the weights it starts from.
+    """Return a new run's config with the tokenizer beside the weights that it starts from.
 
-    A run that has the vocabulary of such weights, and names no tokenizer, reads their tokens: bytes would be other text.
+    This applies to a run that names no tokenizer and has the vocabulary of the weights. The default
+    tokenizer, bytes, would give other tokens than the weights were trained on.
     """
     if config.data.task != "tokens" or config.data.tokenizer != _UNNAMED:
         return config
@@ -125,76 +141,94 @@ def _with_tokenizer(config: Config) -> Config:
 
 
 def own_settings(config: Config) -> DataConfig:
-    """Return a new run's settings of data, with the tokenizer and template of its source where both name the same ones.
+    """Return a new run's data settings with the tokenizer and chat template files of its source.
 
-    A file that is there is meant as it is: the same path may have named another one when the source was trained.
+    A file of the source is used if both runs name the same tokenizer or template. A path that
+    exists is left as it is: it may have held another file when the source was trained.
 
     Args:
-        config: of the new run, whose `init.init_from` is given.
+        config: config of the new run, with `init.init_from`.
 
     Raises:
-        WeightsError, JsonError, ConfigError, AssetsError: nothing of this kind there, or files that are not whole.
+        WeightsError, JsonError, ConfigError, AssetsError: no model at the path, or damaged files.
     """
     origin = trained.describe(path_of(config.init.init_from or ""))
     if origin.run is None:
         return config.data
     settings = own_files.settings(origin.config.data, origin.facts, origin.assets, config.data)
-    there: dict[str, str] = {}
+    existing: dict[str, str] = {}
     for name in ("tokenizer", "chat_template"):
-        word = getattr(config.data, name)
-        if word is not None and path_of(word).is_file():
-            there[name] = word
-    return dataclasses.replace(settings, **there)
+        value = getattr(config.data, name)
+        if value is not None and path_of(value).is_file():
+            existing[name] = value
+    return dataclasses.replace(settings, **existing)
 
 
 def prepare(program: Program, tokenizer: str | None = None) -> Start:
-    """Read the source of a run and fit its weights to the run. Nothing is written or put on devices.
+    """Read the source of a run and fit its weights to the run.
+
+    Nothing is written or put on devices.
 
     Args:
-        program: of the run.
-        tokenizer: key of the tokenizer that made the run's tokens, where it is known.
+        program: program of the run, whose config has `init.init_from`.
+        tokenizer: key of the tokenizer that made the run's tokens. `None` if unknown.
 
     Raises:
-        InitError, TransplantError: it does not fit; the text says what differs and which flags name it.
-        WeightsError, JsonError, TensorFileError, ConfigError: nothing of this kind there, or files that are not whole.
+        InitError: the source does not fit. The message says what differs and which flags name it.
+        WeightsError, JsonError, TensorFileError, ConfigError: no model there, or damaged files.
     """
     config = program.config
     init = config.init
     assert init.init_from is not None
     try:
         source = trained.read(path_of(init.init_from), part="ema" if init.init_ema else "params")
-        there = ScaledModel(source.model, definition(source.model), source.scales, source.logits)
-        planned = plan(there, ScaledModel.of(program), init)
+        source_model = ScaledModel(
+            source.model, definition(source.model), source.scales, source.logits
+        )
+        planned = plan(source_model, ScaledModel.of(program), init)
     except (InitError, TransplantError, plain.AbsorbError) as error:
         raise InitError(f"--init-from {init.init_from}: {error}") from error
+
+    # Only parameters with new entries are drawn.
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
     params = transplant.parameters(planned.moves, source.stored, fresh)
-    moments = None
     notes = [*source.notes, *_notes(source, config, tokenizer)]
+    moments = None
     if init.init_optimizer:
-        if source.run is None:
-            raise InitError(
-                f"--init-optimizer: {init.init_from} holds no optimizer state, only weights; leave it out"
-            )
-        if source.run[0].model != source.model:
-            raise InitError(
-                f"--init-optimizer: {init.init_from} trained low-rank adapters, which are merged into their matrices here; "
-                "their moments are of no parameter of this run. Leave it out, or go on with that run by --resume"
-            )
-        old = runs.whole_state(path_of(init.init_from), runs.on_one_device(source.run[0])).opt_state
-        moments = transplant.optimizer_state(
-            planned.moves, old, program.abstract.opt_state, config.optimizer.name
-        )
-        notes += transplant.overshoot_notes(config.scaled_optimizer) if planned.fresh() else []
+        moments = _optimizer_state(program, source, planned)
+        if planned.fresh():
+            notes += transplant.overshoot_notes(config.scaled_optimizer)
     return Start(params, moments, planned.rows, notes)
 
 
+def _optimizer_state(program: Program, source: WeightsSource, planned: Plan) -> Any:
+    """Return the optimizer state of the source's run for the parameters of the new run."""
+    config = program.config
+    path = config.init.init_from
+    assert path is not None
+    if source.run is None:
+        raise InitError(
+            f"--init-optimizer: {path} holds no optimizer state, only weights; leave it out"
+        )
+    source_config, _ = source.run
+    # Merged adapters make the model of the weights another one than the run's.
+    if source_config.model != source.model:
+        raise InitError(
+            f"--init-optimizer: {path} trained low-rank adapters, which are merged into their "
+            "matrices here; their moments are of no parameter of this run. Leave it out, or go on "
+            "with that run by --resume"
+        )
+    old = runs.whole_state(path_of(path), runs.on_one_device(source_config)).opt_state
+    return transplant.optimizer_state(
+        planned.moves, old, program.abstract.opt_state, config.optimizer.name
+    )
+
+
 def initial_state(program: Program, start: Start) -> TrainState:
-    """The state at step 0, every array in its type and on its devices.
+    """Return the state at step 0, every array in its dtype and on its devices.
 
     Args:
-        program: of the run.
-        start: of `prepare`, for this program.
+        start: result of `prepare` for this program.
     """
     abstract = program.abstract
     params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
@@ -205,163 +239,238 @@ def initial_state(program: Program, start: Start) -> TrainState:
 
 
 def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list[str]:
+    """Return notes on the tokens of source and run, and on absorbed skips."""
     notes: list[str] = []
     folder = None if config.init.init_from is None else Path(config.init.init_from)
     if source.run is None and Path(config.data.tokenizer).parent == folder:
         notes.append(f"tokens are those of {config.data.tokenizer}, beside the source")
+
     if source.run is not None and config.data.task == "tokens":
-        before, facts = source.run
-        name = before.data.tokenizer
-        here = config.data.tokenizer
-        key = facts.get("tokenizer")
-        differ = name != here if key is None or tokenizer is None else key != tokenizer
+        source_config, facts = source.run
+        source_name = source_config.data.tokenizer
+        name = config.data.tokenizer
+        source_key = facts.get("tokenizer")
+        # Keys identify the content. Names are compared where a key is unknown.
+        if source_key is None or tokenizer is None:
+            differ = source_name != name
+        else:
+            differ = source_key != tokenizer
         if differ:
             notes.append(
-                f"the source reads tokens of {name} and this run of {here}; the same numbers are other text then"
+                f"the source reads tokens of {source_name} and this run of {name}; "
+                "the same numbers are other text then"
             )
-    if isinstance(times := source.preset.get("norm_eps_times"), float):
+
+    eps_times = source.preset.get("norm_eps_times")
+    if isinstance(eps_times, float):
         notes.append(
-            f"the source's skips are folded: its norms' eps counts up to {times:.3g} times"
+            f"the source's skips are folded: its norms' eps counts up to {eps_times:.3g} times"
         )
     return notes
 
 
-def plan(there: ScaledModel, here: ScaledModel, init: InitConfig) -> Plan:
-    """How a run starts from a source.
+def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
+    """Return the plan by which a run's parameters are made from a source.
 
     Args:
-        there: the source.
-        here: the run.
-        init: what may be new, resized, dropped, or differ.
+        source: model of the source under its preset.
+        target: model of the run under its preset.
+        init: flags that allow new, resized and dropped parameters and other settings.
 
     Raises:
-        InitError: the two differ in something that was not named; the text has the flags that name it.
-        ConfigError: a pattern that means no parameter.
+        InitError: a difference that no flag allows. The message has the flags that would.
+        TransplantError: no parameter can absorb a scale of the preset.
+        ConfigError: a pattern that matches no parameter.
     """
-    _check_models(there.model, here.model, init.init_change)
-    check_unmovable(there, here)
-    specs, before = here.definition.specs, there.definition
+    _check_models(source.model, target.model, init.init_change)
+    check_unmovable(source, target)
+    specs = target.definition.specs
+    source_definition = source.definition
     new = chosen(init.init_new, specs, "--init-new")
     resize = chosen(init.init_resize, specs, "--init-resize")
-    drop = chosen(init.init_drop, before.specs, "--init-drop")
+    drop = chosen(init.init_drop, source_definition.specs, "--init-drop")
+
     moves: dict[str, ParamTransfer] = {}
     rows: list[Row] = []
-    refused: list[tuple[str, str, str]] = []
+    # Refusals are collected, so that one message lists all flags.
+    refused: list[_Refusal] = []
     for name, spec in specs.items():
-        role, shape = role_of(spec), here.definition.abstract[name].shape
-        source = "token" if name == "readout" and there.model.tied_readout else name
-        old = before.abstract[source].shape if source in before.specs else None
-        old = old[::-1] if old is not None and source != name else old
+        role = role_of(spec)
+        shape = target.definition.abstract[name].shape
+        # An untied readout starts as the transposed token embedding of a tied source.
+        is_untied = name == "readout" and source.model.tied_readout
+        source_name = "token" if is_untied else name
+        old_shape = None
+        if source_name in source_definition.specs:
+            old_shape = source_definition.abstract[source_name].shape
+            if is_untied:
+                old_shape = old_shape[::-1]
+
         if name in new:
-            rows.append(Row(name, role, old, shape, "new", "asked for"))
-        elif old is None:
-            refused.append((f"{name} {shape} is not there", "--init-new", name))
-        elif old == shape or (name in resize and _differing(spec, old, shape) <= set(RESIZABLE)):
-            moves[name] = _move(name, source, old, shape, there, here)
-            rows.append(Row(name, role, old, shape, *_action(moves[name], old, shape, there, here)))
+            rows.append(Row(name, role, old_shape, shape, "new", "asked for"))
+            continue
+        if old_shape is None:
+            refused.append(_Refusal(f"{name} {shape} is not there", "--init-new", name))
+            continue
+        differing = _differing(spec, old_shape, shape)
+        if old_shape == shape or (name in resize and differing <= set(RESIZABLE)):
+            moves[name] = _move(name, source_name, old_shape, shape, source, target)
+            action, reason = _action(moves[name], old_shape, shape, source, target)
+            rows.append(Row(name, role, old_shape, shape, action, reason))
+            continue
+        can_resize = differing <= {"position", "vocab"}
+        flag = "--init-resize" if can_resize else "--init-new"
+        refused.append(_Refusal(f"{name} is {old_shape} there and {shape} here", flag, name))
+
+    for name, spec in source_definition.specs.items():
+        if name in specs:
+            continue
+        shape = source_definition.abstract[name].shape
+        if name in drop:
+            rows.append(Row(name, role_of(spec), shape, None, "dropped", "asked for"))
         else:
-            flag = (
-                "--init-resize"
-                if _differing(spec, old, shape) <= {"position", "vocab"}
-                else "--init-new"
-            )
-            refused.append((f"{name} is {old} there and {shape} here", flag, name))
-    for name, spec in before.specs.items():
-        if name not in specs and name in drop:
-            rows.append(
-                Row(name, role_of(spec), before.abstract[name].shape, None, "dropped", "asked for")
-            )
-        elif name not in specs:
-            refused.append(
-                (f"{name} {before.abstract[name].shape} is not here", "--init-drop", name)
-            )
+            refused.append(_Refusal(f"{name} {shape} is not here", "--init-drop", name))
+
     if refused:
-        raise InitError(_refusal(refused, there.model, here.model))
+        raise InitError(_refusal_text(refused, source.model, target.model))
     return Plan(moves, rows)
 
 
-def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str]) -> None:
-    if there.family != here.family:
+def _check_models(source: ModelConfig, target: ModelConfig, allowed: Sequence[str]) -> None:
+    """Refuse models of different functions, except for fields that `--init-change` allows."""
+    if source.family != target.family:
         raise InitError(
-            f"it is a {there.family}, and this run trains a {here.family}; give --model one of its family"
+            f"it is a {source.family}, and this run trains a {target.family}; "
+            "give --model one of its family"
         )
-    if there.centered or here.centered:
+    if source.centered or target.centered:
         raise InitError(
-            "a centred model is its network minus that of its first step, which no checkpoint holds; "
-            "write --model.no-centered, and give a source that is not centred"
+            "a centred model is its network minus that of its first step, which no checkpoint "
+            "holds; write --model.no-centered, and give a source that is not centred"
         )
-    if unknown := [field for field in allowed if field not in UNSEEN]:
+    unknown = [field for field in allowed if field not in UNSEEN]
+    if unknown:
         raise InitError(f"--init-change {unknown[0]}: write one of {', '.join(UNSEEN)}")
-    learned = getattr(here, "positions", None) == "learned" == getattr(there, "positions", None)
-    free = {*allowed, "rope_theta"} if here.sizes().get("position") and learned else allowed
-    if wrong := [
-        f for f in UNSEEN if f not in free and getattr(there, f, None) != getattr(here, f, None)
-    ]:
-        fields = [
-            f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong
-        ]
-        flags = " ".join(f"--model.{f.replace('_', '-')} {getattr(there, f)}" for f in wrong)
-        raise InitError(
-            f"{'; '.join(fields)}\nthe same weights are another function then; write {flags}, or to start from them all the "
-            f"same --init-change {' '.join(wrong)}"
-        )
+
+    ignored = set(allowed)
+    source_positions = getattr(source, "positions", None)
+    target_positions = getattr(target, "positions", None)
+    if target.sizes().get("position") and source_positions == target_positions == "learned":
+        # Learned positions do not rotate, so the rotary base has no effect.
+        ignored.add("rope_theta")
+
+    differing: dict[str, tuple[Any, Any]] = {}
+    for field in UNSEEN:
+        old_value = getattr(source, field, None)
+        new_value = getattr(target, field, None)
+        if field not in ignored and old_value != new_value:
+            differing[field] = (old_value, new_value)
+    if not differing:
+        return
+    sentences = []
+    flags = []
+    for field, (old_value, new_value) in differing.items():
+        sentences.append(f"model.{field} is {old_value} there and {new_value} here")
+        flags.append(f"--model.{field.replace('_', '-')} {old_value}")
+    raise InitError(
+        f"{'; '.join(sentences)}\nthe same weights are another function then; write "
+        f"{' '.join(flags)}, or to start from them all the same --init-change "
+        f"{' '.join(differing)}"
+    )
 
 
 def _move(
-    name: str, source: str, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel
+    name: str,
+    source_name: str,
+    old_shape: Shape,
+    shape: Shape,
+    source: ScaledModel,
+    target: ScaledModel,
 ) -> ParamTransfer:
-    """A parameter that comes from the source's, resized where the shapes differ."""
-    along = tuple(transplant.first(a, b) for a, b in zip(old, shape, strict=True))
-    scale = transplant.ratio(there.scales[source], here.scales[name])
-    move = ParamTransfer(source=source, along=along, scale=scale, transposed=source != name)
-    before, after = there.model, here.model
-    if old == shape or name != "position" or not (before.position_grid and after.position_grid):
-        return move
-    return dataclasses.replace(
-        move,
-        along=tuple(map(np.arange, shape)),
-        prepared=lambda position: transplant.resized(position, before, after),
+    """Return the transfer of one parameter, resized if the shapes differ."""
+    source_model = source.model
+    target_model = target.model
+    scale = transplant.ratio(source.scales[source_name], target.scales[name])
+    has_grids = source_model.position_grid and target_model.position_grid
+    is_image_grid = name == "position" and has_grids
+    if old_shape == shape or not is_image_grid:
+        along = [
+            transplant.first_entries(old_size, size)
+            for old_size, size in zip(old_shape, shape, strict=True)
+        ]
+        is_transposed = source_name != name
+        return ParamTransfer(
+            source=source_name, along=tuple(along), scale=scale, transposed=is_transposed
+        )
+    # The grid is interpolated first, so that every entry of the new shape has a value. Moments of
+    # interpolated positions start at 0.
+    return ParamTransfer(
+        source=source_name,
+        along=tuple(np.arange(size) for size in shape),
+        scale=scale,
+        prepare=lambda position: transplant.resized(position, source_model, target_model),
         moments_along=(np.full(shape[0], -1), np.arange(shape[1])),
     )
 
 
 def _action(
-    move: ParamTransfer, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel
+    move: ParamTransfer,
+    old_shape: Shape,
+    shape: Shape,
+    source: ScaledModel,
+    target: ScaledModel,
 ) -> tuple[str, str]:
-    """Action and reason."""
+    """Return action and reason of a transferred parameter's row."""
+    reasons = []
     if move.moments_along is not None:
-        sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]
-        action, reason = "resized", [f"bicubic, {' to '.join(sides)} patches"]
-    elif old != shape:
-        sizes = [(a, b) for a, b in zip(old, shape, strict=True) if a != b]
-        reason = [
-            f"first {min(a, b)} kept, {b - a} new" if b > a else f"first {b} of {a} kept"
-            for a, b in sizes
-        ]
         action = "resized"
+        old_side = source.model.position_grid
+        new_side = target.model.position_grid
+        reasons.append(f"bicubic, {old_side}^2 to {new_side}^2 patches")
+    elif old_shape != shape:
+        action = "resized"
+        for old_size, size in zip(old_shape, shape, strict=True):
+            if size > old_size:
+                reasons.append(f"first {old_size} kept, {size - old_size} new")
+            elif size < old_size:
+                reasons.append(f"first {size} of {old_size} kept")
     elif move.transposed:
-        action, reason = "converted", ["the embedding it was tied to"]
+        action = "converted"
+        reasons.append("the embedding it was tied to")
+    elif move.times:
+        return "converted", f"{move.times}, the presets' multipliers"
     else:
-        return (
-            ("converted", f"{move.times}, the presets' multipliers") if move.times else ("kept", "")
-        )
-    return action, ", ".join([*reason, move.times] if move.times else reason)
+        return "kept", ""
+
+    if move.times:
+        reasons.append(move.times)
+    return action, ", ".join(reasons)
 
 
-def _differing(spec: ParamSpec, old: Shape, shape: Shape) -> set[str]:
-    if len(old) != len(shape):
+def _differing(spec: ParamSpec, old_shape: Shape, shape: Shape) -> set[str]:
+    """Return the axes whose sizes differ, or "rank" if the number of dimensions does."""
+    if len(old_shape) != len(shape):
         return {"rank"}
-    return {axis for axis, a, b in zip(spec.axes, old, shape, strict=True) if a != b}
+    differing = set()
+    for axis, old_size, size in zip(spec.axes, old_shape, shape, strict=True):
+        if old_size != size:
+            differing.add(axis)
+    return differing
 
 
-def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: ModelConfig) -> str:
-    text = first_of([differs for differs, _, _ in refused], "; ")
-    growth = [here.sizes().get(axis, 0) - there.sizes().get(axis, 0) for axis in GROWING]
+def _refusal_text(refused: list[_Refusal], source: ModelConfig, target: ModelConfig) -> str:
+    """Return the message for parameters that differ: differences, and the flags to add."""
+    text = first_of([refusal.difference for refusal in refused], "; ")
+    # A model that is larger along some axes and smaller along none can grow.
+    growth = [target.sizes().get(axis, 0) - source.sizes().get(axis, 0) for axis in GROWING]
     if min(growth) >= 0 < max(growth):
-        return f"{text}\nthis model is larger: `mupax grow` makes the checkpoint one of it, with the same function"
-    flags = {
-        flag: [n for _, f, n in refused if f == flag]
-        for flag in ("--init-new", "--init-resize", "--init-drop")
-    }
-    words = " ".join(f"{flag} {' '.join(names)}" for flag, names in flags.items() if names)
-    return f"{text}\nto start all the same, add {words}"
+        return (
+            f"{text}\nthis model is larger: `mupax grow` makes the checkpoint one of it, with the "
+            "same function"
+        )
+    words = []
+    for flag in ("--init-new", "--init-resize", "--init-drop"):
+        names = [refusal.name for refusal in refused if refusal.flag == flag]
+        if names:
+            words.append(f"{flag} {' '.join(names)}")
+    return f"{text}\nto start all the same, add {' '.join(words)}"

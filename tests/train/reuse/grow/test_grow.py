@@ -235,7 +235,7 @@ def test_experts_that_are_copies_of_the_mlp_are_the_same_function(
     grown = Grown(small, dataclasses.replace(small, **{**UPCYCLED, **change}), PRESETS[preset])
     assert grown.difference() < 3e-5
     rows = {row.name: row for row in grown.plan.rows}
-    assert (rows["block.experts.router"].action, rows["block.experts.router"].there) == (
+    assert (rows["block.experts.router"].action, rows["block.experts.router"].old_shape) == (
         "grown",
         None,
     )

@@ -44,7 +44,7 @@ def test_three_tasks_say_what_the_model_says(
     monkeypatch.chdir(tmp_path / "tasks")
     model = Texts(published(tmp_path / "weights", DECODER), tokenizer="bytes")
     prompts = ["abc", "what is read", "counting 0123"]
-    written = [model.continued(prompt, ["\n"], most=4) for prompt in prompts]
+    written = [model.continued(prompt, ["\n"], max_tokens=4) for prompt in prompts]
     lines = [
         {"prompt": p, "written": w} for p, w in zip(prompts, [*written[:2], "another"], strict=True)
     ]

@@ -75,11 +75,13 @@ def test_greedy_is_what_would_be_written(texts: Texts, logprobs: Any) -> None:
     while len(text) < 6:
         text += bytes([int(np.argmax(logprobs(text)[len(text) - 1][1:128])) + 1])
     wrong = text[:-1] + bytes([text[-1] ^ 1])
-    written, tail = texts.continued("abc", [], most=3), text[3:].decode()
+    written, tail = texts.continued("abc", [], max_tokens=3), text[3:].decode()
     likely, other = texts.likelihoods([("abc", tail), ("abc", wrong[3:].decode())])
     assert likely.greedy == (written == tail)
     assert not other.greedy
-    assert texts.continued("abc", [written[1]], most=3) == written[: written.index(written[1])]
+    assert (
+        texts.continued("abc", [written[1]], max_tokens=3) == written[: written.index(written[1])]
+    )
 
 
 def test_a_rolling_text_has_every_token_once(texts: Texts, logprobs: Any) -> None:

@@ -373,8 +373,8 @@ def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
     assert main(["generate", str(folder), *words, "--samples", "2"]) == 0
     assert capsys.readouterr().out.count(prompt + text) == 2
     harness = Texts(folder, tokenizer=str(file))
-    assert harness.continued(prompt, [], most=length) == text
-    assert harness.continued(prompt, [begins], most=length) == ""
+    assert harness.continued(prompt, [], max_tokens=length) == text
+    assert harness.continued(prompt, [begins], max_tokens=length) == ""
 
 
 # The conversation in a terminal
