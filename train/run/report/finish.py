@@ -410,7 +410,7 @@ def leave(session: CompiledRun, params: Arrays) -> None:
         session: of the run that is done.
         params: the trained parameters.
     """
-    program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
+    program, data, inputs, rt = session.program, session.data, session.inputs, session.context
     config, folder, leader, count = (
         program.config,
         rt.files,
