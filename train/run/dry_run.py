@@ -73,11 +73,7 @@ def rows(workdir: str, state: Any) -> dict[str, str]:
 
 
 def saved_bytes(state: Any) -> int:
-    """Return the bytes that this process writes of a state: each shard of its devices once.
-
-    Args:
-        state: Abstract arrays with shardings.
-    """
+    """Return the bytes that this process writes of a state: each shard of its devices once."""
     total = 0
     for leaf in jax.tree.leaves(state):
         shards = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -97,7 +93,6 @@ def seconds(workdir: str, size: int) -> float:
 
     Args:
         workdir: Workdir of the run. If it does not exist yet, its nearest parent is used.
-        size: Bytes of the state.
 
     Raises:
         OSError: The workdir cannot be written, or the disk is nearly full.
@@ -138,6 +133,7 @@ def _save_seconds(checkpoints: Checkpoints, step: int, array_bytes: int) -> floa
     Raises:
         OSError: The save failed.
     """
+    # The arrays are made before the clock starts.
     state = _State(array_bytes)
     jax.block_until_ready(state.arrays())
     began = time.monotonic()
@@ -152,7 +148,6 @@ def run(config: Config, published_use: str | None = None) -> int:
     """Print the run's parameters, its preset, its cost and its memory. Return the exit code 0.
 
     Args:
-        config: Complete config.
         published_use: Name of the published preset that the command line names. The table of its
             source is printed beside the values of the run. Default none.
 
@@ -277,6 +272,7 @@ def _costs(program: Program) -> str:
         costs["warm-up"] = f"{warmup_steps:,} steps, {warmup_steps * units_per_step:,} {unit}s"
     if program.inputs.hyper.weight_decay:
         costs["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
+    # A dry run may be of a mesh that this machine does not have.
     num_absent = program.mesh.size - jax.device_count()
     if num_absent > 0:
         costs["mesh"] += f"; {num_absent} of them are not here, where a run would be refused"

@@ -75,22 +75,22 @@ def main(argv: Sequence[str]) -> int:
         WorkdirError: There is no such run, step or average, or the checkpoint is damaged.
         ConfigError, DataError, MeshError: Settings or data do not fit the model.
     """
-    args, rest = command_line.parse_known(Evaluate, "mupax eval", argv)
+    args, run_flags = command_line.parse_known(Evaluate, "mupax eval", argv)
     if args.tasks:
-        return _run_tasks(args, rest)
+        return _run_tasks(args, run_flags)
     from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import WeightsError
 
-    check_read("eval", "--step, --ema, --json", rest)
+    check_read("eval", "--step, --ema, --json", run_flags)
     saved = trained.open_model(hub.local(args.workdir, args.revision), args.step, args.average)
     if saved.run is None and saved.model.denoises:
         raise WeightsError(
             f"{saved.path} holds an {saved.model.family}, and not what noise it was trained on; "
             "start `mupax train ed-tiny` with --init-from and --data.noise, and use that run"
         )
-    saved = with_flags("eval", saved, rest)
-    flags = [word.partition("=")[0] for word in rest]
+    saved = with_flags("eval", saved, run_flags)
+    flags = [word.partition("=")[0] for word in run_flags]
     if "--data.eval-examples" not in flags and "--data.eval_examples" not in flags:
         saved = _on_all_images(saved)
     if saved.config.data.name in trained.NO_DATA.values():
@@ -100,8 +100,8 @@ def main(argv: Sequence[str]) -> int:
         )
     console = terminal.console()
     # A copy of the workdir may lie on a machine that lacks the run's own sets.
-    names_data = bool(cli.value_of("--data.name", rest))
-    only_run_sets = names_data and cli.value_of("--data.evaluate", rest) is None
+    names_data = bool(cli.value_of("--data.name", run_flags))
+    only_run_sets = names_data and cli.value_of("--data.evaluate", run_flags) is None
     numbers = measured(saved, console, skip_sets=only_run_sets)
     _write_json(args, numbers)
     show(console, numbers)
@@ -118,7 +118,7 @@ def _write_json(args: Evaluate, numbers: dict[str, Any]) -> None:
     args.json.write_text(metrics.to_json(numbers) + "\n")
 
 
-def _run_tasks(args: Evaluate, rest: Sequence[str]) -> int:
+def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
     """Run tasks of the lm-eval harness and print their numbers. Return the exit code 0.
 
     Raises:
@@ -128,11 +128,11 @@ def _run_tasks(args: Evaluate, rest: Sequence[str]) -> int:
     from mupax.train.reuse.huggingface import hub
 
     tasks.check()
-    for word in rest:
+    for word in run_flags:
         flag = word.partition("=")[0]
         if word.startswith("--") and flag != "--data.tokenizer":
             raise command_line.UsageError(f"eval --tasks does not read {flag}; leave it out")
-    words = " ".join(rest).replace("=", " ").split()
+    words = " ".join(run_flags).replace("=", " ").split()
     numbers = tasks.measured(
         hub.local(args.workdir, args.revision),
         args.tasks,
@@ -148,18 +148,18 @@ def _run_tasks(args: Evaluate, rest: Sequence[str]) -> int:
     return 0
 
 
-def check_read(command: str, takes: str, rest: Sequence[str]) -> None:
+def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
     """Refuse a flag that a measuring command does not read.
 
     Args:
         command: Name of the command, such as `eval`.
         takes: Flags of the command itself, as the message lists them.
-        rest: Words of the command line without the flags in `takes`.
+        run_flags: Words of the command line without the flags in `takes`.
 
     Raises:
         UsageError: A flag does not begin with one of `READ`.
     """
-    for word in rest:
+    for word in run_flags:
         if word.startswith("--") and not word.startswith(READ):
             flag = word.partition("=")[0]
             raise command_line.UsageError(
@@ -167,20 +167,19 @@ def check_read(command: str, takes: str, rest: Sequence[str]) -> None:
             )
 
 
-def with_flags(command: str, saved: TrainedModel, rest: Sequence[str]) -> TrainedModel:
+def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> TrainedModel:
     """Return the model to measure, with the run's flags of a command line in its config.
 
     Args:
         command: Name of the command, such as `eval`.
-        saved: Model as it was recorded.
-        rest: Flags of a run (`READ`), without the command's own flags.
+        run_flags: Flags of a run (`READ`), without the command's own flags.
     """
-    start = with_other_data(saved.config, rest)
-    tokenizer = cli.value_of("--data.tokenizer", rest)
+    start = with_other_data(saved.config, run_flags)
+    tokenizer = cli.value_of("--data.tokenizer", run_flags)
     if tokenizer is not None and saved.step is None:
         # The separator of weights is a token of their own tokenizer.
         start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
-    config = cli.parse(command, lambda: start, rest, infers_sizes=False).config
+    config = cli.parse(command, lambda: start, run_flags, infers_sizes=False).config
     is_run = saved.step is not None
     if tokenizer is not None and is_run and tokenizer == recorded_tokenizer(saved.workdir):
         # The flag names the run's own tokenizer. `bpe:SIZE` would make another one from other text.
@@ -212,7 +211,6 @@ def with_other_data(config: Config, words: Sequence[str]) -> Config:
     """Return the config without settings that fit only the run's data, if flags name other data.
 
     Args:
-        config: Config of the run.
         words: Flags of the command. `--data.name` names the data.
     """
     data = config.data
@@ -474,6 +472,7 @@ def _show_sets(sets: dict[str, dict[str, Any]]) -> None:
     for set_name, values in sets.items():
         row = [set_name]
         for name in metric_names:
+            # Images have no bits per byte, for instance.
             row.append(METRICS[name].text(values[name]) if name in values else "")
         rows.append([*row, f"{values['examples']:,}", values["data"]])
     terminal.say(f"\n{terminal.table(rows, left=('set', 'data'))}")

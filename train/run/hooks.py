@@ -1,4 +1,4 @@
-"""Call a user's functions every N steps of a run: `train.fit(config, hooks=[train.every(100, function)])`."""
+"""User functions that a run calls every N steps: `fit(config, hooks=[every(100, function)])`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def every(steps: int, function: HookFunction) -> Hook:
     Raises:
         MupaxError: `steps` is no whole number of at least 1, or `function` cannot be called.
     """
+    # True is an int for Python, and would be taken for every step.
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise MupaxError(
             f"every({steps!r}, ...) is no number of steps; write a whole number of at least 1"
@@ -183,8 +184,6 @@ class Hooks:
         the reason on all of them afterwards.
 
         Args:
-            context: Context of the run.
-            state: State after the step.
             step: Number of steps done.
         """
         assert self._run is not None, "begin comes first"
@@ -198,8 +197,10 @@ class Hooks:
                 cause = error
                 message = "".join(traceback.format_exception_only(error)).strip()
                 failure = f"{hook.name} at step {step}: {message}"
+                # The other processes must hear of it, so nothing is raised here.
                 break
         values, reason = self._run.take()
+        # Each exchange between processes needs a name of its own.
         self._calls += 1
         outcomes = context.processes.gather(f"hooks/{self._calls}", [failure, reason])
         failure, reason = context.processes.broadcast(
@@ -222,8 +223,9 @@ def first_outcome(outcomes: Sequence[Sequence[str]]) -> list[str]:
     first_reason = ""
     for process, (failure, reason) in enumerate(outcomes):
         if failure and not first_failure:
-            is_alone = len(outcomes) == 1
-            first_failure = failure if is_alone else f"on process {process}, {failure}"
+            first_failure = failure
+            if len(outcomes) > 1:
+                first_failure = f"on process {process}, {failure}"
         if reason and not first_reason:
             first_reason = reason
     return [first_failure, first_reason]

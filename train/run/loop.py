@@ -85,14 +85,17 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         HookError: A hook failed. The state is saved first.
         SystemExit: A signal came before there was anything to save.
     """
+    # A module that is only being imported, such as a plugin, must not start a run.
     refuse_while_importing()
     check_extras(config)
     with runtime(config) as context:
         config = context.config  # a resumed run has its recorded `init`
         program = assemble(config)
+        # Checked before the data is prepared, which may take long.
         check_state(program, memory_limit(program, context, "start"))
         data = load_data(program, context)
         evaluation_sets = load_sets(program, data, context)
+        # Measured again, because data may stay in memory.
         limit = memory_limit(program, context, "data")
         with (
             Checkpoints(
@@ -110,10 +113,12 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
                 session = dataclasses.replace(session, hooks=hooks.begin(context))
             if start.step < config.steps:
                 context.console.print(f"compiled in {session.compile_seconds:.1f} s")
+            # From here on there is a state to save, so that a first signal is only noted.
             context.stop.defer()
             try:
                 state = train_with_rollbacks(session, start)
             except RejectedStep as rejected:
+                # The message names the newest checkpoint, which may still be on its way to disk.
                 checkpoints.wait()
                 return context.fail(rejected.message(checkpoints.latest, config.faults))
 
@@ -125,6 +130,7 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         stopped = context.processes.broadcast("stopped", lambda: context.stop.exit_code)
         if stopped:
             return stopped
+        # Everything is saved, so a signal may end the process while pictures are drawn.
         context.stop.release()
         finish.leave(session, state.evaluated)
         return 0
@@ -185,7 +191,6 @@ def train(session: CompiledRun, start: StartState) -> TrainState:
     """Train to the last step, or until a signal, early stopping or a hook ends the run, and save.
 
     Args:
-        session: Compiled run.
         start: State to start from, or to go back to after a rollback. Its arrays are donated to
             the first step.
 
@@ -203,6 +208,7 @@ def train(session: CompiledRun, start: StartState) -> TrainState:
     num_steps = context.config.steps
     state = program.placed(start.state, session.step_fn)
     step = start.step
+    # After a rollback, evaluations of later steps are done again.
     session.evaluations.go_back(step)
     if session.snapshots is not None:
         session.snapshots.begin(state.params)
@@ -222,6 +228,7 @@ def train(session: CompiledRun, start: StartState) -> TrainState:
                 evaluation(session, report, state, step)
             while step < num_steps and not stopped_early(session):
                 batch = next_batch(batches, report, context, step + 1)
+                # Steps that are queued wait for the oldest one, which may be the one that hangs.
                 oldest = max(start.step, step - session.in_flight) + 1
                 awaited = f"step {oldest}, which the devices work on"
                 with context.dispatching(awaited, STEP), report.profile.step(step + 1):
@@ -232,11 +239,13 @@ def train(session: CompiledRun, start: StartState) -> TrainState:
                 if session.in_flight == 0:
                     # A CPU says that a step is done a moment before it frees its temporaries.
                     time.sleep(_FREE_SECONDS)
+                # Every process has fetched this step by now, so that all stop at the same one.
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
                 call_hooks(session, report, state, step)
         except (Interrupted, DataError, ReadError, HookError) as error:
             reason = error
+        # Wait for all steps first: a bad one among them must not be saved.
         report.finish()
         if reason is not None:
             interrupted(session, report, state, step, reason)
@@ -285,8 +294,6 @@ def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, s
 
     Args:
         session: Compiled run. Its config says when to save and to evaluate.
-        report: Receives the row of the evaluation.
-        state: State after the step.
         step: Number of steps done.
     """
     config = session.context.config
@@ -309,7 +316,6 @@ def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, 
     Args:
         session: Compiled run. The state joins its checkpoints.
         report: Rows of metrics, which are flushed first.
-        state: State to save.
         step: Number of steps done.
         wait: Whether to wait for the previous save for as long as it takes. Otherwise this
             checkpoint is left out if the previous save takes too long.
@@ -329,9 +335,6 @@ def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: in
     """Call the user's hooks that are due after a step, and write the values that they log.
 
     Args:
-        session: Compiled run with its hooks.
-        report: Receives the row of logged values.
-        state: State after the step.
         step: Number of steps done.
 
     Raises:
@@ -379,9 +382,7 @@ def interrupted(
     """Save after a signal, a data error or a hook's error ended the run, and say how to go on.
 
     Args:
-        session: Compiled run that ended.
         report: Shows how to go on after a signal.
-        state: State to save.
         step: Number of steps done. Nothing is saved at step 0.
         reason: `Interrupted` after a signal, otherwise the error of a hook or of the data.
 
@@ -452,7 +453,6 @@ def evaluate(
 
     Args:
         eval_fn: Evaluation step (`Program.compile_eval`).
-        params: Parameters to evaluate, on the devices.
         inputs: Other inputs of the evaluation step (`Program.step_inputs`).
         data: Data with at least one evaluation example.
         feed: Sharding of evaluation batches (`Program.eval_feed`).
@@ -468,7 +468,10 @@ def evaluate(
                 sums = jax.device_get(eval_fn(params, inputs, batch))
             if observer is not None:
                 observer(batch)
-            total = sums if total is None else jax.tree.map(np.add, total, sums)
+            if total is None:
+                total = sums
+            else:
+                total = jax.tree.map(np.add, total, sums)
     assert total is not None, "data without evaluation examples"
 
     weight = float(total.weight)
@@ -483,7 +486,6 @@ def evaluation(session: CompiledRun, report: Report, state: TrainState, step: in
 
     Args:
         session: Compiled run with its data and its further evaluation sets.
-        report: Receives the row.
         state: State to evaluate. If it has a moving average of the parameters, that is evaluated.
         step: Number of steps done.
 
@@ -505,7 +507,10 @@ def evaluation(session: CompiledRun, report: Report, state: TrainState, step: in
         row = {"step": step, **evaluation_row(scores_on(session.data))}
         for name, data in session.sets.items():
             row |= evaluation_row(scores_on(data), name)
-    report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
+    if state.ema is None:
+        report.evaluated(row)
+    else:
+        report.evaluated({**row, "eval_weights": "ema"})
 
     if session.snapshots is not None:
         # The programs of snapshots are compiled when they first run, so their waits have no limit.

@@ -72,7 +72,6 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
 
     Args:
         products: Products of every two gradients, float64 [J, J].
-        batch: Examples of each batch.
     """
     from scipy.special import stdtrit
 
@@ -110,12 +109,12 @@ def main(argv: Sequence[str]) -> int:
         WorkdirError: There is no such run or step, or the checkpoint is damaged.
         ConfigError, DataError, MeshError: Settings or data do not fit the model.
     """
-    args, rest = command_line.parse_known(Noise, "mupax noise", argv)
+    args, run_flags = command_line.parse_known(Noise, "mupax noise", argv)
     from mupax.train.reuse import trained
 
-    check_read("noise", "--step, --ema, --batches, --json", rest)
+    check_read("noise", "--step, --ema, --batches, --json", run_flags)
     opened = trained.open_model(args.workdir, args.step, args.ema, needs_run=True)
-    saved = with_flags("noise", opened, rest)
+    saved = with_flags("noise", opened, run_flags)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size
     no_products = np.zeros([args.batches] * 2)
@@ -202,6 +201,7 @@ def measured(
     @jax.jit
     def products(batch_gradients: list[Arrays]) -> Arrays:
         def of_parameter(*arrays: jax.Array) -> jax.Array:
+            # Products are taken in float32, also of bfloat16 gradients.
             stacked = jnp.stack(arrays).astype(jnp.float32)
             summed_axes = list(range(1, stacked.ndim))
             return jnp.tensordot(stacked, stacked, (summed_axes, summed_axes))
@@ -212,6 +212,7 @@ def measured(
     batch_gradients = []
     with contextlib.closing(data.train_batches(saved.step, *batch_sharding.rows)) as source:
         for batch in itertools.islice(source, batches):
+            # Kept on the devices: all of them are needed for the products.
             batch_gradients.append(gradient(params, inputs, batch_sharding.shard_batch(batch)))
     groups: dict[str, list[str]] = {}
     for name in batch_gradients[0]:
@@ -226,4 +227,6 @@ def _finite(value: Any) -> Any:
     """Return a JSON value with null in place of every number that is not finite."""
     if isinstance(value, Mapping):
         return {name: _finite(entry) for name, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -52,11 +52,6 @@ class CopyCheck:
     def check_start(self, state: TrainState, data: Data, step: int) -> None:
         """Refuse to train if processes start with different states or different first batches.
 
-        Args:
-            state: State from which the run starts.
-            data: Data of the run.
-            step: Steps done before the start.
-
         Raises:
             AgreementError: An array of the state differs between processes.
             DataError, ReadError: The first batch differs, or cannot be read.
@@ -88,7 +83,6 @@ class CopyCheck:
         """Refuse to save a state of which processes hold different copies.
 
         Args:
-            state: State to save, on the devices.
             step: Number of steps done.
             checkpoints: Checkpoints of the run, for the message.
 
@@ -157,6 +151,7 @@ class CopyCheck:
 
 def _batch_digest(data: Data, index: int) -> str:
     """Return a digest of the first rows of a training batch, after shuffling and augmentation."""
+    # All processes read the same rows here, also those that train on others.
     rows = data.train_batch(index, slice(0, min(_ROWS, data.batch_size)))
     digest = hashlib.sha256()
     for name, values in sorted(rows.items()):
@@ -169,18 +164,18 @@ class ResumeError(MupaxError):
     """A run that cannot go on as asked. The text says what would happen and what to write."""
 
 
-def changes(before: Mapping[str, Any], config: Config) -> list[str]:
+def changes(recorded_config: Mapping[str, Any], config: Config) -> list[str]:
     """Return every changed field that a resume announces, such as `steps 300 -> 200`.
 
     Args:
-        before: Config that the run has recorded, as JSON. A field that is missing in it was added
-            to mupax later and counts as unchanged.
+        recorded_config: Config that the run has recorded, as JSON. A field that is missing in it
+            was added to mupax later and counts as unchanged.
         config: Config of this part of the run.
     """
-    now = to_json(config)
+    current_config = to_json(config)
     silent = {field.path for field in config_fields(config) if _is_silent(field.affects)}
     lines = []
-    for name, old, new in differences(completed(before, now), now):
+    for name, old, new in differences(completed(recorded_config, current_config), current_config):
         if name not in silent:
             lines.append(f"{name} {text_of(old)} -> {text_of(new)}")
     return lines
@@ -191,11 +186,11 @@ def _is_silent(affects: Affects | None) -> bool:
     return affects is not None and affects.consequence.on_resume == "silent"
 
 
-def check(before: Mapping[str, Any], config: Config, step: int) -> None:
+def check(recorded_config: Mapping[str, Any], config: Config, step: int) -> None:
     """Refuse to resume if too many steps are done or the learning rate would jump.
 
     Args:
-        before: Config that the run has recorded, as JSON.
+        recorded_config: Config that the run has recorded, as JSON.
         config: Config of this part of the run.
         step: Number of steps done.
 
@@ -208,14 +203,17 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
             f"the run has done {step} steps and --steps is {config.steps}; write --steps {step} to "
             "end it there, more to go on, or another --workdir for a shorter run"
         )
+    # A run that is done trains no further step, so its schedule does not matter.
     if config.steps == step or "schedule" in config.resume_change:
         return
-    recorded = from_json({**completed(before, to_json(config)), "resume": True})
+    recorded = from_json({**completed(recorded_config, to_json(config)), "resume": True})
     old = _next_learning_rate(recorded, step)
     new = _next_learning_rate(config, step)
     if max(old, new) > JUMP * min(old, new):
         schedule_changes = [
-            line for line in changes(before, config) if line.startswith(("steps ", "optimizer."))
+            line
+            for line in changes(recorded_config, config)
+            if line.startswith(("steps ", "optimizer."))
         ]
         raise ResumeError(
             f"with {', '.join(schedule_changes)} the learning rate of step {step + 1} jumps from "
@@ -232,7 +230,7 @@ def _next_learning_rate(config: Config, step: int) -> float:
 
 
 def check_exact(
-    before: Mapping[str, Any],
+    recorded_config: Mapping[str, Any],
     config: Config,
     environment_changes: Sequence[environment.Change] | None,
 ) -> None:
@@ -242,7 +240,7 @@ def check_exact(
     computed is not.
 
     Args:
-        before: Config that the run has recorded, as JSON.
+        recorded_config: Config that the run has recorded, as JSON.
         config: Config of this part of the run.
         environment_changes: Changes of the environment, or `None` if the run has not recorded it.
 
@@ -259,7 +257,7 @@ def check_exact(
         )
     changed = [str(change) for change in environment_changes if change.bits]
     rounding = {field.path for field in config_fields(config) if _rounds(field.affects)}
-    for line in changes(before, config):
+    for line in changes(recorded_config, config):
         field_path = line.partition(" ")[0]
         if field_path in rounding:
             changed.append(line)
@@ -281,7 +279,7 @@ def announce(
     step: int,
     sets: Mapping[str, Mapping[str, Any]],
     checkpoints: CheckpointFolder,
-    now: Mapping[str, Any],
+    surroundings: Mapping[str, Any],
 ) -> None:
     """Print where a resumed run goes on and what has changed since it was recorded.
 
@@ -291,7 +289,8 @@ def announce(
         step: Number of steps done.
         sets: Facts of each further evaluation set, by name.
         checkpoints: Checkpoints of the run, with the settings of this part.
-        now: Machine, packages and compiler of this part of the run (`workdir.surroundings`).
+        surroundings: Machine, packages and compiler of this part of the run
+            (`workdir.surroundings`).
 
     Raises:
         ResumeError: The run cannot go on from `step` (`check`, `check_exact`).
@@ -299,9 +298,9 @@ def announce(
     console = context.console
     processes = context.processes
     # All processes use what process 0 has, so that all print or refuse the same.
-    now = processes.broadcast("surroundings", lambda: now)
+    surroundings = processes.broadcast("surroundings", lambda: surroundings)
     recorded = processes.broadcast("recorded", lambda: workdir.read_record(context.folder))
-    before = recorded["config"]
+    recorded_config = recorded["config"]
 
     def warn(line: str) -> None:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -315,12 +314,12 @@ def announce(
             )
     environment_changes = None
     if step:
-        check(before, config, step)
-        environment_changes = environment.changes(recorded, now)
-        check_exact(before, config, environment_changes)
+        check(recorded_config, config, step)
+        environment_changes = environment.changes(recorded, surroundings)
+        check_exact(recorded_config, config, environment_changes)
         console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
 
-    changed = changes(before, config)
+    changed = changes(recorded_config, config)
     for change in changed:
         warn(f"changed since: {change}")
     if any(change.startswith("checkpoint.") for change in changed) and step < config.steps:
@@ -339,6 +338,6 @@ def announce(
         warn(f"changed since: {change}")
     if step and environment_changes is None:
         warn(
-            "the run has no record of its environment (options of JAX, devices, processor): whether "
-            "bits differ is not known"
+            "the run has no record of its environment (options of JAX, devices, processor): "
+            "whether bits differ is not known"
         )

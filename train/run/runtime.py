@@ -71,10 +71,10 @@ class Watchdog:
         self._awaited = ""
         self._ended = threading.Event()
 
-    def waiting(self, what: str) -> None:
+    def waiting(self, awaited: str) -> None:
         """Note that something was finished, and what the run waits for next."""
         self._since = time.monotonic()
-        self._awaited = what
+        self._awaited = awaited
 
     def __enter__(self) -> Watchdog:
         if self._seconds is not None:
@@ -92,13 +92,13 @@ class Watchdog:
         last_report = 0.0
         while not self._ended.wait(seconds / 10):
             now = time.monotonic()
-            since = self._since
+            silent_since = self._since
             file = self._file or sys.stderr
-            if now - max(since, last_report) < seconds:
+            if now - max(silent_since, last_report) < seconds:
                 continue
             last_report = now
             print(
-                f"watchdog: {now - since:.0f} s without anything finished; "
+                f"watchdog: {now - silent_since:.0f} s without anything finished; "
                 f"waiting for {self._awaited}. The threads are at:",
                 file=file,
                 flush=True,
@@ -146,7 +146,6 @@ class Patience:
         """Note how long a program took.
 
         Args:
-            kind: Kind of program.
             seconds: Time from its beginning, or from the end of the program before it.
         """
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
@@ -161,7 +160,7 @@ class Patience:
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """Context of a run in one process: its config, devices, workdir and output (`runtime` makes it).
+    """Context of a run in one process: config, processes, workdir and output (`runtime` makes it).
 
     Attributes:
         config: Config of the run. A resumed run has its recorded `init`.
@@ -244,6 +243,7 @@ def runtime(config: Config) -> Iterator[RunContext]:
             from mupax.train.data import cache
             from mupax.train.parallel import agreement
 
+            # Before anything is written: processes that differ would wait for each other later.
             agreement.check(config, processes)
             core_program.use(cache.root, processes)
         folder, resumed = workdir.claim(config, processes)
@@ -252,15 +252,18 @@ def runtime(config: Config) -> Iterator[RunContext]:
             _spool(folder, processes) as spool,
             Watchdog(config.faults.watchdog_seconds) as watchdog,
         ):
+            # Only now that the folder is locked may its remains be deleted.
             if not resumed and processes.leader:
                 workdir.start_anew(folder)
             if resumed or config.init.init_from is not None:
                 from mupax.train.reuse.start import init_from
 
+                # A resumed run keeps the source that it has recorded.
                 config = init_from.settled(config, folder, resumed, processes)
             patience = Patience()
             processes.end_stalled(patience.beyond, config.faults.collective_seconds)
             attempt = None
+            # Set by the supervisor of `--restart`.
             if "MUPAX_ATTEMPT" in os.environ:
                 from mupax.train.run.restart import memory
 
@@ -338,11 +341,7 @@ class Report(contextlib.ExitStack):
     it is dispatched, `fetch` reports a step when its metrics are on the host.
 
     Args:
-        program: Program of the run.
-        data: Data of the run.
         context: Context of the run. Only process 0 writes and draws.
-        start: State from which the attempt starts.
-        compile_seconds: Time that compiling took.
         skipped_batches: Number of batches that rollbacks have skipped so far.
     """
 
@@ -375,11 +374,13 @@ class Report(contextlib.ExitStack):
                 note=console.print,
             )
 
-        device_peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
+        peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
+        if peak is not None:
+            peak *= program.mesh.size
         self.timing = Timing(
             data.kind,
             families.train_flops(config.model),
-            None if device_peak is None else device_peak * program.mesh.size,
+            peak,
             compile_seconds,
             partial(hardware.memory_peak, jax.local_devices()),
         )
@@ -460,12 +461,14 @@ class Report(contextlib.ExitStack):
         """Wait for a step, write its row, and show it or note that it ends the run."""
         step = pending.step
         metrics = pending.metrics
+        # Without the squares, which stay on the devices unless the step is bad.
         squares = metrics.pop("squares")
         with self._patience.program(STEP):
             fetched = jax.device_get(metrics)
         now = time.monotonic()
         seconds = now - self._clock
         self._clock = now
+        # `device_get` above may have waited for only a part of the step.
         self._patience.took(STEP, seconds - pending.waited)
 
         skipped, spike, in_a_row = fetched.pop("verdict").tolist()
@@ -518,7 +521,6 @@ class Report(contextlib.ExitStack):
 
         Args:
             step: Number of steps done.
-            values: Logged values by name.
         """
         self._write({"step": step, **values})
 
@@ -527,7 +529,6 @@ class Report(contextlib.ExitStack):
 
         Args:
             step: Number of steps done.
-            media: Images and histograms of that step.
         """
         if self._writer is not None:
             self._writer.show(step, media)
@@ -552,6 +553,7 @@ class Report(contextlib.ExitStack):
         Raises:
             RejectedStep: A step that was added ends the run under its policy.
         """
+        # A trace that is open is closed while the devices are idle, so that it holds whole steps.
         with self.paused():
             self.profile.close()
         self._write_speed(self._newest)

@@ -78,13 +78,13 @@ class CompiledRun:
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def memory_limit(program: Program, context: RunContext, when: str) -> int | None:
+def memory_limit(program: Program, context: RunContext, moment: str) -> int | None:
     """Return the bytes that a device of this run has left, the least over all processes.
 
     Args:
         program: Program of the run. Its config can turn the check off.
         context: Context of the run, whose processes all call this.
-        when: Name of the moment. Each name may be used once in a run.
+        moment: Name of the moment. Each name may be used once in a run.
 
     Returns:
         Bytes, or `None` if memory is not to be checked or no device says how much it has.
@@ -93,7 +93,7 @@ def memory_limit(program: Program, context: RunContext, when: str) -> int | None
         return None
     on_cpu = program.layout.platform == "cpu"
     own_bytes = memory.device_room(jax.local_devices()[0], jax.local_device_count())
-    gathered = context.processes.gather(f"memory/{when}", (socket.gethostname(), own_bytes))
+    gathered = context.processes.gather(f"memory/{moment}", (socket.gethostname(), own_bytes))
 
     def least() -> int | None:
         parts = gathered or ()
@@ -107,7 +107,7 @@ def memory_limit(program: Program, context: RunContext, when: str) -> int | None
             shares.append(free_bytes // sharers)
         return min(shares, default=None)
 
-    return context.processes.broadcast(f"memory/{when}/least", least)
+    return context.processes.broadcast(f"memory/{moment}/least", least)
 
 
 def check_state(program: Program, limit: int | None) -> None:
@@ -178,12 +178,7 @@ def compiled(
     A run compiles nothing else later, except the programs for images and histograms.
 
     Args:
-        program: Program of the run.
-        data: Data of the run.
-        sets: Further evaluation sets by name.
-        checkpoints: Checkpoints of the run.
         context: Context of the run. All its processes wait for the slowest compiler.
-        start: State from which the run starts.
         limit: Bytes that a device had left before it held the state, or `None` to check nothing.
 
     Raises:
@@ -241,7 +236,7 @@ def compiled(
 def _earlier_evaluations(
     context: RunContext, start: StartState, checkpoints: Checkpoints
 ) -> Evaluations:
-    """Return the evaluations up to the start step, on every process, and add them to checkpoints."""
+    """Return the evaluations up to the start step, and add their metrics to the checkpoints."""
 
     def earlier_rows() -> list[dict[str, Any]]:
         return rows_until(context.files, start.step) if start.keep_metrics else []
@@ -297,6 +292,7 @@ def load_data(program: Program, context: RunContext) -> Data:
     check_data(data, context.processes)
     if context.resumed:
         check_tokenizer(data, context, problem)
+    # No process goes on while another still loads its data.
     context.processes.barrier("data")
     return data
 
@@ -332,6 +328,7 @@ def own_settings(config: Config, context: RunContext) -> tuple[DataConfig, str]:
         step = checkpointer.step_of(folder, config.resume_from, metric)
     from mupax.train.reuse import own_files
 
+    # A checkpoint names the files that its own part of the run had.
     own_assets = assets.find(folder, step)
     problem = ""
     if own_assets is not None:
@@ -348,7 +345,6 @@ def check_tokenizer(data: Data, context: RunContext, problem: str) -> None:
     """Refuse to resume with another tokenizer than the one that made the run's tokens.
 
     Args:
-        data: Data of the run, opened.
         context: Context of the resumed run. Without a checkpoint nothing is checked.
         problem: Problem with the tokenizer that the run keeps, or "".
 
@@ -396,7 +392,6 @@ def check_data(data: Data, processes: Processes, name: str = "") -> None:
     """Refuse to start if this process, whose host prepared its own data, differs from process 0.
 
     Args:
-        data: Data as this process has it.
         processes: Processes of the run, which all call this.
         name: Name of a further evaluation set, or "" for the run's own data.
 
@@ -428,10 +423,6 @@ def start_state(
     nothing                  `--init-from`, else fresh                     begun anew
 
     Args:
-        program: Program of the run.
-        data: Data of the run.
-        sets: Further evaluation sets by name.
-        checkpoints: Checkpoints of the run.
         context: Context of the run, whose processes all call this.
 
     Raises:
@@ -452,6 +443,7 @@ def start_state(
     else:
         start = _resumed_start(program, data, checkpoints, context, resume_step)
 
+    # Refusals and announcements come before anything in the workdir is moved or written.
     environment_facts = environment.facts(program.mesh)
     if context.resumed:
         from mupax.train.run import resume
@@ -540,9 +532,7 @@ def restore_latest(
     """Return the state of the newest checkpoint, or the state of step 0 if there is none yet.
 
     Args:
-        program: Program of the run.
         data: Data that the checkpoint must have been trained on, unless `resume_change` has `data`.
-        checkpoints: Checkpoints of the run.
         only_step: Step of the only checkpoint to try. By default the newest is tried first.
 
     Raises:
@@ -550,12 +540,13 @@ def restore_latest(
     """
     if checkpoints.latest_of_all() is None:
         return _initial_state(program, _read_source(program, data), rich_console(quiet=True))
+    # Facts that differ from those of the checkpoint are refused; `None` compares nothing.
     facts = None if "data" in program.config.resume_change else data.facts
     return checkpoints.restore(program.abstract, facts, only_step)
 
 
 def _read_source(program: Program, data: Data) -> Start | None:
-    """Read the parameters that `--init-from` names, and return them, or `None` without that flag."""
+    """Read and return the parameters that `--init-from` names; `None` without that flag."""
     if program.config.init.init_from is None:
         return None
     from mupax.train.reuse.start import init_from
