@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError, ConfigError, PresetError: Words are wrong, or do not fit together.
         WorkdirError: The workdir of a run to resume holds no run.
     """
+    # Plugins are imported already, so only the other words are parsed.
     _, words = plugins.split(argv)
     words = cli.with_file_first(words)
     start_config: Callable[[], Config] | None = None
@@ -72,6 +73,7 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
 
         return supervisor.run(command.config, words, command.restart)
     note_warmup(command.config.steps, command.config.scaled_optimizer.warmup_steps)
+    # Imported here, because `--print-config` and a supervisor do without JAX.
     from mupax.train.run import loop
 
     return loop.run(command.config)

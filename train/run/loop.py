@@ -215,6 +215,7 @@ def train(session: CompiledRun, start: StartState) -> TrainState:
 
     batch_sharding = program.train_feed()
     skipped_batches = int(jax.device_get(state.health.left_out))
+    # The position in the data is the step, moved on by the batches that rollbacks have skipped.
     source = session.data.train_batches(step + skipped_batches, *batch_sharding.rows)
     reason: Exception | None = None
     with (

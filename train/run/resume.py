@@ -57,6 +57,7 @@ class CopyCheck:
             DataError, ReadError: The first batch differs, or cannot be read.
         """
         self._check_equal({"state": state})
+        # Rollbacks have moved the run on in the data.
         skipped_batches = int(jax.device_get(state.health.left_out))
         with reading():
             self._check_batch(data, step + skipped_batches)
@@ -143,6 +144,7 @@ class CopyCheck:
         self, own_part: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]
     ) -> str:
         """Gather a part of each process, and return on all what process 0 says of the parts."""
+        # Each exchange between processes needs a name of its own.
         self._comparisons += 1
         name = f"copies/{self._comparisons}"
         parts = self._processes.gather(name, own_part)

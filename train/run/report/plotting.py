@@ -101,6 +101,7 @@ def prediction_picture(
         )
     low = images.min((0, 1, 2))
     high = images.max((0, 1, 2))
+    # A channel without contrast is drawn black.
     pixels = (images - low) / np.where(high > low, high - low, 1)
 
     num_cells = _GRID_COLUMNS * _GRID_ROWS
@@ -196,6 +197,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     start = index - half_window
     stop = np.minimum(index + half_window + 1, len(values))
     finite = np.isfinite(values)
+    # Differences of running sums are the sums of all windows in one pass.
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     means = (sums[stop] - sums[start]) / np.maximum(counts[stop] - counts[start], 1)

@@ -130,6 +130,7 @@ class Timing:
         Args:
             waited: Seconds of the step in which the devices waited for its batch.
         """
+        # The first step of a session warms up and is no measure of speed.
         if self._warm:
             self._step_seconds.append(seconds)
             for total in (self.overall, self.recent, self._window):
@@ -171,6 +172,7 @@ class Timing:
         memory = self._memory()
         if memory is not None:
             row["perf_memory_peak_bytes"] = memory
+        # A session compiles once, so only its first row has the time.
         if self._compile_pending:
             row["perf_compile_seconds"] = self._compile_seconds
             self._compile_pending = False

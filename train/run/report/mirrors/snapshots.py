@@ -193,5 +193,6 @@ def _histogram(numbers: dict[str, np.ndarray]) -> Histogram | None:
     if not (math.isfinite(low) and math.isfinite(high)):
         return None
     below = numbers["below"].astype(np.int64)
+    # `below` counts up to each limit; its differences are the counts of bins.
     counts = np.diff(below, prepend=0, append=int(numbers["count"]))
     return Histogram(low, high, counts, float(numbers["total"]), float(numbers["squares"]))
