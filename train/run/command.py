@@ -1,11 +1,12 @@
 """Train a recipe: `mupax train RECIPE [--FLAG VALUE ...]`.
 
-The first word is a recipe; `mupax train RECIPE --help all` lists its flags, which are the fields of its config. A file stands
-in its place with `--config PATH`: JSON or YAML, such as the config.json of another run. `mupax train --resume --workdir W`
-goes on with the run in W, whose config is read from there.
+The first word is a recipe. `mupax train RECIPE --help all` lists its flags, which are the fields of
+its config. A file in place of the recipe (`--config PATH`, JSON or YAML) gives the config, such as
+config.json of another run. `mupax train --resume --workdir W` goes on with the run in W, whose
+config is read from there.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 128 + its number stopped by a signal.
-With `--restart` it is that of the last attempt, 128 and the signal's number where it was killed.
+Exit codes: 0 when done, 1 if the run failed, 2 for bad input (one message on stderr), 128 + signal
+number if a signal stopped the run. With `--restart` it is the exit code of the last attempt.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from mupax.train.data import cache
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, or print what `--help`, `--print-config` and `--dry-run` ask for. Return the exit code.
+    """Train, or print what `--help`, `--print-config` or `--dry-run` ask for. Return the exit code.
 
     Args:
-        argv: the words after `mupax train`, with every `--plugin`, whose modules are imported already.
+        argv: Words after `mupax train`. The modules of `--plugin` words are imported already.
 
     Raises:
-        UsageError, ConfigError, PresetError: words that are wrong, or do not fit together.
-        WorkdirError: no run is where one is to go on.
+        UsageError, ConfigError, PresetError: Words are wrong, or do not fit together.
+        WorkdirError: The workdir of a run to resume holds no run.
     """
+    # Plugins are imported already, so only the other words are parsed.
     _, words = plugins.split(argv)
     words = cli.with_file_first(words)
     start_config: Callable[[], Config] | None = None
     if words and cli.is_file(words[0]):
         name, *words = words
     elif words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        name, start_config = _run_to_go_on_with(words)
+        name, start_config = _run_to_resume(words)
     else:
         name, words = command_line.first_word("mupax train", "recipe", RECIPES, words)
     if start_config is None:
@@ -47,11 +49,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(command: cli.Command, words: Sequence[str]) -> int:
-    """Do what a parsed command asks for: print its config, dry-run it, or train. Return the exit code.
+    """Do what a parsed command asks for: print its config, dry-run it, or train.
 
     Args:
-        command: config and what to do with it.
-        words: its command line after `mupax`, for a process that starts it again.
+        command: Config, and what to do with it.
+        words: Command line after `mupax`. With `--restart`, a supervisor starts it again.
+
+    Returns:
+        Exit code.
     """
     if command.print_config:
         from mupax.train.config.record import to_json
@@ -68,6 +73,7 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
 
         return supervisor.run(command.config, words, command.restart)
     note_warmup(command.config.steps, command.config.scaled_optimizer.warmup_steps)
+    # Imported here, because `--print-config` and a supervisor do without JAX.
     from mupax.train.run import loop
 
     return loop.run(command.config)
@@ -76,10 +82,10 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
 def _recipe_or_record(
     name: str, words: Sequence[str]
 ) -> tuple[Callable[[], Config], Sequence[str]]:
-    """Return what makes the config that the words change, and the words.
+    """Return a function that makes the config which the words change, and the words.
 
-    A run that goes on and whose tuned preset no longer comes with mupax starts from its own
-    record, which has the numbers of that preset, and not from the recipe.
+    The config is that of the recipe. Only a resumed run whose tuned preset no longer comes with
+    mupax starts from its own record instead, which has the values of that preset.
     """
     recipe = cli.recipe(name)
     if "--resume" not in words or not any(":" in word for word in words):
@@ -89,40 +95,42 @@ def _recipe_or_record(
     from mupax.train.config import tuned
     from mupax.train.config.recipes import files
 
-    moved = tuned.named_moved(words)
-    place = cli.value_of("--workdir", words) or str(recipe().resolved().workdir)
-    fields = workdir.recorded(path_of(place)) if moved else {}
-    if moved is None or not fields:
+    moved_preset = tuned.named_moved(words)
+    folder = cli.value_of("--workdir", words) or str(recipe().resolved().workdir)
+    record = workdir.recorded(path_of(folder)) if moved_preset else {}
+    if moved_preset is None or not record:
         return recipe, words
     terminal.note(
-        f"note: {moved} no longer comes with mupax; its numbers are those that {place} has recorded"
+        f"note: {moved_preset} no longer comes with mupax; "
+        f"its numbers are those that {folder} has recorded"
     )
-    return files.of_one_record(fields["config"], f"{place}/config.json"), tuned.without_preset(
-        words
-    )
+    make_config = files.of_one_record(record["config"], f"{folder}/config.json")
+    return make_config, tuned.without_preset(words)
 
 
-def _run_to_go_on_with(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
-    """Return the recipe's name and the recorded config of the run in `--workdir`, for a command line that names no recipe.
+def _run_to_resume(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
+    """Return the recipe's name and the recorded config of the run in `--workdir`.
+
+    This is for a command line that names no recipe.
 
     Raises:
-        UsageError: the flags do not say which run to resume.
-        WorkdirError: no run is there.
+        UsageError: The flags do not say which run to resume.
+        WorkdirError: The workdir holds no run.
     """
     from mupax.train.checkpoints import workdir
     from mupax.train.config.recipes import files
 
-    place = cli.value_of("--workdir", argv)
+    folder = cli.value_of("--workdir", argv)
     wrong = f"the first word is a recipe, not a flag such as {argv[0].partition('=')[0]}"
-    lists = "`mupax train --help` lists the recipes"
-    if place is None or place.startswith("--"):
+    advice = "`mupax train --help` lists the recipes"
+    if folder is None or folder.startswith("--"):
         raise command_line.UsageError(
-            f"{wrong}; to go on with a run write --resume --workdir FOLDER; {lists}"
+            f"{wrong}; to go on with a run write --resume --workdir FOLDER; {advice}"
         )
-    fields = workdir.read_record(path_of(place))
+    record = workdir.read_record(path_of(folder))
     if "--resume" not in argv:
         raise command_line.UsageError(
-            f"{wrong}; {place} holds a run: add --resume to go on with it; {lists}"
+            f"{wrong}; {folder} holds a run: add --resume to go on with it; {advice}"
         )
-    record = files.of_one_record(fields["config"], f"{place}/config.json")
-    return str(fields["config"].get("recipe")), record
+    make_config = files.of_one_record(record["config"], f"{folder}/config.json")
+    return str(record["config"].get("recipe")), make_config

@@ -1,6 +1,7 @@
-"""`--dry-run`: what a run would do, from shapes alone. Nothing is downloaded; a save of its own tells how fast the workdir is.
+"""`mupax train --dry-run`: what a run would do and need, from the shapes of its arrays.
 
-A notice of preemption must leave time for a save, so the time of one is shown.
+Nothing is downloaded. Only a short save into the workdir is done, to measure its time: after a
+notice of preemption there must be time for a save.
 """
 
 from __future__ import annotations
@@ -31,111 +32,128 @@ GRACES = {
     "a spot machine of Google Cloud": 30,
     "SLURM's --signal=TERM@120 or a spot machine of AWS": 120,
 }
-"""Seconds from SIGTERM to the end, the shortest first."""
-_ARRAYS, _MOST = 8, 128 * 2**20
-"""Arrays of the state that is saved to see how long that takes, and the most bytes of all of them: seconds on most disks."""
+"""Seconds from SIGTERM to the end of a process, the shortest first."""
+_NUM_ARRAYS = 8
+"""Arrays of the state that is saved to measure the time of a save."""
+_MAX_BYTES = 128 * 2**20
+"""Most bytes of all these arrays together, which take seconds on most disks."""
 
 
 def rows(workdir: str, state: Any) -> dict[str, str]:
-    """Rows of the table of costs; a caution where a grace is too short. Saves something into the workdir, and deletes it.
+    """Return the row on saves of the table of costs, with a caution if a save takes long.
+
+    A small state is saved into the workdir and deleted again.
 
     Args:
-        workdir: of the run; where there is none yet, the nearest folder that it will be in.
-        state: abstract arrays that a save writes, with shardings.
+        workdir: Workdir of the run. If it does not exist yet, its nearest parent is used.
+        state: Abstract arrays that a save writes, with shardings.
     """
     size = saved_bytes(state)
-    shown = f"{terminal.gib(size)} from this host"
+    shown_size = f"{terminal.gib(size)} from this host"
     try:
-        took = seconds(workdir, size)
-    except Exception as error:  # of any storage: a dry run is not for finding out why
-        return {
-            "a save": f"{shown}; its time is unknown, {workdir} takes no test of its speed ({error})"
-        }
-    text = f"about {took:.2g} s: {shown}, as measured there now"
-    if late := [
-        f"{grace} s that {who} leaves" for who, grace in GRACES.items() if took > grace / 2
-    ]:
+        save_seconds = seconds(workdir, size)
+    except Exception as error:
+        # Any storage may fail in its own way, and a dry run is not for finding out why.
+        text = f"{shown_size}; its time is unknown, {workdir} takes no test of its speed ({error})"
+        return {"a save": text}
+    text = f"about {save_seconds:.2g} s: {shown_size}, as measured there now"
+    # Half of the grace: steps that are under way end first.
+    too_short = [
+        f"{grace} s that {source} leaves"
+        for source, grace in GRACES.items()
+        if save_seconds > grace / 2
+    ]
+    if too_short:
         text += (
-            f". Caution: with the steps under way it may not fit into the {' or the '.join(late)} after SIGTERM; "
-            "what is lost is then at most --checkpoint.every-steps. A faster --workdir or more hosts shorten it"
+            ". Caution: with the steps under way it may not fit into the "
+            f"{' or the '.join(too_short)} after SIGTERM; what is lost is then at most "
+            "--checkpoint.every-steps. A faster --workdir or more hosts shorten it"
         )
     return {"a save": text}
 
 
 def saved_bytes(state: Any) -> int:
-    """Bytes that this process writes of a state: every shard of its devices once."""
+    """Return the bytes that this process writes of a state: each shard of its devices once."""
     total = 0
     for leaf in jax.tree.leaves(state):
         shards = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        part = leaf.sharding.shard_shape(leaf.shape)
-        total += (
-            len({str(index) for index in shards})
-            * jax.ShapeDtypeStruct(part, leaf.dtype).size
-            * leaf.dtype.itemsize
-        )
+        # Replicated devices hold the same shard, which is written once.
+        num_shards = len({str(index) for index in shards})
+        shard_shape = leaf.sharding.shard_shape(leaf.shape)
+        shard_size = jax.ShapeDtypeStruct(shard_shape, leaf.dtype).size
+        total += num_shards * shard_size * leaf.dtype.itemsize
     return total
 
 
 def seconds(workdir: str, size: int) -> float:
-    """How long a save takes there: one of next to nothing, and one of so many bytes, or of fewer and the rest in proportion.
+    """Measure the seconds that a save takes, by saving smaller states into the workdir.
+
+    The result is the time of a save of next to nothing, plus the time of a save of at most
+    128 MiB, scaled to the size.
 
     Args:
-        workdir: where.
-        size: bytes of the state.
+        workdir: Workdir of the run. If it does not exist yet, its nearest parent is used.
 
     Raises:
-        OSError: it cannot be written, or would fill the disk.
+        OSError: The workdir cannot be written, or the disk is nearly full.
     """
-    folder, part = path_of(workdir), max(min(size, _MOST) // _ARRAYS, 1)
+    folder = path_of(workdir)
+    array_bytes = max(min(size, _MAX_BYTES) // _NUM_ARRAYS, 1)
     if not is_remote(folder):
-        folder = next(
-            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir()
-        )
-        if shutil.disk_usage(folder).free < 4 * part * _ARRAYS:
+        absolute = folder.absolute()
+        folder = next(path for path in (absolute, *absolute.parents) if path.is_dir())
+        if shutil.disk_usage(folder).free < 4 * array_bytes * _NUM_ARRAYS:
             raise OSError("it is nearly full")
     probe = folder / f".speed-{secrets.token_hex(4)}"
     try:
         with Checkpoints(probe, CheckpointConfig(keep=1), log=lambda text: None) as checkpoints:
-            first, whole = (
-                _saved(checkpoints, step, content) for step, content in enumerate((1, part), 1)
-            )
+            fixed_seconds = _save_seconds(checkpoints, step=1, array_bytes=1)
+            probe_seconds = _save_seconds(checkpoints, step=2, array_bytes=array_bytes)
     finally:
         remove_tree(probe)
-    return first + whole * size / (part * _ARRAYS)
+    return fixed_seconds + probe_seconds * size / (array_bytes * _NUM_ARRAYS)
 
 
 class _State:
-    """What a save asks of a state. Random bytes: neither orbax nor a file system makes less of them."""
+    """State of random bytes, which neither orbax nor a file system can compress."""
 
-    def __init__(self, part: int) -> None:
-        self._arrays = {
-            str(i): jax.device_put(np.frombuffer(secrets.token_bytes(part), np.uint8))
-            for i in range(_ARRAYS)
-        }
+    def __init__(self, array_bytes: int) -> None:
+        self._arrays: dict[str, jax.Array] = {}
+        for index in range(_NUM_ARRAYS):
+            content = np.frombuffer(secrets.token_bytes(array_bytes), np.uint8)
+            self._arrays[str(index)] = jax.device_put(content)
 
     def arrays(self) -> dict[str, jax.Array]:
         return self._arrays
 
 
-def _saved(checkpoints: Checkpoints, step: int, part: int) -> float:
-    state = _State(part)
+def _save_seconds(checkpoints: Checkpoints, step: int, array_bytes: int) -> float:
+    """Return the seconds that it takes to save a state with arrays of so many bytes each.
+
+    Raises:
+        OSError: The save failed.
+    """
+    # The arrays are made before the clock starts.
+    state = _State(array_bytes)
     jax.block_until_ready(state.arrays())
     began = time.monotonic()
     checkpoints.save(step, cast("TrainState", state), {}, last=True)
-    if failure := checkpoints.wait():
+    failure = checkpoints.wait()
+    if failure:
         raise OSError(failure)
     return time.monotonic() - began
 
 
 def run(config: Config, published_use: str | None = None) -> int:
-    """Print the run's shapes, its preset's table, its cost and its memory; returns the exit code 0.
+    """Print the run's parameters, its preset, its cost and its memory. Return the exit code 0.
 
     Args:
-        config: of the run.
-        published_use: the published preset that it names, whose source's table is shown beside the run's.
+        published_use: Name of the published preset that the command line names. The table of its
+            source is printed beside the values of the run. Default none.
 
     Raises:
-        ConfigError, PresetError, MeshError, MupaxError: what does not fit or is not installed, as the run itself would say.
+        ConfigError, PresetError, MeshError, MupaxError: The run itself would refuse the config, or
+            lacks an extra.
     """
     check_extras(config, reads_data=False)
     program = fit.program_of(config)
@@ -155,102 +173,132 @@ def run(config: Config, published_use: str | None = None) -> int:
 
 
 def _parameters(program: Program) -> str:
-    # Short heads and no column for the sharding: 80 columns hold most models' rows.
-    title = "parameters" + (" (a/b in a shape: split b ways)" if program.mesh.size > 1 else "")
+    """Return the table of parameters: shape, multiplier, initial std, and optimizer values."""
+    # Short heads and no column for the sharding, so that most models' rows have 80 columns.
+    title = "parameters"
+    if program.mesh.size > 1:
+        title += " (a/b in a shape: split b ways)"
     rows = [["name", "shape", "mult.", "std", "lr", "eps", "decay"]]
-    optimizer, factors = program.config.scaled_optimizer, program.inputs.factors
+    optimizer = program.config.scaled_optimizer
+    factors = program.inputs.factors
     decay = program.inputs.hyper.weight_decay
     for name, leaf in program.abstract.params.items():
-        numbers = [factors.multiplier[name], program.stds[name]]
+        cells = [name, _shape(program, leaf)]
+        cells += [_value(factors.multiplier[name]), _value(program.stds[name])]
         if name in program.trained:
-            numbers += [
-                factors.lr[name] * optimizer.peak_lr,
-                factors.eps[name] * optimizer.eps,
-                factors.weight_decay[name] * decay,
+            cells += [
+                _value(factors.lr[name] * optimizer.peak_lr),
+                _value(factors.eps[name] * optimizer.eps),
+                _value(factors.weight_decay[name] * decay),
             ]
-        axes = itertools.zip_longest(leaf.shape, leaf.sharding.spec)
-        shape = "x".join(
-            f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes
-        )
-        cells = [*map(_number, numbers), *([] if name in program.trained else ["frozen", "", ""])]
-        rows.append([name, shape, *cells])
+        else:
+            cells += ["frozen", "", ""]
+        rows.append(cells)
     return f"{title}\n{terminal.table(rows, left=('name', 'shape'))}\n"
 
 
+def _shape(program: Program, leaf: Any) -> str:
+    """Return a parameter's shape such as `512x64/2`, where `/2` is a dimension split over 2."""
+    sizes = []
+    for size, axis in itertools.zip_longest(leaf.shape, leaf.sharding.spec):
+        sizes.append(f"{size}/{program.mesh.shape[axis]}" if axis else str(size))
+    return "x".join(sizes)
+
+
+def _value(layers: np.ndarray) -> str:
+    """Return a value in three digits, or those of the first and last layer if they differ."""
+    first = float(layers.flat[0])
+    last = float(layers.flat[-1])
+    return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
+
+
 def _print_beside_source(program: Program, published_use: str) -> None:
-    """Print the numbers of every group beside those of the nearest model of a published source."""
+    """Print the values of every group beside those of the nearest model of a published source."""
     from mupax.presets.tuned import find, published
 
     if published_use not in find.files():  # a file that was named by its path
         return
     tuned = find.find(published_use)
-    sizes = program.definition.sizes
-    table = published.nearest(tuned, sizes["embed"])
+    table = published.nearest(tuned, program.definition.sizes["embed"])
     source = tuned.provenance["source"]["name"]
-    head = f"in absolute numbers, and in brackets those of {source}, {table['model']}: {table['where']}"
-    numbers = program.inputs.factors
+    factors = program.inputs.factors
     optimizer = program.config.scaled_optimizer
-    groups = {
-        spec.group: {
-            "multiplier": float(numbers.multiplier[name].flat[0]),
-            "std": float(program.stds[name].flat[0]),
-            "lr": float(numbers.lr[name].flat[0]) * optimizer.peak_lr,
-            "eps": float(numbers.eps[name].flat[0]) * optimizer.eps,
-            "wd": float(numbers.weight_decay[name].flat[0])
-            * float(program.inputs.hyper.weight_decay),
-        }
-        for name, spec in program.definition.specs.items()
-        if name in program.trained
-    }
-    terminal.say(head)
+    weight_decay = float(program.inputs.hyper.weight_decay)
+    groups: dict[str, dict[str, float]] = {}
+    for name, spec in program.definition.specs.items():
+        if name in program.trained:
+            groups[spec.group] = {
+                "multiplier": float(factors.multiplier[name].flat[0]),
+                "std": float(program.stds[name].flat[0]),
+                "lr": float(factors.lr[name].flat[0]) * optimizer.peak_lr,
+                "eps": float(factors.eps[name].flat[0]) * optimizer.eps,
+                "wd": float(factors.weight_decay[name].flat[0]) * weight_decay,
+            }
+    terminal.say(
+        f"in absolute numbers, and in brackets those of {source}, {table['model']}: "
+        f"{table['where']}"
+    )
     print(f"{terminal.table(published.comparison(groups, table), left=('group',))}\n")
 
 
-def _number(number: np.ndarray) -> str:
-    """One number, or those of the first and the last layer where they differ."""
-    first, last = float(number.flat[0]), float(number.flat[-1])
-    return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
-
-
 def _costs(program: Program) -> str:
-    config, model = program.config, program.config.model
-    unit, per_step = model.unit, config.data.batch_size * model.units
+    """Return the table of costs: parameters, batch, steps, FLOPs, mesh, memory and saves."""
+    config = program.config
+    model = config.model
+    unit = model.unit
+    batch_size = config.data.batch_size
+    units_per_step = batch_size * model.units
     train_flops = families.train_flops(model)
-    leaves = jax.tree.leaves(program.abstract)
-    state = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
-    )
+    total_flops = train_flops * units_per_step * config.steps
+
+    parameters = f"{program.definition.count():,}"
+    if program.frozen:
+        parameters += f", {program.frozen:,} of them frozen"
+    units_per_example = f"x {model.units} " if model.units > 1 else ""
+    state_bytes = 0
+    for leaf in jax.tree.leaves(program.abstract):
+        state_bytes += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    device_kind = program.mesh.devices.flat[0].device_kind
     costs = {
-        "parameters": f"{program.definition.count():,}"
-        + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
-        "batch": f"{config.data.batch_size} {f'x {model.units} ' if model.units > 1 else ''}{unit}s",
-        "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
-        "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
-        "mesh": f"{described(program.mesh.shape)} ({program.mesh.devices.flat[0].device_kind})",
-        "state per device": terminal.gib(state),
+        "parameters": parameters,
+        "batch": f"{batch_size} {units_per_example}{unit}s",
+        "steps": f"{config.steps:,}, {config.steps * units_per_step:,} {unit}s",
+        "FLOPs": f"{train_flops:.3g} per {unit}, {total_flops:.3g} in all",
+        "mesh": f"{described(program.mesh.shape)} ({device_kind})",
+        "state per device": terminal.gib(state_bytes),
     }
-    if warmup := config.scaled_optimizer.warmup_steps:
-        costs["warm-up"] = f"{warmup:,} steps, {warmup * per_step:,} {unit}s"
+    warmup_steps = config.scaled_optimizer.warmup_steps
+    if warmup_steps:
+        costs["warm-up"] = f"{warmup_steps:,} steps, {warmup_steps * units_per_step:,} {unit}s"
     if program.inputs.hyper.weight_decay:
         costs["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
-    absent = program.mesh.size - jax.device_count()
-    if absent > 0:
-        costs["mesh"] += f"; {absent} of them are not here, where a run would be refused"
-    if usage := fit.needs(program):
-        how = "compiled for this mesh" if usage.compiled else "estimated from the step of one"
-        costs["step needs"] = (
-            f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
-        )
-        if usage.saved:
-            costs["a checkpoint needs"] = (
-                f"{terminal.gib(usage.saved)} for a copy of the state while steps go on"
-            )
-        costs["peak per device"] = f"about {terminal.gib(usage.peak)}"
-        limit = fit.room(program.mesh.devices.flat[0])
-        if limit:
-            problem = fit.verdict(program, usage, limit)
-            costs["does not fit" if problem else "fits"] = (
-                problem or f"{terminal.gib(limit)} a device"
-            )
+    # A dry run may be of a mesh that this machine does not have.
+    num_absent = program.mesh.size - jax.device_count()
+    if num_absent > 0:
+        costs["mesh"] += f"; {num_absent} of them are not here, where a run would be refused"
+    costs |= _memory_costs(program)
     costs |= rows(config.workdir or f"runs/{config.recipe}", program.abstract)
     return f"cost\n{terminal.table([*costs.items()], indent=1)}"
+
+
+def _memory_costs(program: Program) -> dict[str, str]:
+    """Return the rows on the memory of a step; none if the compiler does not say what it needs."""
+    usage = fit.needs(program)
+    if not usage:
+        return {}
+    basis = "compiled for this mesh" if usage.compiled else "estimated from the step of one"
+    costs = {
+        "step needs": f"{terminal.gib(usage.temporary)} for activations and gradients, {basis}"
+    }
+    if usage.saved:
+        saved_size = terminal.gib(usage.saved)
+        costs["a checkpoint needs"] = f"{saved_size} for a copy of the state while steps go on"
+    costs["peak per device"] = f"about {terminal.gib(usage.peak)}"
+    limit = fit.room(program.mesh.devices.flat[0])
+    if limit:
+        problem = fit.verdict(program, usage, limit)
+        if problem:
+            costs["does not fit"] = problem
+        else:
+            costs["fits"] = f"{terminal.gib(limit)} a device"
+    return costs

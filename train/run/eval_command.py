@@ -1,4 +1,4 @@
-"""`mupax eval WORKDIR`: loss and accuracy of any checkpoint of a run on its evaluation data, or on other data."""
+"""`mupax eval WORKDIR`: loss and accuracy of a checkpoint on the run's data, or on other data."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ READ = ("--data.", "--mesh.", "--model.compute.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(ModelFlags):
-    """Loss and accuracy of any checkpoint of a run on its evaluation data, or on other data; or of weights on data.
+    """Loss and accuracy of a checkpoint on the evaluation data of its run, or on other data.
 
-    The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
-    keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
-    --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device. The sets that the
-    run evaluates on beside its own, or those of --data.evaluate, have a line each. --step best is the best checkpoint that was kept.
-    WORKDIR may be a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub, where --data.name says what to read.
-    Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
-    --tasks runs tasks of the lm-eval harness in place of all that.
+    The numbers are those that the run itself wrote at that step. By default the newest checkpoint
+    is evaluated, with its moving average of the parameters if the run keeps one. --step best is the
+    best checkpoint that was kept. The run's flags --data.*, --mesh.* and --model.compute.* work
+    here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
+    Each further set of the run, or of --data.evaluate, has a line. WORKDIR may also be a folder
+    that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub, with --data.name for the
+    data. Image models also get the top-5 accuracy, the expected calibration error (15 bins) and
+    numbers for every class. --tasks runs tasks of the lm-eval harness in place of all that.
     """
 
     json: Path | None = None
@@ -67,62 +68,71 @@ class Evaluate(ModelFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates and shows; 0 when done.
+    """Evaluate a checkpoint and print its metrics. Return the exit code 0.
 
     Raises:
-        UsageError: a flag that an evaluation does not read.
-        WorkdirError: no such run, step or average, or a damaged checkpoint.
-        ConfigError, DataError, MeshError: settings or data that do not fit the model.
+        UsageError: A flag is not one that an evaluation reads.
+        WorkdirError: There is no such run, step or average, or the checkpoint is damaged.
+        ConfigError, DataError, MeshError: Settings or data do not fit the model.
     """
-    args, rest = command_line.parse_known(Evaluate, "mupax eval", argv)
+    args, run_flags = command_line.parse_known(Evaluate, "mupax eval", argv)
     if args.tasks:
-        return _on_tasks(args, rest)
+        return _run_tasks(args, run_flags)
     from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import WeightsError
-    from mupax.train.run.report import metrics
 
-    check_read("eval", "--step, --ema, --json", rest)
+    check_read("eval", "--step, --ema, --json", run_flags)
     saved = trained.open_model(hub.local(args.workdir, args.revision), args.step, args.average)
     if saved.run is None and saved.model.denoises:
         raise WeightsError(
-            f"{saved.path} holds an {saved.model.family}, and not what noise it was trained on; start `mupax train ed-tiny` with "
-            "--init-from and --data.noise, and use that run"
+            f"{saved.path} holds an {saved.model.family}, and not what noise it was trained on; "
+            "start `mupax train ed-tiny` with --init-from and --data.noise, and use that run"
         )
-    saved = with_flags("eval", saved, rest)
-    if not any(
-        word.partition("=")[0] in ("--data.eval-examples", "--data.eval_examples") for word in rest
-    ):
+    saved = with_flags("eval", saved, run_flags)
+    flags = [word.partition("=")[0] for word in run_flags]
+    if "--data.eval-examples" not in flags and "--data.eval_examples" not in flags:
         saved = _on_all_images(saved)
     if saved.config.data.name in trained.NO_DATA.values():
         raise command_line.UsageError(
-            f"{saved.path} holds weights, which have no data of their own; add --data.name {saved.config.data.name}PATH"
+            f"{saved.path} holds weights, which have no data of their own; "
+            f"add --data.name {saved.config.data.name}PATH"
         )
     console = terminal.console()
-    # A copy of the workdir may lie where the run's own sets are not.
-    only_run_sets = (
-        bool(cli.value_of("--data.name", rest)) and cli.value_of("--data.evaluate", rest) is None
-    )
+    # A copy of the workdir may lie on a machine that lacks the run's own sets.
+    names_data = bool(cli.value_of("--data.name", run_flags))
+    only_run_sets = names_data and cli.value_of("--data.evaluate", run_flags) is None
     numbers = measured(saved, console, skip_sets=only_run_sets)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(metrics.to_json(numbers) + "\n")
+    _write_json(args, numbers)
     show(console, numbers)
     return 0
 
 
-def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
-    """Runs the tasks and shows their numbers; 0 when done."""
+def _write_json(args: Evaluate, numbers: dict[str, Any]) -> None:
+    """Write the numbers of an evaluation to the file of `--json`, if the flag is given."""
+    if args.json is None:
+        return
+    from mupax.train.run.report import metrics
+
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(metrics.to_json(numbers) + "\n")
+
+
+def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
+    """Run tasks of the lm-eval harness and print their numbers. Return the exit code 0.
+
+    Raises:
+        UsageError: A flag is not one that tasks read.
+    """
     from mupax.train.reuse.harness import tasks
     from mupax.train.reuse.huggingface import hub
 
     tasks.check()
-    for word in rest:
-        if word.startswith("--") and word.partition("=")[0] != "--data.tokenizer":
-            raise command_line.UsageError(
-                f"eval --tasks does not read {word.partition('=')[0]}; leave it out"
-            )
-    words = " ".join(rest).replace("=", " ").split()
+    for word in run_flags:
+        flag = word.partition("=")[0]
+        if word.startswith("--") and flag != "--data.tokenizer":
+            raise command_line.UsageError(f"eval --tasks does not read {flag}; leave it out")
+    words = " ".join(run_flags).replace("=", " ").split()
     numbers = tasks.measured(
         hub.local(args.workdir, args.revision),
         args.tasks,
@@ -133,24 +143,23 @@ def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
         average=args.average,
         tokenizer=words[1] if words else None,
     )
-    if args.json is not None:
-        from mupax.train.run.report import metrics
-
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(metrics.to_json(numbers) + "\n")
+    _write_json(args, numbers)
     print(terminal.table(tasks.rows(numbers), left=("task", "metric")))
     return 0
 
 
-def check_read(command: str, takes: str, rest: Sequence[str]) -> None:
-    """Raise UsageError for a flag that a measurement does not read.
+def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
+    """Refuse a flag that a measuring command does not read.
 
     Args:
-        command: its name, for messages.
-        takes: flags of its own, for messages.
-        rest: words that are none of these.
+        command: Name of the command, such as `eval`.
+        takes: Flags of the command itself, as the message lists them.
+        run_flags: Words of the command line without the flags in `takes`.
+
+    Raises:
+        UsageError: A flag does not begin with one of `READ`.
     """
-    for word in rest:
+    for word in run_flags:
         if word.startswith("--") and not word.startswith(READ):
             flag = word.partition("=")[0]
             raise command_line.UsageError(
@@ -158,34 +167,32 @@ def check_read(command: str, takes: str, rest: Sequence[str]) -> None:
             )
 
 
-def with_flags(command: str, saved: TrainedModel, rest: Sequence[str]) -> TrainedModel:
-    """Return the model to measure with the flags of a run that a measurement reads (`READ`) in its config.
+def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> TrainedModel:
+    """Return the model to measure, with the run's flags of a command line in its config.
 
     Args:
-        command: its name, for messages.
-        saved: the model as it was recorded.
-        rest: words that are none of the command's own flags.
+        command: Name of the command, such as `eval`.
+        run_flags: Flags of a run (`READ`), without the command's own flags.
     """
-    start = with_other_data(saved.config, rest)
-    tokenizer = cli.value_of("--data.tokenizer", rest)
-    if (
-        tokenizer is not None and saved.step is None
-    ):  # the separator beside weights is a token of their own tokenizer
+    start = with_other_data(saved.config, run_flags)
+    tokenizer = cli.value_of("--data.tokenizer", run_flags)
+    if tokenizer is not None and saved.step is None:
+        # The separator of weights is a token of their own tokenizer.
         start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
-    config = cli.parse(command, lambda: start, rest, infers_sizes=False).config
-    if (
-        tokenizer is not None
-        and saved.step is not None
-        and tokenizer == recorded_tokenizer(saved.workdir)
-    ):
-        # Named as when the run began; bpe:SIZE would make another one of other text.
-        own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
-        config = dataclasses.replace(config, data=own)
+    config = cli.parse(command, lambda: start, run_flags, infers_sizes=False).config
+    is_run = saved.step is not None
+    if tokenizer is not None and is_run and tokenizer == recorded_tokenizer(saved.workdir):
+        # The flag names the run's own tokenizer. `bpe:SIZE` would make another one from other text.
+        data = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
+        config = dataclasses.replace(config, data=data)
     return dataclasses.replace(saved, config=config)
 
 
 def _on_all_images(saved: TrainedModel) -> TrainedModel:
-    """The checkpoint without the run's own limit of evaluation examples, if another folder of images is meant."""
+    """Return the model without the run's limit of evaluation examples, for another image folder.
+
+    For the run's own data the model is returned as it is.
+    """
     data = saved.config.data
     if not data.name.startswith("images:") or data.name == saved.facts.get("name"):
         return saved
@@ -194,239 +201,278 @@ def _on_all_images(saved: TrainedModel) -> TrainedModel:
 
 
 def recorded_tokenizer(workdir: Path) -> str | None:
-    """Return data.tokenizer as a run was given it."""
+    """Return `data.tokenizer` as the command line of the run gave it."""
     from mupax.train.checkpoints.workdir import read_record
 
     return read_record(workdir)["config"].get("data", {}).get("tokenizer")
 
 
 def with_other_data(config: Config, words: Sequence[str]) -> Config:
-    """Return the config without settings that only the run's data has, where flags name other data.
+    """Return the config without settings that fit only the run's data, if flags name other data.
 
     Args:
-        config: of the run.
-        words: flags of the command.
+        words: Flags of the command. `--data.name` names the data.
     """
     data = config.data
     name = cli.value_of("--data.name", words)
     if name is None or name == data.name:
         return config
     kind = name.partition(":")[0]
-    before = data.name.partition(":")[0]
+    run_kind = data.name.partition(":")[0]
     field = data.field
-    if kind != before and (
-        kind == "text" or before == "chat"
-    ):  # plain text has none, messages have another
+    # Plain text has no field, and messages of a chat have another one.
+    if kind != run_kind and (kind == "text" or run_kind == "chat"):
         field = type(data).field
     return dataclasses.replace(config, data=dataclasses.replace(data, mix=(), field=field))
 
 
 def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, Any]:
-    """The scores of a checkpoint, and on what they were measured.
+    """Evaluate a checkpoint, and return its scores and the names of model and data.
 
     Args:
-        saved: the model, whose config names the data.
-        console: told what takes time.
-        skip_sets: leave out the further evaluation sets that cannot be opened, instead of an error.
+        saved: `TrainedModel` whose config names the data.
+        console: Console for lines about work that takes time.
+        skip_sets: Whether to leave out further evaluation sets that cannot be opened, with a note.
+            By default they are an error.
 
     Raises:
-        DataError: the data is cut into other tokens than those the model knows.
-        MemoryLimitError: an evaluation batch needs more memory than there is.
+        DataError: The data has other tokens or classes than the model.
+        MemoryLimitError: An evaluation batch needs more memory than there is.
     """
-    from mupax.train import data as data_sources
     from mupax.train.core.costs import fit
     from mupax.train.core.program import assemble
-    from mupax.train.data import DataError, named_sets
     from mupax.train.data.text.batches import TextWindows
     from mupax.train.run.loop import evaluate
 
     config = saved.config
     program = assemble(config)
-    named = saved.facts.get("class_names")
-    if config.data.name.startswith("images:"):
-        data = _images(saved, console)
-    else:
-        data = data_sources.load(
-            config.data, config.model, seed=config.data_seed, note=console.print
-        )
-    tokenizer, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
-    if tokenizer is not None and tokenizer != here:
-        raise DataError(
-            f"the model was trained on tokens of {tokenizer}, and {config.data.name} is cut into those of {here}; "
-            "give --data.tokenizer the run's own, as bytes or the path of its tokenizer.json"
-        )
-    if named:
-        check_classes(named, data.class_names, saved, config.data.name)
-    sets: dict[str, Any] = {}
-    for name in config.data.evaluation_sets:
-        try:
-            sets[name] = named_sets.load(name, config, data, note=console.print)
-        except DataError as error:
-            if not skip_sets:
-                raise
-            terminal.note(f"note: {error}; left out")
-    if saved.step is None:  # a run's documents begin as in its training
-        for texts in (data, *sets.values()):
-            if isinstance(texts, TextWindows):
-                texts.begin_documents()
+    data = _load_data(saved, console)
+    sets = _load_sets(config, data, console, skip_sets)
+    if saved.step is None:
+        # Documents begin as in the training of the weights. Those of a run already do.
+        for loaded in (data, *sets.values()):
+            if isinstance(loaded, TextWindows):
+                loaded.begin_documents()
+
     limit = fit.limit_of(program)
-    params = saved.params(program.abstract)  # damage is seen before time goes into compiling
+    # Read first, so that damage is found before time goes into compiling.
+    params = saved.params(program.abstract)
     eval_fn = program.compile_eval()
     fit.check_evaluation(program, eval_fn, limit)
     inputs = program.step_inputs()
-    outcomes, began = None, time.monotonic()
+    outcomes = None
+    began = time.monotonic()
     if data.kind == "images":
         from mupax.train.reuse.predict.scores import Outcomes
 
         outcomes = Outcomes(functools.partial(program.compile_logits(), params, inputs))
-    measure = functools.partial(evaluate, eval_fn, params, inputs, feed=program.eval_feed())
-    numbers = _numbers(data, measure(data, observer=outcomes))
-    further = {
-        name: {
-            "data": each.facts["name"],
-            "digest": each.facts.get("digest"),
-            **_numbers(each, measure(each)),
-        }
-        for name, each in sets.items()
-    }
-    return {
+    batch_sharding = program.eval_feed()
+    scores = evaluate(eval_fn, params, inputs, data, batch_sharding, observer=outcomes)
+    numbers = {
         "workdir": str(saved.workdir),
         "step": saved.step,
         "weights": saved.weights,
         "data": data.facts["name"],
         "digest": data.facts.get("digest"),
         "data_of_the_run": data.facts.get("digest") == saved.facts.get("digest"),
-        **numbers,
-        **(outcomes.scores(data.class_names) if outcomes else {}),
-        **({"sets": further} if further else {}),
-        "seconds": time.monotonic() - began,
+        **_numbers(data, scores),
     }
+    set_numbers: dict[str, Any] = {}
+    for name, loaded in sets.items():
+        set_numbers[name] = {
+            "data": loaded.facts["name"],
+            "digest": loaded.facts.get("digest"),
+            **_numbers(loaded, evaluate(eval_fn, params, inputs, loaded, batch_sharding)),
+        }
+    if outcomes:
+        numbers |= outcomes.scores(data.class_names)
+    if set_numbers:
+        numbers["sets"] = set_numbers
+    numbers["seconds"] = time.monotonic() - began
+    return numbers
+
+
+def _load_data(saved: Any, console: Any) -> Any:
+    """Load the data that a checkpoint's config names.
+
+    Raises:
+        DataError: The data has other tokens or classes than the model.
+    """
+    from mupax.train import data as data_sources
+    from mupax.train.data import DataError
+
+    config = saved.config
+    if config.data.name.startswith("images:"):
+        data = _images(saved, console)
+    else:
+        data = data_sources.load(
+            config.data, config.model, seed=config.data_seed, note=console.print
+        )
+    model_tokenizer = saved.facts.get("tokenizer")
+    data_tokenizer = data.facts.get("tokenizer")
+    if model_tokenizer is not None and model_tokenizer != data_tokenizer:
+        raise DataError(
+            f"the model was trained on tokens of {model_tokenizer}, and {config.data.name} is cut "
+            f"into those of {data_tokenizer}; give --data.tokenizer the run's own, as bytes or the "
+            "path of its tokenizer.json"
+        )
+    model_classes = saved.facts.get("class_names")
+    if model_classes:
+        check_classes(model_classes, data.class_names, saved, config.data.name)
+    return data
+
+
+def _load_sets(config: Config, data: Any, console: Any, skip: bool) -> dict[str, Any]:
+    """Load the further evaluation sets by name, leaving out with a note what fails if `skip`.
+
+    Raises:
+        DataError: A set cannot be opened, and `skip` is off.
+    """
+    from mupax.train.data import DataError, named_sets
+
+    sets: dict[str, Any] = {}
+    for name in config.data.evaluation_sets:
+        try:
+            sets[name] = named_sets.load(name, config, data, note=console.print)
+        except DataError as error:
+            if not skip:
+                raise
+            terminal.note(f"note: {error}; left out")
+    return sets
 
 
 def _images(saved: Any, console: Any) -> Any:
-    """The images of a folder to evaluate a checkpoint on, with the labels of its classes.
+    """Load the images of a folder, labelled with the classes of the checkpoint.
 
     Raises:
-        DataError: the folder has classes that are not the checkpoint's, or images that cannot be read.
+        DataError: The folder has classes that the checkpoint lacks, or images that cannot be read.
     """
     from mupax.train.data.sources import folders
 
     config = saved.config
-    named = saved.facts.get("class_names")
+    model_classes = saved.facts.get("class_names")
     folder = folders.to_evaluate(config.data.name, saved.facts)
-    lines = []
-    if named:
-        ours = set(map(folders.nfc, named))
-        if not ours.issuperset(folder.classes):
-            check_classes(named, folder.classes, saved, config.data.name)
-        lines = folders.without_images(folder, named)
-        folder = folder.labelled_as(named)
-    folder = folder._replace(notes=[*folder.notes, *lines])
+    missing_notes: list[str] = []
+    if model_classes:
+        known_classes = set(map(folders.nfc, model_classes))
+        if not known_classes.issuperset(folder.classes):
+            check_classes(model_classes, folder.classes, saved, config.data.name)
+        missing_notes = folders.without_images(folder, model_classes)
+        folder = folder.labelled_as(model_classes)
+    folder = folder._replace(notes=[*folder.notes, *missing_notes])
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return folders.opened(folder, config.data, config.model, config.data_seed, say)
+    return folders.opened(folder, config.data, config.model, config.data_seed, log)
 
 
 def _numbers(data: Any, scores: Any) -> dict[str, Any]:
-    """Return the `Scores` of one data set, with its size."""
+    """Return the `Scores` of one data set, with its numbers of examples and targets."""
     return {**scores, "examples": data.eval_size, "targets": scores.targets}
 
 
 def _metric_lines(numbers: dict[str, Any]) -> dict[str, str]:
-    """Return the text of every metric by its label: the loss, what follows from it, and the others."""
+    """Return the text of every metric by its label, in the order in which they are printed.
+
+    The loss comes first, then metrics that follow from the loss, then the others. The loss per byte
+    is part of the text of the loss.
+    """
     lines = {}
     for name in sorted(METRICS, key=lambda name: METRICS[name].from_loss is None):
         if name not in numbers or name == "loss_per_byte":
             continue
         text = METRICS[name].text_with_unit(numbers[name])
         if name == "loss" and "loss_per_byte" in numbers:
-            text += f" per token, {METRICS['loss_per_byte'].text(numbers['loss_per_byte'])} nats per byte"
+            per_byte = METRICS["loss_per_byte"].text(numbers["loss_per_byte"])
+            text += f" per token, {per_byte} nats per byte"
         lines[METRICS[name].label] = text
     return lines
 
 
 def check_classes(
-    classes: Sequence[str], here: Sequence[str] | None, saved: Any, name: str
+    model_classes: Sequence[str], data_classes: Sequence[str] | None, saved: Any, name: str
 ) -> None:
-    """Refuse data whose classes are not those of the run: label 3 would mean something else.
+    """Refuse data whose classes are not those of the run, because label 3 would mean another class.
 
     Args:
-        classes: the run's, in order.
-        here: the data's.
-        saved: the run.
-        name: of the data.
+        model_classes: Classes of the run, in the order of their labels.
+        data_classes: Classes of the data, in the order of their labels.
+        saved: `TrainedModel`, for the message.
+        name: `data.name` of the data, for the message.
 
     Raises:
-        DataError: they differ.
+        DataError: The classes differ, or are in another order.
     """
     from mupax.train.data import DataError
-    from mupax.train.reuse.image_input import printable
 
-    if list(classes) == list(here or ()):
+    if list(model_classes) == list(data_classes or ()):
         return
-    there, other = (
-        printable(", ".join(each[:8]) + (" …" if len(each) > 8 else ""))
-        for each in (classes, here or ())
-    )
     command = shlex.join(
         ["mupax", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)]
     )
     raise DataError(
-        f"the classes of the run in {saved.workdir} are {there}, and those of {name} {other}; give it folders of the same names, or "
-        f"fine-tune on them: `{command}`"
+        f"the classes of the run in {saved.workdir} are {_listed(model_classes)}, and those of "
+        f"{name} {_listed(data_classes or ())}; give it folders of the same names, or fine-tune on "
+        f"them: `{command}`"
     )
 
 
+def _listed(classes: Sequence[str]) -> str:
+    """Return the names of at most eight classes."""
+    from mupax.train.reuse.image_input import printable
+
+    text = ", ".join(classes[:8])
+    if len(classes) > 8:
+        text += " …"
+    return printable(text)
+
+
 def show(console: Any, numbers: dict[str, Any]) -> None:
-    """Print the numbers as a table.
+    """Print the numbers of an evaluation as tables.
 
     Args:
-        console: for the title; the table goes to stdout.
-        numbers: of `measured`.
+        console: Console for the title. The tables go to standard output.
+        numbers: Result of `measured`.
     """
-    name, step = Path(numbers["workdir"]).name, numbers["step"]
-    other = "" if numbers["data_of_the_run"] or step is None else ", other data than the run's"
-    rows = {
-        "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
-        **_metric_lines(numbers),
-        **(
-            {"top-5 accuracy": f"{100 * numbers['top5_accuracy']:.2f} %"}
-            if "top5_accuracy" in numbers
-            else {}
-        ),
-        **(
-            {"calibration": f"{100 * numbers['ece']:.2f} % expected error of the confidence"}
-            if numbers.get("ece") is not None
-            else {}
-        ),
-        **(
-            {"not finite": f"{numbers['not_finite']:,} images whose logits are NaN or infinite"}
-            if "not_finite" in numbers
-            else {}
-        ),
-        "examples": f"{numbers['examples']:,}, {numbers['targets']:,} targets",
-        "time": f"{numbers['seconds']:.1f} s",
-    }
-    title = f"{name if step is None else f'step {step} of {name}'} on {numbers['data']}{other}"
+    step = numbers["step"]
+    title = Path(numbers["workdir"]).name
+    if step is not None:
+        title = f"step {step} of {title}"
+    title += f" on {numbers['data']}"
+    if step is not None and not numbers["data_of_the_run"]:
+        title += ", other data than the run's"
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+
+    rows = {"weights": "moving average" if numbers["weights"] == "ema" else "parameters"}
+    rows |= _metric_lines(numbers)
+    if "top5_accuracy" in numbers:
+        rows["top-5 accuracy"] = f"{100 * numbers['top5_accuracy']:.2f} %"
+    if numbers.get("ece") is not None:
+        rows["calibration"] = f"{100 * numbers['ece']:.2f} % expected error of the confidence"
+    if "not_finite" in numbers:
+        rows["not finite"] = f"{numbers['not_finite']:,} images whose logits are NaN or infinite"
+    rows["examples"] = f"{numbers['examples']:,}, {numbers['targets']:,} targets"
+    rows["time"] = f"{numbers['seconds']:.1f} s"
     print(terminal.table([*rows.items()]))
     if "sets" in numbers:
-        columns = [*shown_everywhere(), "bits_per_byte"]
-        head = ["set", *(METRICS[column].label for column in columns), "examples", "data"]
-        lines = []
-        for name, values in numbers["sets"].items():
-            texts = [
-                METRICS[column].text(values[column]) if column in values else ""
-                for column in columns
-            ]
-            lines.append([name, *texts, f"{values['examples']:,}", values["data"]])
-        terminal.say(f"\n{terminal.table([head, *lines], left=('set', 'data'))}")
+        _show_sets(numbers["sets"])
     if "classes" in numbers:
         from mupax.train.reuse.predict import scores
 
-        terminal.say(
-            f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}"
-        )
+        table = terminal.table(scores.table(numbers["classes"]), left=("class", "taken for"))
+        terminal.say(f"\n{table}")
         terminal.say(scores.listed(numbers["classes"]))
+
+
+def _show_sets(sets: dict[str, dict[str, Any]]) -> None:
+    """Print a table of the further evaluation sets, with a row for each."""
+    metric_names = [*shown_everywhere(), "bits_per_byte"]
+    rows = [["set", *(METRICS[name].label for name in metric_names), "examples", "data"]]
+    for set_name, values in sets.items():
+        row = [set_name]
+        for name in metric_names:
+            # Images have no bits per byte, for instance.
+            row.append(METRICS[name].text(values[name]) if name in values else "")
+        rows.append([*row, f"{values['examples']:,}", values["data"]])
+    terminal.say(f"\n{terminal.table(rows, left=('set', 'data'))}")

@@ -18,7 +18,7 @@ from mupax.train.run.report import metrics
 
 
 class TrainingFailed(MupaxFailure):
-    """A run that ended with an error, which stands on standard error. What it saved is in its workdir."""
+    """A run that ended with an error, printed on standard error. Its workdir has what it saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Run:
     Attributes:
         config: Config that was trained, with all defaults written out.
         workdir: Folder, or place in a bucket, with its checkpoints, metrics and pictures.
-        step: Optimizer steps done. Fewer than `config.steps` after an early stop (`stop.patience`, or a hook's `run.stop`).
+        step: Optimizer steps done. Fewer than `config.steps` after an early stop
+            (`stop.patience`, or a hook's `run.stop`).
     """
 
     config: Config
@@ -39,15 +40,18 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl in the order in which they were written: a dictionary per step and per evaluation.
+        """Rows of metrics.jsonl, in order: one dictionary per step, evaluation and speed report.
 
-        Losses are in nats per token, image or target. A value that was not finite is None.
+        Losses are in nats per token, image or target. A value that was not finite is `None`.
         """
         return metrics.read(self.workdir / metrics.FILE_NAME)
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """Values of the last evaluation by name: `step`, `eval_loss`, `eval_accuracy`, and `eval/NAME/loss` of further sets."""
+        """Values of the last evaluation by name; empty if there was none.
+
+        The names are `step`, `eval_loss`, `eval_accuracy`, and `eval/NAME/loss` of further sets.
+        """
         rows = [row for row in self.metrics if "eval_loss" in row]
         return rows[-1] if rows else {}
 
@@ -56,14 +60,14 @@ def fit(config: Config, hooks: Sequence[Hook] = ()) -> Run:
     """Train a config to its last step, as `mupax train` does, and return the finished run.
 
     Args:
-        config: Complete config, such as `RECIPES["lm-tiny"]()` with fields replaced. With `resume` the run in its workdir
-            goes on.
+        config: Complete config, such as `RECIPES["lm-tiny"]()` with fields replaced. With `resume`
+            the run in its workdir goes on.
         hooks: Functions to call after steps, in order, such as `[train.every(100, function)]`.
 
     Raises:
-        MupaxError: Bad input, found before the first step.
+        MupaxError: The input is bad. Raised before the first step.
         HookError: A hook failed. The state is saved; the cause is the hook's exception.
-        TrainingFailed: The run failed later; the reason stands on standard error.
+        TrainingFailed: The run failed later. The reason is printed on standard error.
         KeyboardInterrupt: Ctrl-C came. The state is saved.
         SystemExit: Another signal stopped the run. The state is saved.
     """
@@ -76,4 +80,6 @@ def fit(config: Config, hooks: Sequence[Hook] = ()) -> Run:
         raise SystemExit(code)
     if code:
         raise TrainingFailed(f"the run in {workdir} failed; standard error has the reason")
-    return Run(config, workdir, max(steps(workdir / CHECKPOINTS), default=0))
+    # The last step is always saved, so the newest checkpoint has the number of steps done.
+    last_step = max(steps(workdir / CHECKPOINTS), default=0)
+    return Run(config, workdir, last_step)

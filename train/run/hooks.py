@@ -1,4 +1,4 @@
-"""Call a user's functions every N steps of a run: `train.fit(config, hooks=[train.every(100, function)])`."""
+"""User functions that a run calls every N steps: `fit(config, hooks=[every(100, function)])`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 HookFunction = Callable[[int, TrainState, "HookRun"], object]
-"""(step, state, run) -> anything, which is not used. See `every`."""
+"""Function of (step, state, run), as `every` describes them. Its result is not used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Hook:
     """A function and how often to call it (`every` makes it).
 
     Attributes:
-        steps: It is called after each step whose number is a multiple of this.
-        function: What is called.
+        steps: The function is called after each step whose number is a multiple of `steps`.
+        function: Function of (step, state, run).
     """
 
     steps: int
@@ -42,18 +42,23 @@ class Hook:
 def every(steps: int, function: HookFunction) -> Hook:
     """Return a hook for `fit` that calls `function(step, state, run)` after every `steps` steps.
 
-    It is called on every process, after the step's checkpoint and evaluation, and in the order of the list given to `fit`. `step`
-    counts steps done. `state` is the `TrainState` after them; its arrays belong to the next step, so copy what you keep
-    (`jax.device_get(state.params)`). `run` is a `HookRun`. After a resume or a rollback the function is called again for each
-    step that is trained again. A run that is killed between a checkpoint and the hooks of its step goes on after them.
+    The function is called on every process, after the step's checkpoint and evaluation, in the
+    order of the list given to `fit`. `step` counts steps done. `state` is the `TrainState` after
+    them. Its arrays belong to the next step, so copy what you keep
+    (`jax.device_get(state.params)`). `run` is a `HookRun`.
+
+    After a resume or a rollback the function is called again for each step that is trained again.
+    A run that is killed between a checkpoint and the hooks of its step goes on without calling
+    these hooks.
 
     Args:
-        steps: At least 1.
-        function: What to call. An exception in it ends the run, whose state is saved.
+        steps: Whole number of at least 1.
+        function: Function to call. An exception in it ends the run, whose state is saved.
 
     Raises:
         MupaxError: `steps` is no whole number of at least 1, or `function` cannot be called.
     """
+    # True is an int for Python, and would be taken for every step.
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise MupaxError(
             f"every({steps!r}, ...) is no number of steps; write a whole number of at least 1"
@@ -64,40 +69,41 @@ def every(steps: int, function: HookFunction) -> Hook:
 
 
 class HookRun:
-    """A run as its hooks see it.
+    """The run that a hook is called in, with methods to log values and to stop the run.
 
     Attributes:
         config: Config of the run, with all defaults written out.
         workdir: Folder, or place in a bucket, of the run.
-        process: Index of this process. Process 0 writes and prints.
-        process_count: Number of processes.
+        process: Index of this process, from 0. Process 0 writes and prints.
+        process_count: Number of processes, at least 1.
     """
 
-    def __init__(self, runtime: RunContext) -> None:
-        self.config: Config = runtime.config
-        self.workdir: Path = runtime.folder
-        self.process: int = runtime.processes.index
-        self.process_count: int = runtime.processes.count
+    def __init__(self, context: RunContext) -> None:
+        self.config: Config = context.config
+        self.workdir: Path = context.folder
+        self.process: int = context.processes.index
+        self.process_count: int = context.processes.count
         self._values: dict[str, float] = {}
         self._reason = ""
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write numbers as a row of metrics.jsonl with the step, and to the run's trackers.
 
-        Call it on every process alike; process 0 writes its own numbers.
+        Call this on every process. Process 0 writes its own numbers, those of the others are
+        dropped.
 
         Args:
-            values: Numbers by name, scalars or arrays of one element. A name with a `/`, such as `router/entropy`, is the
-                tag in TensorBoard; others are shown under `train/`.
+            values: Numbers by name, scalars or arrays of one element. A name with a `/`, such as
+                `router/entropy`, is the tag in TensorBoard. Other names are shown under `train/`.
 
         Raises:
-            MupaxError: A name that rows of mupax have themselves, or a value that is not one number.
+            MupaxError: A name is used in mupax' own rows, or a value is not one number.
         """
         for name, value in values.items():
             if not isinstance(name, str) or not name or is_own_name(name):
                 raise MupaxError(
-                    f"run.log: {name!r} is a name of mupax' own rows ({', '.join(OWN_NAMES)}, eval... and perf_...); "
-                    f"write another, such as my/{name}"
+                    f"run.log: {name!r} is a name of mupax' own rows ({', '.join(OWN_NAMES)}, "
+                    f"eval... and perf_...); write another, such as my/{name}"
                 )
             try:
                 self._values[name] = float(value)
@@ -105,89 +111,99 @@ class HookRun:
                 raise MupaxError(f"run.log: {name} is {value!r}; write one number") from error
 
     def stop(self, reason: str) -> None:
-        """End the run after the hooks of this step, on all processes. The state is saved, and `--resume` goes on.
+        """End the run on all processes after the hooks of this step.
+
+        The state is saved, so that the run can be resumed.
 
         Args:
-            reason: Shown and recorded in metrics.jsonl.
+            reason: Text that is printed and written to metrics.jsonl. If it is empty, a default is
+                used.
         """
         self._reason = reason.strip() or "a hook stopped the run"
 
     def take(self) -> tuple[dict[str, float], str]:
-        """Return what was logged since the last call, and the reason to stop or an empty text."""
+        """Return the values logged since the last call, and the reason to stop or ""."""
         values = self._values
         self._values = {}
         return values, self._reason
 
 
 class Outcome(NamedTuple):
-    """Result of the hooks of one step."""
+    """Result of the hooks of one step.
+
+    Attributes:
+        values: Values that the hooks logged on this process, by name.
+        failure: Name of the hook that failed and its error, on the first process that has one. ""
+            if none failed.
+        cause: Exception of the hook, if it failed on this process.
+    """
 
     values: dict[str, float]
-    """Numbers that they logged on this process."""
     failure: str
-    """Which hook failed and how, on the first process where one did, or an empty text."""
     cause: Exception | None
-    """The exception, where it is this process's."""
 
 
 class Hooks:
-    """The hooks of a run, and whether one of them has stopped it.
+    """Hooks of a run. `loop.run` calls `begin` once, and `call` after steps.
 
     Args:
-        hooks: In the order in which they are called.
+        hooks: Hooks in the order in which they are called.
 
     Attributes:
-        stopped: Why a hook ended the run, or an empty text.
+        stopped: Reason why a hook ended the run, or "".
 
     Raises:
-        MupaxError: An entry that `every` did not make.
+        MupaxError: An entry was not made by `every`.
     """
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
             if not isinstance(hook, Hook):
                 raise MupaxError(
-                    f"hooks has {hook!r}; write train.every(N, function), with the number of steps N"
+                    f"hooks has {hook!r}; write train.every(N, function), with the number of steps "
+                    "N"
                 )
         self._hooks = tuple(hooks)
         self._run: HookRun | None = None
         self._calls = 0
         self.stopped = ""
 
-    def begin(self, runtime: RunContext) -> Self:
-        """Take the run that the hooks are of."""
-        self._run = HookRun(runtime)
+    def begin(self, context: RunContext) -> Self:
+        """Make the `HookRun` that the hooks are called with, and return these hooks."""
+        self._run = HookRun(context)
         return self
 
     def due(self, step: int) -> list[Hook]:
         """Return the hooks to call after a step."""
         return [hook for hook in self._hooks if step % hook.steps == 0]
 
-    def call(self, runtime: RunContext, state: TrainState, step: int) -> Outcome:
-        """Call the hooks that are due after a step, and agree with the other processes on what they want.
+    def call(self, context: RunContext, state: TrainState, step: int) -> Outcome:
+        """Call the hooks that are due after a step, and agree on failures and stops.
 
-        A reason to stop is in `stopped` afterwards.
+        Every process of the run calls this. If a hook asks to stop on any process, `stopped` has
+        the reason on all of them afterwards.
 
         Args:
-            runtime: Whose processes agree.
-            state: State after the step.
-            step: Steps done.
+            step: Number of steps done.
         """
         assert self._run is not None, "begin comes first"
         cause: Exception | None = None
         failure = ""
         for hook in self.due(step):
-            runtime.watchdog.waiting(f"the hook {hook.name} at step {step}")
+            context.watchdog.waiting(f"the hook {hook.name} at step {step}")
             try:
                 hook.function(step, state, self._run)
             except Exception as error:
                 cause = error
-                failure = f"{hook.name} at step {step}: {''.join(traceback.format_exception_only(error)).strip()}"
+                message = "".join(traceback.format_exception_only(error)).strip()
+                failure = f"{hook.name} at step {step}: {message}"
+                # The other processes must hear of it, so nothing is raised here.
                 break
         values, reason = self._run.take()
+        # Each exchange between processes needs a name of its own.
         self._calls += 1
-        outcomes = runtime.processes.gather(f"hooks/{self._calls}", [failure, reason])
-        failure, reason = runtime.processes.broadcast(
+        outcomes = context.processes.gather(f"hooks/{self._calls}", [failure, reason])
+        failure, reason = context.processes.broadcast(
             f"hooks/{self._calls}/ends", lambda: first_outcome(outcomes or [])
         )
         if not failure:
@@ -196,15 +212,20 @@ class Hooks:
 
 
 def first_outcome(outcomes: Sequence[Sequence[str]]) -> list[str]:
-    """Return the first failure and the first reason to stop of all processes, each empty where there is none.
+    """Return the first failure and the first reason to stop of all processes, each "" if none.
+
+    A failure names its process if there are several.
 
     Args:
-        outcomes: A failure and a reason of each process, in the order of processes.
+        outcomes: Failure and reason of each process, each "" if none, in the order of processes.
     """
-    failures = [
-        failure if len(outcomes) == 1 else f"on process {i}, {failure}"
-        for i, (failure, _) in enumerate(outcomes)
-        if failure
-    ]
-    reasons = [reason for _, reason in outcomes if reason]
-    return [next(iter(failures), ""), next(iter(reasons), "")]
+    first_failure = ""
+    first_reason = ""
+    for process, (failure, reason) in enumerate(outcomes):
+        if failure and not first_failure:
+            first_failure = failure
+            if len(outcomes) > 1:
+                first_failure = f"on process {process}, {failure}"
+        if reason and not first_reason:
+            first_reason = reason
+    return [first_failure, first_reason]

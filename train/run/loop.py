@@ -1,8 +1,7 @@
-"""A run, from its config to its last checkpoint: what is called here, in this order, is what happens.
+"""A training run, from its config to its last checkpoint. `run` reads as the story of a run.
 
-`runtime.py` has what a run stands on and what it says of itself, `start.py` what it begins with.
-
-An evaluation gives a model's metrics over all evaluation examples: as a run sees them, and of any checkpoint afterwards.
+`runtime.py` has what surrounds a run, `start.py` what it starts with. `evaluate` is also used by
+`mupax eval`.
 """
 
 from __future__ import annotations
@@ -59,194 +58,294 @@ if TYPE_CHECKING:
     from mupax.train.core.state import LossSums
     from mupax.train.run.hooks import Hooks
 
-_FREED_S = 0.005
-"""Time for a CPU to free a step's temporaries, where there is no room for those of two steps."""
-_LISTEN_S = 0.1
-"""How often a run that waits for data looks whether it is to stop."""
+_FREE_SECONDS = 0.005
+"""Time for a CPU to free a step's temporaries, if memory has no room for those of two steps."""
+_POLL_SECONDS = 0.1
+"""How often a run that waits for data checks for a stop signal."""
 
 
 def run(config: Config, hooks: Hooks | None = None) -> int:
     """Train a config to its last step.
 
     Args:
-        config: complete config.
-        hooks: called after steps (`fit` has them).
+        config: Config with a workdir (`Config.resolved`).
+        hooks: Functions to call after steps (`fit` makes them). Default none.
 
     Returns:
-        The exit code (0 done, 1 the run failed, 128 + its number stopped by a signal, after saving).
+        Exit code: 0 when done, 1 if the run failed, 128 + signal number if a signal stopped it,
+        after saving.
 
     Raises:
-        ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.
-        MupaxError: an extra that is not installed, before anything is prepared.
-        MemoryLimitError: more memory is needed than there is, before the first step.
-        OutOfMemory: memory ran out all the same.
-        DataError, ReadError: data that cannot be read later on, after saving.
-        HookError: a hook failed, after saving.
-        SystemExit: stopped by a signal with nothing to save.
+        ConfigError, PresetError, MeshError, DataError, WorkdirError: Bad input, before the first
+            step.
+        MupaxError: An extra is not installed. Raised before anything is prepared.
+        MemoryLimitError: The run needs more memory than there is. Raised before the first step.
+        OutOfMemory: Memory ran out all the same.
+        DataError, ReadError: Data cannot be read later on. The state is saved first.
+        HookError: A hook failed. The state is saved first.
+        SystemExit: A signal came before there was anything to save.
     """
+    # A module that is only being imported, such as a plugin, must not start a run.
     refuse_while_importing()
     check_extras(config)
-    with runtime(config) as rt:
-        program = assemble(rt.config)
-        check_state(program, memory_limit(program, rt, "start"))
-        data = load_data(program, rt)
-        sets = load_sets(program, data, rt)
-        limit = memory_limit(program, rt, "data")
+    with runtime(config) as context:
+        config = context.config  # a resumed run has its recorded `init`
+        program = assemble(config)
+        # Checked before the data is prepared, which may take long.
+        check_state(program, memory_limit(program, context, "start"))
+        data = load_data(program, context)
+        evaluation_sets = load_sets(program, data, context)
+        # Measured again, because data may stay in memory.
+        limit = memory_limit(program, context, "data")
         with (
             Checkpoints(
-                rt.folder,
-                rt.config.checkpoint,
-                processes=rt.processes,
-                log=rt.console.print,
-                before_publish=rt.send,
+                context.folder,
+                config.checkpoint,
+                processes=context.processes,
+                log=context.console.print,
+                before_publish=context.send,
             ) as checkpoints,
             out_of_memory(program),
         ):
-            position = start_state(program, data, sets, checkpoints, rt)
-            session = compiled(program, data, sets, checkpoints, rt, position, limit)
+            start = start_state(program, data, evaluation_sets, checkpoints, context)
+            session = compiled(program, data, evaluation_sets, checkpoints, context, start, limit)
             if hooks is not None:
-                session = dataclasses.replace(session, hooks=hooks.begin(rt))
-            if position.step < rt.config.steps:
-                rt.console.print(f"compiled in {session.compile_seconds:.1f} s")
-            rt.stop.defer()
+                session = dataclasses.replace(session, hooks=hooks.begin(context))
+            if start.step < config.steps:
+                context.console.print(f"compiled in {session.compile_seconds:.1f} s")
+            # From here on there is a state to save, so that a first signal is only noted.
+            context.stop.defer()
             try:
-                state = train_with_rollbacks(session, position)
-            except RejectedStep as failure:
+                state = train_with_rollbacks(session, start)
+            except RejectedStep as rejected:
+                # The message names the newest checkpoint, which may still be on its way to disk.
                 checkpoints.wait()
-                return rt.fail(failure.message(checkpoints.latest, rt.config.faults))
-        # Every process has saved its part when process 0 has left the block above; what it was told holds for all.
-        if unsaved := rt.processes.broadcast("unsaved", checkpoints.wait):
-            return rt.fail(unsaved)
-        if stopped := rt.processes.broadcast("stopped", lambda: rt.stop.exit_code):
+                return context.fail(rejected.message(checkpoints.latest, config.faults))
+
+        # Process 0 leaves the block above when every process has saved its part, so its result
+        # holds for all processes.
+        unsaved = context.processes.broadcast("unsaved", checkpoints.wait)
+        if unsaved:
+            return context.fail(unsaved)
+        stopped = context.processes.broadcast("stopped", lambda: context.stop.exit_code)
+        if stopped:
             return stopped
-        rt.stop.release()
+        # Everything is saved, so a signal may end the process while pictures are drawn.
+        context.stop.release()
         finish.leave(session, state.evaluated)
         return 0
 
 
-def train_with_rollbacks(session: CompiledRun, position: StartState) -> TrainState:
-    """The state after the last step, or where a signal stopped the run; a bad step leads back where the policy says so.
+def train_with_rollbacks(session: CompiledRun, start: StartState) -> TrainState:
+    """Train to the last step, going back to the newest checkpoint after a bad step if allowed.
 
-    The batches between a checkpoint and a bad step are passed over: they would lead to the same state and the same step,
-    bitwise. So do a kill and a resume, which is why nothing needs to be saved for it.
+    A rollback skips the batches from the checkpoint to the bad step, which would lead to the same
+    bad step again, bitwise. For the same reason nothing about a rollback has to be saved: a run
+    that is killed and resumed repeats the rollback.
 
     Args:
-        session: of the run, its steps compiled.
-        position: where it starts.
+        session: Compiled run. `faults.bad_numbers` of its config is the policy for bad steps.
+        start: State to start from. Its arrays are donated to the first step.
+
+    Returns:
+        State after the last step, or after the step at which the run was stopped.
 
     Raises:
-        RejectedStep: a step ended the run under its policy, or going back has not helped.
-        DataError, ReadError: the data cannot be read.
+        RejectedStep: A bad step ends the run, or `faults.most_in_a_row` rollbacks to one checkpoint
+            did not help.
+        DataError, ReadError: The data cannot be read.
+        HookError: A hook failed.
     """
-    faults, rollbacks = session.rt.config.faults, collections.Counter[int]()
+    context = session.context
+    faults = context.config.faults
+    rollbacks_to_step = collections.Counter[int]()
     while True:
-        passed_over = int(jax.device_get(position.state.health.left_out))
+        # Read before training, which takes over the state's arrays.
+        skipped_batches = int(jax.device_get(start.state.health.left_out))
         try:
-            return train(session, position)
-        except RejectedStep as bad:
-            if faults.bad_numbers != "rollback" or bad.in_a_row >= faults.most_in_a_row:
+            return train(session, start)
+        except RejectedStep as rejected:
+            if faults.bad_numbers != "rollback" or rejected.in_a_row >= faults.most_in_a_row:
                 raise
-            session.rt.watchdog.waiting("a checkpoint to go back to")
+            context.watchdog.waiting("a checkpoint to go back to")
             session.checkpoints.wait()
             state = restore_latest(session.program, session.data, session.checkpoints)
             step = int(state.step)
-            rollbacks[step] += 1
-            if rollbacks[step] > faults.most_in_a_row:
+            rollbacks_to_step[step] += 1
+            if rollbacks_to_step[step] > faults.most_in_a_row:
                 raise
-            text = f"{bad.what}; back to step {step}, going on {bad.step - step} batches later"
-            session.rt.console.print(text, style="yellow", highlight=False)
-            left_out = jax.device_put(
-                np.int32(passed_over + bad.step - step), session.program.layout.replicated
+            batches_later = rejected.step - step
+            context.console.print(
+                f"{rejected.what}; back to step {step}, going on {batches_later} batches later",
+                style="yellow",
+                highlight=False,
             )
-            position = StartState(
-                state._replace(health=state.health._replace(left_out=left_out)),
-                step,
-                keep_metrics=True,
-            )
+            skipped_batches += batches_later
+            replicated = session.program.layout.replicated
+            left_out = jax.device_put(np.int32(skipped_batches), replicated)
+            health = state.health._replace(left_out=left_out)
+            start = StartState(state._replace(health=health), step, keep_metrics=True)
 
 
-def train(session: CompiledRun, position: StartState) -> TrainState:
-    """The state after the last step, or after the step at which a signal came; it is saved.
+def train(session: CompiledRun, start: StartState) -> TrainState:
+    """Train to the last step, or until a signal, early stopping or a hook ends the run, and save.
 
     Args:
-        session: of the run.
-        position: where it starts, or goes on after a rollback.
+        start: State to start from, or to go back to after a rollback. Its arrays are donated to
+            the first step.
+
+    Returns:
+        State after the last step that was done.
 
     Raises:
-        RejectedStep: a step ended the run or sends it back, under its policy.
-        DataError, ReadError: the data cannot be read; the state is saved where this process can alone.
+        RejectedStep: A bad step ends the run or causes a rollback, depending on the policy.
+        DataError, ReadError: The data cannot be read. The state is saved first, but not if other
+            processes may be waiting for this one.
+        HookError: A hook failed. The state is saved first.
     """
-    program, rt, steps = session.program, session.rt, session.rt.config.steps
-    state, step = program.placed(position.state, session.step_fn), position.step
+    program = session.program
+    context = session.context
+    num_steps = context.config.steps
+    state = program.placed(start.state, session.step_fn)
+    step = start.step
+    # After a rollback, evaluations of later steps are done again.
     session.evaluations.go_back(step)
     if session.snapshots is not None:
         session.snapshots.begin(state.params)
-    feed, passed_over = program.train_feed(), int(jax.device_get(state.health.left_out))
-    source, reason = session.data.train_batches(step + passed_over, *feed.rows), None
+
+    batch_sharding = program.train_feed()
+    skipped_batches = int(jax.device_get(state.health.left_out))
+    # The position in the data is the step, moved on by the batches that rollbacks have skipped.
+    source = session.data.train_batches(step + skipped_batches, *batch_sharding.rows)
+    reason: Exception | None = None
     with (
-        Report(program, session.data, rt, position, session.compile_seconds, passed_over) as report,
-        Prefetch(source, feed.shard_batch) as batches,
+        Report(
+            program, session.data, context, start, session.compile_seconds, skipped_batches
+        ) as report,
+        Prefetch(source, batch_sharding.shard_batch) as batches,
     ):
         try:
-            if not position.evaluated:
+            if not start.evaluated:
                 evaluation(session, report, state, step)
-            while step < steps and not stopped_early(session):
-                batch = next_batch(batches, report, rt, step + 1)
-                oldest = max(position.step, step - session.in_flight) + 1
-                with (
-                    rt.dispatching(f"step {oldest}, which the devices work on", STEP),
-                    report.profile.step(step + 1),
-                ):
+            while step < num_steps and not stopped_early(session):
+                batch = next_batch(batches, report, context, step + 1)
+                # Steps that are queued wait for the oldest one, which may be the one that hangs.
+                oldest = max(start.step, step - session.in_flight) + 1
+                awaited = f"step {oldest}, which the devices work on"
+                with context.dispatching(awaited, STEP), report.profile.step(step + 1):
                     state, metrics = session.step_fn(state, session.inputs, batch)
                 step += 1
                 report.add(step, metrics)
                 report.fetch(session.in_flight)
                 if session.in_flight == 0:
-                    # A CPU says that a step is done a moment before it frees the step's temporaries.
-                    time.sleep(_FREED_S)
+                    # A CPU says that a step is done a moment before it frees its temporaries.
+                    time.sleep(_FREE_SECONDS)
+                # Every process has fetched this step by now, so that all stop at the same one.
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
                 call_hooks(session, report, state, step)
         except (Interrupted, DataError, ReadError, HookError) as error:
             reason = error
+        # Wait for all steps first: a bad one among them must not be saved.
         report.finish()
         if reason is not None:
             interrupted(session, report, state, step, reason)
-        elif stopped := stopped_early(session):
-            if step > position.step or not position.evaluated:
-                report.stopped(step, stopped)
-            save(session, report, state, step, wait=True)
-            by_hook = session.hooks is not None and session.hooks.stopped == stopped
-            how = (
-                "add --resume"
-                if by_hook
-                else "add --resume with a larger --stop.patience or without it"
-            )
-            report.progress.note(
-                f"stopped early at step {step} of {steps}: {stopped}; to go on, {how}"
-            )
+        elif stopped_early(session):
+            # A resumed run that has stopped early before writes no second row about it.
+            is_new = step > start.step or not start.evaluated
+            _stop_early(session, report, state, step, write_row=is_new)
+
     session.speed.update(report.timing.facts())
-    rt.watchdog.waiting("the last checkpoint to be on disk")
+    context.watchdog.waiting("the last checkpoint to be on disk")
     return state
 
 
-def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
-    """Call the user's hooks that are due after a step, and write what they log.
+def next_batch(
+    batches: Prefetch[Any, Batch], report: Report, context: RunContext, step: int
+) -> Batch:
+    """Wait for the next batch and return it, on the devices.
 
     Args:
-        session: of the run.
-        report: gets the row.
-        state: after the step.
-        step: steps done.
+        batches: Prefetched batches. The next one belongs to `step`.
+        report: Receives the seconds in which the devices had to wait for the batch.
+        context: Has the watchdog, and the stop signal that ends the wait.
+        step: Step that the batch is for, counted from 1.
 
     Raises:
-        HookError: a hook failed, on this process or on another.
-        RejectedStep: the step is bad, under the policy of the run.
+        Interrupted: A signal came before the batch.
+        DataError, ReadError: The data cannot be read.
+    """
+    context.watchdog.waiting(f"the batch of step {step}")
+    with reading():
+        if batches.ready():
+            return next(batches)
+        # Fetching waits for all steps in flight, so from here on the devices wait for data.
+        report.fetch()
+        wait_start = time.monotonic()
+        while not batches.ready(_POLL_SECONDS):
+            if context.stop.now():
+                raise Interrupted
+        batch = next(batches)
+        report.waited(time.monotonic() - wait_start)
+        return batch
+
+
+def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
+    """Save and evaluate if they are due after a step.
+
+    Args:
+        session: Compiled run. Its config says when to save and to evaluate.
+        step: Number of steps done.
+    """
+    config = session.context.config
+    save_need = config.save_need(step)
+    saves = save_need is not SaveNeed.NONE
+    evaluates = config.evaluates_after(step)
+    if not saves and not evaluates:
+        return
+    with report.paused():
+        # Save first: an evaluation may fail, on a torn file say, and must not cost the checkpoint.
+        if saves:
+            save(session, report, state, step, wait=save_need is SaveNeed.REQUIRED)
+        if evaluates:
+            evaluation(session, report, state, step)
+
+
+def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
+    """Start saving a checkpoint.
+
+    Args:
+        session: Compiled run. The state joins its checkpoints.
+        report: Rows of metrics, which are flushed first.
+        step: Number of steps done.
+        wait: Whether to wait for the previous save for as long as it takes. Otherwise this
+            checkpoint is left out if the previous save takes too long.
+
+    Raises:
+        DriftError: Processes hold different copies of the state. Nothing is saved.
+    """
+    session.context.watchdog.waiting(f"the checkpoint of step {step}")
+    if session.copies is not None:
+        session.copies.check_save(state, step, session.checkpoints)
+    # Flush first: a checkpoint without its rows would leave a gap in the metrics after a resume.
+    report.flush()
+    session.checkpoints.save(step, state, session.data.facts, last=wait)
+
+
+def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
+    """Call the user's hooks that are due after a step, and write the values that they log.
+
+    Args:
+        step: Number of steps done.
+
+    Raises:
+        HookError: A hook failed, on this process or on another.
+        RejectedStep: A step up to this one is bad, under the policy of the run.
     """
     if session.hooks is None or not session.hooks.due(step):
         return
     with report.paused():
-        outcome = session.hooks.call(session.rt, state, step)
+        outcome = session.hooks.call(session.context, state, step)
     if outcome.values:
         report.logged(step, outcome.values)
     if outcome.failure:
@@ -254,122 +353,85 @@ def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: in
 
 
 def stopped_early(session: CompiledRun) -> str:
-    """Return why a run ends before its last step, or an empty text."""
+    """Return the reason why a run ends before its last step, or an empty string if it goes on."""
     if session.hooks is not None and session.hooks.stopped:
         return session.hooks.stopped
     return session.evaluations.stopped
 
 
-def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: RunContext, step: int) -> Batch:
-    """The batch of a step, on the devices.
-
-    Args:
-        batches: of the run, the step's next.
-        report: gets the time in which the devices had nothing to do.
-        rt: whose signals end the wait.
-        step: whose batch it is, from 1.
-
-    Raises:
-        Interrupted: a signal came first.
-        DataError, ReadError: it cannot be read.
-    """
-    rt.watchdog.waiting(f"the batch of step {step}")
-    with reading():
-        if batches.ready():
-            return next(batches)
-        report.fetch()
-        began = time.monotonic()  # the end of the last step: from here on the devices wait for data
-        while not batches.ready(_LISTEN_S):
-            if rt.stop.now():
-                raise Interrupted
-        batch = next(batches)
-        report.waited(time.monotonic() - began)
-        return batch
-
-
-def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
-    """Do what is due after a step; save first: what an evaluation meets, a torn file say, must not cost it.
-
-    Args:
-        session: of the run.
-        report: gets the rows.
-        state: after the step.
-        step: steps done.
-    """
-    config = session.rt.config
-    save_need = config.save_need(step)
-    evaluates = config.evaluates_after(step)
-    if save_need is SaveNeed.NONE and not evaluates:
-        return
-    with report.paused():
-        if save_need is not SaveNeed.NONE:
-            save(session, report, state, step, wait=save_need is SaveNeed.REQUIRED)
-        if evaluates:
-            evaluation(session, report, state, step)
-
-
-def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
-    """Start saving, rows first: a checkpoint without its rows would leave a gap in them.
-
-    Args:
-        session: of the run.
-        report: whose rows are flushed.
-        state: to save.
-        step: steps done.
-        wait: for the save before, however long it takes, rather than leave this one out.
-
-    Raises:
-        DriftError: processes hold different copies of the state; nothing is saved.
-    """
-    session.rt.watchdog.waiting(f"the checkpoint of step {step}")
-    if session.copies is not None:
-        session.copies.check_save(state, step, session.checkpoints)
-    report.flush()
-    session.checkpoints.save(step, state, session.data.facts, last=wait)
+def _stop_early(
+    session: CompiledRun, report: Report, state: TrainState, step: int, *, write_row: bool
+) -> None:
+    """Save at the step at which early stopping or a hook ends the run, and print how to go on."""
+    reason = stopped_early(session)
+    if write_row:
+        report.stopped(step, reason)
+    save(session, report, state, step, wait=True)
+    if session.hooks is not None and session.hooks.stopped == reason:
+        advice = "add --resume"
+    else:
+        advice = "add --resume with a larger --stop.patience or without it"
+    num_steps = session.context.config.steps
+    report.progress.note(
+        f"stopped early at step {step} of {num_steps}: {reason}; to go on, {advice}"
+    )
 
 
 def interrupted(
     session: CompiledRun, report: Report, state: TrainState, step: int, reason: Exception
 ) -> None:
-    """Save where a signal, unreadable data or a hook ended the run before its last step, and say how to go on.
+    """Save after a signal, a data error or a hook's error ended the run, and say how to go on.
 
     Args:
-        session: of the run.
-        report: shows how to go on.
-        state: to save.
-        step: steps done; 0 has nothing to save.
-        reason: what ended the run: `Interrupted`, a hook's error, or an error of its data.
+        report: Shows how to go on after a signal.
+        step: Number of steps done. Nothing is saved at step 0.
+        reason: `Interrupted` after a signal, otherwise the error of a hook or of the data.
 
     Raises:
-        DataError, ReadError, HookError: `reason`, where it is one, with what was saved.
+        DataError, ReadError, HookError: `reason`, if it is one, with a text that also says what was
+            saved.
     """
-    rt, steps = session.rt, session.rt.config.steps
-    # Where data fails, it is on one process of several; the others may wait for it within a step.
-    alone = isinstance(reason, (Interrupted, HookError)) or rt.processes.count == 1
-    if step > 0 and alone:
+    context = session.context
+    num_steps = context.config.steps
+    # Signals and hooks stop all processes at the same step. After a data error in one of several
+    # processes, the others may be waiting for it inside a step, so it cannot save.
+    can_save = isinstance(reason, (Interrupted, HookError)) or context.processes.count == 1
+    if can_save and step > 0:
         save(session, report, state, step, wait=True)
     unsaved = session.checkpoints.wait()
-    saved = "not saved" if unsaved else "saved" if step > 0 else "nothing to save"
+    if unsaved:
+        outcome = "not saved"
+    elif step > 0:
+        outcome = "saved"
+    else:
+        outcome = "nothing to save"
+
     if isinstance(reason, Interrupted):
-        signal = rt.stop.received.name if rt.stop.received else "a signal"
-        how = "the same command goes on" if rt.config.resume else "add --resume to go on"
-        report.progress.note(f"stopped by {signal} at step {step} of {steps}, {saved}; {how}")
+        signal = context.stop.received.name if context.stop.received else "a signal"
+        advice = "the same command goes on" if context.config.resume else "add --resume to go on"
+        report.progress.note(
+            f"stopped by {signal} at step {step} of {num_steps}, {outcome}; {advice}"
+        )
         return
-    saved = saved if alone else f"the newest checkpoint is {session.checkpoints.latest}"
+
+    if not can_save:
+        outcome = f"the newest checkpoint is {session.checkpoints.latest}"
+    text = f"{reason}\nstopped at step {step} of {num_steps}, {outcome}"
     if isinstance(reason, HookError):
-        text = f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the hook and fit the config with resume=True"
+        text += "; mend the hook and fit the config with resume=True"
         raise HookError(text) from reason.__cause__
-    raise type(reason)(
-        f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the data and write the command with --resume to go on, "
+    text += (
+        "; mend the data and write the command with --resume to go on, "
         "and with --resume-change data where a file was replaced or removed"
-    ) from reason
+    )
+    raise type(reason)(text) from reason
 
 
 class Scores(dict[str, float]):
     """Metrics of an evaluation by name, in the order of `METRICS`.
 
     Attributes:
-        targets: Number of targets that they are over.
+        targets: Number of targets that the metrics are averaged over.
     """
 
     def __init__(self, values: Mapping[str, float], targets: int) -> None:
@@ -386,61 +448,75 @@ def evaluate(
     dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     observer: Callable[[Batch], None] | None = None,
 ) -> Scores:
-    """Return the metrics over all evaluation examples; every process of a run calls this alike.
+    """Return the metrics averaged over all evaluation examples.
+
+    Every process of a run calls this function. Each reads its own rows of every batch.
 
     Args:
-        eval_fn: the compiled evaluation step.
-        params: the model's.
-        inputs: read by the step besides them.
-        data: whose evaluation examples.
-        feed: puts them on the mesh.
-        dispatching: entered around every program; what it raises ends the evaluation.
-        observer: given every batch, on the mesh.
+        eval_fn: Evaluation step (`Program.compile_eval`).
+        inputs: Other inputs of the evaluation step (`Program.step_inputs`).
+        data: Data with at least one evaluation example.
+        feed: Sharding of evaluation batches (`Program.eval_feed`).
+        dispatching: Context manager to enter around each batch's program. An exception that it
+            raises ends the evaluation. Default none.
+        observer: Function to call with each batch, on the devices. Default none.
     """
     total: LossSums | None = None
     with Prefetch(data.eval_batches(*feed.rows), feed.shard_batch) as batches:
         for batch in batches:
             with dispatching():
-                # Fetched at once: on a CPU a queued batch has its temporaries too.
+                # Fetched at once: on a CPU a queued batch already holds its temporaries.
                 sums = jax.device_get(eval_fn(params, inputs, batch))
             if observer is not None:
                 observer(batch)
-            total = sums if total is None else jax.tree.map(np.add, total, sums)
+            if total is None:
+                total = sums
+            else:
+                total = jax.tree.map(np.add, total, sums)
     assert total is not None, "data without evaluation examples"
+
     weight = float(total.weight)
     means = {name: float(value) / weight for name, value in total.metrics.items()}
     values = metric_values(float(total.loss) / weight, means, data.bytes_per_target)
-    return Scores(values, int(weight) if math.isfinite(weight) else 0)
+    num_targets = int(weight) if math.isfinite(weight) else 0
+    return Scores(values, num_targets)
 
 
 def evaluation(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
-    """Write the row of an evaluation, on the run's data and its further sets.
+    """Evaluate a state on the run's data and its further sets, and write one row about all of them.
 
     Args:
-        session: of the run.
-        report: gets the row.
-        state: to evaluate, by its moving average where it has one.
-        step: steps done.
+        session: Compiled run with its data and its further evaluation sets.
+        state: State to evaluate. If it has a moving average of the parameters, that is evaluated.
+        step: Number of steps done.
 
     Raises:
-        Interrupted: a signal came first.
-        DataError, ReadError: the data cannot be read.
+        Interrupted: A signal came first.
+        DataError, ReadError: The data cannot be read.
     """
-    feed, awaited = session.program.eval_feed(), f"the evaluation at step {step}"
-    dispatching = partial(session.rt.dispatching, awaited, EVALUATION)
-    with reading():
-        scores = evaluate(
-            session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching
+    context = session.context
+    batch_sharding = session.program.eval_feed()
+    awaited = f"the evaluation at step {step}"
+    dispatching = partial(context.dispatching, awaited, EVALUATION)
+
+    def scores_on(data: Data) -> Scores:
+        return evaluate(
+            session.eval_fn, state.evaluated, session.inputs, data, batch_sharding, dispatching
         )
-        row = {"step": step, **evaluation_row(scores)}
+
+    with reading():
+        row = {"step": step, **evaluation_row(scores_on(session.data))}
         for name, data in session.sets.items():
-            scores = evaluate(
-                session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching
-            )
-            row |= evaluation_row(scores, name)
-    report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
+            row |= evaluation_row(scores_on(data), name)
+    if state.ema is None:
+        report.evaluated(row)
+    else:
+        report.evaluated({**row, "eval_weights": "ema"})
+
     if session.snapshots is not None:
-        report.show(step, session.snapshots.take(state, partial(session.rt.dispatching, awaited)))
+        # The programs of snapshots are compiled when they first run, so their waits have no limit.
+        media = session.snapshots.take(state, partial(context.dispatching, awaited))
+        report.show(step, media)
     measured = session.evaluations.add(row)
-    if session.rt.processes.leader:
+    if context.processes.leader:
         session.checkpoints.evaluated({step: measured})

@@ -1,7 +1,13 @@
-"""`mupax noise WORKDIR`: the gradient noise scale of a run at a checkpoint, below which joint rules hold.
+"""`mupax noise WORKDIR`: the gradient noise scale of a run at a checkpoint.
 
-B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, 1812.06162, equation 2.9): the batch at which noise and gradient are equally
-large. |g|^2 of a batch is |G|^2 + tr(Sigma) / B, the product of two batches' gradients is |G|^2, so J batches tell both without bias.
+The noise scale is the batch size at which noise and gradient are equally large (McCandlish et al.
+2018, 1812.06162, equation 2.9):
+
+    B_simple = tr(Sigma) / |G|^2
+
+The mean of |g|^2 over gradients g of batches of B examples is |G|^2 + tr(Sigma) / B, and the mean
+product of two batches' gradients is |G|^2. So J batches give both without bias. Joint rules hold
+well below the noise scale.
 """
 
 from __future__ import annotations
@@ -29,11 +35,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise(CheckpointFlags):
-    """The gradient noise scale at a checkpoint: the batch above which more examples change the gradient little.
+    """Gradient noise scale at a checkpoint: batches larger than this change the gradient little.
 
-    Joint rules (`mupax presets joint`) hold well below it; give it to a run as --noise-scale. It grows while the loss falls, so
-    measure where most of the run is spent. Of the parameters themselves unless --ema, on batches that the run would see next;
-    --data.batch-size, --mesh.* and --model.compute.* of the run work here too.
+    Joint rules (`mupax presets joint`) hold well below it; give it to a run as --noise-scale. It
+    grows while the loss falls, so measure where most of the run is spent. Gradients are those at
+    the parameters themselves unless --ema, on batches that the run would see next. --mesh.*,
+    --model.compute.* and --data.batch-size of the run work here too.
     """
 
     batches: Annotated[int, conf.arg(metavar="N")] = 16
@@ -47,7 +54,10 @@ class Noise(CheckpointFlags):
 
 
 class Scale(NamedTuple):
-    """A noise scale in examples, and the ends of its 95 % interval; inf where no gradient is seen in the noise."""
+    """Noise scale in examples, with the ends of its 95 % interval.
+
+    A value is infinite if no gradient can be told from the noise.
+    """
 
     value: float
     low: float
@@ -58,90 +68,110 @@ class Scale(NamedTuple):
 
 
 def noise_scale(products: np.ndarray, batch: int) -> Scale:
-    """The noise scale by gradients of independent batches.
+    """Estimate the noise scale and its 95 % interval from gradients of independent batches.
 
     Args:
-        products: of every two gradients, float64 [J, J].
-        batch: examples of each.
+        products: Products of every two gradients, float64 [J, J].
     """
     from scipy.special import stdtrit
 
-    many = len(products)
-    masks = ~np.eye(many, dtype=bool)  # row i leaves gradient i out
-    shares = np.array([_share(products), *(_share(products[np.ix_(keep, keep)]) for keep in masks)])
-    # Jackknife of |G|^2 / E|g|^2, which is linear enough; the noise scale is not where it is large.
-    error = math.sqrt((many - 1) / many * np.sum((shares[1:] - shares[1:].mean()) ** 2)) * float(
-        stdtrit(many - 1, 0.975)
+    count = len(products)
+    share = _signal_share(products)
+    # Row i of this table leaves gradient i out.
+    leave_one_out = ~np.eye(count, dtype=bool)
+    partial_shares = np.array(
+        [_signal_share(products[np.ix_(mask, mask)]) for mask in leave_one_out]
     )
+    # Jackknife of |G|^2 / E|g|^2, which is linear enough. The noise scale itself is not where it
+    # is large.
+    deviations = partial_shares - partial_shares.mean()
+    deviation = math.sqrt((count - 1) / count * np.sum(deviations**2))
+    error = deviation * float(stdtrit(count - 1, 0.975))
 
-    def scale(share: float) -> float:
-        return batch * (1 / share - 1) if share > 0 else math.inf
+    def scale(signal_share: float) -> float:
+        return batch * (1 / signal_share - 1) if signal_share > 0 else math.inf
 
-    return Scale(scale(shares[0]), max(0.0, scale(shares[0] + error)), scale(shares[0] - error))
+    return Scale(scale(share), max(0.0, scale(share + error)), scale(share - error))
 
 
-def _share(products: np.ndarray) -> float:
-    """|G|^2 / E|g|^2, both without bias."""
-    many, squares = len(products), np.trace(products)
-    return float((products.sum() - squares) / (many - 1) / squares)
+def _signal_share(products: np.ndarray) -> float:
+    """Return |G|^2 / E|g|^2, both estimated without bias, from products [J, J]."""
+    count = len(products)
+    squares = np.trace(products)
+    return float((products.sum() - squares) / (count - 1) / squares)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and shows; 0 when done.
+    """Measure the noise scale of a checkpoint and print it. Return the exit code 0.
 
     Raises:
-        UsageError: a flag that this does not read.
-        WorkdirError: no such run or step, or a damaged checkpoint.
-        ConfigError, DataError, MeshError: settings or data that do not fit the model.
+        UsageError: A flag is not one that this command reads.
+        WorkdirError: There is no such run or step, or the checkpoint is damaged.
+        ConfigError, DataError, MeshError: Settings or data do not fit the model.
     """
-    args, rest = command_line.parse_known(Noise, "mupax noise", argv)
+    args, run_flags = command_line.parse_known(Noise, "mupax noise", argv)
     from mupax.train.reuse import trained
 
-    check_read("noise", "--step, --ema, --batches, --json", rest)
+    check_read("noise", "--step, --ema, --batches, --json", run_flags)
     opened = trained.open_model(args.workdir, args.step, args.ema, needs_run=True)
-    saved = with_flags("noise", opened, rest)
+    saved = with_flags("noise", opened, run_flags)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size
-    whole = noise_scale(sum(products.values(), np.zeros([args.batches] * 2)), batch)
-    parts = {
-        group: noise_scale(sum(products[n] for n in names), batch)  # pyright: ignore[reportArgumentType]
-        for group, names in groups.items()
-    }
+    no_products = np.zeros([args.batches] * 2)
+    total = noise_scale(sum(products.values(), no_products), batch)
+    group_scales: dict[str, Scale] = {}
+    for group, names in groups.items():
+        group_products: Any = sum(products[name] for name in names)
+        group_scales[group] = noise_scale(group_products, batch)
     if args.json is not None:
-        numbers = {
+        content = {
             "step": saved.step,
             "batch": batch,
             "batches": args.batches,
-            "noise_scale": whole._asdict(),
+            "noise_scale": total._asdict(),
+            "groups": {group: scale._asdict() for group, scale in group_scales.items()},
         }
-        content = {**numbers, "groups": {group: scale._asdict() for group, scale in parts.items()}}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(_finite(content), indent=1) + "\n")
+    _show(total, group_scales, saved, args.batches)
+    return 0
+
+
+def _show(
+    total: Scale, group_scales: Mapping[str, Scale], saved: TrainedModel, batches: int
+) -> None:
+    """Print the noise scale, a table of it by parameter group, and what to do with it."""
+    batch = saved.config.data.batch_size
     terminal.say(
-        f"noise scale {whole} at step {saved.step} (95 %), from {args.batches} batches of {batch}"
+        f"noise scale {total} at step {saved.step} (95 %), from {batches} batches of {batch}"
     )
     rows = [["group", "noise scale", "from", "to"]]
-    rows += [[group, *(f"{number:.3g}" for number in scale)] for group, scale in parts.items()]
+    for group, scale in group_scales.items():
+        rows.append([group, *(f"{number:.3g}" for number in scale)])
     print(terminal.table(rows))
-    if math.isfinite(whole.value):
+    if math.isfinite(total.value):
         terminal.say(
-            f"joint rules hold well below it: --noise-scale {whole.value:.3g} refuses them at a larger batch"
+            f"joint rules hold well below it: --noise-scale {total.value:.3g} refuses them at a "
+            "larger batch"
         )
     else:
         terminal.say(
             "no gradient is seen in the noise; write more --batches, or a larger --data.batch-size"
         )
-    return 0
 
 
 def measured(
     saved: TrainedModel, batches: int
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """Products of gradients, float64 [batches, batches] of each trained parameter, and names of the parameters by group.
+    """Compute the products of every two gradients of training batches.
 
     Args:
-        saved: the checkpoint whose gradients are taken.
-        batches: how many of the training data, from its step on.
+        saved: Checkpoint of a run. Its parameters are differentiated.
+        batches: Number of training batches, from the step of the checkpoint on.
+
+    Returns:
+        Products, float64 [batches, batches] for each trained parameter by name, and the names of
+        the parameters by group.
     """
     import jax
     import jax.numpy as jnp
@@ -156,40 +186,47 @@ def measured(
     data = data_sources.load(
         config.data, config.model, seed=config.data_seed, note=lambda text: print(text)
     )
-    params, inputs, feed = (
-        saved.params(program.abstract),
-        program.step_inputs(),
-        program.train_feed(),
-    )
+    params = saved.params(program.abstract)
+    inputs = program.step_inputs()
+    batch_sharding = program.train_feed()
 
     @jax.jit
-    def gradient(params: Arrays, run: StepInputs, batch: Batch) -> Arrays:
+    def gradient(params: Arrays, step_inputs: StepInputs, batch: Batch) -> Arrays:
         steps = config.accumulation_steps
-        return gradients(program.definition, params, run, batch, steps, layout=program.layout)[0]
+        result = gradients(
+            program.definition, params, step_inputs, batch, steps, layout=program.layout
+        )
+        return result[0]
 
     @jax.jit
-    def products(many: list[Arrays]) -> Arrays:
-        def of(*each: jax.Array) -> jax.Array:
-            stacked = jnp.stack(each).astype(jnp.float32)
-            summed = list(range(1, stacked.ndim))
-            return jnp.tensordot(stacked, stacked, (summed, summed))
+    def products(batch_gradients: list[Arrays]) -> Arrays:
+        def of_parameter(*arrays: jax.Array) -> jax.Array:
+            # Products are taken in float32, also of bfloat16 gradients.
+            stacked = jnp.stack(arrays).astype(jnp.float32)
+            summed_axes = list(range(1, stacked.ndim))
+            return jnp.tensordot(stacked, stacked, (summed_axes, summed_axes))
 
-        return jax.tree.map(of, *many)
+        return jax.tree.map(of_parameter, *batch_gradients)
 
     assert saved.step is not None  # of a run, not of weights
-    with contextlib.closing(data.train_batches(saved.step, *feed.rows)) as source:
-        many = [
-            gradient(params, inputs, feed.shard_batch(batch))
-            for batch in itertools.islice(source, batches)
-        ]
+    batch_gradients = []
+    with contextlib.closing(data.train_batches(saved.step, *batch_sharding.rows)) as source:
+        for batch in itertools.islice(source, batches):
+            # Kept on the devices: all of them are needed for the products.
+            batch_gradients.append(gradient(params, inputs, batch_sharding.shard_batch(batch)))
     groups: dict[str, list[str]] = {}
-    for name in many[0]:
+    for name in batch_gradients[0]:
         groups.setdefault(program.definition.specs[name].group, []).append(name)
-    return {name: np.asarray(each, np.float64) for name, each in products(many).items()}, groups
+    by_name = {
+        name: np.asarray(array, np.float64) for name, array in products(batch_gradients).items()
+    }
+    return by_name, groups
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for what is not finite."""
+    """Return a JSON value with null in place of every number that is not finite."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,6 +1,6 @@
-"""A run beside its steps: its processes, the signals that stop it, its folder, a watchdog, a console, and the report of its steps.
+"""Context of a run around its steps: processes, signals, workdir, watchdog, console and report.
 
-Steps may still be on the devices while the next ones are sent there: `Report` writes what came of them to files and the terminal.
+`loop.run` enters `runtime` for all of a run, and a `Report` for each attempt at its steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TextIO
 
 import jax
 import numpy as np
@@ -45,52 +45,64 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """A signal has asked the run to stop; all its processes have run the same programs."""
+    """Signal that asked the run to stop, after all its processes have run the same programs."""
 
 
 class HookError(MupaxFailure):
-    """A user's hook that raised an exception, which is the cause of this one."""
+    """Exception of a user's hook, which is the cause of this one."""
 
 
 class Watchdog:
-    """After a long silence of the run it says what the run waits for and what every thread is at.
+    """Context manager that prints what the run waits for after a long silence.
 
-    It watches while entered, from the first call of `waiting` on: compiling for a pod may take longer than any silence. It
-    ends nothing: what hangs may be a slow disk, and whoever starts the run knows better what its hours cost.
+    It also prints the stack of every thread. It begins with the first call of `waiting`, because
+    compiling for a pod may take longer than any other silence. It ends nothing: a run that hangs
+    may wait for a slow disk, and only its user knows what its hours cost.
 
     Args:
-        seconds: silence after which it speaks, and again after each further one; None never does.
-        file: where to, with a file descriptor; standard error unless given.
+        seconds: Silence after which it prints, and prints again; `None` to print nothing.
+        file: Open file with a file descriptor. Default standard error.
     """
 
     def __init__(self, seconds: float | None, file: TextIO | None = None) -> None:
-        self._seconds, self._file = seconds, file
-        self._at, self._for = math.inf, ""
+        self._seconds = seconds
+        self._file = file
+        self._since = math.inf
+        self._awaited = ""
         self._ended = threading.Event()
 
-    def waiting(self, what: str) -> None:
-        """Something was finished; next comes this."""
-        self._at, self._for = time.monotonic(), what
+    def waiting(self, awaited: str) -> None:
+        """Note that something was finished, and what the run waits for next."""
+        self._since = time.monotonic()
+        self._awaited = awaited
 
     def __enter__(self) -> Watchdog:
         if self._seconds is not None:
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._watch, args=(self._seconds,), name="watchdog", daemon=True
-            ).start()
+            )
+            thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
 
     def _watch(self, seconds: float) -> None:
-        reported = 0.0
+        """Check ten times in `seconds` whether to print, until the context manager is left."""
+        last_report = 0.0
         while not self._ended.wait(seconds / 10):
-            now, at, file = time.monotonic(), self._at, self._file or sys.stderr
-            if now - max(at, reported) < seconds:
+            now = time.monotonic()
+            silent_since = self._since
+            file = self._file or sys.stderr
+            if now - max(silent_since, last_report) < seconds:
                 continue
-            reported = now
-            text = f"{now - at:.0f} s without anything finished; waiting for {self._for}. The threads are at:"
-            print(f"watchdog: {text}", file=file, flush=True)
+            last_report = now
+            print(
+                f"watchdog: {now - silent_since:.0f} s without anything finished; "
+                f"waiting for {self._awaited}. The threads are at:",
+                file=file,
+                flush=True,
+            )
             try:
                 faulthandler.dump_traceback(file)
             except (AttributeError, OSError, ValueError):  # a stream without a descriptor
@@ -99,14 +111,14 @@ class Watchdog:
 
 STEP = "step"
 EVALUATION = "evaluation"
-"""Kinds of programs that run on all devices and are compiled before."""
+"""Kinds of programs that run on all devices and are compiled before they are dispatched."""
 
 
 class Patience:
-    """Clock of this process's waits for programs on all devices, compared with the longest wait so far.
+    """Clock of this process's waits for programs on all devices, compared with the longest wait.
 
-    A program waits in a collective operation where the network between processes is cut. Only the time inside of `program`
-    counts: compiling, reading data and saving do not.
+    A program waits in a collective operation if the network between processes is cut. Only the
+    time inside of `program` counts. Compiling, reading data and saving do not.
     """
 
     def __init__(self) -> None:
@@ -116,10 +128,10 @@ class Patience:
 
     @contextlib.contextmanager
     def program(self, kind: str) -> Iterator[None]:
-        """Count the time inside as a wait.
+        """Context manager that counts the time inside as a wait.
 
         Args:
-            kind: of the program; waits of one kind are compared.
+            kind: Kind of program. A wait is compared with the longest wait of its kind.
         """
         began = time.monotonic()
         self._kind = kind
@@ -134,30 +146,33 @@ class Patience:
         """Note how long a program took.
 
         Args:
-            seconds: from its beginning, or from the end of the one before it.
+            seconds: Time from its beginning, or from the end of the program before it.
         """
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
 
     def beyond(self) -> float:
-        """Return the seconds of the present wait beyond the longest one so far; 0 or less while there is nothing to wait for."""
+        """Return the seconds by which the present wait exceeds the longest one so far.
+
+        The result is 0 or less while the wait is shorter, and while there is no wait.
+        """
         return time.monotonic() - self._since - self._longest.get(self._kind, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """Context of a run in one process: its config, devices, workdir and output (`runtime` makes it).
+    """Context of a run in one process: config, processes, workdir and output (`runtime` makes it).
 
     Attributes:
-        config: of the run; its `init` is the recorded one where the run goes on.
-        folder: the work folder, locked for this run.
-        spool: where the files of a run are written whose folder is a bucket, on process 0.
-        resumed: whether an earlier part of the run lies in the folder.
-        processes: of the run; process 0 prints and writes.
-        stop: hears signals.
-        watchdog: speaks after a long silence.
-        console: prints on process 0 alone.
-        patience: knows how long this process waits for a program on all devices.
-        attempt: tells the supervisor (`--restart`) how far the run has come; None without one.
+        config: Config of the run. A resumed run has its recorded `init`.
+        folder: Workdir, locked for this run.
+        spool: Local folder whose files are uploaded to a workdir in a bucket. Only on process 0.
+        resumed: Whether an earlier part of the run is in the workdir.
+        processes: Processes of the run. Process 0 prints and writes.
+        stop: Receives signals.
+        watchdog: Prints after a long silence.
+        console: Prints on process 0 alone.
+        patience: Measures how long this process waits for a program on all devices.
+        attempt: Memory that tells the supervisor (`--restart`) how far the run has come.
     """
 
     config: Config
@@ -173,24 +188,28 @@ class RunContext:
 
     @property
     def files(self) -> Path:
-        """Folder of this machine for rows, pictures and traces."""
+        """Folder on this machine for rows, pictures and traces."""
         return self.spool.folder if self.spool else self.folder
 
     def send(self) -> None:
-        """Return when the rows are where the checkpoints are; raises OSError where they cannot get there."""
+        """Upload the rows of metrics to the bucket of the workdir, if it is in one.
+
+        Raises:
+            OSError: The rows cannot be uploaded.
+        """
         if self.spool:
             self.spool.send()
 
     @contextlib.contextmanager
     def dispatching(self, awaited: str, kind: str | None = None) -> Iterator[None]:
-        """One more program on all devices, which every process runs or none.
+        """Context manager for dispatching a program that all processes run, or none of them.
 
         Args:
-            awaited: what the run waits for from now on, for the watchdog.
-            kind: of the program, where waits for it are limited; `None` if it may be compiled first.
+            awaited: Text for the watchdog on what the run waits for from now on.
+            kind: Kind of program, if its wait is limited. `None` if it may be compiled first.
 
         Raises:
-            Interrupted: a signal came first.
+            Interrupted: A signal came first.
         """
         if not self.stop.claim():
             raise Interrupted
@@ -200,7 +219,7 @@ class RunContext:
         self.stop.done()
 
     def fail(self, text: str) -> int:
-        """The exit code 1, after saying what went wrong, on the screen of every process."""
+        """Print an error on the screen of every process, and return the exit code 1."""
         rich_console(stderr=True).print(
             f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True
         )
@@ -209,11 +228,12 @@ class RunContext:
 
 @contextlib.contextmanager
 def runtime(config: Config) -> Iterator[RunContext]:
-    """The surroundings of a run while entered.
+    """Context manager that owns the processes, the signals, the locked workdir and the watchdog.
 
     Raises:
-        AgreementError, DistributedError: of processes that differ. WorkdirError: a folder that cannot be used.
-        SystemExit: a signal came with nothing to save.
+        AgreementError, DistributedError: Processes differ, or cannot find one another.
+        WorkdirError: The workdir cannot be used.
+        SystemExit: A signal came with nothing to save.
     """
     address = place(config.distributed)
     with lasting(), StopRequest() as stop, _joined(address, config) as processes:
@@ -223,6 +243,7 @@ def runtime(config: Config) -> Iterator[RunContext]:
             from mupax.train.data import cache
             from mupax.train.parallel import agreement
 
+            # Before anything is written: processes that differ would wait for each other later.
             agreement.check(config, processes)
             core_program.use(cache.root, processes)
         folder, resumed = workdir.claim(config, processes)
@@ -231,37 +252,40 @@ def runtime(config: Config) -> Iterator[RunContext]:
             _spool(folder, processes) as spool,
             Watchdog(config.faults.watchdog_seconds) as watchdog,
         ):
+            # Only now that the folder is locked may its remains be deleted.
             if not resumed and processes.leader:
                 workdir.start_anew(folder)
             if resumed or config.init.init_from is not None:
                 from mupax.train.reuse.start import init_from
 
+                # A resumed run keeps the source that it has recorded.
                 config = init_from.settled(config, folder, resumed, processes)
             patience = Patience()
             processes.end_stalled(patience.beyond, config.faults.collective_seconds)
-            console = rich_console(quiet=not processes.leader)
             attempt = None
+            # Set by the supervisor of `--restart`.
             if "MUPAX_ATTEMPT" in os.environ:
                 from mupax.train.run.restart import memory
 
                 attempt = memory.of_this_process(processes.index, processes.count)
             yield RunContext(
-                config,
-                folder,
-                spool,
-                resumed,
-                processes,
-                stop,
-                watchdog,
-                console,
-                patience,
-                attempt,
+                config=config,
+                folder=folder,
+                spool=spool,
+                resumed=resumed,
+                processes=processes,
+                stop=stop,
+                watchdog=watchdog,
+                console=rich_console(quiet=not processes.leader),
+                patience=patience,
+                attempt=attempt,
             )
 
 
 def _spool(
     folder: Path, processes: Processes
 ) -> contextlib.AbstractContextManager[UploadBuffer | None]:
+    """Return the upload buffer of a workdir in a bucket, on process 0. Other workdirs have none."""
     if not processes.leader or not is_remote(folder):
         return contextlib.nullcontext()
     from mupax.train.run.report import spool
@@ -272,6 +296,11 @@ def _spool(
 def _joined(
     address: dict[str, Any] | None, config: Config
 ) -> contextlib.AbstractContextManager[Processes]:
+    """Return a context manager that joins the other processes of the run.
+
+    Args:
+        address: Arguments of `jax.distributed.initialize`, or `None` if this process is alone.
+    """
     if address is None:
         return contextlib.nullcontext(Processes())
     from mupax.train.parallel import distributed
@@ -284,10 +313,10 @@ class StartState:
     """State from which training starts, with its step.
 
     Attributes:
-        state: whose arrays the first step takes over.
-        step: optimizer steps done.
-        keep_metrics: whether metrics up to that step are there already, and kept.
-        evaluated: whether nothing is left to evaluate at that step.
+        state: State on the devices. Its arrays are donated to the first step.
+        step: Optimizer steps done.
+        keep_metrics: Whether metrics.jsonl has rows up to that step, which are kept.
+        evaluated: Whether the evaluation of that step is done, or none is due.
     """
 
     state: TrainState
@@ -296,58 +325,77 @@ class StartState:
     evaluated: bool = True
 
 
+class _PendingStep(NamedTuple):
+    """Step that was dispatched, and whose metrics may still be on their way to the host."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    waited: float
+    """Seconds in which the devices had nothing to do before the step."""
+
+
 class Report(contextlib.ExitStack):
-    """What one attempt at a run tells, of steps that may still be on the devices; a context manager.
+    """Context manager that reports the steps of one attempt at a run, on screen and in files.
+
+    Steps may still be on the devices while the next ones are dispatched. `add` takes a step when
+    it is dispatched, `fetch` reports a step when its metrics are on the host.
 
     Args:
-        program: of the run.
-        data: of the run.
-        rt: the run's surroundings; only the first process writes and draws.
-        position: where the attempt starts.
-        compile_seconds: what compiling took.
-        left_out: batches that rollbacks passed over.
+        context: Context of the run. Only process 0 writes and draws.
+        skipped_batches: Number of batches that rollbacks have skipped so far.
     """
 
     def __init__(
         self,
         program: Program,
         data: Data,
-        rt: RunContext,
-        position: StartState,
+        context: RunContext,
+        start: StartState,
         compile_seconds: float,
-        left_out: int,
+        skipped_batches: int,
     ) -> None:
         super().__init__()
-        config, log = rt.config, rt.config.log
-        self._unit, self._program, self._faults, self._left_out = (
-            data.kind,
-            program,
-            config.faults,
-            left_out,
-        )
+        config = context.config
+        log = config.log
+        is_leader = context.processes.leader
+        console = context.console
+        self._program = program
         self._data = data
+        self._faults = config.faults
+        self._skipped_batches = skipped_batches
+        self._patience = context.patience
+        self._spool = context.spool
         self._writer: MetricsWriter | None = None
-        self._spool = rt.spool
-        if rt.processes.leader:
-            step = position.step if position.keep_metrics else None
-            self._writer = MetricsWriter(rt.files, log=log, resume_step=step, note=rt.console.print)
+        if is_leader:
+            self._writer = MetricsWriter(
+                context.files,
+                log=log,
+                resume_step=start.step if start.keep_metrics else None,
+                note=console.print,
+            )
+
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
-        peak = None if peak is None else peak * program.mesh.size
-        memory = partial(hardware.memory_peak, jax.local_devices())
+        if peak is not None:
+            peak *= program.mesh.size
         self.timing = Timing(
-            data.kind, families.train_flops(config.model), peak, compile_seconds, memory
+            data.kind,
+            families.train_flops(config.model),
+            peak,
+            compile_seconds,
+            partial(hardware.memory_peak, jax.local_devices()),
         )
-        self.progress = Progress(config.steps, position.step, self.timing, rt.console, log.progress)
-        steps = log.profile_steps if rt.processes.leader else None
-        self.profile = Profile(steps, rt.files / "profile", self.paused, self.progress.note)
-        self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = (
-            collections.deque()
+        self.progress = Progress(config.steps, start.step, self.timing, console, log.progress)
+        profiled_steps = log.profile_steps if is_leader else None
+        self.profile = Profile(
+            profiled_steps, context.files / "profile", self.paused, self.progress.note
         )
-        self._bad: RejectedStep | None = None
-        self._newest, self._attempt = position.step, rt.attempt
-        self._patience = rt.patience
+
+        self._pending: collections.deque[_PendingStep] = collections.deque()
+        self._rejected: RejectedStep | None = None
+        self._newest = start.step
+        self._attempt = context.attempt
         if self._attempt is not None:
-            self._attempt.note(start=position.step, step=position.step)
+            self._attempt.note(start=start.step, step=start.step)
         self._waited = 0.0
         self._clock = time.monotonic()
 
@@ -360,7 +408,11 @@ class Report(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in which the devices have no steps to do, and that counts to none. Raises as `check`."""
+        """Context manager for work while the devices have no steps to do. Its time counts nowhere.
+
+        Raises:
+            RejectedStep: A step that was added ends the run under its policy.
+        """
         self.fetch()
         self.check(self._newest)
         yield
@@ -371,67 +423,90 @@ class Report(contextlib.ExitStack):
         self._waited += seconds
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Take in a step that was dispatched. Its metrics start their way to the host as soon as they are known.
+        """Add a step that was dispatched, and start the transfer of its metrics to the host.
 
         Args:
-            step: its number, from 1.
-            metrics: of the train step by name, still on the devices.
+            step: Number of the step, from 1.
+            metrics: Metrics of the training step by name, still on the devices.
         """
         for name, value in metrics.items():
-            if name != "squares":  # fetched only where they say something
+            # The squares of all gradients are fetched only to find the culprit of a bad step.
+            if name != "squares":
                 value.copy_to_host_async()
-        self._pending.append((step, metrics, self._waited))
-        self._newest, self._waited = step, 0.0
+        self._pending.append(_PendingStep(step, metrics, self._waited))
+        self._newest = step
+        self._waited = 0.0
 
     def check(self, step: int) -> None:
-        """Stop at a bad step up to this one.
+        """Raise the error of a bad step up to `step`, if there is one.
 
-        `fetch` may have seen further on one process than on another: all stop at the same step by asking for the same.
+        `fetch` may have seen more steps on one process than on another. All processes stop at the
+        same step, because all ask for the same step.
 
         Raises:
-            RejectedStep: a step up to this one ends the run under its policy.
+            RejectedStep: A step up to this one ends the run under its policy.
         """
-        if self._bad is not None and self._bad.step <= step:
-            raise self._bad
+        if self._rejected is not None and self._rejected.step <= step:
+            raise self._rejected
 
     def fetch(self, keep: int = 0) -> None:
-        """Write the rows of finished steps, waiting until at most `keep` are still on the devices."""
+        """Report finished steps, waiting until at most `keep` steps are still on the devices."""
         while len(self._pending) > keep:
-            step, metrics, waited = self._pending.popleft()
-            if self._bad is not None:
-                continue  # Nothing after it is kept.
-            squares = metrics.pop("squares")
-            with self._patience.program(STEP):
-                values = jax.device_get(metrics)
-            now = time.monotonic()
-            seconds, self._clock = now - self._clock, now
-            self._patience.took(STEP, seconds - waited)
-            skipped, spike, in_a_row = values.pop("verdict").tolist()
-            values = {name: float(value) for name, value in values.items()}
-            weight = values.pop("weight")
-            count = (
-                int(weight) if math.isfinite(weight) else 0
-            )  # judged by the loss, which is no number then either
-            measured = metric_values(
-                values["loss"], values, self._data.bytes_per_target, training=True
+            pending = self._pending.popleft()
+            # Steps after a bad one are dropped: the run goes back or ends.
+            if self._rejected is None:
+                self._finish_step(pending)
+
+    def _finish_step(self, pending: _PendingStep) -> None:
+        """Wait for a step, write its row, and show it or note that it ends the run."""
+        step = pending.step
+        metrics = pending.metrics
+        # Without the squares, which stay on the devices unless the step is bad.
+        squares = metrics.pop("squares")
+        with self._patience.program(STEP):
+            fetched = jax.device_get(metrics)
+        now = time.monotonic()
+        seconds = now - self._clock
+        self._clock = now
+        # `device_get` above may have waited for only a part of the step.
+        self._patience.took(STEP, seconds - pending.waited)
+
+        skipped, spike, in_a_row = fetched.pop("verdict").tolist()
+        values = {name: float(value) for name, value in fetched.items()}
+        weight = values.pop("weight")
+        # A weight that is not finite is judged by the loss, which is then not finite either.
+        count = int(weight) if math.isfinite(weight) else 0
+        bytes_per_target = self._data.bytes_per_target
+        measured = metric_values(values["loss"], values, bytes_per_target, training=True)
+        row = {"step": step, **values, **measured, self._data.kind: count}
+        if spike:
+            row["spike"] = True
+        if skipped:
+            row["skipped"] = True
+        if self._skipped_batches:
+            row["batch"] = step - 1 + self._skipped_batches
+        row["seconds"] = round(seconds, 6)
+        self._write(row)
+        if self._attempt is not None:
+            self._attempt.note(step=step)
+
+        if skipped and self._ends_run(values, in_a_row):
+            culprit_name = self._culprit(squares)
+            self._rejected = RejectedStep(
+                step, values["loss"], values["grad_norm"], culprit_name, in_a_row
             )
-            row = {"step": step, **values, **measured, self._unit: count}
-            row |= {"spike": True} if spike else {}
-            row |= {"skipped": True} if skipped else {}
-            row |= {"batch": step - 1 + self._left_out} if self._left_out else {}
-            self._write({**row, "seconds": round(seconds, 6)})
-            if self._attempt is not None:
-                self._attempt.note(step=step)
-            if skipped and self._ends_the_run(values, in_a_row):
-                definition, trained = self._program.definition, self._program.trained
-                specs = {name: spec for name, spec in definition.specs.items() if name in trained}
-                where = culprit(np.asarray(jax.device_get(squares)), specs, definition.abstract)
-                self._bad = RejectedStep(step, values["loss"], values["grad_norm"], where, in_a_row)
-                continue
-            self.timing.step(seconds, count, waited)
-            self.progress.update(step, values["loss"], values["lr"], measured.get("loss_per_byte"))
-            if self.timing.due:
-                self._write_speed(step)
+            return
+        self.timing.step(seconds, count, pending.waited)
+        self.progress.update(step, values["loss"], values["lr"], measured.get("loss_per_byte"))
+        if self.timing.due:
+            self._write_speed(step)
+
+    def _culprit(self, squares: jax.Array) -> str | None:
+        """Return a description of the parameter whose gradient is not finite, if there is one."""
+        definition = self._program.definition
+        trained = self._program.trained
+        specs = {name: spec for name, spec in definition.specs.items() if name in trained}
+        return culprit(np.asarray(jax.device_get(squares)), specs, definition.abstract)
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Write and show the row of an evaluation."""
@@ -442,20 +517,18 @@ class Report(contextlib.ExitStack):
         self.progress.evaluated(row)
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the row of what hooks logged.
+        """Write the row of values that hooks logged.
 
         Args:
-            step: steps done.
-            values: numbers by name.
+            step: Number of steps done.
         """
         self._write({"step": step, **values})
 
     def show(self, step: int, media: Media) -> None:
-        """Show images and histograms of an evaluation.
+        """Show images and histograms of an evaluation in TensorBoard.
 
         Args:
-            step: steps done.
-            media: of that step.
+            step: Number of steps done.
         """
         if self._writer is not None:
             self._writer.show(step, media)
@@ -464,31 +537,38 @@ class Report(contextlib.ExitStack):
         """Write the row of a run that ends before its last step.
 
         Args:
-            step: steps done.
-            reason: what ends it.
+            step: Number of steps done.
+            reason: Reason why the run ends, as metrics.jsonl shows it.
         """
         self._write({"step": step, "stopped": reason})
 
     def flush(self) -> None:
-        """Return when every row so far is on disk."""
+        """Wait until every row so far is on disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def finish(self) -> None:
-        """Write what is left of all steps, waiting for the devices. Raises as `check`."""
+        """Wait for all steps, and write what is left of their rows.
+
+        Raises:
+            RejectedStep: A step that was added ends the run under its policy.
+        """
+        # A trace that is open is closed while the devices are idle, so that it holds whole steps.
         with self.paused():
             self.profile.close()
         self._write_speed(self._newest)
 
-    def _ends_the_run(self, values: Mapping[str, float], in_a_row: int) -> bool:
+    def _ends_run(self, values: Mapping[str, float], in_a_row: int) -> bool:
+        """Return whether a skipped step ends this attempt under the run's policy."""
+        if in_a_row >= self._faults.most_in_a_row:
+            return True
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        return (
-            not finite and self._faults.bad_numbers != "skip"
-        ) or in_a_row >= self._faults.most_in_a_row
+        return not finite and self._faults.bad_numbers != "skip"
 
     def _write_speed(self, step: int) -> None:
-        """The row about speed since the last one, if a step was finished in it."""
-        if row := self.timing.row():
+        """Write a row about the speed since the last such row, if a step was finished since."""
+        row = self.timing.row()
+        if row:
             self._write({"step": step, **row})
 
     def _write(self, row: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""What a run starts with: its data, its compiled steps, and a state from its newest checkpoint, another run's parameters, or fresh."""
+"""Start of a run: its data, its compiled steps and the state that training begins with.
+
+`loop.run` calls these functions in order: `load_data`, `load_sets`, `start_state`, `compiled`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import contextlib
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -33,83 +36,90 @@ from mupax.train.run.report.progress import announce
 from mupax.train.run.runtime import RunContext, StartState
 
 if TYPE_CHECKING:
+    from mupax.train.reuse.start.init_from import Start
     from mupax.train.run.hooks import Hooks
     from mupax.train.run.report.mirrors.snapshots import Snapshots
     from mupax.train.run.resume import CopyCheck
 
 IN_FLIGHT = 2
-"""Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
+"""Steps queued on the devices before the host waits for the oldest. Two hide the host's work."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledRun:
-    """A run with its compiled programs and devices (`compiled` makes it)."""
+    """Run with its compiled programs, its data and its checkpoints (`compiled` makes it).
+
+    Attributes:
+        inputs: Inputs of the step besides state and batch, on the devices.
+        began: Monotonic clock before compiling, in seconds.
+        sets: Further evaluation sets by name.
+        snapshots: Takes images and histograms at evaluations, if the config asks for any.
+        in_flight: Steps queued on the devices before the host waits for the oldest.
+        copies: Compares the copies of several processes; `None` with one process.
+        hooks: Functions of the user that are called after steps.
+        speed: Lines of the summary about the speed of the last attempt, by their label.
+    """
 
     program: Program
     data: Data
     checkpoints: Checkpoints
-    rt: RunContext
+    context: RunContext
     step_fn: jax.stages.Compiled
     eval_fn: jax.stages.Compiled
     inputs: StepInputs
-    """Numbers of the step, on the devices."""
     began: float
-    """On the monotonic clock, before compiling."""
     compile_seconds: float
     sets: dict[str, Data]
-    """What is evaluated beside `data`, by name."""
     evaluations: Evaluations
     snapshots: Snapshots | None = None
-    """Takes images and histograms at evaluations, where they are asked for."""
     in_flight: int = IN_FLIGHT
-    """Steps that are queued on the devices before the host waits for the oldest."""
     copies: CopyCheck | None = None
-    """Compares what several processes must hold alike; None where there is only one."""
     hooks: Hooks | None = None
-    """Functions of the user that are called after steps."""
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 
 
-def memory_limit(program: Program, rt: RunContext, when: str) -> int | None:
-    """Return the bytes that a device of this run has left, the least over all processes; None where they are not to be checked.
+def memory_limit(program: Program, context: RunContext, moment: str) -> int | None:
+    """Return the bytes that a device of this run has left, the least over all processes.
 
     Args:
-        program: program of the run.
-        rt: surroundings of the run.
-        when: name of the moment, used once in a run.
+        program: Program of the run. Its config can turn the check off.
+        context: Context of the run, whose processes all call this.
+        moment: Name of the moment. Each name may be used once in a run.
+
+    Returns:
+        Bytes, or `None` if memory is not to be checked or no device says how much it has.
     """
     if not (program.config.faults.memory_check and memory.checks()):
         return None
     on_cpu = program.layout.platform == "cpu"
-    place = (
-        socket.gethostname(),
-        memory.device_room(jax.local_devices()[0], jax.local_device_count()),
-    )
-    gathered = rt.processes.gather(f"memory/{when}", place)
+    own_bytes = memory.device_room(jax.local_devices()[0], jax.local_device_count())
+    gathered = context.processes.gather(f"memory/{moment}", (socket.gethostname(), own_bytes))
 
     def least() -> int | None:
-        hosts = [host for host, _ in gathered or ()]
-        # Processes of one host share its memory, which each of them sees whole.
-        shares = [
-            room // (hosts.count(host) if on_cpu else 1)
-            for host, room in gathered or ()
-            if room is not None
-        ]
+        parts = gathered or ()
+        hosts = [host for host, _ in parts]
+        shares = []
+        for host, free_bytes in parts:
+            if free_bytes is None:
+                continue
+            # Processes of one host share its memory, and each of them sees all of it.
+            sharers = hosts.count(host) if on_cpu else 1
+            shares.append(free_bytes // sharers)
         return min(shares, default=None)
 
-    return rt.processes.broadcast(f"memory/{when}/least", least)
+    return context.processes.broadcast(f"memory/{moment}/least", least)
 
 
 def check_state(program: Program, limit: int | None) -> None:
-    """Refuse a run whose parameters, optimizer state and gradients alone do not fit, before anything is compiled.
+    """Refuse a run whose parameters, optimizer state and gradients alone do not fit into memory.
+
+    This is checked before anything is compiled.
 
     Args:
-        program: program of the run.
-        limit: bytes that a device has left; None checks nothing.
+        limit: Bytes that a device has left, or `None` to check nothing.
 
     Raises:
-        MemoryLimitError: they do not fit.
+        MemoryLimitError: They do not fit.
     """
     # Four times the state is more than the state, its gradients and a checkpoint's copy.
     if limit is not None and 4 * program.state_bytes > limit:
@@ -121,13 +131,19 @@ def check_state(program: Program, limit: int | None) -> None:
 def _check_steps(
     program: Program, step: jax.stages.Compiled, evaluation: jax.stages.Compiled, limit: int
 ) -> None:
-    """Refuse a run whose compiled programs do not fit."""
-    analyses = [
-        analysis for one in (step, evaluation) if (analysis := one.memory_analysis()) is not None
-    ]
-    most = max((one.argument_size_in_bytes + one.temp_size_in_bytes for one in analyses), default=0)
-    # What else may lie there is less than the state and a checkpoint's copy of it.
-    if most + 2 * program.state_bytes > limit:
+    """Refuse a run whose compiled programs do not fit into `limit` bytes of a device.
+
+    Raises:
+        MemoryLimitError: The training step or the evaluation step needs more.
+    """
+    largest = 0
+    for compiled_step in (step, evaluation):
+        analysis = compiled_step.memory_analysis()
+        if analysis is not None:
+            needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+            largest = max(largest, needed)
+    # Anything else on the device takes less than the state and a checkpoint's copy of the state.
+    if largest + 2 * program.state_bytes > limit:
         from mupax.train.core.costs import fit
 
         fit.check_step(program, step, limit)
@@ -135,7 +151,11 @@ def _check_steps(
 
 
 def _steps_in_flight(program: Program, step: jax.stages.Compiled, limit: int | None) -> int:
-    """Return how many steps may be queued. On a CPU each has its temporaries from the moment that it is queued."""
+    """Return how many steps may be queued on the devices: at most `IN_FLIGHT`.
+
+    A CPU allocates the temporaries of a step when the step is queued. There only as many steps may
+    be queued as have their temporaries in half of `limit` bytes.
+    """
     analysis = step.memory_analysis()
     if program.layout.platform != "cpu" or limit is None or analysis is None:
         return IN_FLIGHT
@@ -149,220 +169,242 @@ def compiled(
     data: Data,
     sets: dict[str, Data],
     checkpoints: Checkpoints,
-    rt: RunContext,
-    position: StartState,
+    context: RunContext,
+    start: StartState,
     limit: int | None = None,
 ) -> CompiledRun:
-    """The session of a run, its two programs compiled: the only compilations that the run does, but for images and histograms.
+    """Compile the training step and the evaluation step, and return the run with both.
+
+    A run compiles nothing else later, except the programs for images and histograms.
 
     Args:
-        program: of the run.
-        data: of the run.
-        sets: what is evaluated beside it.
-        checkpoints: of its folder.
-        rt: its surroundings; all processes wait for the slowest compiler.
-        position: where it starts.
-        limit: bytes that a device had left before the state lay there; None checks nothing.
+        context: Context of the run. All its processes wait for the slowest compiler.
+        limit: Bytes that a device had left before it held the state, or `None` to check nothing.
 
     Raises:
-        MemoryLimitError: the step or the evaluation needs more.
-        AgreementError, DataError: processes start from other states, inputs or batches.
+        MemoryLimitError: The training step or the evaluation step needs more memory.
+        AgreementError, DataError: Processes start with different states, inputs or batches.
     """
+    processes = context.processes
     copies = None
-    if rt.processes.count > 1:
+    if processes.count > 1:
         from mupax.train.run.resume import CopyCheck
 
-        copies = CopyCheck(rt.processes)
-        copies.check_start(position.state, data, position.step)
+        copies = CopyCheck(processes)
+        copies.check_start(start.state, data, start.step)
+
     began = time.monotonic()
     step_fn = program.compile_train()
     eval_fn = program.compile_eval(step_fn)
     if limit is not None:
         _check_steps(program, step_fn, eval_fn, limit)
     in_flight = _steps_in_flight(program, step_fn, limit)
-    seconds = time.monotonic() - began
-    # Patient; the first collective operation waits half a minute for a slower compiler.
-    rt.processes.barrier("compiled")
-    keeps = position.keep_metrics
-    rows = rt.processes.broadcast(
-        "evaluations", lambda: rows_until(rt.files, position.step) if keeps else []
-    )
-    evaluations = Evaluations(rt.config, rows)
-    if rt.processes.leader:  # a kill may have come before it was kept there
-        saved = steps(checkpoints.folder)
-        checkpoints.evaluated(
-            {step: evaluations.metrics[step] for step in saved if step in evaluations.metrics}
-        )
-    # JAX compares what several processes put on all devices, by a program of its own.
-    with rt.patience.program("inputs"):
+    compile_seconds = time.monotonic() - began
+    # This barrier waits for as long as it takes. The first collective operation on the devices
+    # would wait only half a minute for a slower compiler.
+    processes.barrier("compiled")
+
+    evaluations = _earlier_evaluations(context, start, checkpoints)
+    # JAX compares values that several processes put on all devices, by a program of its own.
+    with context.patience.program("inputs"):
         inputs = program.step_inputs()
     if copies is not None:
         copies.check_inputs(inputs)
     snapshots = None
-    if rt.config.log.images or rt.config.log.histograms:
+    if context.config.log.images or context.config.log.histograms:
         from mupax.train.run.report.mirrors.snapshots import Snapshots
 
         snapshots = Snapshots(program, data, inputs)
     return CompiledRun(
-        program,
-        data,
-        checkpoints,
-        rt,
-        step_fn,
-        eval_fn,
-        inputs,
-        began,
-        seconds,
-        sets,
-        evaluations,
-        snapshots,
-        in_flight,
-        copies,
+        program=program,
+        data=data,
+        checkpoints=checkpoints,
+        context=context,
+        step_fn=step_fn,
+        eval_fn=eval_fn,
+        inputs=inputs,
+        began=began,
+        compile_seconds=compile_seconds,
+        sets=sets,
+        evaluations=evaluations,
+        snapshots=snapshots,
+        in_flight=in_flight,
+        copies=copies,
     )
+
+
+def _earlier_evaluations(
+    context: RunContext, start: StartState, checkpoints: Checkpoints
+) -> Evaluations:
+    """Return the evaluations up to the start step, and add their metrics to the checkpoints."""
+
+    def earlier_rows() -> list[dict[str, Any]]:
+        return rows_until(context.files, start.step) if start.keep_metrics else []
+
+    rows = context.processes.broadcast("evaluations", earlier_rows)
+    evaluations = Evaluations(context.config, rows)
+    if context.processes.leader:
+        # A kill may have come between an evaluation and the write of its metrics to the checkpoint.
+        saved_steps = steps(checkpoints.folder)
+        measured = evaluations.metrics
+        checkpoints.evaluated({step: measured[step] for step in saved_steps if step in measured})
+    return evaluations
 
 
 @contextlib.contextmanager
 def out_of_memory(program: Program) -> Iterator[None]:
-    """Turn an error that says that memory ran out into one message with the flags that take less.
+    """Context manager that turns an error about lacking memory into one message with advice.
+
+    The advice names the flags that lower the memory of `program`.
 
     Raises:
-        OutOfMemory: in place of such an error.
+        OutOfMemory: Memory ran out inside.
     """
     try:
         yield
     except Exception as error:
-        described = memory.exhausted(error)
-        if described is None:
+        description = memory.exhausted(error)
+        if description is None:
             raise
         from mupax.train.core.costs import fit
 
-        raise memory.OutOfMemory(f"{described}. {fit.advice(program)}") from error
+        raise memory.OutOfMemory(f"{description}. {fit.advice(program)}") from error
 
 
-def load_data(program: Program, runtime: RunContext) -> Data:
-    """The run's data; process 0 prepares what the others then read.
+def load_data(program: Program, context: RunContext) -> Data:
+    """Load the run's data. Process 0 prepares files that the others then read.
 
     Args:
-        program: of the run, whose config names the data and whose model it must fit.
-        runtime: its surroundings; gets lines about what takes time.
+        program: Program of the run. Its config names the data, which must fit its model.
+        context: Context of the run. Its console gets lines about work that takes time.
 
     Raises:
-        DataError: the data is missing, damaged, does not fit the model, or is not what process 0 has.
+        DataError: The data is missing or damaged, does not fit the model, or differs from the data
+            of process 0.
+        WorkdirError: A resumed run would get another tokenizer.
     """
     config = program.config
-    settings, problem = own_settings(config, runtime)
-    with runtime.processes.leader_first("data"):
+    settings, problem = own_settings(config, context)
+    with context.processes.leader_first("data"):
         data = data_sources.load(
-            settings, config.model, seed=config.data_seed, note=runtime.console.print
+            settings, config.model, seed=config.data_seed, note=context.console.print
         )
-    check_data(data, runtime.processes)
-    if runtime.resumed:
-        check_tokenizer(data, runtime, problem)
-    runtime.processes.barrier("data")
+    check_data(data, context.processes)
+    if context.resumed:
+        check_tokenizer(data, context, problem)
+    # No process goes on while another still loads its data.
+    context.processes.barrier("data")
     return data
 
 
-def own_settings(config: Config, runtime: RunContext) -> tuple[DataConfig, str]:
-    """Return settings of data that name the tokenizer and the chat template which the run keeps, and a problem with these.
+def own_settings(config: Config, context: RunContext) -> tuple[DataConfig, str]:
+    """Return the data settings with the tokenizer and the chat template that the run keeps.
 
-    `bpe:SIZE` makes another tokenizer where the data has grown. A new run that starts from another one with the same
-    data.tokenizer takes that run's.
+    A resumed run keeps its own: `bpe:SIZE` would make another tokenizer if the text has grown. A
+    new run that starts from another run with the same `data.tokenizer` takes those of that run.
 
-    Args:
-        config: of this part of the run.
-        runtime: its surroundings.
+    Returns:
+        Settings, and a problem with the files of the resumed run, or "".
     """
-    folder = runtime.folder
-    goes_on = runtime.resumed and (steps(folder / CHECKPOINTS) or assets.find(folder) is not None)
-    if not goes_on:
+    folder = context.folder
+    continues = context.resumed and (steps(folder / CHECKPOINTS) or assets.find(folder) is not None)
+    if not continues:
         if config.init.init_from is None or config.data.task != "tokens":
             return config.data, ""
         from mupax.train.reuse.start import init_from
 
         return init_from.own_settings(config), ""
-    before = workdir.recorded(folder)
-    before_data = before["config"].get("data") or {}
-    named = {
-        name: before_data.get(name, getattr(config.data, name))
-        for name in ("tokenizer", "chat_template")
-    }
-    recorded = dataclasses.replace(config.data, **named)
-    facts = before.get("data") or {}
-    choice = config.resume_from
-    metric = config.checkpoint.best_metric
-    step = None if choice is None else checkpointer.step_of(folder, choice, metric)
+
+    record = workdir.recorded(folder)
+    data_record = record["config"].get("data") or {}
+    recorded = dataclasses.replace(
+        config.data,
+        tokenizer=data_record.get("tokenizer", config.data.tokenizer),
+        chat_template=data_record.get("chat_template", config.data.chat_template),
+    )
+    step = None
+    if config.resume_from is not None:
+        metric = config.checkpoint.best_metric
+        step = checkpointer.step_of(folder, config.resume_from, metric)
     from mupax.train.reuse import own_files
 
-    own = assets.find(folder, step)
+    # A checkpoint names the files that its own part of the run had.
+    own_assets = assets.find(folder, step)
     problem = ""
-    if own is not None and (problems := assets.problems(folder, own.entries)):
-        # The data may make the same files again.
-        own = None
-        problem = f"{folder}/{problems[0]}"
-    return own_files.settings(recorded, facts, own, config.data), problem
+    if own_assets is not None:
+        problems = assets.problems(folder, own_assets.entries)
+        if problems:
+            # The data may make the same files again.
+            own_assets = None
+            problem = f"{folder}/{problems[0]}"
+    facts = record.get("data") or {}
+    return own_files.settings(recorded, facts, own_assets, config.data), problem
 
 
-def check_tokenizer(data: Data, runtime: RunContext, problem: str) -> None:
+def check_tokenizer(data: Data, context: RunContext, problem: str) -> None:
     """Refuse to resume with another tokenizer than the one that made the run's tokens.
 
     Args:
-        data: the run's data, opened.
-        runtime: the run's surroundings.
-        problem: what is wrong with the tokenizer that the run keeps; empty if nothing is.
+        context: Context of the resumed run. Without a checkpoint nothing is checked.
+        problem: Problem with the tokenizer that the run keeps, or "".
 
     Raises:
-        WorkdirError: the tokenizer is another.
+        WorkdirError: The tokenizer is another one.
     """
-    if not steps(runtime.folder / CHECKPOINTS):  # it starts anew
+    if not steps(context.folder / CHECKPOINTS):
         return
-    recorded = (workdir.recorded(runtime.folder).get("data") or {}).get("tokenizer")
+    data_record = workdir.recorded(context.folder).get("data") or {}
+    recorded = data_record.get("tokenizer")
     tokenizer = data.facts.get("tokenizer")
     if recorded not in (None, tokenizer):
         lost = problem or f"the run's tokens are those of {recorded}, and its tokenizer is not here"
         raise workdir.WorkdirError(
-            f"{lost}. From this data, data.tokenizer {data.config.tokenizer} makes {tokenizer}, whose ids mean other text"
+            f"{lost}. From this data, data.tokenizer {data.config.tokenizer} makes {tokenizer}, "
+            "whose ids mean other text"
         )
 
 
-def load_sets(program: Program, data: Data, runtime: RunContext) -> dict[str, Data]:
-    """What a run evaluates on beside its own data, by name; process 0 prepares it as it does that.
+def load_sets(program: Program, data: Data, context: RunContext) -> dict[str, Data]:
+    """Load the further evaluation sets, by name. Process 0 prepares files that the others read.
 
     Args:
-        program: of the run, whose config names the sets.
-        data: of the run, whose tokens and classes they must have.
-        runtime: its surroundings.
+        program: Program of the run. Its config names the sets.
+        data: Data of the run. The sets must have its tokens or classes.
+        context: Context of the run. Its console gets lines about work that takes time.
 
     Raises:
-        DataError: as `load_data`, or tokens or classes that are not the run's.
+        DataError: A set is missing, damaged or another than that of process 0, or it has other
+            tokens or classes than the run's data.
     """
-    config, sets = program.config, {}
+    config = program.config
+    sets = {}
     for name in config.data.evaluation_sets:
         from mupax.train.data import named_sets
 
-        with runtime.processes.leader_first(f"data/{name}"):
-            sets[name] = named_sets.load(name, config, data, note=runtime.console.print)
-        check_data(sets[name], runtime.processes, name)
-        runtime.processes.barrier(f"data/{name}")
+        with context.processes.leader_first(f"data/{name}"):
+            sets[name] = named_sets.load(name, config, data, note=context.console.print)
+        check_data(sets[name], context.processes, name)
+        context.processes.barrier(f"data/{name}")
     return sets
 
 
 def check_data(data: Data, processes: Processes, name: str = "") -> None:
-    """Refuse to start with other data than process 0 has, on a host that prepared its own.
+    """Refuse to start if this process, whose host prepared its own data, differs from process 0.
 
     Args:
-        data: as this process has it.
-        processes: of the run.
-        name: of a further evaluation set.
+        processes: Processes of the run, which all call this.
+        name: Name of a further evaluation set, or "" for the run's own data.
 
     Raises:
-        DataError: the digests differ.
+        DataError: The digests differ.
     """
     digest = data.facts.get("digest")
-    first = processes.broadcast(f"data digest/{name}", lambda: digest)
-    if first != digest:
+    leader_digest = processes.broadcast(f"data digest/{name}", lambda: digest)
+    if leader_digest != digest:
         raise DataError(
-            f"process {processes.index} has {data.facts['name']} with digest {digest}, process 0 with {first}; "
-            "copy the prepared data of one host to all, or set MUPAX_DATA to a folder that they share"
+            f"process {processes.index} has {data.facts['name']} with digest {digest}, process 0 "
+            f"with {leader_digest}; copy the prepared data of one host to all, or set MUPAX_DATA "
+            "to a folder that they share"
         )
 
 
@@ -371,107 +413,154 @@ def start_state(
     data: Data,
     sets: dict[str, Data],
     checkpoints: Checkpoints,
-    runtime: RunContext,
+    context: RunContext,
 ) -> StartState:
     """Return the state from which the run starts, after writing config.json.
 
-    In the work folder       The state                                     Its metrics
+    In the workdir           State                                         Metrics
     a whole checkpoint       the newest that is whole, or `resume_from`    kept up to its step
     a run without one        `--init-from` as recorded, else fresh         begun anew
     nothing                  `--init-from`, else fresh                     begun anew
 
     Args:
-        program: of the run.
-        data: of the run.
-        sets: what is evaluated beside it.
-        checkpoints: of its folder.
-        runtime: its surroundings.
+        context: Context of the run, whose processes all call this.
 
     Raises:
-        InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
+        InitError, ResumeError, WorkdirError: Something does not fit. Nothing was written, and the
+            checkpoints are as they were.
     """
-    config, console = program.config, runtime.console
-    choice, metric = config.resume_from, config.checkpoint.best_metric
-    at: int | None = runtime.processes.broadcast(
-        "resume from",
-        lambda: None if choice is None else checkpointer.step_of(runtime.folder, choice, metric),
-    )
+    config = program.config
+
+    def chosen_step() -> int | None:
+        if config.resume_from is None:
+            return None
+        metric = config.checkpoint.best_metric
+        return checkpointer.step_of(context.folder, config.resume_from, metric)
+
+    resume_step: int | None = context.processes.broadcast("resume from", chosen_step)
     if checkpoints.latest_of_all() is None:
-        make_state = _prepared(
-            program, data
-        )  # what does not fit is refused before anything is written
-        announce(program, data, console)
-        if runtime.resumed or config.resume:
-            yet = "no checkpoint yet, " if runtime.resumed else ""
-            console.print(f"nothing to resume in {runtime.folder.name}: {yet}starting at step 0")
-        position = StartState(make_state(console), step=0, keep_metrics=runtime.resumed)
+        start = _new_start(program, data, context)
     else:
-        state = restore_latest(program, data, checkpoints, at)
-        step = int(state.step)  # an earlier one, where the newest was damaged
-        evaluated = not config.evaluates_after(step) or runtime.processes.broadcast(
-            "evaluated", lambda: metrics.has_evaluation(runtime.files, step)
-        )
-        position = StartState(state, step, keep_metrics=True, evaluated=evaluated)
-    around = environment.facts(program.mesh)
-    if runtime.resumed:
+        start = _resumed_start(program, data, checkpoints, context, resume_step)
+
+    # Refusals and announcements come before anything in the workdir is moved or written.
+    environment_facts = environment.facts(program.mesh)
+    if context.resumed:
         from mupax.train.run import resume
 
         set_facts = {name: loaded.facts for name, loaded in sets.items()}
-        now = workdir.surroundings(program.compiler_options(), around)
-        resume.announce(config, runtime, position.step, set_facts, checkpoints, now)
-    if at is not None:
-        files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
-        if line := runtime.processes.broadcast(
-            "branch", lambda: checkpointer.branch_off(checkpoints, at, files)
-        ):
-            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if runtime.processes.leader:
-        preset, flags = program.preset.describe(), program.compiler_options()
-        facts = data.facts | (
-            {"sets": {name: each.facts for name, each in sets.items()}} if sets else {}
+        surroundings = workdir.surroundings(program.compiler_options(), environment_facts)
+        resume.announce(config, context, start.step, set_facts, checkpoints, surroundings)
+    if resume_step is not None:
+        _branch_off(checkpoints, context, resume_step)
+    if context.processes.leader:
+        _write_record(program, data, sets, checkpoints, context, start.step, environment_facts)
+    return start
+
+
+def _new_start(program: Program, data: Data, context: RunContext) -> StartState:
+    """Return the state of step 0, after announcing the run."""
+    # A source that does not fit is refused here, before anything is written or announced.
+    source = _read_source(program, data)
+    console = context.console
+    announce(program, data, console)
+    if context.resumed or program.config.resume:
+        reason = "no checkpoint yet, " if context.resumed else ""
+        console.print(f"nothing to resume in {context.folder.name}: {reason}starting at step 0")
+    state = _initial_state(program, source, console)
+    return StartState(state, step=0, keep_metrics=context.resumed)
+
+
+def _resumed_start(
+    program: Program,
+    data: Data,
+    checkpoints: Checkpoints,
+    context: RunContext,
+    resume_step: int | None,
+) -> StartState:
+    """Return the state of the checkpoint of `resume_step`, or of the newest one that is whole."""
+    state = restore_latest(program, data, checkpoints, resume_step)
+    step = int(state.step)  # an earlier one if the newest checkpoint is damaged
+    evaluated = True
+    if program.config.evaluates_after(step):
+        # A kill may have come between the checkpoint of a step and its evaluation.
+        evaluated = context.processes.broadcast(
+            "evaluated", lambda: metrics.has_evaluation(context.files, step)
         )
-        checkpoints.record = workdir.record(
-            runtime.folder, config, facts, preset, flags, position.step, around
-        )
-        asset_files = data_assets.files_of(data, config.data, console.print)
-        checkpoints.assets = assets.write(runtime.folder, asset_files, position.step)
-    return position
+    return StartState(state, step, keep_metrics=True, evaluated=evaluated)
+
+
+def _branch_off(checkpoints: Checkpoints, context: RunContext, step: int) -> None:
+    """Move what the run did after `step` into a branch of the workdir, and say so."""
+    files = [context.files / metrics.FILE_NAME, context.folder / workdir.RECORD]
+    line = context.processes.broadcast(
+        "branch", lambda: checkpointer.branch_off(checkpoints, step, files)
+    )
+    if line:
+        context.console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _write_record(
+    program: Program,
+    data: Data,
+    sets: Mapping[str, Data],
+    checkpoints: Checkpoints,
+    context: RunContext,
+    step: int,
+    environment_facts: Mapping[str, Any],
+) -> None:
+    """Write config.json and the data's own files, such as a tokenizer, for all checkpoints."""
+    facts = dict(data.facts)
+    if sets:
+        facts["sets"] = {name: loaded.facts for name, loaded in sets.items()}
+    checkpoints.record = workdir.record(
+        context.folder,
+        program.config,
+        facts,
+        program.preset.describe(),
+        program.compiler_options(),
+        step,
+        environment_facts,
+    )
+    asset_files = data_assets.files_of(data, program.config.data, context.console.print)
+    checkpoints.assets = assets.write(context.folder, asset_files, step)
 
 
 def restore_latest(
-    program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None
+    program: Program, data: Data, checkpoints: Checkpoints, only_step: int | None = None
 ) -> TrainState:
-    """Return the state of the newest checkpoint, or the one that the run began with where there is none yet.
+    """Return the state of the newest checkpoint, or the state of step 0 if there is none yet.
 
     Args:
-        program: of the run.
-        data: what the checkpoint was trained on, unless `resume_change` has `data`.
-        checkpoints: of its folder.
-        at: step of a checkpoint that is meant instead, and no other.
+        data: Data that the checkpoint must have been trained on, unless `resume_change` has `data`.
+        only_step: Step of the only checkpoint to try. By default the newest is tried first.
 
     Raises:
-        WorkdirError, ForeignError, DiskError: as `Checkpoints.restore`.
+        WorkdirError, ForeignError, DiskError: No checkpoint can be restored (`restore`).
     """
     if checkpoints.latest_of_all() is None:
-        return _prepared(program, data)(rich_console(quiet=True))
+        return _initial_state(program, _read_source(program, data), rich_console(quiet=True))
+    # Facts that differ from those of the checkpoint are refused; `None` compares nothing.
     facts = None if "data" in program.config.resume_change else data.facts
-    return checkpoints.restore(program.abstract, facts, at)
+    return checkpoints.restore(program.abstract, facts, only_step)
 
 
-def _prepared(program: Program, data: Data) -> Callable[[Console], TrainState]:
-    """Return a function that makes the state of step 0 and says where it is from. Its source is read before."""
+def _read_source(program: Program, data: Data) -> Start | None:
+    """Read and return the parameters that `--init-from` names; `None` without that flag."""
     if program.config.init.init_from is None:
-        return lambda console: program.initial_state()
+        return None
     from mupax.train.reuse.start import init_from
 
-    start = init_from.prepare(program, data.facts.get("tokenizer"))
+    return init_from.prepare(program, data.facts.get("tokenizer"))
 
-    def make_state(console: Console) -> TrainState:
-        from mupax.train.reuse import transplant
 
-        transplant.show(
-            console, f"starting from {program.config.init.init_from}", start.rows, start.notes
-        )
-        return init_from.initial_state(program, start)
+def _initial_state(program: Program, source: Start | None, console: Console) -> TrainState:
+    """Return the state of step 0. If it starts from other parameters, print where they are from."""
+    if source is None:
+        return program.initial_state()
+    from mupax.train.reuse import transplant
+    from mupax.train.reuse.start import init_from
 
-    return make_state
+    title = f"starting from {program.config.init.init_from}"
+    transplant.show(console, title, source.rows, source.notes)
+    return init_from.initial_state(program, source)

@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, progress, timing, pictures."""
+"""Output of a run: metrics, progress, timing, pictures and the summary."""

@@ -1,4 +1,7 @@
-"""What a finished run leaves: a loss curve, a sample or a picture, and a summary beside reference models."""
+"""Results of a finished run: a loss curve, a sample or a picture, and a summary with references.
+
+`loop.run` calls `leave` at the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,14 @@ if TYPE_CHECKING:
 
     from mupax.train.data.interface import Reference
 
-_LONGEST_NAME = 28
-"""Characters of an evaluation set's name in a picture."""
+_MAX_NAME_LENGTH = 28
+"""Most characters of an evaluation set's name in a picture."""
 
-_PROMPT, _WORDS, _LONGEST = "def ", 3, 40
+_PROMPT = "def "
+"""Prompt for a model of Python code, and for text without printable words."""
+_PROMPT_WORDS = 3
+_MAX_PROMPT_LENGTH = 40
+"""Most characters of a prompt that is taken from the evaluation text."""
 _SAMPLE_TOKENS = 400
 _MASKS = {None: "", "infilling": "<mask>", "sentinels": "<0>"}
 """Word that stands for a gap in a prompt, by data.noise."""
@@ -57,78 +64,153 @@ def loss_plot(
 ) -> None:
     """Draw the training loss, the evaluations and the reference models over steps.
 
-    A language model's loss is drawn in nats per byte, so that tokenizers compare. An image model gets a second panel
-    with its accuracy. Other metrics have a panel each, where rows have them and `Metric.pictures` names the kind of data.
+    A language model's loss is drawn in nats per byte, so that tokenizers compare. An image model
+    gets a second panel with its accuracy. Other metrics have a panel each if rows have them and
+    `Metric.pictures` names the kind of data.
 
     Args:
-        metrics_path: a metrics.jsonl with at least one row.
-        out_png: picture to write.
-        references: drawn as horizontal lines in the panel of their unit.
-        title: shown above the panels.
-        bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
-        sets: further evaluation sets by name, each with its own bytes per token. Each is a line of its own.
+        references: Reference models. Each is a horizontal line in the panel of its unit.
+        bytes_per_token: Mean bytes of text per token, by which a language model's losses are
+            divided. `None` draws losses per target.
+        sets: Bytes per token of each further evaluation set, by name. Each set is a line.
 
     Raises:
-        metrics.MetricsError: the file has no rows, or a line of it is not a metrics row.
+        metrics.MetricsError: The file has no rows, or a line of it is not a metrics row.
     """
     # Figure without pyplot: it touches nothing global and needs no screen.
     from matplotlib.figure import Figure
 
+    set_bytes_per_token = sets or {}
     rows, unit = _rows(metrics_path)
-    scale, per = _scale(unit, bytes_per_token)
-    steps, losses = _series(rows, "loss", scale)
-    metric_panels = _metric_panels(rows, unit)
-    panels = 1 + len(metric_panels)
-    further_losses = [
-        _further(rows, name, "loss", *_scale(unit, each), per)
-        for name, each in (sets or {}).items()
-    ]
+    panel_metrics = _panel_metrics(rows, unit)
+    num_panels = 1 + len(panel_metrics)
     # Names stand in the right margin: beyond eight they need more height than a panel has.
-    least_height = 4.4 + 1.8 * len(metric_panels)
-    height = least_height + 0.27 * panels * max(0, len(further_losses) - 8)
+    base_height = 4.4 + 1.8 * len(panel_metrics)
+    height = base_height + 0.27 * num_panels * max(0, len(set_bytes_per_token) - 8)
     figure = Figure(figsize=(7.6, height), dpi=150, layout="constrained")
-    upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    for axes in (upper, *lower):
-        plotting.style(axes, min(row["step"] for row in rows), max(row["step"] for row in rows))
+    panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    all_steps = [row["step"] for row in rows]
+    for axes in panels:
+        plotting.style(axes, min(all_steps), max(all_steps))
 
-    smooth = _training(upper, steps, losses)
-    upper.set_ylabel(f"loss ({per.replace('/', ' per ')})", color=plotting.INK)
-    upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=26)
-    lines = [(r.value, f"{r.name} {r.value:.3f}") for r in references if r.unit == per]
-    evaluations = _series(rows, "eval_loss", scale)
-    extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
-    around = np.array([*smooth, *extremes])
-    gap = 0.06 * panels**0.5 * least_height / height
-    _evaluations(
-        upper,
-        evaluations,
+    loss_gap = 0.06 * num_panels**0.5 * base_height / height
+    _loss_panel(
+        panels[0],
+        rows,
+        _loss_scale(unit, bytes_per_token),
+        references,
+        set_bytes_per_token,
+        loss_gap,
+    )
+    panels[0].set_title(
+        title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=26
+    )
+    metric_gap = 0.0425 * num_panels * base_height / height
+    for axes, name in zip(panels[1:], panel_metrics, strict=True):
+        _metric_panel(axes, rows, name, references, list(set_bytes_per_token), metric_gap)
+
+    counts = {row[unit] for row in rows if unit in row}
+    step_label = "optimizer step"
+    if len(counts) == 1:
+        step_label += f" ({counts.pop():,} {unit} each)"
+    panels[-1].set_xlabel(step_label, color=plotting.INK)
+    figure.savefig(out_png)
+
+
+class _LossScale(NamedTuple):
+    """Unit in which losses of one data set are shown."""
+
+    unit: str
+    """Unit of rows: "tokens" or "images"."""
+    divisor: float
+    """Number by which losses of rows are divided."""
+    name: str
+    """Name of the unit of the quotient: "nats/byte", "nats/target" or "nats/image"."""
+
+    @property
+    def tokens_per_unit(self) -> float | None:
+        """Factor from nats per byte to nats per token, or `None` if losses are not per byte."""
+        return self.divisor if self.name == "nats/byte" else None
+
+
+def _loss_scale(unit: str, bytes_per_token: float | None) -> _LossScale:
+    """Return the unit in which losses are shown.
+
+    Args:
+        unit: "tokens" or "images".
+        bytes_per_token: Mean bytes of text per token, or `None` for losses per target.
+    """
+    if unit != "tokens":
+        return _LossScale(unit, 1.0, "nats/image")
+    if bytes_per_token is None:
+        return _LossScale(unit, 1.0, "nats/target")
+    return _LossScale(unit, bytes_per_token, "nats/byte")
+
+
+def _loss_panel(
+    axes: Axes,
+    rows: Sequence[Mapping[str, Any]],
+    scale: _LossScale,
+    references: Sequence[Reference],
+    set_bytes_per_token: Mapping[str, float | None],
+    gap: float,
+) -> None:
+    """Draw the loss over steps: training, evaluations, further sets and reference models.
+
+    Args:
+        gap: Least distance of two names in the margin, as a fraction of the panel's height.
+    """
+    steps, losses = _series(rows, "loss", scale.divisor)
+    further = []
+    for name, bytes_per_token in set_bytes_per_token.items():
+        set_scale = _loss_scale(scale.unit, bytes_per_token)
+        series = _series(rows, row_name("loss", name), set_scale.divisor)
+        other_unit = set_scale.name if set_scale.name != scale.name else ""
+        further.append(_FurtherSet(_shortened(name), *series, other_unit))
+
+    smooth = _draw_training(axes, steps, losses)
+    axes.set_ylabel(f"loss ({scale.name.replace('/', ' per ')})", color=plotting.INK)
+    lines = [
+        (reference.value, f"{reference.name} {reference.value:.3f}")
+        for reference in references
+        if reference.unit == scale.name
+    ]
+    around = [*smooth]
+    if np.isfinite(losses).any():
+        # Without the few largest and smallest losses, so that one spike does not flatten the curve.
+        around += [*np.nanquantile(losses, [0.002, 0.998])]
+    _draw_evaluations(
+        axes,
+        _series(rows, "eval_loss", scale.divisor),
         lines,
         "{:.3f}",
         gap=gap,
         log=True,
-        around=around,
-        further=further_losses,
+        around=np.array(around),
+        further=further,
     )
-    if per == "nats/byte" and scale != 1:
-        plotting.second_scale(upper, scale, "nats per token")
-    above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1)}  # where no line runs
-    upper.legend(**above, ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9)
-    for axes, name in zip(lower, metric_panels, strict=True):
-        gap = 0.0425 * panels * least_height / height
-        _metric_panel(axes, rows, name, references, list(sets or {}), gap)
-    per_step = {row[unit] for row in rows if unit in row}
-    each = f" ({per_step.pop():,} {unit} each)" if len(per_step) == 1 else ""
-    (upper, *lower)[-1].set_xlabel(f"optimizer step{each}", color=plotting.INK)
-    figure.savefig(out_png)
+    if scale.name == "nats/byte" and scale.divisor != 1:
+        plotting.second_scale(axes, scale.divisor, "nats per token")
+    # Above the panel, where no line runs.
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1),
+        ncols=2,
+        frameon=False,
+        labelcolor=plotting.INK,
+        fontsize=9,
+    )
 
 
-def _metric_panels(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
+def _panel_metrics(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
     """Return the names of the metrics that have a panel of their own, besides the loss."""
-    return [
-        name
-        for name, metric in shown_everywhere().items()
-        if name != "loss" and unit in metric.pictures and _series(rows, row_name(name))[0].size
-    ]
+    names = []
+    for name, metric in shown_everywhere().items():
+        if name != "loss" and unit in metric.pictures:
+            steps, _ = _series(rows, row_name(name))
+            if steps.size:
+                names.append(name)
+    return names
 
 
 def _metric_panel(
@@ -139,25 +221,33 @@ def _metric_panel(
     sets: Sequence[str],
     gap: float,
 ) -> None:
-    """Draw a metric over steps: training batches where they have it, evaluations, further sets and reference models."""
+    """Draw a metric over steps: training, if rows have it, evaluations, sets and references.
+
+    Args:
+        gap: Least distance of two names in the margin, as a fraction of the panel's height.
+    """
     metric = METRICS[name]
+    # Shares are drawn in percent.
     scale = 0.01 if metric.share else 1.0
     form = "{:.2f}" if metric.share else f"{{:{metric.form}}}"
-    axes.set_ylabel(
-        f"{metric.label} ({metric.unit})" if metric.unit else metric.label, color=plotting.INK
-    )
+    label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
+    axes.set_ylabel(label, color=plotting.INK)
     smooth = np.array([])
     if any(name in row for row in rows):
-        smooth = _training(axes, *_series(rows, name, scale))
-    values = [
-        (reference.value / scale, reference.name)
-        for reference in references
-        if reference.unit == name
-    ]
-    lines = [(value, f"{label} {form.format(value)}") for value, label in values]
-    further = [_further(rows, data_set, name, scale, "", "") for data_set in sets]
+        smooth = _draw_training(axes, *_series(rows, name, scale))
+    lines = []
+    for reference in references:
+        if reference.unit == name:
+            value = reference.value / scale
+            lines.append((value, f"{reference.name} {form.format(value)}"))
+    further = []
+    for set_name in sets:
+        series = _series(rows, row_name(name, set_name), scale)
+        further.append(_FurtherSet(_shortened(set_name), *series, unit=""))
     evaluations = _series(rows, row_name(name), scale)
-    _evaluations(axes, evaluations, lines, form, gap=gap, log=False, around=smooth, further=further)
+    _draw_evaluations(
+        axes, evaluations, lines, form, gap=gap, log=False, around=smooth, further=further
+    )
 
 
 def summary(
@@ -173,75 +263,33 @@ def summary(
     files: Sequence[Path | str] = (),
     then: str | None = None,
 ) -> None:
-    """Print how a run ended: its results beside the reference models, its cost, where its files are, and what to type next.
+    """Print the results of a run, its cost, where its files are, and what to type next.
+
+    Results stand beside those of the reference models.
 
     Args:
-        console: where to print.
-        metrics_path: the run's metrics.jsonl.
-        name: of the run, for the title.
-        seconds: wall-clock time of the session.
-        facts: lines about the model and the session, by their label.
-        references: compared with the last evaluation where it has their unit.
-        bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
-        sets: further evaluation sets, each with its own bytes per token.
-        files: what was written, shown relative to the current folder.
-        then: a command that uses the run.
+        metrics_path: metrics.jsonl of the run, with at least one row.
+        name: Name of the run, for the title.
+        facts: Lines about the model and the session, by their label.
+        references: Reference models. Each is compared with the last evaluation in its unit.
+        bytes_per_token: Mean bytes of text per token, by which a language model's losses are
+            divided. `None` prints losses per target.
+        sets: Bytes per token of each further evaluation set, by name.
+        files: Files of the run, shown relative to the current folder.
+        then: Command that uses the run. Default none.
     """
     rows, unit = _rows(metrics_path)
-    scale, per = _scale(unit, bytes_per_token)
-    label_column, right, folded = (
+    scale = _loss_scale(unit, bytes_per_token)
+    table = Table.grid(
         Column(no_wrap=True),
         Column(justify="right", no_wrap=True),
         Column(overflow="fold"),
+        padding=(0, 3, 0, 0),
     )
-    table = Table.grid(label_column, right, folded, padding=(0, 3, 0, 0))
-    per_token = scale if per == "nats/byte" else None
-    losses_of_text = _series(rows, "eval_loss", scale)[1]
-    remark = f"{per}{_per_token(losses_of_text[-1], per_token)}" if losses_of_text.size else per
-    for metric_name in _by_importance(unit):
-        metric = METRICS[metric_name]
-        values = (
-            losses_of_text if metric_name == "loss" else _series(rows, row_name(metric_name))[1]
-        )
-        if not values.size:
-            continue
-        ours = float(values[-1])
-        remark_of_metric = remark if metric_name == "loss" else ""
-        text = metric.text(ours) if metric_name == "loss" else metric.text_with_unit(ours)
-        table.add_row(
-            Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark_of_metric
-        )
-        # The loss of images has no reference: theirs are of the accuracy.
-        reference_unit = metric_name
-        if metric_name == "loss":
-            reference_unit = per if unit == "tokens" else None
-        for reference in references:
-            if reference.unit == reference_unit:
-                compared = _compared(console, ours, reference, metric)
-                table.add_row(f"  {reference.name}", metric.text(reference.value), compared)
-    for further, each in (sets or {}).items():
-        divisor, unit_of_set = _scale(unit, each)
-        values = _series(rows, row_name("loss", further))[1]
-        if values.size:
-            remark = unit_of_set
-            remark += _per_token(
-                values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None
-            )
-            for metric_name, metric in shown_everywhere().items():
-                metric_values = _series(rows, row_name(metric_name, further))[1]
-                if metric_name != "loss" and metric_values.size:
-                    remark += f", {metric.label} {metric.text_with_unit(float(metric_values[-1]))}"
-            table.add_row(f"  on {further}", f"{values[-1] / divisor:.4f}", remark)
-    steps, losses = _series(rows, "loss")
-    if len(steps):
-        count = max(1, min(100, len(steps) // 20))
-        mean = losses[-count:].mean() / scale
-        units = f"{per}{_per_token(mean, per_token)}"
-        table.add_row(
-            "training loss",
-            f"{mean:.4f}",
-            f"{units}, mean of the last {count} steps" if count > 1 else units,
-        )
+    _add_metrics(table, console, rows, scale, references)
+    for set_name, set_bytes_per_token in (sets or {}).items():
+        _add_set(table, rows, set_name, _loss_scale(unit, set_bytes_per_token))
+    _add_training_loss(table, rows, scale)
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
     rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
@@ -251,34 +299,98 @@ def summary(
     if files:
         below.add_row("files", Text("\n".join(map(relative, files))))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
-    console.print(
-        Panel(
-            Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False
-        )
-    )
-    if then:  # below the panel and in one line, whose frame and line breaks would be copied with the command
+    content = Group(table, "", below)
+    console.print(Panel(content, title=heading, title_align="left", padding=(1, 2), expand=False))
+    if then:
+        # Below the panel and in one line, because frame and line breaks would be copied with it.
         console.print(Text.assemble(("next  ", "dim"), then), soft_wrap=True)
 
 
+def _add_metrics(
+    table: Table,
+    console: Console,
+    rows: Sequence[Mapping[str, Any]],
+    scale: _LossScale,
+    references: Sequence[Reference],
+) -> None:
+    """Add rows with the last evaluation of every metric, each followed by its references."""
+    names = list(shown_everywhere())
+    # The loss of image models comes last: their accuracy matters more.
+    names.sort(key=lambda name: scale.unit == "images" and name == "loss")
+    for name in names:
+        metric = METRICS[name]
+        is_loss = name == "loss"
+        _, values = _series(rows, row_name(name), scale.divisor if is_loss else 1.0)
+        if not values.size:
+            continue
+        value = float(values[-1])
+        if is_loss:
+            text = metric.text(value)
+            remark = f"{scale.name}{_per_token(values[-1], scale.tokens_per_unit)}"
+        else:
+            text = metric.text_with_unit(value)
+            remark = ""
+        table.add_row(Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark)
+        reference_unit: str | None = name
+        if is_loss:
+            # The loss of images has no reference: theirs are of the accuracy.
+            reference_unit = scale.name if scale.unit == "tokens" else None
+        for reference in references:
+            if reference.unit == reference_unit:
+                compared = _compared(console, value, reference, metric)
+                table.add_row(f"  {reference.name}", metric.text(reference.value), compared)
+
+
+def _add_set(
+    table: Table, rows: Sequence[Mapping[str, Any]], set_name: str, scale: _LossScale
+) -> None:
+    """Add a row with the last evaluation on a further set: its loss, then its other metrics."""
+    _, losses = _series(rows, row_name("loss", set_name))
+    if not losses.size:
+        return
+    loss = losses[-1] / scale.divisor
+    remark = scale.name + _per_token(loss, scale.tokens_per_unit)
+    for name, metric in shown_everywhere().items():
+        _, values = _series(rows, row_name(name, set_name))
+        if name != "loss" and values.size:
+            remark += f", {metric.label} {metric.text_with_unit(float(values[-1]))}"
+    table.add_row(f"  on {set_name}", f"{loss:.4f}", remark)
+
+
+def _add_training_loss(table: Table, rows: Sequence[Mapping[str, Any]], scale: _LossScale) -> None:
+    """Add a row with the training loss averaged over the last steps: 5 % of them, at most 100."""
+    steps, losses = _series(rows, "loss")
+    if not len(steps):
+        return
+    # The loss of a single batch is too noisy to compare.
+    count = max(1, min(100, len(steps) // 20))
+    mean = losses[-count:].mean() / scale.divisor
+    remark = f"{scale.name}{_per_token(mean, scale.tokens_per_unit)}"
+    if count > 1:
+        remark += f", mean of the last {count} steps"
+    table.add_row("training loss", f"{mean:.4f}", remark)
+
+
 def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a file, and the unit that they count."""
+    """Return the rows of a metrics.jsonl, and their unit: "tokens" or "images".
+
+    Raises:
+        metrics.MetricsError: The file has no rows, or a line of it is not a metrics row.
+    """
     rows = metrics.read(path)
     if not rows:
         raise metrics.MetricsError(
             f"{path} has no rows, there is nothing to report; train at least one step"
         )
-    return rows, "images" if any("images" in row for row in rows) else "tokens"
-
-
-def _scale(unit: str, bytes_per_token: float | None) -> tuple[float, str]:
-    """What losses are divided by, and their unit then."""
-    if unit != "tokens":
-        return 1.0, "nats/image"
-    return (1.0, "nats/target") if bytes_per_token is None else (bytes_per_token, "nats/byte")
+    has_images = any("images" in row for row in rows)
+    return rows, "images" if has_images else "tokens"
 
 
 def _per_token(loss_per_byte: float, bytes_per_token: float | None) -> str:
-    """Return a loss in nats per token, to stand behind the loss per byte; nothing where a token is a byte or there are none."""
+    """Return a loss in nats per token, to stand behind the loss per byte.
+
+    Returns "" if a token is a byte, or if the loss is not per byte (`None`).
+    """
     if bytes_per_token is None or bytes_per_token == 1:
         return ""
     return f", {loss_per_byte * bytes_per_token:.4f} nats/token"
@@ -287,49 +399,45 @@ def _per_token(loss_per_byte: float, bytes_per_token: float | None) -> str:
 def _series(
     rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values / scale of one column; what was not finite is nan."""
+    """Return the steps and values / scale of one key, sorted by step.
+
+    A value that was not finite is NaN.
+    """
     points = [(row["step"], row[key] / scale) for row in rows if row.get(key) is not None]
     points += [(row["step"], math.nan) for row in rows if key in row.get("nonfinite", ())]
+    # Values that were not finite were added behind all others.
     points.sort(key=lambda point: point[0])
-    return np.array([step for step, _ in points]), np.array(
-        [value for _, value in points], np.float64
-    )
+    steps = np.array([step for step, _ in points])
+    values = np.array([value for _, value in points], np.float64)
+    return steps, values
 
 
-class _Further(NamedTuple):
+class _FurtherSet(NamedTuple):
     """Evaluations of a further set, as a line of a panel."""
 
     name: str
     steps: np.ndarray
     values: np.ndarray
     unit: str
-    """Unit of the values where it is not that of the panel; else empty."""
+    """Unit of the values if it is not that of the panel, otherwise ""."""
 
 
-def _further(
-    rows: Sequence[Mapping[str, Any]],
-    name: str,
-    measure: str,
-    scale: float,
-    unit: str,
-    panel_unit: str,
-) -> _Further:
-    """Return the line of a further evaluation set; a long name is cut, so that it fits into the margin."""
-    short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-    return _Further(
-        short, *_series(rows, row_name(measure, name), scale), unit if unit != panel_unit else ""
-    )
+def _shortened(name: str) -> str:
+    """Return the name of an evaluation set, cut so that it fits into the margin."""
+    if len(name) <= _MAX_NAME_LENGTH:
+        return name
+    return f"{name[: _MAX_NAME_LENGTH - 1]}…"
 
 
-def _training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Every step in a light line and their smoothed course, which is returned."""
+def _draw_training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Draw the values of all steps as a light line, and smoothed. Return the smoothed values."""
     smooth = plotting.smoothed(values)
     axes.plot(steps, values, color=plotting.BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth, color=plotting.BLUE, linewidth=1.8, label="training (smoothed)")
     return smooth
 
 
-def _evaluations(
+def _draw_evaluations(
     axes: Axes,
     points: tuple[np.ndarray, np.ndarray],
     lines: Sequence[tuple[float, str]],
@@ -338,11 +446,19 @@ def _evaluations(
     gap: float,
     log: bool,
     around: np.ndarray,
-    further: Sequence[_Further] = (),
+    further: Sequence[_FurtherSet] = (),
 ) -> None:
-    """Evaluations and reference lines, named in the right margin. Sets the limits of y to hold them and `around`."""
+    """Draw evaluations, further sets and reference lines, and set the limits of y.
+
+    Args:
+        lines: Value and name of each reference model.
+        form: Format string of values in the margin.
+        gap: Least distance of two names in the margin, as a fraction of the panel's height.
+        around: Other values that the limits must hold.
+    """
     steps, values = points
-    inside = [values, [value for value, _ in lines], around, *(line.values for line in further)]
+    inside = [values, [value for value, _ in lines], around]
+    inside += [evaluated_set.values for evaluated_set in further]
     axes.plot(
         steps,
         values,
@@ -356,135 +472,151 @@ def _evaluations(
         axes.axhline(value, color=plotting.GREY, linestyle=(0, (5, 3)), linewidth=1.0, zorder=1)
     plotting.limits(axes, np.concatenate(inside), log=log)
     labels = [(value, text, plotting.GREY) for value, text in lines]
-    for line, (colour, marker) in zip(further, itertools.cycle(plotting.MORE), strict=False):
+    styles = itertools.cycle(plotting.MORE)
+    for evaluated_set, (color, marker) in zip(further, styles, strict=False):
         axes.plot(
-            line.steps,
-            line.values,
-            color=colour,
+            evaluated_set.steps,
+            evaluated_set.values,
+            color=color,
             marker=marker,
             markersize=3.5,
             linewidth=1.2,
             zorder=1.9,
         )
-        if line.values.size and math.isfinite(line.values[-1]):
-            text = f"{line.name} {form.format(line.values[-1])} {line.unit}".rstrip()
-            labels.append((float(line.values[-1]), text, colour))
+        if evaluated_set.values.size and math.isfinite(evaluated_set.values[-1]):
+            last = float(evaluated_set.values[-1])
+            text = f"{evaluated_set.name} {form.format(last)} {evaluated_set.unit}".rstrip()
+            labels.append((last, text, color))
     if values.size and math.isfinite(values[-1]):
         labels.append((float(values[-1]), f"evaluation {form.format(values[-1])}", plotting.ORANGE))
     plotting.margin_labels(axes, labels, gap)
 
 
-def _by_importance(unit: str) -> list[str]:
-    """Return the names of the metrics of a summary: of images the loss comes last."""
-    names = list(shown_everywhere())
-    return sorted(names, key=lambda name: unit == "images" and name == "loss")
-
-
-def _compared(console: Console, ours: float, reference: Reference, metric: Metric) -> Text:
+def _compared(console: Console, value: float, reference: Reference, metric: Metric) -> Text:
+    """Return by how much a value is better or worse than that of a reference model."""
     good, bad = ("+", "x") if console.options.ascii_only else ("✓", "✗")
-    if math.isnan(ours):
+    if math.isnan(value):
         return Text(f"{bad} diverged", "red")
-    gain = ours - reference.value if metric.better == "higher" else reference.value - ours
+    gain = reference.value - value
+    if metric.better == "higher":
+        gain = value - reference.value
     size = f"{100 * abs(gain):.2f} points" if metric.share else metric.text(abs(gain))
-    return (
-        Text(f"{good} better by {size}", "green")
-        if gain >= 0
-        else Text(f"{bad} worse by {size}", "red")
-    )
+    if gain >= 0:
+        return Text(f"{good} better by {size}", "green")
+    return Text(f"{bad} worse by {size}", "red")
 
 
 def relative(path: Path | str) -> str:
-    """Relative to the current folder where it lies below it."""
+    """Return a path relative to the current folder if it lies below it, otherwise as it is."""
     if not isinstance(path, str) and is_remote(path):
         return str(path)
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    # `relpath` and not `Path.relative_to`, which refuses a path outside of the folder.
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown
 
 
 def leave(session: CompiledRun, params: Arrays) -> None:
-    """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary.
+    """Write loss.png and sample.txt or predictions.png into the workdir, and print the summary.
 
-    Every process of the run calls this, since each holds a part of the parameters; one of them writes.
-
-    Args:
-        session: of the run that is done.
-        params: the trained parameters.
+    Every process of the run calls this, since each holds a part of the parameters. Process 0
+    writes and prints.
     """
-    program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
-    config, folder, leader, count = (
-        program.config,
-        rt.files,
-        rt.processes.leader,
-        program.definition.count(),
-    )
-    form = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
-    files = [folder / metrics.FILE_NAME]
+    program = session.program
+    data = session.data
+    context = session.context
+    config = program.config
+    folder = context.files
+    metrics_path = folder / metrics.FILE_NAME
+    files = [metrics_path]
     if config.log.samples and (config.model.generates or config.model.denoises):
         files.append(folder / "sample.txt")
-        text = _sample(program, data, params, inputs)
-        if leader:
-            with _extra(rt, "sample.txt"):
-                files[-1].write_text(text, encoding="utf-8")
-                if config.log.tensorboard:
-                    _show(rt, metrics.read(files[0])[-1]["step"], text)
-            rt.console.rule("sample", style="dim")
-            rt.console.print(text, markup=False, highlight=False, style="dim")
+        _leave_sample(session, params, files[-1])
     elif config.log.samples and config.model.task == "images":
-        from mupax.train.run.report import plotting
-
         files.append(folder / "predictions.png")
-        logits = jax.jit(
-            partial(logits_of, program.definition), out_shardings=program.layout.replicated
-        )
-        shown = plotting.guesses(data, lambda images: logits(params, inputs, images))
-        if leader:
-            with _extra(rt, "predictions.png"):
-                plotting.prediction_picture(
-                    **shown, class_names=data.class_names, out_png=files[-1]
-                )
-    if not leader:
+        _leave_predictions(session, params, files[-1])
+    if not context.processes.leader:
         return
-    references, curve = data.references(), folder / "loss.png"
-    title = f"{config.recipe}: {count:,} parameters, {program.preset.name}"
-    sets = {name: one.bytes_per_token for name, one in session.sets.items()}
-    with _extra(rt, "loss.png"):
+
+    references = data.references()
+    count = program.definition.count()
+    sets = {name: loaded.bytes_per_token for name, loaded in session.sets.items()}
+    curve_path = folder / "loss.png"
+    with _optional(context, "loss.png"):
+        title = f"{config.recipe}: {count:,} parameters, {program.preset.name}"
         loss_plot(
-            files[0], curve, references, title, bytes_per_token=data.bytes_per_token, sets=sets
+            metrics_path,
+            curve_path,
+            references,
+            title,
+            bytes_per_token=data.bytes_per_token,
+            sets=sets,
         )
+    form = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {form}"}
-    facts |= {"stopped early": session.evaluations.stopped} if session.evaluations.stopped else {}
-    with _extra(rt, "the summary"):
+    if session.evaluations.stopped:
+        facts["stopped early"] = session.evaluations.stopped
+    with _optional(context, "the summary"):
+        # Files in a bucket are shown at their place there, and not in the upload buffer.
+        shown_files = [
+            context.folder / file.relative_to(folder).as_posix()
+            for file in (*files, curve_path, folder / "config.json")
+        ]
         summary(
-            rt.console,
-            files[0],
+            context.console,
+            metrics_path,
             name=config.recipe,
             seconds=time.monotonic() - session.began,
             facts={**facts, **session.speed},
             references=references,
             bytes_per_token=data.bytes_per_token,
             sets=sets,
-            files=[
-                rt.folder / file.relative_to(folder).as_posix()
-                for file in (*files, curve, folder / "config.json")
-            ],
-            then=_use(config, data, relative(rt.folder)),
+            files=shown_files,
+            then=_next_command(config, data, relative(context.folder)),
         )
 
 
-def _show(rt: RunContext, step: int, text: str) -> None:
-    """The sample in TensorBoard, in a file of its own: that of the rows is closed."""
+def _leave_sample(session: CompiledRun, params: Arrays, path: Path) -> None:
+    """Generate a sample on all processes, and write and print it on process 0."""
+    context = session.context
+    text = _sample(session.program, session.data, params, session.inputs)
+    if not context.processes.leader:
+        return
+    with _optional(context, "sample.txt"):
+        path.write_text(text, encoding="utf-8")
+        if session.program.config.log.tensorboard:
+            last_row = metrics.read(context.files / metrics.FILE_NAME)[-1]
+            _show_sample(context, last_row["step"], text)
+    context.console.rule("sample", style="dim")
+    context.console.print(text, markup=False, highlight=False, style="dim")
+
+
+def _leave_predictions(session: CompiledRun, params: Arrays, path: Path) -> None:
+    """Predict test images on all processes, and draw them on process 0."""
+    program = session.program
+    data = session.data
+    # Replicated, so that every process can read the predictions.
+    logits = jax.jit(
+        partial(logits_of, program.definition), out_shardings=program.layout.replicated
+    )
+    shown = plotting.guesses(data, lambda images: logits(params, session.inputs, images))
+    if session.context.processes.leader:
+        with _optional(session.context, "predictions.png"):
+            plotting.prediction_picture(**shown, class_names=data.class_names, out_png=path)
+
+
+def _show_sample(context: RunContext, step: int, text: str) -> None:
+    """Show the sample in TensorBoard, in a file of its own, since that of the rows is closed."""
     from mupax.train.run.report.mirrors.trackers import Media, TensorBoard
 
-    board = TensorBoard(rt.files / "tensorboard", None, "sample")
-    fenced = "".join(
-        f"    {line}\n" for line in text.splitlines()
-    )  # as code: no character of it is markup
+    board = TensorBoard(context.files / "tensorboard", None, "sample")
+    # Indented as code, so that TensorBoard takes no character for Markdown.
+    fenced = "".join(f"    {line}\n" for line in text.splitlines())
     board.show(step, Media(texts={"sample": fenced}), time.time())
     board.close()
 
 
-def _use(config: Config, data: Data, folder: str) -> str:
-    """Return the command that has a run's model do what the model is for. It can be copied."""
+def _next_command(config: Config, data: Data, folder: str) -> str:
+    """Return the command that uses a run's model: generate, predict or eval. It can be copied."""
     if folder.startswith("-"):  # it would be read as a flag
         folder = f"./{folder}"
     kind, _, place = config.data.name.partition(":")
@@ -493,45 +625,46 @@ def _use(config: Config, data: Data, folder: str) -> str:
     if chats and config.model.generates:
         words = ["generate", folder, "--chat"]
     elif config.model.generates:
-        words = ["generate", folder, *_prompt_words(_prompt(config, data).strip())]
+        words = ["generate", folder, *_prompt_flag(_prompt(config, data).strip())]
     elif config.model.denoises and config.data.name == "python_corpus":
-        words = ["generate", folder, *_prompt_words(f"{_PROMPT}{_MASKS[config.data.noise]}(self):")]
+        words = ["generate", folder, *_prompt_flag(f"{_PROMPT}{_MASKS[config.data.noise]}(self):")]
     elif kind == "images":
         words = ["predict", folder, f"./{place}" if place.startswith("-") else place]
     return terminal.typed("mupax", *words)
 
 
-def _prompt_words(text: str) -> list[str]:
-    """Return the flag of a prompt. A text that looks like a flag is joined to it."""
+def _prompt_flag(text: str) -> list[str]:
+    """Return the words of `--prompt`. A text that looks like a flag is joined to it."""
     if text == "-":  # which reads standard input
         text = _PROMPT.strip()
     return [f"--prompt={text}"] if text.startswith("-") else ["--prompt", text]
 
 
 def _prompt(config: Config, data: Data) -> str:
-    """What a sample goes on with: of Python's sources a definition, of other text words of the first evaluation example."""
+    """Return a prompt: `def ` for Python code, otherwise words of the first evaluation example."""
     if config.data.name == "python_corpus":
         return _PROMPT
     text = data.tokenizer.decode(data.eval_batch(0, slice(0, 1))["inputs"][0])
-    words = text.split()[1:-1] or text.split()  # a window cuts its first and last
-    whole = [word for word in words if word.isprintable() and "\ufffd" not in word]
-    return " ".join(whole[:_WORDS])[:_LONGEST] or _PROMPT
+    # An example may begin and end within a word.
+    words = text.split()[1:-1] or text.split()
+    readable = [word for word in words if word.isprintable() and "\ufffd" not in word]
+    return " ".join(readable[:_PROMPT_WORDS])[:_MAX_PROMPT_LENGTH] or _PROMPT
 
 
 @contextlib.contextmanager
-def _extra(rt: RunContext, what: str) -> Iterator[None]:
-    """Something without which the run is whole: where it fails, a line says so."""
+def _optional(context: RunContext, name: str) -> Iterator[None]:
+    """Context manager for work whose failure is only printed, because the run is done without."""
     try:
         yield
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        rt.console.print(
-            f"{what} is left out: {reason[:300]}", style="yellow", markup=False, highlight=False
+        context.console.print(
+            f"{name} is left out: {reason[:300]}", style="yellow", markup=False, highlight=False
         )
 
 
 def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) -> str:
-    """A short prompt, continued; of an encoder-decoder texts with noise, and what it makes of them."""
+    """Return a prompt with its continuation, or texts that an encoder-decoder has restored."""
     if program.config.model.denoises:
         from mupax.train.reuse.generate import denoised
 
@@ -539,7 +672,6 @@ def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) ->
     from mupax.train.reuse.generate.decode import Generator
 
     prompt = data.tokenizer.encode([_prompt(program.config, data).encode()])[0]
-    new = Generator(program, params, inputs).complete(prompt, _SAMPLE_TOKENS, program.config.seed)[
-        0
-    ]
-    return data.tokenizer.decode(np.concatenate([prompt, new]))
+    generator = Generator(program, params, inputs)
+    completions = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)
+    return data.tokenizer.decode(np.concatenate([prompt, completions[0]]))

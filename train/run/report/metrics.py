@@ -1,37 +1,41 @@
-"""The numbers of a run: metrics.jsonl, mirrored to TensorBoard, Weights & Biases and trackio.
+"""Metrics of a run: metrics.jsonl, its copies in TensorBoard and trackers, and early stopping.
 
-metrics.jsonl has a JSON object per step and per evaluation, as they come, and every ten seconds and at the end one of speed:
+metrics.jsonl has a JSON object per step and per evaluation, and one about speed every ten seconds
+and at the end:
 
-    {"step": 12, "loss": 2.31, "loss_per_byte": 0.64, "lr": 0.001, "grad_norm": 0.84, "tokens": 8192, "seconds": 0.21}
+    {"step": 12, "loss": 2.31, "loss_per_byte": 0.64, "lr": 0.001, "grad_norm": 0.84,
+     "tokens": 8192, "seconds": 0.21}
     {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51, "eval_loss_per_byte": 0.45}
-    {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001, "perf_flops_per_second": 3.1e+11}
+    {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001,
+     "perf_flops_per_second": 3.1e+11}
 
-* loss, accuracy: metrics (`mupax.train.config.metrics.METRICS`) of the step's batch, before its update; the loss in nats.
-  eval_loss, eval_accuracy: metrics over the evaluation examples. eval_weights: "ema" where they are the moving average's.
-  eval/NAME/loss, eval/NAME/accuracy: those of a further set (data.evaluate), in the same row.
-* loss_per_byte, eval_loss_per_byte, eval/NAME/loss_per_byte: each loss over the mean bytes of text per token of the evaluation
-  text (of the set's own for a set), in nats per byte, which tokenizers do not change. Text only, where targets are the text.
-* stopped: why the run ended before its last step (stop.patience), in a row of its own.
-* logit_z_loss: with --z-loss, mean of logsumexp(logits)^2, before its weight; loss is without it.
-* lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
-* tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
-* perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.
-* perf_data_wait: share of the time in which the devices had nothing to do because the next batch was not there.
-* perf_flops_per_second: model FLOPs (`mupax.zoo.families`: no norms, nothing that remat computes again) of all devices together.
-* perf_mfu: that over the peak of the devices (`mupax.train.parallel.hardware`); only where the peak is known. Causal attention
-  counts half, where PaLM's MFU counts it in full.
-* perf_memory_peak_bytes: the most that a device of the first process had in use since the start; where devices count it.
-* perf_compile_seconds: what compiling the steps took; in the first such row of a session.
+* loss, accuracy: metrics (`mupax.train.config.metrics.METRICS`) of the step's batch, before its
+  update. The loss is in nats per target.
+* eval_loss, eval_accuracy: metrics over all evaluation examples.
+* eval_weights: "ema" if the moving average of the parameters was evaluated.
+* eval/NAME/loss, eval/NAME/accuracy: metrics of a further set (data.evaluate), in the same row.
+* loss_per_byte, eval_loss_per_byte, eval/NAME/loss_per_byte: each loss divided by the mean bytes
+  of text per token, in nats per byte, so that tokenizers compare. The mean is that of the
+  evaluation text, for a further set of its own text. Only for text whose targets are the text.
+* stopped: reason why the run ended before its last step, in a row of its own.
+* logit_z_loss: with --z-loss, mean of logsumexp(logits)^2, before its weight. loss is without it.
+* lr: learning rate of the step, at base size.
+* grad_norm: norm of the gradient of all parameters, before clipping.
+* tokens or images: targets of the step that count.
+* seconds: time from the end of the step before to the end of this one.
+* perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`. 90 % of the steps took at most p90.
+* perf_data_wait: share of the time in which the devices waited for the next batch.
+* perf_flops_per_second: model FLOPs (`mupax.zoo.families`: no norms, no recomputation by remat) of
+  all devices together.
+* perf_mfu: perf_flops_per_second over the peak of the devices (`mupax.train.parallel.hardware`), if
+  the peak is known. Causal attention counts half; PaLM's MFU counts it in full.
+* perf_memory_peak_bytes: most memory in use on a device of process 0 since the start, if devices
+  count it.
+* perf_compile_seconds: time of compiling the steps. Only in the first such row of a session.
 
-A perf_ row covers the steps since the one before it, without evaluations, checkpoints and a session's first step, which warms up.
-It is strict JSON; what is not finite is null and named: `{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
-
-Rows go to mirrors in a thread of their own: TensorBoard and trackers, each imported when it is asked for.
-
-Evaluations say whether a run ends before its last step.
-
-All of it follows from the rows of evaluations, which every process of a run has alike and metrics.jsonl keeps: a resumed run counts
-on where it stopped, and one that has ended so ends so again.
+A perf_ row covers the steps since the one before it, without evaluations, checkpoints and the first
+step of a session, which warms up. A number that is not finite is null, and its name stands under
+`nonfinite`: `{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
 """
 
 from __future__ import annotations
@@ -58,14 +62,16 @@ from mupax.train.config.sections import METRIC, LogConfig, cost, metrics_of
 if TYPE_CHECKING:
     from mupax.train.run.report.mirrors.trackers import Media, Writer
 
-_FLUSH_S, _CLOSE_S = 10.0, 60.0
-"""How long the run waits for mirrors at a checkpoint, and at its end."""
-_MOST_ROWS = 100_000
-"""Rows that may wait for a mirror that hangs."""
+_FLUSH_S = 10.0
+"""Longest wait for TensorBoard and trackers at a checkpoint, in seconds."""
+_CLOSE_S = 60.0
+"""Longest wait for TensorBoard and trackers at the end of a run, in seconds."""
+_MAX_QUEUED_ROWS = 100_000
+"""Most rows that wait for a tracker that hangs."""
 
 FILE_NAME = "metrics.jsonl"
 _NUMBERS = ("lr", "grad_norm", "tokens", "images", "seconds")
-"""What a row has as numbers, or null, besides the metrics of `METRICS`."""
+"""Keys of a row, besides the metrics of `METRICS`, whose values are numbers or null."""
 OWN_NAMES = (
     "step",
     *_NUMBERS,
@@ -77,21 +83,25 @@ OWN_NAMES = (
     "stopped",
     "nonfinite",
 )
-"""Names in the rows that a run writes itself, besides those that `is_own_name` knows otherwise."""
-_INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
+"""Keys of a run's own rows, besides those that `is_own_name` refuses by their beginning."""
+_DRAIN_SECONDS = 0.2
+"""Longest time that a row waits in memory. A killed run loses at most the rows of this time."""
 
 
 class MetricWriters:
-    """Writers of rows besides metrics.jsonl, in a thread of their own. One that fails or hangs is left out, with a line.
+    """TensorBoard and trackers of a run, fed by a thread of their own.
+
+    The training thread never waits for them, except shortly in `flush` and `close`. One that fails
+    or hangs is left out from then on, with a line for the user.
 
     Args:
-        folder: of the run.
-        log: which writers.
-        resume_step: the step that was restored; None begins anew.
-        note: told what is left out.
+        folder: Workdir of the run on this machine.
+        log: Config with the trackers and whether to use TensorBoard.
+        resume_step: Step that was restored, or `None` for a new run.
+        note: Function that prints a line for the user. Default standard error.
 
     Raises:
-        MupaxError: a tracker cannot start.
+        MupaxError: A tracker cannot start.
     """
 
     def __init__(
@@ -104,7 +114,9 @@ class MetricWriters:
         from mupax.train.run.report.mirrors.trackers import TRACKERS, TensorBoard
 
         self._mirrors: list[Writer] = []
-        self._note, self._hangs, self._late = note, False, threading.Event()
+        self._note = note
+        self._hangs = False
+        self._late = threading.Event()
         for name, project in log.trackers.items():
             self._mirrors.append(TRACKERS[name](project, folder, new=resume_step is None))
         if log.tensorboard:
@@ -116,63 +128,73 @@ class MetricWriters:
         threading.Thread(target=self._run, name="mirrors", daemon=True).start()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        """Pass a row on and return at once; it is dropped where too many wait.
+        """Queue a row and return at once. The row is dropped if too many wait.
 
         Args:
-            row: as `MetricsWriter.write` takes it.
-            walltime: when it was written, in seconds since 1970.
+            row: Row as `MetricsWriter.write` takes it.
+            walltime: Time at which the row was written, in seconds since 1970.
         """
-        self._pass_on("write", row, walltime)
+        self._enqueue("write", row, walltime)
 
     def show(self, step: int, media: Media, walltime: float) -> None:
-        """The same of images, texts and histograms, to the mirrors that show any.
+        """Queue images, texts and histograms and return at once. They are dropped if too many wait.
 
         Args:
-            step: steps done.
-            media: of that step.
-            walltime: as of `write`.
+            step: Number of steps done.
+            media: Images, texts and histograms of that step.
+            walltime: Time of the evaluation, in seconds since 1970.
         """
-        self._pass_on("show", step, media, walltime)
+        self._enqueue("show", step, media, walltime)
 
-    def _pass_on(self, method: str, *arguments: Any) -> None:
-        if self._calls.qsize() < _MOST_ROWS:
-            self._calls.put(partial(self._each, method, *arguments))
+    def _enqueue(self, method: str, *arguments: Any) -> None:
+        if self._calls.qsize() < _MAX_QUEUED_ROWS:
+            self._calls.put(partial(self._call_all, method, *arguments))
         elif not self._hangs:
-            self._hang(f"{_MOST_ROWS:,} rows wait for it")
+            self._report_hang(f"{_MAX_QUEUED_ROWS:,} rows wait for it")
 
     def flush(self) -> None:
-        """Wait for what was written, unless that takes long."""
+        """Wait until all queued rows are written, at most `_FLUSH_S` seconds.
+
+        While an earlier flush has not ended, this returns at once.
+        """
         if not self._late.is_set():
+            # Cleared by the thread, once it has caught up.
             self._late.set()
             self._calls.put(self._late.clear)
             self._wait(_FLUSH_S)
 
     def close(self) -> None:
-        self._calls.put(partial(self._each, "close"))
+        """Write what is queued, close all writers and end the thread, within `_CLOSE_S` seconds."""
+        self._calls.put(partial(self._call_all, "close"))
         if not (self._hangs or self._wait(_CLOSE_S)):
-            self._hang(f"no answer for {_CLOSE_S:.0f} s")
+            self._report_hang(f"no answer for {_CLOSE_S:.0f} s")
         self._calls.put(None)
 
     def _run(self) -> None:
+        """Make the queued calls, until a `None` is queued."""
         while call := self._calls.get():
             call()
 
-    def _each(self, method: str, *arguments: Any) -> None:
+    def _call_all(self, method: str, *arguments: Any) -> None:
+        """Call a method of every writer, and leave out those that fail."""
+        # A copy, because those that fail are removed.
         for mirror in [*self._mirrors]:
             try:
                 getattr(mirror, method)(*arguments)
-            except Exception as error:  # of whatever kind: the run needs none of them
+            except Exception as error:
+                # Trackers raise errors of any kind, and the run needs none of them.
                 self._mirrors.remove(mirror)
                 with contextlib.suppress(Exception):
                     mirror.close()
                 self._leave_out(mirror.name, error)
 
     def _wait(self, seconds: float) -> bool:
+        """Wait until what is queued is done; return whether that took less than `seconds`."""
         done = threading.Event()
         self._calls.put(done.set)
         return done.wait(seconds)
 
-    def _hang(self, reason: str) -> None:
+    def _report_hang(self, reason: str) -> None:
         self._hangs = True
         self._leave_out(" or ".join(mirror.name for mirror in self._mirrors), reason)
 
@@ -185,25 +207,29 @@ class MetricsError(MupaxError):
 
 
 def is_own_name(name: str) -> bool:
-    """Return whether a run writes rows with this name itself, so that no hook may."""
+    """Return whether a run writes rows with this key itself, so that a hook may not use it."""
     beginnings = ("eval_", "eval/", "perf_", "perf/", "train/")
     return name in OWN_NAMES or name in METRICS or name.startswith(beginnings)
 
 
 class MetricsWriter:
-    """Writes the rows of one run, within a second, from a thread of its own: a step only queues its row. A context manager.
+    """Context manager that writes the rows of a run to metrics.jsonl, TensorBoard and trackers.
 
-    What fails there (a full disk, say) is raised by the next `write`, or by `close`. One process of a run may hold one.
+    `write` only queues a row. A thread writes it within a second. An error in the thread, such as
+    a full disk, is raised by the next `write`, or by `close`. Only one process of a run may have a
+    writer.
 
     Args:
-        workdir: folder of the run; made if missing. Gets `metrics.jsonl`, and `tensorboard/` if asked.
-        log: what else gets the rows.
-        resume_step: the step that was restored: rows of later steps are dropped, so that no step appears twice. None
-            starts a new file in place of any old one.
-        note: told where rows of steps before it are not there.
+        workdir: Folder of the run, made if missing. It gets `metrics.jsonl`, and `tensorboard/` if
+            `log` asks for it.
+        log: Config of TensorBoard and the trackers. Default none of them.
+        resume_step: Step that was restored. Rows of later steps are dropped, so that no step
+            appears twice. `None` starts a new file in place of any old one.
+        note: Function that prints a line if rows up to `resume_step` are missing.
 
     Raises:
-        MupaxError: a tracker is asked for and cannot start, or the file to continue holds something else than metrics.
+        MupaxError: A tracker cannot start, or the file to continue holds something else than
+            metrics.
     """
 
     def __init__(
@@ -216,12 +242,14 @@ class MetricsWriter:
     ) -> None:
         self.path = Path(workdir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Mirrors first: where one cannot start, the old file is untouched.
+        # Trackers first: if one cannot start, the old file is untouched.
         self._mirrors: MetricWriters | None = None
         if log is not None and (log.tensorboard or log.trackers):
             self._mirrors = MetricWriters(self.path.parent, log, resume_step)
-        if missing := _keep_until(self.path, resume_step):
+        missing = _keep_until(self.path, resume_step)
+        if missing:
             note(missing)
+        # Unbuffered, so that a failed write leaves nothing in a buffer to be written later.
         self._file = self.path.open("ab", buffering=0)
         self._rows: queue.SimpleQueue[tuple[Mapping[str, Any], float]] = queue.SimpleQueue()
         self._error: Exception | None = None
@@ -231,25 +259,34 @@ class MetricsWriter:
         self._thread.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row: `step`, and numbers, strings, booleans or None."""
+        """Queue one row: `step`, and numbers, strings, booleans or `None`.
+
+        Raises:
+            DiskError, RuntimeError: An earlier row could not be written.
+        """
         self._raise_error()
         self._rows.put((row, time.time()))
 
     def show(self, step: int, media: Media) -> None:
-        """Pass images, texts and histograms of a step to the mirrors that show any.
+        """Pass images, texts and histograms to TensorBoard.
 
         Args:
-            step: steps done.
-            media: of that step.
+            step: Number of steps done.
+            media: Images, texts and histograms of that step.
         """
         if self._mirrors is not None:
             self._mirrors.show(step, media, time.time())
 
     def flush(self) -> None:
-        """Return when every row so far is on disk, where no kill and no power cut takes it away."""
+        """Wait until every row so far is on disk, safe from a kill and a power cut.
+
+        Raises:
+            DiskError, RuntimeError: A row could not be written.
+        """
         try:
             with self._draining:
                 self._drain()
+                # A checkpoint that is saved next must not be newer than the rows on disk.
                 os.fsync(self._file.fileno())
                 self._check_there()
         except OSError as error:
@@ -259,9 +296,14 @@ class MetricsWriter:
         self._raise_error()
 
     def close(self) -> None:
-        """Write what is left and close every file. Closing twice does nothing more."""
+        """Write what is left and close every file. Closing twice does nothing more.
+
+        Raises:
+            DiskError, RuntimeError: A row could not be written.
+        """
         if self._stop.is_set():
             return
+        # The thread writes what is left before it ends.
         self._stop.set()
         self._thread.join()
         try:
@@ -279,52 +321,65 @@ class MetricsWriter:
         self.close()
 
     def _check_there(self) -> None:
-        """Raises DiskError where the file that is written is not the one that a reader would find."""
-        there = disk.status(self.path)
-        if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+        """Check that the open file is the one that a reader would find.
+
+        Raises:
+            DiskError: The workdir was moved or emptied.
+        """
+        status = disk.status(self.path)
+        if status is None or not os.path.samestat(status, os.fstat(self._file.fileno())):
             raise DiskError(
-                f"{self.path} is no longer the file that this run writes: its workdir was moved or emptied; "
-                "where it was moved, go on with --resume and --workdir at its new place"
+                f"{self.path} is no longer the file that this run writes: its workdir was moved or "
+                "emptied; where it was moved, go on with --resume and --workdir at its new place"
             )
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            if isinstance(error, OSError):
-                raise DiskError(
-                    f"could not write {self.path}: {error.strerror}; checkpoints are as they were: "
-                    "make room and add --resume to go on from the newest"
-                ) from error
-            raise RuntimeError(f"could not write {self.path}: {error}") from error
+        """Raise the error of the writing thread once, as an error that a user can read."""
+        if self._error is None:
+            return
+        error = self._error
+        self._error = None
+        if isinstance(error, OSError):
+            raise DiskError(
+                f"could not write {self.path}: {error.strerror}; checkpoints are as they were: "
+                "make room and add --resume to go on from the newest"
+            ) from error
+        raise RuntimeError(f"could not write {self.path}: {error}") from error
 
     def _run(self) -> None:
-        last = False
-        while not last:
-            last = self._stop.wait(_INTERVAL_S)
+        """Write queued rows every `_DRAIN_SECONDS`, and once more after the stop."""
+        is_last = False
+        while not is_last:
+            is_last = self._stop.wait(_DRAIN_SECONDS)
             try:
                 with self._draining:
                     self._drain()
-            except Exception as error:  # The thread must outlive it: the training thread raises it.
+            except Exception as error:
+                # The thread must outlive the error, which the training thread raises.
                 self._error = error
 
     def _drain(self) -> None:
-        rows, lines = [], []
+        """Write all queued rows."""
+        rows = []
+        lines = []
         try:
             while not self._rows.empty():
                 rows.append(self._rows.get())
                 lines.append(to_json(rows[-1][0]) + "\n")
         finally:
+            # Rows before one that is no JSON are written all the same.
             self._append("".join(lines).encode())
         if self._mirrors is not None:
             for row, walltime in rows:
                 self._mirrors.write(row, walltime)
 
     def _append(self, text: bytes) -> None:
-        """Write lines, all or none: half a row would spoil the file."""
+        """Append lines, all or none of them: half a row would spoil the file."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             while text:
-                text = text[self._file.write(text) :]
+                written = self._file.write(text)
+                text = text[written:]
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), end)
@@ -332,10 +387,11 @@ class MetricsWriter:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl, in file order. A last line torn by a kill is left out.
+    """Return all rows of a metrics.jsonl, in file order, without a last line torn by a kill.
 
     Raises:
-        MetricsError, DiskError: there is no such file, a line is no row (the text has its number), or the disk is unwell.
+        MetricsError: The file is missing, or a line is no row. The text has its number.
+        DiskError: The disk cannot be read.
     """
     rows = []
     try:
@@ -346,9 +402,10 @@ def read(path: Path | str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(_row(disk.json_object(line, "the line")))
+            rows.append(_checked_row(disk.json_object(line, "the line")))
         except ValueError as error:
-            if number == len(lines):  # No newline after it: the write was cut off.
+            if number == len(lines):
+                # There is no newline after the line, so its write was cut off.
                 continue
             raise MetricsError(
                 f"{path} line {number} is not a metrics row ({error}); remove the line"
@@ -356,134 +413,159 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError where the values are not those of a row."""
+def _checked_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row after checking the types of its values.
+
+    Raises:
+        ValueError: A value is not of the kind that a run writes.
+    """
     step = row.get("step")
+    # Other readers of JSON hold numbers as float64, which is exact up to 2^53.
     if type(step) is not int or not 0 <= step < 2**53:
         raise ValueError("no whole step")
-    names = [
-        *_NUMBERS,
-        *METRICS,
-        *map(row_name, METRICS),
-        *(name for name in row if name.startswith("eval/")),
-    ]
+    names = [*_NUMBERS, *METRICS, *map(row_name, METRICS)]
+    names += [name for name in row if name.startswith("eval/")]
+    # `type` and not `isinstance`, because a bool is an int and no number of a row.
     wrong = [name for name in names if type(row.get(name)) not in (int, float, type(None))]
-    if wrong or not isinstance(row.get("nonfinite", {}), dict):
-        raise ValueError(f"{(wrong or ['nonfinite'])[0]} is of another kind")
+    if not isinstance(row.get("nonfinite", {}), dict):
+        wrong.append("nonfinite")
+    if wrong:
+        raise ValueError(f"{wrong[0]} is of another kind")
     return row
 
 
 def has_evaluation(workdir: Path | str, step: int) -> bool:
-    """Whether a run has written the evaluation of a step; a kill or a signal may have come before.
+    """Return whether a run has written the evaluation of a step.
 
     Args:
-        workdir: folder of the run.
-        step: steps done at it.
+        step: Number of steps done before the evaluation.
     """
     path = Path(workdir) / FILE_NAME
-    return bool(disk.status(path)) and any(
-        row["step"] == step and "eval_loss" in row for row in read(path)
-    )
+    if not disk.status(path):
+        return False
+    return any(row["step"] == step and "eval_loss" in row for row in read(path))
 
 
 def to_json(row: Mapping[str, Any]) -> str:
-    """One row as strict JSON on one line: a non-finite number becomes null and is named under `nonfinite`."""
-    nonfinite = {
-        key: str(value)
-        for key, value in row.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    }
+    """Return a row as strict JSON on one line.
+
+    A number that is not finite becomes null, and `nonfinite` has it as a string by its name.
+    """
+    nonfinite = {}
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name] = str(value)
     if not nonfinite:
         return json.dumps(row, allow_nan=False)
     return json.dumps({**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}, allow_nan=False)
 
 
 def _keep_until(path: Path, step: int | None) -> str:
-    """Cut the file back to the rows up to `step` (None: to nothing), and say which of them are not there."""
-    there = step is not None and disk.status(path) is not None
-    rows = [row for row in read(path) if row["step"] <= step] if there else []
+    """Cut a metrics.jsonl back to the rows up to a step, or to nothing without one.
+
+    Returns:
+        A line for the user if rows of steps up to `step` are missing, otherwise "".
+    """
+    rows = []
+    if step is not None and disk.status(path) is not None:
+        rows = [row for row in read(path) if row["step"] <= step]
     disk.write_whole(path, "".join(to_json(row) + "\n" for row in rows))
     missing = set(range(1, (step or 0) + 1)) - {row["step"] for row in rows if "loss" in row}
-    which = (
-        f"{len(missing)} of {step} steps, from {min(missing)} up to {max(missing)}"
-        if missing
-        else ""
+    if not missing:
+        return ""
+    return (
+        f"{path.name} lacks the rows of {len(missing)} of {step} steps, from {min(missing)} up to "
+        f"{max(missing)}: they were deleted"
     )
-    return which and f"{path.name} lacks the rows of {which}: they were deleted"
 
 
 class Evaluations:
-    """What the evaluations of a run measured, by step.
+    """Metrics of a run's evaluations by step, and whether they end the run (`stop.patience`).
+
+    Both follow from the rows of evaluations alone. All processes of a run have the same rows, and
+    metrics.jsonl keeps them: a resumed run counts on where it stopped, and a run that has ended by
+    its evaluations ends again.
 
     Args:
-        config: of the run: when it ends by them, and its last step, at which it is done.
-        rows: of metrics.jsonl, or of any of its evaluations.
+        config: Config of the run: its `stop` settings and its number of steps.
+        rows: Rows of earlier evaluations, in any order.
 
     Attributes:
-        metrics: step to numbers by name; None where one is not finite.
-        stopped: why the run ends before its last step, in a line; "" where it goes on.
+        metrics: Metrics by name for each step. A value is `None` if it was not finite.
+        stopped: Reason why the run ends before its last step, or "" if it goes on.
     """
 
     def __init__(self, config: Config, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._config, self._steps = config.stop, config.steps
+        self._config = config.stop
+        self._num_steps = config.steps
         self.metrics: dict[int, dict[str, float | None]] = {}
         self.stopped = ""
         for row in rows:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> dict[str, float | None]:
-        """Take in the row of an evaluation; gives its numbers.
+        """Add the row of an evaluation, and return its metrics by name.
 
         Args:
-            row: as metrics.jsonl has it, with its `step`.
+            row: Row of metrics.jsonl, with its `step`.
         """
-        names = {METRIC, *metrics_of(()), *(name for name in row if name.startswith("eval/"))}
-        measured = self.metrics[row["step"]] = {
-            name: row[name] for name in sorted(names & row.keys())
-        }
-        self.stopped = self._reason()
+        names = {METRIC, *metrics_of(())}
+        names.update(name for name in row if name.startswith("eval/"))
+        measured = {name: row[name] for name in sorted(names & row.keys())}
+        self.metrics[row["step"]] = measured
+        self.stopped = self._stop_reason()
         return measured
 
     def go_back(self, step: int) -> None:
-        """Forget what was measured after a step that the run goes back to."""
-        self.metrics = {at: measured for at, measured in self.metrics.items() if at <= step}
-        self.stopped = self._reason()
+        """Forget the evaluations after a step to which the run goes back."""
+        self.metrics = {
+            evaluated_step: measured
+            for evaluated_step, measured in self.metrics.items()
+            if evaluated_step <= step
+        }
+        self.stopped = self._stop_reason()
 
-    def _reason(self) -> str:
-        """As `stopped`.
+    def _stop_reason(self) -> str:
+        """Return the reason why the evaluations end the run, or "" if they do not.
 
-        An improvement is a number better than the best before it by more than `min_delta`; one that is not finite is none.
+        An improvement is a value that is better than the best before it by more than `min_delta`.
+        A value that is not finite is none.
         """
-        patience, metric = self._config.patience, self._config.metric
+        patience = self._config.patience
+        metric = self._config.metric
+        min_delta = self._config.min_delta
         if patience is None:
             return ""
-        best, best_step, since = math.inf, None, 0
-        for step in sorted(step for step in self.metrics if step < self._steps):
+        best = math.inf
+        best_step = None
+        num_stale = 0
+        # At the last step the run ends anyway.
+        for step in sorted(step for step in self.metrics if step < self._num_steps):
             value = cost(metric, self.metrics[step].get(metric))
-            if value < (best if best_step is None else best - self._config.min_delta):
-                best, best_step, since = value, step, 0
+            threshold = best if best_step is None else best - min_delta
+            if value < threshold:
+                best = value
+                best_step = step
+                num_stale = 0
             else:
-                since += 1
-            if since >= patience:
-                break
-        else:
-            return ""
-        by = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
-        shown = (
-            "and was never finite"
-            if best_step is None
-            else f"the best is {abs(best):.6g} at step {best_step}"
-        )
-        return f"{metric} has not improved{by} in {since} evaluation{'s' * (since > 1)}, {shown}"
+                num_stale += 1
+            if num_stale >= patience:
+                margin = f" by more than {min_delta:g}" if min_delta else ""
+                plural = "s" if num_stale > 1 else ""
+                if best_step is None:
+                    comparison = "and was never finite"
+                else:
+                    # A metric of which more is better has a negative cost.
+                    comparison = f"the best is {abs(best):.6g} at step {best_step}"
+                return (
+                    f"{metric} has not improved{margin} in {num_stale} evaluation{plural}, "
+                    f"{comparison}"
+                )
+        return ""
 
 
 def rows_until(workdir: Path, step: int) -> list[dict[str, Any]]:
-    """Rows of the evaluations up to a step that a run's metrics have; none where it has no metrics yet.
-
-    Args:
-        workdir: folder with metrics.jsonl.
-        step: the last one.
-    """
+    """Return the rows of evaluations up to a step; none if the run has no metrics yet."""
     path = workdir / FILE_NAME
     if not disk.status(path):
         return []

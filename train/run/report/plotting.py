@@ -1,4 +1,7 @@
-"""Pictures of a run: colours, axes that suit loss curves, names beside the lines they name, and what an image model takes test images for."""
+"""Parts of a run's pictures: colors, axes that suit loss curves, labels, and predictions.
+
+`finish.py` draws with them. Figures of studies use the colors and axes, too.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +18,51 @@ from mupax.train.data import Data
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_GRID = (8, 5)
-"""Columns and rows of the picture of predictions."""
-_CELL = 1.28
-"""Height of its cells over their width."""
-_IMAGES = 512
-"""Test images that are looked at."""
+_GRID_COLUMNS = 8
+_GRID_ROWS = 5
+"""Most columns and rows of the picture of predictions."""
+_CELL_HEIGHT = 1.28
+"""Height of a cell of that picture over its width: the image above and its label below."""
+_NUM_IMAGES = 512
+"""Test images that are predicted, at least, if there are so many."""
 
-# From Okabe and Ito's palette: told apart by colour-blind readers.
-BLUE, ORANGE = "#0072B2", "#D55E00"
-GREY, INK = "#6E6E6E", "#222222"
+# From Okabe and Ito's palette, which color-blind readers can tell apart.
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREY = "#6E6E6E"
+INK = "#222222"
 MORE = (("#009E73", "s"), ("#CC79A7", "^"), ("#56B4E9", "D"), ("#E69F00", "v"), ("#000000", "X"))
-"""Colours and markers of further lines in one panel; a sixth line has those of the first again."""
+"""Colors and markers of further lines in one panel. A sixth line has those of the first again."""
 LOG_STEPS = 100
-"""Runs of at least so many steps are drawn over log(step); on a linear axis the first drop is all there is to see."""
+"""Runs of at least so many steps are drawn over log(step). On a linear axis only the first drop of
+the loss could be seen."""
 
 
 def guesses(data: Data, logits: Callable[[np.ndarray], Any]) -> dict[str, np.ndarray]:
-    """Test images, their classes and what the model takes them for, by the names that `prediction_picture` has for them.
+    """Predict test images, and return images, targets and predictions for `prediction_picture`.
 
     Args:
-        data: of images.
-        logits: [B, H, W, C] to [B, classes]; every process of a run calls it alike.
+        logits: Function from images [B, H, W, C] to logits [B, classes]. Every process of a run
+            calls it alike.
     """
-    shown: dict[str, list[np.ndarray]] = {"images": [], "targets": [], "predictions": []}
+    images = []
+    targets = []
+    predictions = []
+    num_images = 0
     for batch in data.eval_batches():
-        real = batch["weights"] > 0
-        predictions = np.asarray(logits(batch["inputs"])).argmax(axis=-1)
-        for parts, array in zip(
-            shown.values(), (batch["inputs"], batch["targets"], predictions), strict=True
-        ):
-            parts.append(array[real])
-        if sum(map(len, shown["targets"])) >= _IMAGES:
+        real = batch["weights"] > 0  # without the padding of the last batch
+        predicted = np.asarray(logits(batch["inputs"])).argmax(axis=-1)
+        images.append(batch["inputs"][real])
+        targets.append(batch["targets"][real])
+        predictions.append(predicted[real])
+        num_images += len(targets[-1])
+        if num_images >= _NUM_IMAGES:
             break
-    return {name: np.concatenate(parts) for name, parts in shown.items()}
+    return {
+        "images": np.concatenate(images),
+        "targets": np.concatenate(targets),
+        "predictions": np.concatenate(predictions),
+    }
 
 
 def prediction_picture(
@@ -58,105 +72,132 @@ def prediction_picture(
     class_names: Sequence[str] | None,
     out_png: Path | str,
 ) -> None:
-    """Draw test images with the predicted label: the wrong ones first, marked with the truth, at most half the grid.
+    """Draw test images with their predicted labels, the wrong ones first, framed.
+
+    At most half of the grid shows wrong predictions.
 
     Args:
-        images: float [N, H, W, C], C = 1 or 3, in any normalization per channel: the smallest value of a channel over
-            all images is drawn black and the largest at full strength.
-        targets: true classes, int [N].
-        predictions: predicted classes, int [N].
-        class_names: names of the classes; their numbers unless given.
-        out_png: picture to write.
+        images: Images, float [N, H, W, C] with C = 1 or 3, in any normalization per channel. The
+            smallest value of a channel over all images is drawn black, the largest at full
+            strength.
+        targets: True classes, int [N].
+        predictions: Predicted classes, int [N].
+        class_names: Names of the classes by label. `None` shows the labels.
 
     Raises:
-        ValueError: no images, images of another shape, or counts that differ.
+        ValueError: There are no images, they have another shape, or the counts differ.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
-    images, targets, predictions = (
-        np.asarray(images, np.float32),
-        np.asarray(targets),
-        np.asarray(predictions),
-    )
+    images = np.asarray(images, np.float32)
+    targets = np.asarray(targets)
+    predictions = np.asarray(predictions)
     if images.ndim != 4 or images.shape[-1] not in (1, 3) or not len(images):
         raise ValueError(f"images are {images.shape}; give [N, H, W, C] with N >= 1 and C = 1 or 3")
     if targets.shape != images.shape[:1] or predictions.shape != images.shape[:1]:
         raise ValueError(
-            f"{len(images)} images need as many targets and predictions, not {targets.shape}, {predictions.shape}"
+            f"{len(images)} images need as many targets and predictions, "
+            f"not {targets.shape}, {predictions.shape}"
         )
-    low, high = images.min((0, 1, 2)), images.max((0, 1, 2))
+    low = images.min((0, 1, 2))
+    high = images.max((0, 1, 2))
+    # A channel without contrast is drawn black.
     pixels = (images - low) / np.where(high > low, high - low, 1)
-    right = targets == predictions
-    wrong_first = np.flatnonzero(~right)[: _GRID[0] * _GRID[1] // 2]
-    shown = np.concatenate([wrong_first, np.flatnonzero(right)])[: _GRID[0] * _GRID[1]]
-    columns = min(_GRID[0], len(shown))
+
+    num_cells = _GRID_COLUMNS * _GRID_ROWS
+    is_right = targets == predictions
+    wrong_first = np.flatnonzero(~is_right)[: num_cells // 2]
+    shown = np.concatenate([wrong_first, np.flatnonzero(is_right)])[:num_cells]
+    columns = min(_GRID_COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
-    # Inches, and so are the coordinates: a cell is 1 wide and _CELL high, the image above and its label below.
-    width, height = max(4.5, columns), _CELL * rows + 0.4
+    # Inches, which are also the coordinates: a cell is 1 wide.
+    width = max(4.5, columns)
+    height = _CELL_HEIGHT * rows + 0.4
     figure = Figure(figsize=(width, height), dpi=150)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     for cell, index in enumerate(shown):
-        left, top = cell % columns, _CELL * (cell // columns)
-        extent = (left + 0.06, left + 0.94, top + 0.94, top + 0.06)
-        picture = pixels[index] if images.shape[-1] == 3 else pixels[index, ..., 0]
-        axes.imshow(
-            picture,
-            extent=extent,
-            cmap="gray",
-            vmin=0,
-            vmax=1,
-            interpolation="nearest",
-            aspect="equal",
-        )
-        label, color, weight = _class_name(class_names, int(predictions[index])), INK, "normal"
-        if not right[index]:
+        left = cell % columns
+        top = _CELL_HEIGHT * (cell // columns)
+        prediction = _class_name(class_names, int(predictions[index]))
+        truth = None
+        if not is_right[index]:
             truth = _class_name(class_names, int(targets[index]))
-            label = f"{label}, is {truth}" if len(label + truth) <= 8 else f"{label},\nis {truth}"
-            color, weight = ORANGE, "bold"
-            axes.add_patch(
-                Rectangle(
-                    (left + 0.06, top + 0.06),
-                    0.88,
-                    0.88,
-                    fill=False,
-                    edgecolor=color,
-                    linewidth=2.5,
-                )
-            )
-        axes.text(
-            left + 0.5,
-            top + 1.0,
-            label,
-            ha="center",
-            va="top",
-            fontsize=7.5,
-            color=color,
-            fontweight=weight,
-        )
-    axes.set(xlim=(0, width), ylim=(height - 0.4, -0.4))  # After imshow, which moves them.
+        _draw_cell(axes, pixels[index], left, top, prediction, truth)
+    axes.set(xlim=(0, width), ylim=(height - 0.4, -0.4))  # after imshow, which moves the limits
     marked = "; framed: wrong, with the true class" if len(wrong_first) else ""
-    heading = f"{right.sum():,} of {len(right):,} right ({100 * right.mean():.1f} %){marked}"
+    heading = (
+        f"{is_right.sum():,} of {len(is_right):,} right ({100 * is_right.mean():.1f} %){marked}"
+    )
     axes.text(0.06, -0.14, heading, va="center", fontsize=9, color=INK)
     figure.savefig(out_png)
 
 
-def _class_name(names: Sequence[str] | None, index: int) -> str:
+def _draw_cell(
+    axes: Axes, pixels: np.ndarray, left: int, top: float, prediction: str, truth: str | None
+) -> None:
+    """Draw one image with its predicted class; frame it and add the truth if that differs.
+
+    Args:
+        pixels: Image in [0, 1], float [H, W, C].
+        truth: True class, or `None` if the prediction is right.
+    """
+    from matplotlib.patches import Rectangle
+
+    is_gray = pixels.shape[-1] == 1
+    axes.imshow(
+        pixels[..., 0] if is_gray else pixels,
+        extent=(left + 0.06, left + 0.94, top + 0.94, top + 0.06),
+        cmap="gray",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+        aspect="equal",
+    )
+    label = prediction
+    color = INK
+    weight = "normal"
+    if truth is not None:
+        color = ORANGE
+        weight = "bold"
+        # Two short names fit into one line.
+        separator = ", is " if len(prediction + truth) <= 8 else ",\nis "
+        label = f"{prediction}{separator}{truth}"
+        frame = Rectangle(
+            (left + 0.06, top + 0.06), 0.88, 0.88, fill=False, edgecolor=ORANGE, linewidth=2.5
+        )
+        axes.add_patch(frame)
+    axes.text(
+        left + 0.5,
+        top + 1.0,
+        label,
+        ha="center",
+        va="top",
+        fontsize=7.5,
+        color=color,
+        fontweight=weight,
+    )
+
+
+def _class_name(names: Sequence[str] | None, label: int) -> str:
+    """Return the name of a class in at most twelve characters, or its label without names."""
     # ImageNet's names are lists of synonyms.
-    name = str(index) if names is None else names[index].split(",")[0]
+    name = str(label) if names is None else names[label].split(",")[0]
     return name if len(name) <= 12 else f"{name[:11]}…"
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred means of values [N], nan where a value is not finite.
+    """Return centered means of values [N], NaN where a value is not finite.
 
-    The window grows with the step up to a 25th of the run: there is no lag, and a steep start stays steep.
+    The window grows with the step up to a 25th of the run. So there is no lag, and a steep start
+    stays steep.
     """
     index = np.arange(len(values))
-    half = np.minimum(index // 10, len(values) // 50)
-    start, stop = index - half, np.minimum(index + half + 1, len(values))
+    half_window = np.minimum(index // 10, len(values) // 50)
+    start = index - half_window
+    stop = np.minimum(index + half_window + 1, len(values))
     finite = np.isfinite(values)
+    # Differences of running sums are the sums of all windows in one pass.
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     means = (sums[stop] - sums[start]) / np.maximum(counts[stop] - counts[start], 1)
@@ -164,12 +205,10 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def style(axes: Axes, first: int, last: int) -> None:
-    """Quiet a panel's axes, with steps on x.
+    """Give a panel light grid lines and few spines, and set its x axis to steps.
 
     Args:
-        axes: of the panel.
-        first: step at the left.
-        last: step at the right; x is logarithmic where it is at least `LOG_STEPS`.
+        last: Step at the right. x is logarithmic from `LOG_STEPS` steps on.
     """
     if last >= LOG_STEPS:
         axes.set_xscale("log")
@@ -185,50 +224,64 @@ def style(axes: Axes, first: int, last: int) -> None:
 
 
 def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
-    """Fit y to the finite values, on a log axis to the positive ones, with round numbers as its ticks.
+    """Fit the y axis to the finite values. A log axis gets round numbers as its ticks.
 
     Args:
-        axes: of the panel.
-        values: all that is drawn in it, of any shape.
-        log: whether y is logarithmic.
+        values: All values that are drawn, of any shape. A log axis leaves out those of 0 or less.
     """
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    values = values[np.isfinite(values) & ((values > 0) | (not log))]
-    low, high = (values.min(), values.max()) if values.size else (1.0, 2.0)
+    drawable = np.isfinite(values) & ((values > 0) | (not log))
+    values = values[drawable]
+    low = 1.0
+    high = 2.0
+    if values.size:
+        low = values.min()
+        high = values.max()
     if not log:
-        pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-        axes.set_ylim(low - pad, high + pad)
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+        axes.set_ylim(low - margin, high + margin)
         return
-    pad = max((high / low) ** 0.05, 1.02)
+    factor = max((high / low) ** 0.05, 1.02)
     axes.set_yscale("log")
-    axes.set_ylim(low / pad, high * pad)
-    # Round numbers, few enough to read: the coarsest list that has five of them in sight. Matplotlib lays out what is out of sight, too.
-    powers = range(math.floor(math.log10(low / pad)), math.ceil(math.log10(high * pad)) + 1)
-    coarse = (
-        (1,),
-        (1, 3),
-        (1, 2, 5),
-        (1, 1.5, 2, 3, 4, 5, 7),
-        (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
-    )
-    for leads in (*coarse, np.arange(10, 100) / 10):
-        ticks = [lead * 10.0**power for power in powers for lead in leads]
-        ticks = [tick for tick in ticks if low / pad <= tick <= high * pad]
-        if len(ticks) >= 5:
-            break
+    axes.set_ylim(low / factor, high * factor)
+    ticks = _log_ticks(low / factor, high * factor)
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
 
 
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers in [low, high]: of the coarsest list that has five there.
+
+    Only those inside are returned, because matplotlib lays out labels that are out of sight, too.
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    lists_of_leads = (
+        (1,),
+        (1, 3),
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 4, 5, 7),
+        (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
+        np.arange(10, 100) / 10,
+    )
+    ticks: list[float] = []
+    for leads in lists_of_leads:
+        ticks = []
+        for power in powers:
+            ticks += [lead * 10.0**power for lead in leads]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= 5:
+            break
+    return ticks
+
+
 def second_scale(axes: Axes, factor: float, label: str) -> None:
-    """Draw the y axis a second time, further left, with the numbers of its ticks in another unit.
+    """Draw the y axis a second time, further left, with its ticks in another unit.
 
     Args:
-        axes: panel whose ticks are set.
-        factor: numbers in the other unit over those in the panel's.
-        label: name of the other unit.
+        axes: Axes of a panel whose ticks are set.
+        factor: Numbers in the other unit over those in the panel's.
     """
     from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -244,24 +297,26 @@ def second_scale(axes: Axes, factor: float, label: str) -> None:
 
 
 def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: float) -> None:
-    """Name values in the right margin of the panel, each tied to its value by a line.
+    """Write labels of values into the right margin of a panel, each tied to its value by a line.
 
     Args:
-        axes: panel whose limits are set.
-        labels: y, text and colour of each. One that the axis cannot show (0 on a log axis) is left out.
-        gap: least distance of two names, as a fraction of the panel's height.
+        axes: Axes of a panel whose limits are set.
+        labels: y, text and color of each label. A label that the axis cannot show (0 on a log axis)
+            is left out.
+        gap: Least distance of two labels, as a fraction of the panel's height.
     """
     placed = []
     for value, text, color in sorted(labels):
-        height = axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
+        on_screen = axes.transData.transform((1, value))
+        height = axes.transAxes.inverted().transform(on_screen)[1]
         if math.isfinite(height):
             placed.append((float(height), text, color))
-    heights = spread([height for height, _, _ in placed], gap)
-    for (height, text, color), room in zip(placed, heights, strict=True):
+    label_heights = spread([height for height, _, _ in placed], gap)
+    for (height, text, color), label_height in zip(placed, label_heights, strict=True):
         axes.annotate(
             text,
             xy=(1.0, height),
-            xytext=(1.035, room),
+            xytext=(1.035, label_height),
             xycoords="axes fraction",
             textcoords="axes fraction",
             va="center",
@@ -279,17 +334,16 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """The nearest heights (least squares) that keep a gap: isotonic regression by its min-max formula.
-
-    scipy.optimize has it too, which takes half a second to load.
-
-    Args:
-        heights: rising.
-        gap: least distance of two.
-    """
-    count, low = len(heights), [height - rank * gap for rank, height in enumerate(heights)]
-    return [
-        rank * gap
-        + max(min(fmean(low[i:j]) for j in range(rank + 1, count + 1)) for i in range(rank + 1))
-        for rank in range(count)
-    ]
+    """Return the nearest heights (least squares) that keep a gap between each other."""
+    # Without the gaps this is isotonic regression. Its min-max formula is used and not
+    # scipy.optimize, which takes half a second to load.
+    count = len(heights)
+    offsets = [height - rank * gap for rank, height in enumerate(heights)]
+    results = []
+    for rank in range(count):
+        highest = -math.inf
+        for first in range(rank + 1):
+            means = [fmean(offsets[first:stop]) for stop in range(rank + 1, count + 1)]
+            highest = max(highest, min(means))
+        results.append(rank * gap + highest)
+    return results

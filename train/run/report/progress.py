@@ -1,8 +1,7 @@
-"""What a person sees of a run: what begins, then a live bar in a terminal, plain lines anywhere else.
+"""Screen of a run and its speed: the announcement, a live bar or plain lines, and a profile.
 
-It says how fast the run goes: step times, arithmetic rate, waiting for data, memory, and an XProf trace of what the devices did.
-
-`train/run/report/metrics.py` says what each key is.
+`Timing` measures step times, FLOPs, waits for data and memory. Keys of its rows are explained in
+`metrics.py`.
 """
 
 from __future__ import annotations
@@ -31,22 +30,24 @@ if TYPE_CHECKING:
     from mupax.train.data import Data
 
 INTERVAL_S = 10.0
-"""Seconds of a run that one row of metrics covers."""
+"""Seconds of a run that one row about speed covers."""
 PERCENTILES = (50, 90, 99)
 _RECENT_S = 10.0
 """Seconds of training after which a step counts e times less in the rate that is shown."""
 
 _PLAIN_LINE_S = 10.0
+"""Seconds between the plain lines of a long run."""
 _PLAIN_LINES = 20
-"""A short run prints at most this many plain lines, at round steps; a long one a line every `_PLAIN_LINE_S`."""
-_BAR_WIDTH = (8, 40)
-_WORTH_SAYING = 0.05
-"""Waiting for data is shown from this share of the time on."""
+"""Most plain lines of a short run, which prints them at round steps."""
+_MIN_BAR_WIDTH = 8
+_MAX_BAR_WIDTH = 40
+_SHOWN_DATA_WAIT = 0.05
+"""Share of the time from which on waiting for data is shown."""
 
 
 @dataclasses.dataclass
 class Total:
-    """Sums over steps, where each second of training leaves e^(-1/fading) of what was there before."""
+    """Sums over steps. Each second of training multiplies the sums so far by e^(-1/fading)."""
 
     fading: float = math.inf
     steps: float = 0.0
@@ -55,13 +56,12 @@ class Total:
     waited: float = 0.0
 
     def add(self, seconds: float, units: int, waited: float) -> None:
-        """Count a step.
+        """Add a step.
 
         Args:
-            seconds: its duration.
-            units: tokens or images of it.
-            waited: seconds of it in which the devices had nothing to do.
+            waited: Seconds of the step in which the devices had nothing to do.
         """
+        # With an infinite `fading` this is 1 and the sums are plain ones.
         keep = math.exp(-seconds / self.fading)
         self.steps = keep * self.steps + 1
         self.units = keep * self.units + units
@@ -80,19 +80,22 @@ class Total:
 
 
 class Timing:
-    """Adds up the steps of one session, and since the last row of it. Its first step, which warms up, counts nowhere.
+    """Speed of one session of a run. The first step, which warms up, is left out.
 
     Args:
-        unit: what `step` is told the number of.
-        flops_per_unit: FLOPs that training takes per unit, forward and backward, counted from the model's sizes.
-        peak_flops: FLOPs per second of all devices together, None where unknown: then no utilization is given.
-        compile_seconds: what compiling took; in the first row only.
-        memory: peak bytes in use on the fullest device of this process, None where it does not say.
-        clock: seconds, for tests.
+        unit: Unit of the counts that `step` gets.
+        flops_per_unit: FLOPs of training per unit, forward and backward, counted from the model's
+            sizes.
+        peak_flops: FLOPs per second of all devices together, or `None` if unknown. Utilization is
+            then unknown, too.
+        compile_seconds: Time that compiling took. Only the first row has it.
+        memory: Function that returns the peak bytes in use on the fullest device of this process,
+            or `None` if the device does not say.
+        clock: Function that returns seconds. Tests replace it.
 
     Attributes:
-        whole: sums over the session.
-        recent: over its last seconds.
+        overall: Sums over the session.
+        recent: Sums over the last seconds of the session.
     """
 
     def __init__(
@@ -104,90 +107,120 @@ class Timing:
         memory: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.unit, self._flops_per_unit, self._peak_flops = unit, flops_per_unit, peak_flops
-        self._compile_seconds, self._memory, self._clock = compile_seconds, memory, clock
-        self._warm, self._compile_pending = False, True
-        self.whole, self.recent, self._window = Total(), Total(_RECENT_S), Total()
-        self._seconds, self._row_from, self._row_at = array.array("d"), 0, clock()
+        self.unit = unit
+        self._flops_per_unit = flops_per_unit
+        self._peak_flops = peak_flops
+        self._compile_seconds = compile_seconds
+        self._memory = memory
+        self._clock = clock
+        self._warm = False
+        self._compile_pending = True
+        self.overall = Total()
+        self.recent = Total(_RECENT_S)
+        self._window = Total()
+        # An array, because a long run has millions of steps.
+        self._step_seconds = array.array("d")
+        self._row_start = 0
+        """Index in `_step_seconds` of the first step of the next row."""
+        self._row_time = clock()
 
     def step(self, seconds: float, units: int, waited: float = 0.0) -> None:
-        """Count a finished step.
+        """Add a finished step.
 
         Args:
-            seconds: its duration.
-            units: tokens or images of it.
-            waited: how long of it the devices had nothing to do, because no batch was there.
+            waited: Seconds of the step in which the devices waited for its batch.
         """
+        # The first step of a session warms up and is no measure of speed.
         if self._warm:
-            self._seconds.append(seconds)
-            for total in (self.whole, self.recent, self._window):
+            self._step_seconds.append(seconds)
+            for total in (self.overall, self.recent, self._window):
                 total.add(seconds, units, waited)
         self._warm = True
 
     def utilization(self, total: Total) -> float | None:
-        """Model FLOPs utilization in [0, 1], None where the peak is unknown."""
-        return total.rate * self._flops_per_unit / self._peak_flops if self._peak_flops else None
+        """Return the model FLOPs utilization in [0, 1], or `None` if the peak is unknown."""
+        if not self._peak_flops:
+            return None
+        return total.rate * self._flops_per_unit / self._peak_flops
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a row."""
-        return self._clock() - self._row_at >= INTERVAL_S
+        """True if `INTERVAL_S` seconds have passed since the last row."""
+        return self._clock() - self._row_time >= INTERVAL_S
 
     def row(self) -> dict[str, float]:
-        """The numbers since the last row, which start again at zero; empty where no step was counted."""
-        window, self._window, self._row_at = self._window, Total(), self._clock()
-        seconds, self._row_from = self._seconds[self._row_from :], len(self._seconds)
+        """Return the row about the steps since the last row, and begin the next row.
+
+        Returns:
+            Values in five digits by key, or nothing if no step was finished since.
+        """
+        window = self._window
+        self._window = Total()
+        self._row_time = self._clock()
+        seconds = self._step_seconds[self._row_start :]
+        self._row_start = len(self._step_seconds)
         if not seconds:
             return {}
-        row = {
-            f"perf_step_seconds_p{percent}": value
-            for percent, value in _percentiles(seconds).items()
-        }
-        row |= {
-            "perf_data_wait": window.data_wait,
-            "perf_flops_per_second": window.rate * self._flops_per_unit,
-        }
-        if (utilization := self.utilization(window)) is not None:
+        row: dict[str, float] = {}
+        for percent, value in _percentiles(seconds).items():
+            row[f"perf_step_seconds_p{percent}"] = value
+        row["perf_data_wait"] = window.data_wait
+        row["perf_flops_per_second"] = window.rate * self._flops_per_unit
+        utilization = self.utilization(window)
+        if utilization is not None:
             row["perf_mfu"] = utilization
-        if (memory := self._memory()) is not None:
+        memory = self._memory()
+        if memory is not None:
             row["perf_memory_peak_bytes"] = memory
+        # A session compiles once, so only its first row has the time.
         if self._compile_pending:
-            row["perf_compile_seconds"], self._compile_pending = self._compile_seconds, False
-        return {
-            name: float(f"{value:.5g}") if isinstance(value, float) else value
-            for name, value in row.items()
-        }
+            row["perf_compile_seconds"] = self._compile_seconds
+            self._compile_pending = False
+        for name, value in row.items():
+            if isinstance(value, float):
+                row[name] = float(f"{value:.5g}")
+        return row
 
     def facts(self) -> dict[str, str]:
-        """Lines for a person about the whole session, by their label; empty where no step was counted."""
-        if not self._seconds:
+        """Return lines of the summary about the session, by their label.
+
+        There are none if no step was finished after the first.
+        """
+        if not self._step_seconds:
             return {}
-        percentiles = {
-            percent: _short(seconds) for percent, seconds in _percentiles(self._seconds).items()
-        }
-        slow = ", ".join(f"p{percent} {percentiles[percent]}" for percent in PERCENTILES[1:])
-        device = f"{quantity(self.whole.rate * self._flops_per_unit)} FLOP/s"
-        if (utilization := self.utilization(self.whole)) is not None:
+        median, *slower = (
+            _duration_text(seconds) for seconds in _percentiles(self._step_seconds).values()
+        )
+        slow = ", ".join(
+            f"p{percent} {text}" for percent, text in zip(PERCENTILES[1:], slower, strict=True)
+        )
+        device = f"{quantity(self.overall.rate * self._flops_per_unit)} FLOP/s"
+        utilization = self.utilization(self.overall)
+        if utilization is not None:
             device += f", MFU {100 * utilization:.1f} %"
-        if (memory := self._memory()) is not None:
+        memory = self._memory()
+        if memory is not None:
             device += f", at most {memory / 2**30:.2f} GiB in use"
+        wait = f"waiting for data {100 * self.overall.data_wait:.1f} %"
         return {
-            "step": f"{percentiles[50]} median, {slow}; waiting for data {100 * self.whole.data_wait:.1f} %",
+            "step": f"{median} median, {slow}; {wait}",
             "device": device,
-            "compile": _short(self._compile_seconds),
+            "compile": _duration_text(self._compile_seconds),
         }
 
 
 class Profile:
-    """Traces the steps asked for into a folder, until closed.
+    """XProf trace of a range of steps.
 
-    Only one process of a run should have steps: the files are named by host, so two on one host would write the same.
+    Only one process of a run should have steps. The files are named by host, so two processes on
+    one host would write the same file.
 
     Args:
-        steps: numbers of the steps to trace, without gaps; None traces nothing.
-        folder: gets `plugins/profile/TIME/HOST.xplane.pb` and a `.trace.json.gz` beside it.
-        paused: entered while the trace is started or ended: the devices are idle then, and no step is being timed.
-        note: told where the trace is.
+        steps: Numbers of the steps to trace, without gaps; `None` to trace nothing.
+        folder: Folder that gets `plugins/profile/TIME/HOST.xplane.pb` and a `.trace.json.gz`.
+        paused: Context manager to enter while a trace is started or ended, in which the devices
+            are idle and no step is timed.
+        note: Function that prints where the trace is.
     """
 
     def __init__(
@@ -197,29 +230,36 @@ class Profile:
         paused: Callable[[], AbstractContextManager[None]],
         note: Callable[[str], None],
     ) -> None:
-        self._steps, self._folder, self._paused, self._note = (
-            steps or range(0),
-            folder,
-            paused,
-            note,
-        )
+        self._steps = steps or range(0)
+        self._folder = folder
+        self._paused = paused
+        self._note = note
         self._tracing = False
 
     def step(self, number: int) -> AbstractContextManager[object]:
-        """To be entered around the dispatch of a step: the trace begins before its first one and ends after its last."""
-        active = number in self._steps
-        if active != self._tracing:
+        """Start or end the trace before a step if it is time, and name the step in the trace.
+
+        Args:
+            number: Number of the step, from 1.
+
+        Returns:
+            Context manager to enter around the dispatch of the step.
+        """
+        traced = number in self._steps
+        if traced != self._tracing:
+            # Without steps in flight, so that the trace holds the asked ones and no others.
             with self._paused():
-                jax.profiler.start_trace(self._folder) if active else self.close()
-            self._tracing = active
-        return (
-            jax.profiler.StepTraceAnnotation("train", step_num=number)
-            if active
-            else contextlib.nullcontext()
-        )
+                if traced:
+                    jax.profiler.start_trace(self._folder)
+                else:
+                    self.close()
+            self._tracing = traced
+        if traced:
+            return jax.profiler.StepTraceAnnotation("train", step_num=number)
+        return contextlib.nullcontext()
 
     def close(self) -> None:
-        """End the trace, if one is going on."""
+        """End the trace, if there is one under way, and print where it is."""
         if self._tracing:
             self._tracing = False
             jax.profiler.stop_trace()
@@ -230,17 +270,24 @@ class Profile:
 
 
 def quantity(value: float) -> str:
-    """A positive number in three digits and a letter: 0.123, 45.2, 45.2k, 1.23M, 12.3G, 4.56T."""
+    """Return a positive number in three digits and a letter: 0.123, 45.2, 45.2k, 1.23M, 12.3G."""
     for suffix in ("", "k", "M", "G", "T"):
         if value < 999.5:
-            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+            if value >= 99.95:
+                digits = 0
+            elif value >= 9.995:
+                digits = 1
+            elif value >= 0.9995:
+                digits = 2
+            else:
+                digits = 3
             return f"{value:.{digits}f}{suffix}"
         value /= 1000
     return f"{value:.0f}P"
 
 
 def duration(seconds: float) -> str:
-    """A time as people write it: 0:42, 3:12, 1:02:03, 2d 03:14."""
+    """Return a time such as 0:42, 3:12, 1:02:03 or 2d 03:14."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -250,30 +297,33 @@ def duration(seconds: float) -> str:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    """Step times that so many percent of the steps do not exceed."""
+    """Return the step time that a percentage of the steps does not exceed, by `PERCENTILES`."""
     ordered = sorted(seconds)
-    return {
-        percent: ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES
-    }
+    percentiles = {}
+    for percent in PERCENTILES:
+        rank = math.ceil(percent / 100 * len(ordered))
+        percentiles[percent] = ordered[rank - 1]
+    return percentiles
 
 
-def _short(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
+    """Return a short time in three digits, such as 1.23 s or 456 ms."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 class Progress:
-    """Progress of one run, as a context manager around its loop.
+    """Context manager that shows a run's progress: a live bar in a terminal, otherwise plain lines.
 
-    The rate and the time left leave out the first step of the session, which may compile. Text printed by others while
-    the bar is live appears above it.
+    The rate and the time left are computed without the first step of the session, which may
+    compile. Text that others print while the bar is live appears above it.
 
     Args:
-        total_steps: step at which the run is done.
-        start_step: last step done before this session; 0 for a new run.
-        timing: adds up the steps, each before it is shown here.
-        console: where to draw. Processes but the first pass `Console(quiet=True)`.
-        enabled: draw the bar or its plain lines. Without, only evaluations and notes are printed.
-        clock: seconds, for tests.
+        total_steps: Step at which the run is done.
+        start_step: Last step done before this session; 0 for a new run.
+        timing: Speed of the session. Each step is added to it before it is shown here.
+        console: Console to draw on. Processes other than process 0 pass `Console(quiet=True)`.
+        enabled: Whether to show steps. If not, only evaluations and notes are printed.
+        clock: Function that returns seconds. Tests replace it.
     """
 
     def __init__(
@@ -285,25 +335,30 @@ class Progress:
         enabled: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self.total_steps, self.step = console, total_steps, start_step
-        self._timing, self._clock = timing, clock
-        self._began = self._updated = clock()
-        self._compiled: float | None = None
-        """When the first step of the session was done."""
+        self.console = console
+        self.total_steps = total_steps
+        self.step = start_step
+        self._timing = timing
+        self._clock = clock
+        self._began = clock()
+        self._updated = self._began
+        self._warmed_up: float | None = None
+        """Time at which the first step of the session was done."""
         self._ended: float | None = None
-        self._loss = self._lr = math.nan
+        self._loss = math.nan
+        self._lr = math.nan
         self._loss_per_byte: float | None = None
-        # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
-        live = (
+        # Live takes over standard output. A quiet console would swallow what others print there.
+        is_live = (
             enabled and console.is_terminal and not console.is_dumb_terminal and not console.quiet
         )
-        self._live = Live(self, console=console, refresh_per_second=4) if live else None
-        self._plain = enabled and not live
-        round_steps = (lead * 10**power for power in range(18) for lead in (1, 2, 5))
-        self._plain_every = next(
-            steps for steps in round_steps if steps * _PLAIN_LINES >= total_steps
-        )
-        self._plain_last = (start_step, -math.inf)
+        self._live = Live(self, console=console, refresh_per_second=4) if is_live else None
+        self._plain = enabled and not is_live
+        self._plain_every = _round_steps(total_steps)
+        self._plain_step = start_step
+        """Step of the last plain line."""
+        self._plain_time = -math.inf
+        """Time of the last plain line."""
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -314,32 +369,40 @@ class Progress:
         self._ended = self._clock()
         if self._live:
             self._live.stop()
-        elif self._plain and self._compiled and self._plain_last[0] != self.step:
+        elif self._plain and self._warmed_up and self._plain_step != self.step:
             self._print_line()
 
     def update(self, step: int, loss: float, lr: float, loss_per_byte: float | None = None) -> None:
         """Show a finished optimizer step.
 
         Args:
-            step: steps done, counting this one.
-            loss: mean loss of the step's batch, in nats.
-            lr: learning rate of the step, at base size.
-            loss_per_byte: the loss in nats per byte of text, where it has one.
+            step: Number of steps done, with this one.
+            loss: Mean loss of the step's batch, in nats per target.
+            lr: Learning rate of the step, at base size.
+            loss_per_byte: Loss in nats per byte of text; `None` if the targets are no text.
         """
+        now = self._clock()
+        self._updated = now
+        self._warmed_up = self._warmed_up or now
+        self.step = step
+        self._loss = loss
+        self._lr = lr
         self._loss_per_byte = loss_per_byte
-        now = self._updated = self._clock()
-        self._compiled = self._compiled or now
-        self.step, self._loss, self._lr = step, loss, lr
-        if self._plain:
-            waited = now - self._plain_last[1] >= _PLAIN_LINE_S
-            at_round = (
-                step % self._plain_every == 0 and self._plain_every * self._per_step < _PLAIN_LINE_S
-            )
-            if waited or at_round or step == self.total_steps:
-                self._print_line()
+        if not self._plain:
+            return
+        is_late = now - self._plain_time >= _PLAIN_LINE_S
+        # A run whose round steps are far apart prints by time alone.
+        is_quick = self._plain_every * self._seconds_per_step < _PLAIN_LINE_S
+        is_round = step % self._plain_every == 0 and is_quick
+        if is_late or is_round or step == self.total_steps:
+            self._print_line()
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Print an evaluation above the bar: its step and every metric that its row has."""
+        """Print an evaluation above the bar.
+
+        Args:
+            row: Row of metrics.jsonl, with the step and every metric of the evaluation.
+        """
         width = len(str(self.total_steps))
         text = Text.assemble(("eval", "bold cyan"), f"  step {row['step']:>{width}}")
         for name, metric in shown_everywhere().items():
@@ -349,9 +412,11 @@ class Progress:
             text.append(f"  {metric.label} {metric.text(value)}", "bold" if name == "loss" else "")
             if name == "loss":
                 text.append(_per_byte(value, row.get("eval_loss_per_byte")))
-        for name in (name for name in row if name.startswith("eval/") and name.endswith("/loss")):
-            text.append(f"  {name.split('/')[1]} {row[name]:.4f}")
-            text.append(_per_byte(row[name], row.get(f"{name}_per_byte")))
+        for key in row:
+            if key.startswith("eval/") and key.endswith("/loss"):
+                set_name = key.split("/")[1]
+                text.append(f"  {set_name} {row[key]:.4f}")
+                text.append(_per_byte(row[key], row.get(f"{key}_per_byte")))
         if row.get("eval_weights"):
             text.append(f"  ({row['eval_weights']} weights)")
         text.append(f"  after {duration(self._clock() - self._began)}", "dim")
@@ -363,105 +428,115 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the last step at the recent rate, evaluations included; None before the second step of the session."""
-        if self._compiled is None or not self._timing.whole.seconds:
+        """Seconds to the last step at the recent rate, with evaluations.
+
+        `None` before the second step of the session.
+        """
+        stepping = self._timing.overall.seconds
+        if self._warmed_up is None or not stepping:
             return None
-        other_work = max(1.0, (self._updated - self._compiled) / self._timing.whole.seconds)
-        left = (self.total_steps - self.step) * self._per_step * other_work
+        # Evaluations and checkpoints go on taking the share of the time that they have taken.
+        slowdown = max(1.0, (self._updated - self._warmed_up) / stepping)
+        left = (self.total_steps - self.step) * self._seconds_per_step * slowdown
         return max(0.0, left - (self._clock() - self._updated))
 
     @property
-    def _per_step(self) -> float:
+    def _seconds_per_step(self) -> float:
         recent = self._timing.recent
         return recent.seconds / recent.steps if recent.steps else 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = Text(self._count(), "bold")
         fields = self._fields()
-        # What a narrow terminal has no room for goes, the least needed first.
+        # A narrow terminal loses fields, the least needed first. "bar" is no field: the bar itself
+        # goes then.
         for name in ("lr", "MFU", "bar", "rate", "wait", "eta"):
-            bar = _BAR_WIDTH[0] + 2 if name in ("lr", "MFU", "bar") else 0
-            room = (
-                options.max_width
-                - count.cell_len
-                - bar
-                - sum(text.cell_len + 2 for text in fields.values())
-            )
-            if room >= 0:
+            has_bar = name in ("lr", "MFU", "bar")
+            bar_columns = _MIN_BAR_WIDTH + 2 if has_bar else 0
+            field_columns = sum(text.cell_len + 2 for text in fields.values())
+            spare = options.max_width - count.cell_len - bar_columns - field_columns
+            if spare >= 0:
                 break
             fields.pop(name, None)
         else:
-            bar, room = 0, 0
-        yield Text.assemble(count, "  " if bar else "", end="")
-        if bar:
-            width = min(_BAR_WIDTH[1], _BAR_WIDTH[0] + room)
+            has_bar = False
+            spare = 0
+        used = count.cell_len
+        yield Text.assemble(count, "  " if has_bar else "", end="")
+        if has_bar:
+            width = min(_MAX_BAR_WIDTH, _MIN_BAR_WIDTH + spare)
+            used += width + 2
             yield ProgressBar(total=self.total_steps, completed=self.step, width=width)
         line = Text("  ") + Text("  ").join(fields.values())
-        line.truncate(max(0, options.max_width - count.cell_len - (width + 2 if bar else 0)))
+        line.truncate(max(0, options.max_width - used))
         yield line
 
     def _count(self) -> str:
+        """Return the steps done and their total, such as `  12/1000`."""
         return f"{self.step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
     def _fields(self) -> dict[str, Text]:
-        """What is known by now, in the order shown."""
-        if self._compiled is None:
+        """Return the fields of the bar or of a plain line by name, in the order shown."""
+        if self._warmed_up is None:
             if self.step >= self.total_steps:
                 return {"state": Text("nothing left to do")}
-            return {
-                "state": Text(
-                    f"waiting for the first step, {duration(self._clock() - self._began)}", "dim"
-                )
-            }
+            waited = duration(self._clock() - self._began)
+            return {"state": Text(f"waiting for the first step, {waited}", "dim")}
+        loss_style = "bold" if math.isfinite(self._loss) else "bold red"
+        per_byte = _per_byte(self._loss, self._loss_per_byte)
         fields = {
-            "loss": Text(
-                f"loss {self._loss:.4f}{_per_byte(self._loss, self._loss_per_byte)}",
-                "bold" if math.isfinite(self._loss) else "bold red",
-            ),
+            "loss": Text(f"loss {self._loss:.4f}{per_byte}", loss_style),
             "lr": Text(f"lr {self._lr:.2e}"),
         }
         recent = self._timing.recent
         if recent.seconds:
             fields["rate"] = Text(f"{quantity(recent.rate):>5} {self._timing.unit}/s")
-            if (utilization := self._timing.utilization(recent)) is not None:
+            utilization = self._timing.utilization(recent)
+            if utilization is not None:
                 fields["MFU"] = Text(f"MFU {100 * utilization:.0f}%")
-            if recent.data_wait >= _WORTH_SAYING:
+            if recent.data_wait >= _SHOWN_DATA_WAIT:
                 fields["wait"] = Text(f"data wait {100 * recent.data_wait:.0f}%", "yellow")
-        if self.seconds_left is not None and self.step < self.total_steps:
-            fields["eta"] = Text(f"eta {duration(self.seconds_left)}", "cyan")
-        elif self._ended is not None and self.step >= self.total_steps:
+        is_done = self.step >= self.total_steps
+        seconds_left = self.seconds_left
+        if seconds_left is not None and not is_done:
+            fields["eta"] = Text(f"eta {duration(seconds_left)}", "cyan")
+        elif self._ended is not None and is_done:
             fields["eta"] = Text(f"took {duration(self._ended - self._began)}", "green")
         return fields
 
     def _print_line(self) -> None:
-        self._plain_last = (self.step, self._updated)
-        self.note(
-            "  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())])
-        )
+        self._plain_step = self.step
+        self._plain_time = self._updated
+        texts = [text.plain for text in self._fields().values()]
+        self.note("  ".join([f"step {self._count()}", *texts]))
+
+
+def _round_steps(total_steps: int) -> int:
+    """Return the least number of 1, 2, 5, 10, 20, 50, ... that gives at most `_PLAIN_LINES`."""
+    for power in range(18):
+        for lead in (1, 2, 5):
+            steps = lead * 10**power
+            if steps * _PLAIN_LINES >= total_steps:
+                return steps
+    raise AssertionError(f"{total_steps} steps are more than a run can have")
 
 
 def _per_byte(loss: float, loss_per_byte: float | None) -> str:
-    """Return the loss in nats per byte, to stand behind the loss per token; nothing where a token is a byte."""
+    """Return the loss in nats per byte in brackets, or "" if it is unknown or a token is a byte."""
     if loss_per_byte is None or not math.isfinite(loss_per_byte) or loss_per_byte == loss:
         return ""
     return f" ({loss_per_byte:.4f}/byte)"
 
 
 def announce(program: Program, data: Data, console: Console) -> None:
-    """Say what begins: the model, its preset and optimizer, the data, the devices, and what to be careful of.
-
-    Args:
-        program: of the run.
-        data: of the run.
-        console: where it is said.
-    """
+    """Print the model, its preset and optimizer, the data, the devices, and cautions."""
     config = program.config
+    frozen = f" ({program.frozen:,} frozen)" if program.frozen else ""
+    base = config.preset.base
+    form = f" relative to {base}" if base else " in absolute form"
     console.print(
-        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters"
-        + (f" ({program.frozen:,} frozen)" if program.frozen else "")
-        + f" under {program.preset.name}"
-        + (f" relative to {config.preset.base}" if config.preset.base else " in absolute form")
-        + f", {config.optimizer.name} at {config.optimizer.peak_lr:g}",
+        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters{frozen} under "
+        f"{program.preset.name}{form}, {config.optimizer.name} at {config.optimizer.peak_lr:g}",
         highlight=False,
     )
     examples = "sequences" if data.kind == "tokens" else "images"

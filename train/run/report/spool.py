@@ -1,4 +1,7 @@
-"""The files of a run whose folder is a bucket: written in a folder of this machine, uploaded while training goes on."""
+"""Files of a run whose workdir is in a bucket.
+
+They are written to a folder on this machine and uploaded while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,22 @@ from types import TracebackType
 from mupax import disk
 from mupax.errors import MupaxFailure
 
-_AGAIN = ("metrics.jsonl", "wandb_id", "trackio_name")
-"""What a run goes on writing, so that it is fetched first. TensorBoard begins a new file."""
+_CONTINUED = ("metrics.jsonl", "wandb_id", "trackio_name")
+"""Files that a resumed run goes on writing, so that they are fetched first."""
 _PATIENCE_S = 60.0
-"""How long the end of a run waits for the last upload."""
+"""Longest wait for the last upload at the end of a run, in seconds."""
 
 
 class UploadBuffer:
-    """A folder of this machine whose files are those of a folder in a bucket; a context manager that uploads them in the end.
+    """Context manager of a local folder whose files are uploaded to a folder in a bucket.
 
-    Args:
-        target: the folder in the bucket.
-
-    Raises:
-        DiskError: the bucket cannot be read.
+    Leaving it uploads what has changed since the last upload.
 
     Attributes:
-        folder: where to write.
+        folder: Folder on this machine, to write to.
+
+    Raises:
+        DiskError: The bucket cannot be read.
     """
 
     def __init__(self, target: Path) -> None:
@@ -37,39 +39,40 @@ class UploadBuffer:
         self.folder = Path(self._temporary.name) / target.name
         self.folder.mkdir()
         self._sent: dict[Path, tuple[int, int]] = {}
-        self._sending, self._sent_all = threading.Lock(), False
-        for name in _AGAIN:
-            if disk.status(target / name) is not None:
-                disk.Patience()(
-                    partial(disk.copy, target / name, self.folder / name), target / name
-                )
+        """Size and time of change of every file when it was uploaded."""
+        self._sending = threading.Lock()
+        self._sent_all = False
+        # TensorBoard begins a new file in each session, so its files are not fetched.
+        for name in _CONTINUED:
+            source = target / name
+            if disk.status(source) is not None:
+                disk.Patience()(partial(disk.copy, source, self.folder / name), source)
 
     def send(self) -> None:
-        """Upload every file that has changed since it was sent.
+        """Upload every file that has changed since its last upload.
 
         Raises:
-            OSError: the rows of metrics cannot be uploaded; any other file is tried again the next time.
+            OSError: A file of `_CONTINUED`, such as metrics.jsonl, cannot be uploaded. Any other
+                file is tried again the next time.
         """
         with self._sending:
-            for file in sorted(file for file in self.folder.rglob("*") if file.is_file()):
-                state = (file.stat().st_size, file.stat().st_mtime_ns)
-                if self._sent.get(file) == state:
+            for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+                status = file.stat()
+                version = (status.st_size, status.st_mtime_ns)
+                if self._sent.get(file) == version:
                     continue
-                with (
-                    contextlib.nullcontext()
-                    if file.name in _AGAIN
-                    else contextlib.suppress(OSError)
-                ):
+                is_continued = file.name in _CONTINUED
+                with contextlib.nullcontext() if is_continued else contextlib.suppress(OSError):
                     disk.copy(file, self.target / file.relative_to(self.folder).as_posix())
-                    self._sent[file] = state
+                    self._sent[file] = version
 
     def send_later(self) -> threading.Thread:
-        """`send` in a thread; what fails is sent the next time."""
-        thread = threading.Thread(target=self._try, name="upload", daemon=True)
+        """Start `send` in a thread and return it. Files that fail are sent the next time."""
+        thread = threading.Thread(target=self._try_to_send, name="upload", daemon=True)
         thread.start()
         return thread
 
-    def _try(self) -> None:
+    def _try_to_send(self) -> None:
         self._sent_all = False
         with contextlib.suppress(OSError):
             self.send()
@@ -86,9 +89,11 @@ class UploadBuffer:
     ) -> None:
         try:
             if error is not None and not isinstance(error, Exception):
-                return  # whoever stops the process at once does not wait
+                # SystemExit or Ctrl-C: whoever stops the process at once does not wait.
+                return
             self.send_later().join(_PATIENCE_S)
             if not self._sent_all:
+                # The local folder is removed below, so its files are copied to one that stays.
                 folder = tempfile.mkdtemp(prefix="mupax-unsent-")
                 disk.copy(self.folder, Path(folder))
                 raise MupaxFailure(

@@ -1,1 +1,1 @@
-"""`--restart N`: a process that starts a run again after a crash (`supervisor.py`), and what the run tells it (`memory.py`)."""
+"""`--restart N`: a supervisor that starts a run again after a crash."""

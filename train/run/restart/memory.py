@@ -1,4 +1,7 @@
-"""How far a run has come, in memory that outlives it: it costs no disk, and a kill takes nothing away."""
+"""Memory in which a run tells its supervisor how far it has come.
+
+It needs no disk, and it outlives a run that is killed.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,20 @@ import tempfile
 from typing import NamedTuple
 
 VARIABLE = "MUPAX_ATTEMPT"
-"""Tells a run the file descriptor of the memory that its supervisor reads."""
+"""Environment variable with the file descriptor of the memory that a run's supervisor reads."""
 _NUMBERS = struct.Struct("<4q")
 
 
 class Reached(NamedTuple):
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
-        process: number of this process of the run; -1 before it has joined the others and the workdir is the run's.
-        processes: of the run.
-        start: step from which it went on; -1 before it was there.
-        step: the last whose numbers the host has seen; of those after it, at most `start.IN_FLIGHT` may be done too.
+        process: Number of this process of the run, or -1 before it has joined the others and
+            claimed the workdir.
+        processes: Number of processes of the run.
+        start: Step from which the run went on, or -1 before that.
+        step: Last step whose metrics the host has seen, or -1. Up to `start.IN_FLIGHT` later steps
+            may be done, too.
     """
 
     process: int = -1
@@ -33,11 +38,13 @@ class Memory:
     """Memory that a run writes and its supervisor reads.
 
     Args:
-        descriptor: of the memory that the supervisor has made; new memory unless given.
+        descriptor: File descriptor of memory that the supervisor has made. By default new memory is
+            made.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
+            # A file that is deleted at once: its memory lives as long as a process has it open.
             with tempfile.TemporaryFile() as file:
                 file.write(_NUMBERS.pack(*Reached()))
                 file.flush()
@@ -47,7 +54,7 @@ class Memory:
 
     @property
     def reached(self) -> Reached:
-        """What was written last."""
+        """Progress that was written last."""
         return Reached(*_NUMBERS.unpack_from(self._bytes))
 
     @reached.setter
@@ -55,22 +62,23 @@ class Memory:
         _NUMBERS.pack_into(self._bytes, 0, *value)
 
     def note(self, **changes: int) -> None:
-        """Write some of the numbers anew."""
+        """Write new values of some fields of `Reached`."""
         self.reached = self.reached._replace(**changes)
 
     def close(self) -> None:
+        """Give the memory back. Another process that has it open keeps it."""
         self._bytes.close()
         os.close(self.descriptor)
 
 
 def of_this_process(process: int, processes: int) -> Memory:
-    """The memory that the supervisor of this process reads.
+    """Return the memory that the supervisor of this process reads, with the process written to it.
 
     Args:
-        process: number of this process of the run.
-        processes: how many there are.
+        process: Number of this process of the run, from 0.
+        processes: Number of processes of the run, at least 1.
     """
-    # Taken away: to what this process starts, the number means nothing.
+    # Removed, because the descriptor means nothing to a process that this one starts.
     memory = Memory(int(os.environ.pop(VARIABLE)))
     memory.note(process=process, processes=processes)
     return memory

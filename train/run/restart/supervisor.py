@@ -1,11 +1,12 @@
-"""A run that is started again after a crash, from its newest good checkpoint.
+"""Supervisor of `--restart N`: runs training in a child process, again after a crash.
 
-Not started again: a run that is done, has bad input, was told to stop, or fails twice at the same step. Where there are several
-processes, each has a supervisor; they wait for each other's rows of attempts, so that none joins what is left of the last one.
+A new attempt goes on from the newest good checkpoint. A run is not started again if it is done, has
+bad input, was told to stop, or has failed twice at the same step. Each process of a run has a
+supervisor of its own. Supervisors wait until all have recorded the end of an attempt, so that none
+joins processes that remain from the last one.
 
-The supervisor's child gets its signals and its standard error is passed on. It does not outlive its parent.
-
-An attempt and what became of it is a row of the workdir's `attempts.jsonl`.
+The child gets the supervisor's signals, and its standard error is passed on. It does not outlive
+its parent. Each attempt is a row of `attempts.jsonl` in the workdir.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mupax import terminal
 from mupax.disk import is_remote, path_of
@@ -34,43 +35,45 @@ from mupax.train.config.run import Config
 from mupax.train.run.restart.memory import VARIABLE, Memory, Reached
 
 FILE = "attempts.jsonl"
-"""Of process 0, or the only one; `attempts-I.jsonl` is that of process I."""
-_NEAR = 2
-"""Steps no further apart may be the same one: as many may be done without the host knowing (`start.IN_FLIGHT`)."""
+"""File of process 0, or of the only process. That of process I is `attempts-I.jsonl`."""
+_SAME_STEP = 2
+"""Largest distance of two steps that may be the same: up to `start.IN_FLIGHT` steps may be done
+that the host has not seen."""
 _WORDS = {
     signal.SIGKILL: "by a person, a scheduler or the kernel",
     signal.SIGSEGV: "a segmentation fault",
     signal.SIGABRT: "aborted by a library",
     signal.SIGBUS: "a bus error",
 }
+"""Likely cause of a signal that killed a run."""
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-"""Passed on to the run, which saves and ends by them."""
-_TAIL = 16 * 2**10
-"""Bytes of standard error that are searched for the run's last words."""
-_AT_ONCE_S = 10.0
-"""How long a run may take to end after a second signal."""
+"""Signals that are passed on to the run, which saves and ends."""
+_TAIL_BYTES = 16 * 2**10
+"""Bytes of standard error that are searched for the last line of the run."""
+_KILL_SECONDS = 10.0
+"""Seconds that a run may take to end after a second signal."""
 
 FINAL = frozenset({0, 2, 128 + signal.SIGPIPE, *(128 + number for number in SIGNALS)})
-"""Exit codes that ask for nothing more: done, bad input, stopped."""
-_LONGEST_S = 60.0
-"""Of the waits before another attempt; the first is a second, each further one twice as long."""
-_ENDING_S = 30
-"""How long the other processes may take to end, once they have noticed."""
+"""Exit codes after which a run is not started again: done, bad input, stopped."""
+_MAX_WAIT_SECONDS = 60.0
+"""Longest wait before another attempt. The first is a second, each further one twice as long."""
+_ENDING_SECONDS = 30
+"""Seconds that the other processes may take to end after they have noticed the crash."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RestartAttempt:
-    """One run of the child, from its start to its end.
+    """One run of the child process, from its start to its end.
 
     Attributes:
-        number: from 1.
-        code: as `subprocess` has it: negative where a signal killed it.
-        out_of_memory: whether the kernel killed something for memory meanwhile.
-        reached: how far it came.
-        last: its last line on standard error, or its last that says `error:`.
-        began: seconds since the epoch.
-        ended: seconds since the epoch.
+        number: Number of the attempt, from 1.
+        code: Return code as `subprocess` has it, negative if a signal killed the run.
+        out_of_memory: Whether the kernel killed any process for lack of memory meanwhile.
+        reached: Progress of the run.
+        last: Last line of the run on standard error that begins with `error:`, or its last line.
+        began: Start in seconds since 1970.
+        ended: End in seconds since 1970.
     """
 
     number: int
@@ -83,122 +86,136 @@ class RestartAttempt:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell has it: 128 + its number for a signal."""
+        """Exit code as a shell has it: 128 + signal number if a signal killed the run."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Exit code or signal that ended the run, in words."""
         if self.code >= 0:
             return f"exit code {self.code}"
         number = signal.Signals(-self.code)
-        out_of_memory = number is signal.SIGKILL and self.out_of_memory
-        why = "out of memory" if out_of_memory else _WORDS.get(number, "")
-        return f"killed by {number.name}" + (f" ({why})" if why else "")
+        if number is signal.SIGKILL and self.out_of_memory:
+            cause = "out of memory"
+        else:
+            cause = _WORDS.get(number, "")
+        text = f"killed by {number.name}"
+        if cause:
+            text += f" ({cause})"
+        return text
 
-    def failed_as(self, other: RestartAttempt) -> bool:
-        """Whether both ended at the same step, or before any with the same words."""
-        if self.reached.step < 0 or other.reached.step < 0:
-            return (self.reached.step, self.code, self.last) == (
-                other.reached.step,
-                other.code,
-                other.last,
-            )
-        return abs(self.reached.step - other.reached.step) <= _NEAR
+    def failed_as(self, earlier: RestartAttempt) -> bool:
+        """Return whether both attempts ended at one step, or before any with the same error."""
+        step = self.reached.step
+        earlier_step = earlier.reached.step
+        if step < 0 or earlier_step < 0:
+            return (step, self.code, self.last) == (earlier_step, earlier.code, earlier.last)
+        return abs(step - earlier_step) <= _SAME_STEP
 
-    def say(self, then: str) -> None:
-        """One line on standard error; what the run itself said stands above it.
-
-        Args:
-            then: what follows from it.
-        """
-        who = f"process {self.reached.process}: " if self.reached.processes > 1 else ""
-        where = (
-            f"after step {self.reached.step}" if self.reached.step >= 0 else "before its first step"
-        )
-        took = datetime.timedelta(seconds=round(self.ended - self.began))
-        text = f"{who}attempt {self.number} ended {where} and {took}: {self.ending}; {then}"
-        terminal.note(text)
+    def say(self, next_action: str) -> None:
+        """Print a line about the end of the attempt, below what the run itself has printed."""
+        process = f"process {self.reached.process}: " if self.reached.processes > 1 else ""
+        if self.reached.step >= 0:
+            place = f"after step {self.reached.step}"
+        else:
+            place = "before its first step"
+        duration = datetime.timedelta(seconds=round(self.ended - self.began))
+        end = f"ended {place} and {duration}: {self.ending}"
+        terminal.note(f"{process}attempt {self.number} {end}; {next_action}")
 
     def record(self, config: Config) -> None:
-        """Append it to the file, where the run has a workdir yet; a place that does not take it is said, no more."""
-        began, ended = (_time(seconds) for seconds in (self.began, self.ended))
-        progress = {
-            name: value
-            for name, value in self.reached._asdict().items()
-            if value >= 0 and name != "processes"
-        }
-        row = {
+        """Append the attempt to `attempts.jsonl`, if the run has a workdir yet.
+
+        A file that cannot be written is only noted.
+        """
+        row: dict[str, Any] = {
             "attempt": self.number,
-            "began": began,
-            "ended": ended,
+            "began": _time(self.began),
+            "ended": _time(self.ended),
             "code": self.code,
             "ending": self.ending,
         }
-        line = (
-            json.dumps({**row, **progress, "host": socket.gethostname(), "last": self.last}) + "\n"
-        )
+        for name, value in self.reached._asdict().items():
+            if value >= 0 and name != "processes":
+                row[name] = value
+        row["host"] = socket.gethostname()
+        row["last"] = self.last
+        line = json.dumps(row) + "\n"
         with _cautions():
             folder = _folder(config)
-            path = folder / (
-                FILE if self.reached.process < 1 else f"attempts-{self.reached.process}.jsonl"
-            )
+            process = self.reached.process
+            name = FILE if process < 1 else f"attempts-{process}.jsonl"
+            path = folder / name
             if not folder.is_dir():
                 return
-            if is_remote(path):  # an object is written whole
-                path.write_text((path.read_text() if path.exists() else "") + line)
+            if is_remote(path):
+                # An object of a bucket can only be written whole.
+                earlier_lines = path.read_text() if path.exists() else ""
+                path.write_text(earlier_lines + line)
             else:
                 with path.open("a") as file:
                     file.write(line)
 
 
 def ended_since(config: Config, began: float) -> int:
-    """How many processes have recorded the end of an attempt since.
+    """Return how many processes have recorded the end of an attempt since a time.
 
     Args:
-        config: of the run.
-        began: seconds since the epoch.
+        began: Time in seconds since 1970.
     """
     count = 0
     with _cautions():
         for path in _folder(config).glob("attempts*.jsonl"):
-            with contextlib.suppress(
-                ValueError, RecursionError, KeyError, IndexError, TypeError
-            ):  # half a row
-                count += json.loads(path.read_text().splitlines()[-1])["ended"] >= _time(began)
+            # A row that another process is writing may be torn.
+            with contextlib.suppress(ValueError, RecursionError, KeyError, IndexError, TypeError):
+                last_row = json.loads(path.read_text().splitlines()[-1])
+                count += last_row["ended"] >= _time(began)
     return count
 
 
 def _time(seconds: float) -> str:
+    """Return a time in ISO format, in UTC, with milliseconds."""
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def _folder(config: Config) -> Path:
+    """Return the workdir of a run."""
     return path_of(config.workdir or f"runs/{config.recipe}")
 
 
 @contextlib.contextmanager
 def _cautions() -> Iterator[None]:
+    """Context manager for reading or writing attempts, in which any error of storage is noted."""
     try:
         yield
-    except Exception as error:  # of any storage
+    except Exception as error:
         terminal.note(f"caution: {FILE} is not written or read: {error}")
 
 
 class Listener:
-    """Hears the signals of this process while entered, in the main thread, and ends its waits by them."""
+    """Context manager that receives the signals of this process, and ends its waits by them.
+
+    It must be entered in the main thread.
+
+    Attributes:
+        received: Numbers of the received signals, in order.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self._ear, self._mouth = socket.socketpair()
+        # Python writes a byte to the second socket when a signal comes, so that a wait for the
+        # first one ends.
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._handlers: dict[signal.Signals, Any] = {}
-        self._wakeup = -1
+        self._previous_wakeup = -1
 
     def __enter__(self) -> Listener:
-        for end in (self._ear, self._mouth):
-            end.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        # What `nohup` or a background job has ignored, this process and its child ignore.
+        self._wakeup_read.setblocking(False)
+        self._wakeup_write.setblocking(False)
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._wakeup_write.fileno(), warn_on_full_buffer=False
+        )
+        # What `nohup` or a background job ignores is ignored by this process and its child.
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._handle) for number in heard}
         return self
@@ -206,179 +223,225 @@ class Listener:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup)
-        self._ear.close()
-        self._mouth.close()
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._wakeup_read.close()
+        self._wakeup_write.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
 
     def wait(self, seconds: float, *files: int) -> bool:
-        """Wait until a signal comes or one of the files can be read, not for longer; whether there was a signal, now or before."""
+        """Wait until a signal comes, a file can be read, or the time is over.
+
+        Returns:
+            Whether a signal has been received, during this wait or before.
+        """
         with selectors.DefaultSelector() as selector:
-            for file in (self._ear.fileno(), *files):
+            for file in (self._wakeup_read.fileno(), *files):
                 selector.register(file, selectors.EVENT_READ)
             selector.select(seconds)
+        # Emptied, so that the next wait does not end at once.
         with contextlib.suppress(BlockingIOError):
-            self._ear.recv(64)
+            self._wakeup_read.recv(64)
         return bool(self.received)
 
 
 def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartAttempt:
-    """How a command went, run to its end.
+    """Run a command to its end in a child process, and return how it ended.
 
     Args:
-        number: of the attempt.
-        command: words of the run.
-        listener: whose signals are passed on; after the second one the run ends soon, whatever it is at.
+        number: Number of the attempt, from 1.
+        listener: Listener whose signals are passed on. Some seconds after a second signal the child
+            is killed.
     """
-    began, kills, memory, last = time.time(), _kills_for_memory(), Memory(), b""
+    began = time.time()
+    kills_before = _kills_for_memory()
+    memory = Memory()
     try:
         with subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
             env={**os.environ, VARIABLE: str(memory.descriptor)},
             pass_fds=[memory.descriptor],
-            process_group=0,  # Ctrl-C then comes once: from here
+            process_group=0,  # so that Ctrl-C reaches the child once: through this process
             preexec_fn=_ends_with_parent() if sys.platform == "linux" else None,
         ) as child:
-            assert child.stderr is not None
-            pipe, passed, kill_at = child.stderr.fileno(), 0, float("inf")
-            files = [pipe]
-            os.set_blocking(pipe, False)
-            while child.poll() is None:
-                listener.wait(0.5, *files)
-                for signal_number in listener.received[passed:]:
-                    child.send_signal(signal_number)
-                    passed += 1
-                    kill_at = time.monotonic() + _AT_ONCE_S if passed > 1 else kill_at
-                if time.monotonic() > kill_at:
-                    child.kill()
-                text, more = _passed_on(pipe)
-                last = (last + text)[-_TAIL:]
-                files = files if more else []
-                if not more:
-                    time.sleep(0.02)  # it has closed its standard error, mostly because it ends
-            last = (last + _passed_on(pipe)[0])[-_TAIL:]
+            tail = _attend(child, listener)
         reached = memory.reached
     finally:
         memory.close()
-    words = _last_words(last.decode(errors="replace"))
     return RestartAttempt(
-        number, child.returncode, _kills_for_memory() > kills, reached, words, began, time.time()
+        number=number,
+        code=child.returncode,
+        out_of_memory=_kills_for_memory() > kills_before,
+        reached=reached,
+        last=_last_words(tail.decode(errors="replace")),
+        began=began,
+        ended=time.time(),
     )
+
+
+def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
+    """Pass on signals and standard error until the child ends. Return the end of the latter."""
+    assert child.stderr is not None
+    pipe = child.stderr.fileno()
+    os.set_blocking(pipe, False)
+    files = [pipe]
+    num_passed = 0
+    kill_time = float("inf")
+    tail = b""
+    while child.poll() is None:
+        listener.wait(0.5, *files)
+        for signal_number in listener.received[num_passed:]:
+            child.send_signal(signal_number)
+            num_passed += 1
+            if num_passed > 1:
+                kill_time = time.monotonic() + _KILL_SECONDS
+        if time.monotonic() > kill_time:
+            child.kill()
+        output = _pass_on(pipe)
+        tail = (tail + output.text)[-_TAIL_BYTES:]
+        if output.is_open:
+            files = [pipe]
+        else:
+            # The child has closed its standard error, mostly because it ends. A closed pipe can
+            # always be read, so the next wait is without it.
+            files = []
+            time.sleep(0.02)
+    return (tail + _pass_on(pipe).text)[-_TAIL_BYTES:]
 
 
 @functools.cache
 def _ends_with_parent() -> Callable[[], object]:
-    """What a child calls before it becomes the run: the kernel then sends it SIGTERM when this process has died in whatever way."""
-    prctl, death_signal = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
-    return lambda: prctl(death_signal, int(signal.SIGTERM))
+    """Return a function by which a child asks the kernel for SIGTERM when its parent has died.
+
+    The child calls it before it becomes the run.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    return lambda: prctl(set_parent_death_signal, int(signal.SIGTERM))
 
 
-def _passed_on(pipe: int) -> tuple[bytes, bool]:
-    """What could be read, and was written to standard error; and whether more may come."""
+class _Output(NamedTuple):
+    """Standard error of a child that could be read."""
+
+    text: bytes
+    is_open: bool
+    """Whether more may come."""
+
+
+def _pass_on(pipe: int) -> _Output:
+    """Read what a pipe has, write it to standard error, and return it."""
     text = b""
     try:
         while piece := os.read(pipe, 65536):
             text += piece
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # a terminal that was closed must not end the run
+            # A terminal that was closed must not end the run.
+            with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(piece.decode(errors="replace"))
                 sys.stderr.flush()
     except BlockingIOError:
-        return text, True
-    return text, False
+        return _Output(text, is_open=True)
+    return _Output(text, is_open=False)
 
 
 def _last_words(text: str) -> str:
+    """Return the last line that begins with `error:`, or the last line, in 300 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next(
-        (line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else ""
-    )[:300]
+    for line in reversed(lines):
+        if line.startswith("error:"):
+            return line[:300]
+    return lines[-1][:300] if lines else ""
 
 
 def _kills_for_memory() -> int:
-    """How often the kernel has killed a process for memory; 0 where it does not say."""
+    """Return how often the kernel has killed a process for memory; 0 if it does not say."""
     with contextlib.suppress(OSError):
         words = Path("/proc/vmstat").read_text().split()
-        return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+        if "oom_kill" in words:
+            return int(words[words.index("oom_kill") + 1])
     return 0
 
 
-def run(config: Config, words: Sequence[str], most: int) -> int:
-    """Train in a child process, and again after a crash; returns the exit code of the last attempt.
+def run(config: Config, words: Sequence[str], max_restarts: int) -> int:
+    """Train in a child process, and again after a crash.
 
     Args:
-        config: of the run.
-        words: its command line, after `mupax`.
-        most: attempts after the first.
+        words: Command line of the run after `mupax`.
+
+    Returns:
+        Exit code of the last attempt.
     """
     command = _without(_command_line(words), "--restart")
-    before = None
+    previous = None
     with Listener() as listener:
-        for number in range(1, most + 2):
+        for number in range(1, max_restarts + 2):
             last = attempt(number, command, listener)
-            # A folder that was refused is another run's, or was not meant to be gone on in.
-            command += (
-                ["--resume"] if last.reached.process >= 0 and "--resume" not in command else []
-            )
-            if (
-                last.reached.start >= 0
-            ):  # it has gone back already; to do so again would set its own steps aside
+            # A workdir that was refused is another run's, or was not meant to be continued.
+            if last.reached.process >= 0 and "--resume" not in command:
+                command += ["--resume"]
+            # The run has gone back already. Going back once more would move its own steps to a
+            # branch.
+            if last.reached.start >= 0:
                 command = _without(command, "--resume-from")
+            # After bad input the workdir may be another run's, and gets no row.
             if last.exit_code != 2 and "--resume" in command:
                 last.record(config)
             if last.exit_code in FINAL or listener.received:
                 break
-            if before is not None and last.failed_as(before):
+            if previous is not None and last.failed_as(previous):
                 last.say(
-                    f"attempt {number - 1} ended there too, so it is not started again; see {FILE} in the workdir"
+                    f"attempt {number - 1} ended there too, so it is not started again; "
+                    f"see {FILE} in the workdir"
                 )
                 break
-            if number > most:
-                last.say(f"--restart {most} allows no other; see {FILE} in the workdir")
+            if number > max_restarts:
+                last.say(f"--restart {max_restarts} allows no other; see {FILE} in the workdir")
                 break
-            wait = min(2.0 ** (number - 1), _LONGEST_S)
-            last.say(f"starting again in {wait:.0f} s ({number} of {most})")
-            if listener.wait(wait) or _others_still_run(config, last, listener):
+            wait = min(2.0 ** (number - 1), _MAX_WAIT_SECONDS)
+            last.say(f"starting again in {wait:.0f} s ({number} of {max_restarts})")
+            if listener.wait(wait) or _wait_for_processes(config, last, listener):
                 return 128 + listener.received[0]
-            before = last
+            previous = last
     return last.exit_code
 
 
 def _command_line(words: Sequence[str]) -> list[str]:
-    """Return the command of this process.
+    """Return the command of this process, to start it again.
 
     Args:
-        words: its words after `mupax`, of which `train` is the first. `python -m train` and a program that
-            calls `mupax.train.__main__.main` have it not among theirs.
+        words: Words of the command line after `mupax`, of which `train` is the first. `python -m
+            train` and a program that calls `mupax.train.__main__.main` were started without it.
     """
     started = sys.orig_argv
-    for own in (words, words[1:]):
-        if own and started[-len(own) :] == [*own]:
+    for own_words in (words, words[1:]):
+        if own_words and started[-len(own_words) :] == [*own_words]:
             return [sys.executable, *started[1:]]
     return [sys.executable, "-m", "mupax", *words]
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:
-    """The words without a flag and its value."""
-    pairs = zip(["", *words], words, strict=False)
-    return [
-        word
-        for before, word in pairs
-        if flag not in (before, word) and not word.startswith(f"{flag}=")
-    ]
+    """Return the words without a flag and its value, which is the next word or follows a `=`."""
+    remaining = []
+    previous = ""
+    for word in words:
+        if flag not in (previous, word) and not word.startswith(f"{flag}="):
+            remaining.append(word)
+        previous = word
+    return remaining
 
 
-def _others_still_run(config: Config, last: RestartAttempt, listener: Listener) -> bool:
-    """Wait until every process has recorded its end, or must have ended; whether a signal came first."""
-    count, until = (
-        last.reached.processes,
-        time.monotonic() + config.distributed.heartbeat_seconds + _ENDING_S,
-    )
-    while count > 1 and time.monotonic() < until and ended_since(config, last.began) < count:
+def _wait_for_processes(config: Config, last: RestartAttempt, listener: Listener) -> bool:
+    """Wait until every process has recorded the end of its attempt, or must have ended.
+
+    Returns:
+        Whether a signal ended the wait.
+    """
+    num_processes = last.reached.processes
+    deadline = time.monotonic() + config.distributed.heartbeat_seconds + _ENDING_SECONDS
+    while num_processes > 1 and time.monotonic() < deadline:
+        if ended_since(config, last.began) >= num_processes:
+            break
         if listener.wait(0.5):
             return True
     return False

@@ -417,7 +417,7 @@ def next_words(recipe, folder, text, *flags):
     config = config_of(recipe, *flags)
     window = {"inputs": np.frombuffer(text.encode(), np.uint8)[None]}
     data = SimpleNamespace(tokenizer=Bytes(), eval_batch=lambda *_: window)
-    line = finish._use(config, data, folder)
+    line = finish._next_command(config, data, folder)
     assert "\n" not in line
     program, *words = shlex.split(line)
     assert Path(program).name == "mupax"

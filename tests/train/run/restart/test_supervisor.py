@@ -66,7 +66,7 @@ WORDS = ["vit-digits", "--workdir", "run", "--restart", "3"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(supervisor, "_LONGEST_S", 0.01)
+    monkeypatch.setattr(supervisor, "_MAX_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "run.py", *WORDS])
     (tmp_path / "run").mkdir()
     (tmp_path / "run.py").write_text(RUN)

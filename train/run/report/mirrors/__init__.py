@@ -1,1 +1,1 @@
-"""Where a run's metrics go besides metrics.jsonl."""
+"""TensorBoard and trackers that get a run's metrics besides metrics.jsonl."""

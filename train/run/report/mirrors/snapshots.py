@@ -1,4 +1,9 @@
-"""What TensorBoard shows of a run at its evaluations on request: images with their predictions, and histograms of the parameters."""
+"""Images with their predictions, and histograms of the parameters, for TensorBoard.
+
+`loop.evaluation` takes them at every evaluation with `--log.images` or `--log.histograms`.
+
+Shapes: B batch, H height, W width, C channels.
+"""
 
 from __future__ import annotations
 
@@ -19,142 +24,175 @@ from mupax.train.data import Data
 from mupax.train.run.report.mirrors.trackers import Histogram, Media
 from mupax.zoo.definition import Arrays
 
-_PARTS = 64
-"""Of a histogram."""
+_NUM_BINS = 64
+"""Bins of a histogram."""
 
 
 class Snapshots:
-    """Takes the media of an evaluation. Every process of a run calls it alike; each of its two programs is compiled once.
+    """Takes the images and histograms of evaluations.
+
+    Every process of a run makes the same calls. Each of the two programs is compiled once.
 
     Args:
-        program: of the run.
-        data: of the run.
-        inputs: what the step reads, on the devices.
+        program: Program of the run. Its config says which media to take.
+        inputs: Inputs of the step besides state and batch, on the devices.
     """
 
     def __init__(self, program: Program, data: Data, inputs: StepInputs) -> None:
-        log, whole = program.config.log, program.layout.replicated
-        self._data, self._inputs, self._feed = data, inputs, program.eval_feed()
+        log = program.config.log
+        replicated = program.layout.replicated
+        self._data = data
+        self._inputs = inputs
+        self._batch_sharding = program.eval_feed()
         self._predicted = jax.jit(
-            partial(_predicted, program, log.images or 0), out_shardings=whole
+            partial(_predicted, program, log.images or 0), out_shardings=replicated
         )
-        self._spread = jax.jit(_spread, out_shardings=whole)
-        self._images, self._histograms = log.images, log.histograms
+        self._spread = jax.jit(_spread, out_shardings=replicated)
+        self._images = log.images
+        self._histograms = log.histograms
         self._batch: Any = None
-        self._before: Arrays | None = None
+        self._earlier_params: Arrays | None = None
 
     def begin(self, params: Arrays) -> None:
-        """Changes are from these parameters on.
+        """Copy parameters, from which the next histograms of changes are computed.
 
         Args:
-            params: the run goes on with them; they are copied.
+            params: Parameters on the devices. The run goes on with them.
         """
         if self._histograms:
-            self._before = jax.tree.map(jnp.copy, params)
+            # A copy, because the step takes over the parameters' memory.
+            self._earlier_params = jax.tree.map(jnp.copy, params)
 
     def take(
         self, state: TrainState, dispatching: Callable[[], AbstractContextManager[object]]
     ) -> Media:
-        """The media of a state.
+        """Return the images and histograms of a state.
 
         Args:
-            state: of the run; predictions are of its moving average where it has one.
-            dispatching: entered around every program; what it raises ends the evaluation.
+            state: State of the run. If it has a moving average of the parameters, predictions are
+                made with that.
+            dispatching: Context manager to enter around each program. An exception that it raises
+                ends the evaluation.
         """
-        images, texts, histograms = {}, {}, {}
+        images: dict[str, np.ndarray] = {}
+        texts: dict[str, str] = {}
+        histograms: dict[str, Histogram] = {}
         if self._images is not None:
+            # The same examples at every evaluation, so that pictures can be compared.
             if self._batch is None:
-                batches = self._data.eval_batches(*self._feed.rows)
+                batches = self._data.eval_batches(*self._batch_sharding.rows)
                 self._batch = next(batches)
                 batches.close()
             with dispatching():
-                shown = self._predicted(
-                    state.evaluated, self._inputs, self._feed.shard_batch(self._batch)
-                )
-            images, texts["examples/labels"] = _shown(
-                *jax.device_get(shown), names=self._data.class_names
-            )
-        if self._before is not None:
+                batch = self._batch_sharding.shard_batch(self._batch)
+                examples = self._predicted(state.evaluated, self._inputs, batch)
+            fetched = jax.device_get(examples)
+            images, table = _shown(*fetched, names=self._data.class_names)
+            texts["examples/labels"] = table
+        if self._earlier_params is not None:
             with dispatching():
-                spread = self._spread(state.params, self._before)
-            histograms = {
-                tag: h
-                for tag, numbers in jax.device_get(spread).items()
-                if (h := _histogram(numbers))
-            }
+                statistics = self._spread(state.params, self._earlier_params)
+            for tag, numbers in jax.device_get(statistics).items():
+                histogram = _histogram(numbers)
+                if histogram is not None:
+                    histograms[tag] = histogram
             with dispatching():
                 self.begin(state.params)
         return Media(images, texts, histograms)
 
 
 def _predicted(
-    program: Program, count: int, params: Arrays, run: StepInputs, batch: Batch
+    program: Program, count: int, params: Arrays, step_inputs: StepInputs, batch: Batch
 ) -> tuple[jax.Array, ...]:
-    """Images, classes, weights and likeliest classes of the first examples of a batch."""
-    logits = logits_of(program.definition, params, run, batch["inputs"], layout=program.layout)
-    likeliest = logits.argmax(-1)
-    return tuple(
-        x[:count] for x in (batch["inputs"], batch["targets"], batch["weights"], likeliest)
+    """Return inputs, targets, weights and predictions of the first `count` examples of a batch."""
+    logits = logits_of(
+        program.definition, params, step_inputs, batch["inputs"], layout=program.layout
     )
+    predictions = logits.argmax(-1)
+    arrays = (batch["inputs"], batch["targets"], batch["weights"], predictions)
+    return tuple(array[:count] for array in arrays)
 
 
 def _shown(
-    inputs: np.ndarray,
-    targets: np.ndarray,
-    weights: np.ndarray,
-    likeliest: np.ndarray,
+    inputs_BHWC: np.ndarray,
+    targets_B: np.ndarray,
+    weights_B: np.ndarray,
+    predictions_B: np.ndarray,
     *,
     names: list[str] | None,
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Images by tag, black to full strength by channel over all of them, and a table of what they are and what they are taken for."""
-    low, high = inputs.min((0, 1, 2)), inputs.max((0, 1, 2))
-    pixels = (255 * (inputs - low) / np.where(high > low, high - low, 1)).round().astype(np.uint8)
+    """Return images by tag, and a Markdown table of their labels and predictions.
+
+    The smallest value of a channel over all images becomes black, the largest full strength.
+    Padding, whose weight is 0, is left out.
+    """
+    low = inputs_BHWC.min((0, 1, 2))
+    high = inputs_BHWC.max((0, 1, 2))
+    scaled = 255 * (inputs_BHWC - low) / np.where(high > low, high - low, 1)
+    pixels_BHWC = scaled.round().astype(np.uint8)
 
     def name(label: int) -> str:
-        return (str(label) if names is None else names[label]).replace("|", "/")
+        text = str(label) if names is None else names[label]
+        # A bar would begin another column of the table.
+        return text.replace("|", "/")
 
-    rows, images = ["| image | label | prediction |", "|---|---|---|"], {}
-    for index in np.flatnonzero(weights > 0):
-        label, guess = int(targets[index]), int(likeliest[index])
-        images[f"examples/{index:03}"] = pixels[index]
-        rows.append(
-            f"| {index:03} | {name(label)} | {name(guess)}{'' if guess == label else ' (wrong)'} |"
-        )
+    rows = ["| image | label | prediction |", "|---|---|---|"]
+    images = {}
+    for index in np.flatnonzero(weights_B > 0):
+        label = int(targets_B[index])
+        prediction = int(predictions_B[index])
+        images[f"examples/{index:03}"] = pixels_BHWC[index]
+        remark = "" if prediction == label else " (wrong)"
+        rows.append(f"| {index:03} | {name(label)} | {name(prediction)}{remark} |")
     return images, "\n".join(rows)
 
 
-def _spread(params: Arrays, before: Arrays) -> dict[str, dict[str, jax.Array]]:
-    """Of each parameter and its change: what a `Histogram` has, by tag."""
+def _spread(params: Arrays, earlier_params: Arrays) -> dict[str, dict[str, jax.Array]]:
+    """Return the numbers of a histogram of each parameter and of its change, by tag."""
     spread = {}
-    for name, now in params.items():
-        spread[f"parameters/{name}"] = _numbers(now.astype(jnp.float32))
-        spread[f"changes/{name}"] = _numbers(
-            now.astype(jnp.float32) - before[name].astype(jnp.float32)
-        )
+    for name, param in params.items():
+        spread[f"parameters/{name}"] = _numbers(param.astype(jnp.float32))
+        change = param.astype(jnp.float32) - earlier_params[name].astype(jnp.float32)
+        spread[f"changes/{name}"] = _numbers(change)
     return spread
 
 
 def _numbers(x: jax.Array) -> dict[str, jax.Array]:
-    """By sums over all of an array alone, so that no device needs another's part; what is not finite does not count."""
+    """Return the numbers of a histogram of all finite entries of an array.
+
+    Only sums and extremes over all of the array are computed, so that no device needs the part of
+    another.
+    """
     finite = jnp.isfinite(x)
-    low, high = (jnp.where(finite, x, away) for away in (jnp.inf, -jnp.inf))
-    low, high = low.min(), high.max()
-    limits = low + (high - low) * jnp.arange(1, _PARTS) / _PARTS
-    # One pass a limit: all at once would be an array of so many times the parameter.
+    or_inf = jnp.where(finite, x, jnp.inf)
+    or_minus_inf = jnp.where(finite, x, -jnp.inf)
+    low = or_inf.min()
+    high = or_minus_inf.max()
+    limits = low + (high - low) * jnp.arange(1, _NUM_BINS) / _NUM_BINS
+    # One pass per limit: all at once would need an array of so many times the parameter.
     below = jax.lax.map(lambda limit: jnp.sum(finite & (x < limit), dtype=jnp.uint32), limits)
     values = jnp.where(finite, x, 0)
-    sums = {
+    return {
+        "low": low,
+        "high": high,
+        "below": below,
         "total": jnp.sum(values),
         "squares": jnp.sum(values**2),
         "count": jnp.sum(finite, dtype=jnp.uint32),
     }
-    return {"low": low, "high": high, "below": below, **sums}
 
 
 def _histogram(numbers: dict[str, np.ndarray]) -> Histogram | None:
-    """None of an array without a finite number."""
-    low, high = float(numbers["low"]), float(numbers["high"])
+    """Return the histogram of an array, or `None` if the array has no finite number.
+
+    Args:
+        numbers: Result of `_numbers`, on the host.
+    """
+    low = float(numbers["low"])
+    high = float(numbers["high"])
     if not (math.isfinite(low) and math.isfinite(high)):
         return None
-    counts = np.diff(numbers["below"].astype(np.int64), prepend=0, append=int(numbers["count"]))
+    below = numbers["below"].astype(np.int64)
+    # `below` counts up to each limit; its differences are the counts of bins.
+    counts = np.diff(below, prepend=0, append=int(numbers["count"]))
     return Histogram(low, high, counts, float(numbers["total"]), float(numbers["squares"]))

@@ -1,6 +1,7 @@
-"""Writers of a run's metrics besides metrics.jsonl: TensorBoard (through tensorboardX), Weights & Biases and trackio.
+"""Writers of a run's metrics besides metrics.jsonl: TensorBoard, Weights & Biases and trackio.
 
-Each is a `Writer`. They are given the numbers of a row by tag, and media, which only TensorBoard shows.
+Each is a `Writer`. `metrics.MetricWriters` passes them rows, and images and histograms, which only
+TensorBoard shows.
 """
 
 from __future__ import annotations
@@ -24,62 +25,65 @@ class Writer(abc.ABC):
     """Interface of TensorBoard and of every tracker."""
 
     name: str
-    """For messages."""
+    """Name of the writer in messages."""
 
     @abc.abstractmethod
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
         """Write the numbers of a row.
 
         Args:
-            row: with its `step`.
-            walltime: seconds since 1970.
+            row: Row of metrics.jsonl, with its `step`.
+            walltime: Time at which the row was written, in seconds since 1970.
         """
 
     def show(self, step: int, media: Media, walltime: float) -> None:
-        """Show images, texts and histograms, where the writer can.
+        """Show images, texts and histograms. A writer that cannot show them does nothing.
 
         Args:
-            step: steps done.
-            media: of that step.
-            walltime: seconds since 1970.
+            step: Number of steps done.
+            media: Images, texts and histograms of that step.
+            walltime: Time of the evaluation, in seconds since 1970.
         """
         del step, media, walltime
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Write everything that waits, and end."""
 
 
 class TensorBoard(Writer):
-    """Events of TensorBoard, by the part of tensorboardX that writes them at once: its queue blocks where its thread has died.
+    """Writer of TensorBoard's event files.
+
+    It uses the part of tensorboardX that writes an event at once. The queue of tensorboardX would
+    block if its thread has died.
 
     Args:
-        logdir: their folder.
-        resume_step: what an earlier session logged after this step is hidden; None begins anew.
-        file: what the name of its file begins with.
+        resume_step: Step that was restored. TensorBoard hides events of later steps that an earlier
+            session wrote. `None` for a new run.
+        file: Beginning of the name of the event file.
     """
 
     name = "TensorBoard"
 
     def __init__(self, logdir: Path, resume_step: int | None, file: str = "events") -> None:
-        with _hidden(
-            "torch", "boto3", "google.cloud.storage"
-        ):  # seconds of imports, for tensors and buckets
+        # These imports of tensorboardX take seconds and are only for tensors and buckets.
+        with _hidden("torch", "boto3", "google.cloud.storage"):
             from tensorboardX import summary
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto import event_pb2
 
         logdir.mkdir(parents=True, exist_ok=True)
-        pb: Any = event_pb2  # its messages are made when it is imported
-        self._writer, self._event, self._summary = (
-            EventsWriter(str(logdir / file)),
-            pb.Event,
-            summary,
-        )
+        proto: Any = event_pb2  # Any, because its messages are made when it is imported
+        self._writer = EventsWriter(str(logdir / file))
+        self._event = proto.Event
+        self._summary = summary
         if resume_step is not None:
-            self._writer.write_event(pb.Event(step=resume_step + 1, file_version="brain.Event:2"))
-            start = pb.SessionLog(status=pb.SessionLog.START)
-            self._writer.write_event(pb.Event(step=resume_step + 1, session_log=start))
+            next_step = resume_step + 1
+            version = proto.Event(step=next_step, file_version="brain.Event:2")
+            self._writer.write_event(version)
+            start = proto.SessionLog(status=proto.SessionLog.START)
+            self._writer.write_event(proto.Event(step=next_step, session_log=start))
+        # A disk that does not take the file is noticed here, and not in the thread.
         self._writer.flush()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
@@ -92,19 +96,20 @@ class TensorBoard(Writer):
             self._add(step, walltime, self._summary.image(tag, image, dataformats="HWC"))
         for tag, text in media.texts.items():
             self._add(step, walltime, self._summary.text(tag, text))
-        for tag, each in media.histograms.items():
-            width = (each.high - each.low or 1e-6) / len(each.counts)
-            limits = [each.low + width * (part + 1) for part in range(len(each.counts))]
-            count = int(each.counts.sum())
+        for tag, histogram in media.histograms.items():
+            num_bins = len(histogram.counts)
+            # A histogram of equal numbers has no width, which TensorBoard cannot show.
+            width = (histogram.high - histogram.low or 1e-6) / num_bins
+            upper_limits = [histogram.low + width * (index + 1) for index in range(num_bins)]
             event = self._summary.histogram_raw(
                 tag,
-                each.low,
-                each.high,
-                count,
-                each.total,
-                each.squares,
-                limits,
-                each.counts.tolist(),
+                histogram.low,
+                histogram.high,
+                int(histogram.counts.sum()),
+                histogram.total,
+                histogram.squares,
+                upper_limits,
+                histogram.counts.tolist(),
             )
             self._add(step, walltime, event)
         self._writer.flush()
@@ -118,9 +123,11 @@ class TensorBoard(Writer):
 
 @contextlib.contextmanager
 def _hidden(*modules: str) -> Iterator[None]:
-    """What is imported inside finds no such modules, unless they are loaded already."""
+    """Context manager in which imports of these modules fail, unless they are loaded already."""
     hidden = [name for name in modules if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    # An import of a module that is None in `sys.modules` raises ImportError.
+    none_by_name: Any = dict.fromkeys(hidden)
+    sys.modules.update(none_by_name)
     try:
         yield
     finally:
@@ -130,14 +137,14 @@ def _hidden(*modules: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How the numbers of an array are spread.
+    """Distribution of the numbers of an array, in bins of equal width.
 
     Attributes:
-        low: the smallest of them.
-        high: the largest.
-        counts: of equal parts from low to high, int [parts].
-        total: their sum.
-        squares: the sum of their squares.
+        low: Smallest number, and lower limit of the first bin.
+        high: Largest number, and upper limit of the last bin.
+        counts: Numbers in each bin, int [bins].
+        total: Sum of the numbers.
+        squares: Sum of their squares.
     """
 
     low: float
@@ -149,12 +156,12 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class Media:
-    """What is shown of one step besides numbers, by tag.
+    """Images, texts and histograms of one step, by tag.
 
     Attributes:
-        images: uint8 [H, W, C] with C = 1 or 3.
-        texts: Markdown.
-        histograms: of arrays.
+        images: Images, uint8 [H, W, C] with C = 1 or 3.
+        texts: Texts in Markdown.
+        histograms: Histograms of arrays.
     """
 
     images: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -163,54 +170,57 @@ class Media:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics, by their tag."""
-    scalars = {}
+    """Return the numbers of a row of metrics by tag, such as `train/loss` or `eval/accuracy`."""
+    values = {}
     for key, value in row.items():
-        if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-            group, _, name = key.partition("_")
-            tag = (
-                key
-                if "/" in key
-                else f"{group}/{name}"
-                if group in ("eval", "perf")
-                else f"train/{key}"
-            )
-            scalars[tag] = value
-    return scalars
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key != "step" and is_number:
+            values[_tag(key)] = value
+    return values
+
+
+def _tag(key: str) -> str:
+    """Return the tag of a key: `eval_loss` becomes `eval/loss`, and `loss` becomes `train/loss`."""
+    if "/" in key:
+        return key
+    group, _, name = key.partition("_")
+    return f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
 
 
 class Tracker(Writer):
-    """A run of a tracker: that of an earlier session, unless new.
+    """Run of a tracker: the run of an earlier session, unless it is new.
 
     Args:
-        project: what the tracker groups runs by.
-        workdir: folder of the run. Its file `id_file` keeps what the tracker knows the run by.
-        new: begin a run.
+        project: Project of the tracker that the run belongs to.
+        workdir: Workdir of the run on this machine. Its file `id_file` holds the tracker's id.
+        new: Whether to begin a new run in the tracker.
 
     Raises:
-        MupaxError: the tracker does not start.
+        MupaxError: The tracker does not start.
     """
 
     id_file: str
+    """Name of the file in the workdir that holds the tracker's id of the run."""
     advice: str
-    """What to do where it does not start."""
+    """Text for the user on what to do if the tracker does not start."""
 
     def __init__(self, project: str, workdir: Path, *, new: bool) -> None:
         file = workdir / self.id_file
-        known_id = None if new or not file.exists() else file.read_text(encoding="utf-8").strip()
+        run_id = None
+        if not new and file.exists():
+            run_id = file.read_text(encoding="utf-8").strip()
         try:
             # Standard output is the run's own.
             with contextlib.redirect_stdout(sys.stderr):
-                self._run, run_id = self._start(project, workdir, known_id)
-        except (
-            Exception
-        ) as error:  # of a package, its server or its files, which have no class in common
+                self._run, run_id = self._start(project, workdir, run_id)
+        except Exception as error:
+            # Errors of a package, its server or its files have no class in common.
             raise MupaxError(f"{self.name} did not start ({error}); {self.advice}") from error
         file.write_text(run_id, encoding="utf-8")
 
     @abc.abstractmethod
-    def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
-        """Start the run, or go on with that of an id; return it and its id."""
+    def _start(self, project: str, workdir: Path, run_id: str | None) -> tuple[Any, str]:
+        """Start a run, or go on with the run of an id. Return the run and its id."""
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
@@ -218,19 +228,20 @@ class Tracker(Writer):
 
 
 class Wandb(Tracker):
-    """A run of Weights & Biases."""
+    """Run of Weights & Biases."""
 
     name = "wandb"
     id_file = "wandb_id"
     advice = "run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
 
-    def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
+    def _start(self, project: str, workdir: Path, run_id: str | None) -> tuple[Any, str]:
         import wandb  # pyright: ignore[reportMissingImports]
 
         run = wandb.init(
-            project=project, dir=str(workdir), name=workdir.name, id=known_id, resume="allow"
+            project=project, dir=str(workdir), name=workdir.name, id=run_id, resume="allow"
         )
-        # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.
+        # An axis of our own, because wandb's would refuse the steps between the checkpoint and the
+        # end of the stopped session.
         run.define_metric("*", step_metric="step")
         return run, run.id
 
@@ -239,27 +250,27 @@ class Wandb(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of trackio, on this machine or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says.
+    """Run of trackio, on this machine or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says.
 
-    trackio knows runs by name, so each has one of its own.
+    trackio knows runs by name, so each run gets a name of its own.
     """
 
     name = "trackio"
     id_file = "trackio_name"
     advice = "mend that, run `hf auth login` where it logs to a Space, or leave --log.trackio out"
 
-    def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
+    def _start(self, project: str, workdir: Path, run_id: str | None) -> tuple[Any, str]:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        name = known_id or f"{workdir.name}-{secrets.token_hex(3)}"
-        return trackio.init(
-            project, name=name, resume="allow" if known_id else "never", embed=False
-        ), name
+        name = run_id or f"{workdir.name}-{secrets.token_hex(3)}"
+        run = trackio.init(project, name=name, resume="allow" if run_id else "never", embed=False)
+        return run, name
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        if numbers := scalars(row):
+        numbers = scalars(row)
+        if numbers:
             self._run.log(numbers, step=row["step"])
 
 
 TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "trackio": Trackio}
-"""By the name of their extra and of their flag, `--log.NAME`."""
+"""Tracker by the name of its extra and of its flag, `--log.NAME`."""
