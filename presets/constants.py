@@ -75,14 +75,14 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
         else:
             flat[name] = value
 
-    own = {}
+    preset_constants = {}
     groups = {}
     for name, value in flat.items():
         if "." in name:
             groups[name] = _number(name, value)
         else:
-            own[name] = value
-    return own, groups
+            preset_constants[name] = value
+    return preset_constants, groups
 
 
 def _number(name: str, value: Any) -> float:

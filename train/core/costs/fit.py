@@ -346,7 +346,7 @@ def check_evaluation(
     if peak <= limit:
         return
 
-    text = f"out of memory: an evaluation takes {_of(peak, limit, program)}"
+    text = f"out of memory: an evaluation takes {_usage_text(peak, limit, program)}"
     batch_size = program.config.eval_batch_size
     num_shards = program.layout.num_shards("batch")
     smaller = batch_size // 2
@@ -371,7 +371,7 @@ def advice(program: Program) -> str:
     return f"By its shapes it takes {gib(usage.peak)}. {flags}"
 
 
-def _of(peak: float, limit: int, program: Program) -> str:
+def _usage_text(peak: float, limit: int, program: Program) -> str:
     """Return the peak and the limit of a device in words."""
     devices = "each device" if program.mesh.size > 1 else "one device"
     source = ""
@@ -399,7 +399,7 @@ def verdict(
     """
     if usage.fits(limit):
         return None
-    text = f"{_of(usage.peak, limit, program)}."
+    text = f"{_usage_text(usage.peak, limit, program)}."
     if not usage.compiled and compiles:
         text += " An estimate fits where it leaves a tenth."
     return f"{text} {_fitting(program, usage, limit, compiles=compiles, elsewhere=elsewhere)}"
@@ -489,8 +489,8 @@ def _scaled(program: Program, usage: MemoryEstimate, target: Program) -> MemoryE
     """
     activations = _activations(target, target.config)
     share = activations / max(1, _activations(program, program.config))
-    rest = max(0, usage.temporary - _gradients(program))
-    temporary = int(_gradients(target) + rest * share + buffers(target))
+    measured_activations = max(0, usage.temporary - _gradients(program))
+    temporary = int(_gradients(target) + measured_activations * share + buffers(target))
     return MemoryEstimate(_state(target), temporary, compiled=False, saved=_saved(target))
 
 
@@ -578,8 +578,10 @@ def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
     activations = _activations(program, program.config)
     activations_share = _activations(smaller, config) / max(1, activations)
     gradients = _gradients(program)
-    rest = max(0, usage.temporary - gradients)
-    return (usage.state + usage.saved + gradients) * params_share + rest * activations_share
+    measured_activations = max(0, usage.temporary - gradients)
+    return (
+        usage.state + usage.saved + gradients
+    ) * params_share + measured_activations * activations_share
 
 
 def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config, list[str]]]:
@@ -639,7 +641,7 @@ def _resplit(program: Program) -> Iterator[Program]:
     for factor in range(2, data + 1):
         if data % factor:
             continue
-        resplit = _on(program, data=data // factor, fsdp=fsdp * factor)
+        resplit = _with_mesh(program, data=data // factor, fsdp=fsdp * factor)
         if resplit is not None:
             yield resplit
 
@@ -671,13 +673,13 @@ def _with_most_fsdp(program: Program, num_devices: int) -> Program | None:
     for fsdp in range(num_devices, program.mesh.shape["fsdp"] - 1, -1):
         if num_devices % fsdp:
             continue
-        larger = _on(program, data=num_devices // fsdp, fsdp=fsdp)
+        larger = _with_mesh(program, data=num_devices // fsdp, fsdp=fsdp)
         if larger is not None:
             return larger
     return None
 
 
-def _on(program: Program, *, data: int, fsdp: int) -> Program | None:
+def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
     """Return the run on another mesh, or `None` if the mesh does not fit the run's sizes."""
     config = program.config
     shape = program.mesh.shape
@@ -706,15 +708,15 @@ def _evaluating(data: DataConfig, num_shards: int) -> DataConfig:
     return dataclasses.replace(data, eval_batch_size=per_shard * num_shards)
 
 
-def _mesh_flags(before: Config, after: Config) -> list[str]:
+def _mesh_flags(old: Config, new: Config) -> list[str]:
     """Return flags for changed sizes of the mesh and a changed evaluation batch."""
     flags = []
     for axis in ("data", "fsdp"):
-        size = getattr(after.mesh, axis)
-        if size != getattr(before.mesh, axis):
+        size = getattr(new.mesh, axis)
+        if size != getattr(old.mesh, axis):
             flags.append(f"--mesh.{axis} {size}")
-    eval_batch_size = after.data.eval_batch_size
-    if eval_batch_size != before.data.eval_batch_size:
+    eval_batch_size = new.data.eval_batch_size
+    if eval_batch_size != old.data.eval_batch_size:
         flags.append(f"--data.eval-batch-size {eval_batch_size}")
     return flags
 
