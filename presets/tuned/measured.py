@@ -275,10 +275,9 @@ def _coupled_decay(scales: Scales) -> Number:
     """Return the coupled weight decay, `weight_decay` / `lr`, as one value or one per layer."""
     weight_decay = scales.weight_decay
     lr = scales.lr
-    if isinstance(weight_decay, tuple) and isinstance(lr, tuple):
-        return tuple(decay / rate for decay, rate in zip(weight_decay, lr, strict=False))
     if isinstance(weight_decay, tuple):
-        return tuple(decay / lr for decay in weight_decay)
+        rates = lr if isinstance(lr, tuple) else (lr,) * len(weight_decay)
+        return tuple(decay / rate for decay, rate in zip(weight_decay, rates, strict=True))
     if isinstance(lr, tuple):
         return tuple(weight_decay / rate for rate in lr)
     return weight_decay / lr
