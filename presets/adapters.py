@@ -1,18 +1,24 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, 2106.09685): their declarations, and their rows under any preset, from the matrix' own.
+"""Low-rank adapters (LoRA, Hu et al. 2021, 2106.09685): declarations and rows under any preset.
 
-A matrix W with n inputs and m outputs becomes W + (alpha / r) A B, A [n, r] and B [r, m]. B starts at zero. W stays, and so does
-the rank r as a model grows: A reads r numbers out of the stream, as a readout does, and B writes them into it, as an embedding does.
+A matrix W with n inputs and m outputs becomes W + (alpha / r) A B, with A [n, r] and B [r, m]. B
+starts at zero. W is not trained, and the rank r is fixed as a model grows. So A reads r numbers out
+of the residual stream, as a readout does, and B writes them into the stream, as an embedding does.
+The rows of A and B follow from the row of W:
 
-| adapter | std                   | Adam lr        | SGD lr       | eps           | under `mup`, in blocks, of square matrices    |
-|---------|-----------------------|----------------|--------------|---------------|-----------------------------------------------|
-| A       | louder^-1             | W's            | W's / louder | W's * louder  | std n^-1, Adam n^-1, SGD n^-1, eps 1          |
-| B       | 0                     | W's at fan-in r| the same     | the same      | Adam 1, SGD n, eps n^-1                       |
+|   | std       | Adam lr           | SGD lr       | eps          | `mup`, square matrix in blocks |
+|---|-----------|-------------------|--------------|--------------|--------------------------------|
+| A | louder^-1 | W's               | W's / louder | W's * louder | std, Adam, SGD n^-1, eps 1     |
+| B | 0         | W's with fan-in r | likewise     | likewise     | Adam 1, SGD n, eps n^-1        |
 
-louder = m * B's Adam rate is how much larger a gradient is that has gone back through B, whose m moves are aligned with it (that
-of `mup` is n). A's std keeps what goes back through A as small as what reaches the adapter; at n^-1/2, as LoRA+ has it (Hayou et al.
-2024, 2402.12354), it would be n^1/2 larger. Rates under Adam are theirs: n^-1 for A and 1 for B. (Derived; depth is left out of louder.)
-Where a preset has one rate for everything (`sp`), adapters have it too, A at n^-1/2: LoRA as it is usually trained.
-Adapters stay on Adam under Muon. Their rank counts nowhere: alpha / r is its rule.
+louder = m * (Adam lr of B) is the factor by which a gradient grows as it goes back through B, whose
+m updates are aligned with the gradient. Under `mup` the factor is n. The std of A makes what goes
+back through A as small as what reaches the adapter. At std n^-1/2, as in LoRA+ (Hayou et al. 2024,
+2402.12354), it would be n^1/2 larger. The Adam learning rates are those of LoRA+: n^-1 for A and 1
+for B. (Derived; depth is left out of louder.)
+
+Where a preset has one learning rate for everything (`sp`), adapters have the same rate and A has
+std n^-1/2: LoRA as it is usually trained. Under Muon, adapters stay on Adam. The rank enters no
+column: alpha / r takes its place.
 """
 
 from __future__ import annotations
@@ -25,42 +31,59 @@ from mupax.presets.rule import ONE, Power, Rule, product
 
 
 def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
-    """Declarations of A and B for a matrix of a residual block."""
-    ends = matrix.copies, matrix.fan_in, matrix.fan_out
-    axes = {Role.LORA_A: (*ends[0], *ends[1], RANK), Role.LORA_B: (*ends[0], RANK, *ends[2])}
-    fan_in = {Role.LORA_A: ends[1], Role.LORA_B: (RANK,)}
-    a, b = (
-        ParamSpec(role=role, axes=axes[role], fan_in=fan_in[role], in_block=True, adapts=matrix)
-        for role in axes
+    """Return the declarations of A and B for a matrix of a residual block."""
+    a = ParamSpec(
+        role=Role.LORA_A,
+        axes=(*matrix.copies, *matrix.fan_in, RANK),
+        fan_in=matrix.fan_in,
+        in_block=True,
+        adapts=matrix,
+    )
+    b = ParamSpec(
+        role=Role.LORA_B,
+        axes=(*matrix.copies, RANK, *matrix.fan_out),
+        fan_in=(RANK,),
+        in_block=True,
+        adapts=matrix,
     )
     return a, b
 
 
 def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
-    """The row of an adapter.
+    """Return the row of an adapter matrix.
 
     Args:
-        rule: the preset's table.
-        spec: of A or B.
+        rule: Function from a declaration to its row in the preset's table.
+        spec: Declaration of A or B, as `pair` returns it.
     """
-    assert spec.adapts is not None
-    whole = rule(spec.adapts)
-    within = dataclasses.replace(spec.adapts, axes=pair(spec.adapts)[1].axes, fan_in=(RANK,))
-    a, b = (
-        dataclasses.replace(of, muon=None, mean_field=ONE, init_constant=1.0)
-        for of in (whole, rule(within))
-    )
+    matrix = spec.adapts
+    assert matrix is not None
+    _, b_spec = pair(matrix)
+    matrix_rule = rule(matrix)
+    # B is a matrix like W whose fan-in is the rank, so its row is the row of W at that fan-in.
+    b_rule = rule(dataclasses.replace(matrix, axes=b_spec.axes, fan_in=(RANK,)))
     if spec.role is Role.LORA_B:
-        return b
-    if whole.sgd == whole.adam == whole.eps == ONE:  # one rate, whatever the gradients
-        return a
-    louder = product(spec.adapts.fan_out) * _without_depth(b.multiplier * b.adam)
-    return dataclasses.replace(a, init_std=ONE / (louder * whole.multiplier)).times(
-        sgd=louder**-1, eps=louder
-    )
+        return _on_adam(b_rule)
+
+    a_rule = _on_adam(matrix_rule)
+    # A preset with one learning rate for everything does not look at gradients.
+    if matrix_rule.sgd == matrix_rule.adam == matrix_rule.eps == ONE:
+        return a_rule
+    louder = product(matrix.fan_out) * _without_depth(b_rule.multiplier * b_rule.adam)
+    init_std = ONE / (louder * matrix_rule.multiplier)
+    a_rule = dataclasses.replace(a_rule, init_std=init_std)
+    return a_rule.times(sgd=louder**-1, eps=louder)
+
+
+def _on_adam(rule: Rule) -> Rule:
+    """Return the row without what applies only to full matrices: Muon, mean-field and constants."""
+    return dataclasses.replace(rule, muon=None, mean_field=ONE, init_constant=1.0)
 
 
 def _without_depth(power: Power) -> Power:
-    return dataclasses.replace(
-        power, exponents=tuple((axis, e) for axis, e in power.exponents if axis != OWN.axis)
-    )
+    """Return the power law without its factor in the number of layers."""
+    exponents = []
+    for axis, exponent in power.exponents:
+        if axis != OWN.axis:
+            exponents.append((axis, exponent))
+    return dataclasses.replace(power, exponents=tuple(exponents))

@@ -1,11 +1,14 @@
-"""Constants of parameter groups: what tuning finds for one group, as factors on its base numbers. How it scales stays the rule's.
+"""Constants of parameter groups: factors that tuning finds for a group, on top of a preset's rule.
 
-`rates.readout` 4 is four times the learning rate in every size. A group is named as `mupax presets table` shows it; a role of
-matrices will do: `query` is `block.query`. The pull lr*wd is scaled by `decays` alone: a rate does not change it.
-`tied_readout` is a readout that shares the embedding's table, beside `readout`; `all` is every group.
+`rates.readout` 4 is four times the learning rate at every size. How the learning rate scales is
+still the rule's. Groups have the names that `mupax presets table` shows; the role of a matrix is
+enough: `query` is `block.query`. `tied_readout` is a readout that shares the embedding's table (it
+also counts as `readout`), and `all` is every group. Only `decays` scales lr*wd: `rates` leaves it
+unchanged.
 
-A published source may scale a number by another power of a size than the preset does. `stds.mlp_out^layers` -0.5 is a further
-factor (layers / layers of the base)^-0.5; at the base it is 1.
+A published source may scale a value by another power of a size than the preset does.
+`stds.mlp_out^layers` -0.5 is a further factor (layers / layers of the base)^-0.5. It is 1 at the
+base.
 """
 
 from __future__ import annotations
@@ -25,72 +28,116 @@ COLUMNS = {
     "decays": "weight decay",
     "eps": "Adam's eps",
 }
-"""Word before the dot, and what it scales. A decay may be 0, which turns it off, and a deviation, which starts matrices at 0."""
-_MAY_BE_ZERO = ("decays", "stds")
+"""Scaled quantity by the word before a constant's dot."""
 
-_VECTORS = [f"{of.value}.{role.value}" for of in Role for role in Role if role in VECTORS]
-_WHERE = ("", "block.", "encoder.", "encoder.block.", "block.cross.")
-GROUPS = (
-    *(f"{where}{name}" for where in _WHERE for name in (*(role.value for role in Role), *_VECTORS)),
-    TIED,
-    EVERY,
-)
-"""Every name that a group can have."""
+_MAY_BE_ZERO = ("decays", "stds")
+"""Columns that accept 0: no weight decay, or matrices that start at 0."""
+
+_PREFIXES = ("", "block.", "encoder.", "encoder.block.", "block.cross.")
+
+
+def _group_names() -> tuple[str, ...]:
+    """Return every name that a parameter group can have."""
+    endings = [role.value for role in Role]
+    for owner in Role:
+        endings += [f"{owner.value}.{role.value}" for role in Role if role in VECTORS]
+
+    groups = []
+    for prefix in _PREFIXES:
+        groups += [f"{prefix}{ending}" for ending in endings]
+    return (*groups, TIED, EVERY)
+
+
+GROUPS = _group_names()
+"""Every name that a parameter group can have."""
 
 
 def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    """A preset's own constants, and those of groups, whose names have a dot.
+    """Split constants into the preset's own and those of parameter groups.
 
     Args:
-        constants: name to value; a column of `COLUMNS` may also hold group to number.
+        constants: Values by name. A column may also hold a mapping from group to value, as in
+            `{"rates": {"readout": 4}}`.
+
+    Returns:
+        The preset's own constants as they are, and the constants of groups by "COLUMN.GROUP" as
+        numbers.
 
     Raises:
-        PresetError: no such column or group, or a value that cannot be one.
+        PresetError: A constant of a group has an unknown column or group, or a value that the
+            column cannot have.
     """
     flat: dict[str, Any] = {}
     for name, value in constants.items():
-        several = value.items() if name in COLUMNS and isinstance(value, Mapping) else ()
-        flat |= {f"{name}.{group}": number for group, number in several} or {name: value}
-    groups = {name: _number(name, value) for name, value in flat.items() if "." in name}
-    return {name: value for name, value in flat.items() if "." not in name}, groups
+        # An empty mapping stays, and is refused by the preset as an unknown constant of its own.
+        if name in COLUMNS and isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{group}": number for group, number in value.items()}
+        else:
+            flat[name] = value
+
+    preset_constants = {}
+    groups = {}
+    for name, value in flat.items():
+        if "." in name:
+            groups[name] = _number(name, value)
+        else:
+            preset_constants[name] = value
+    return preset_constants, groups
 
 
 def _number(name: str, value: Any) -> float:
+    """Return the number of one group's constant.
+
+    Raises:
+        PresetError: Column, group, axis or number cannot be used.
+    """
     column, group, axis = parts(name)
     if column not in COLUMNS:
         owner, _, last = name.rpartition(".")
-        turned = [f"{last}.{owner}"] if last in COLUMNS else [f"{word}.{group}" for word in COLUMNS]
-        raise PresetError(f"no constant is named {name!r}; {_nearest(name, turned)}")
+        if last in COLUMNS:
+            # "readout.rates" is most likely meant as "rates.readout".
+            candidates = [f"{last}.{owner}"]
+        else:
+            candidates = [f"{word}.{group}" for word in COLUMNS]
+        raise PresetError(f"no constant is named {name!r}; {_nearest(name, candidates)}")
     if group not in GROUPS:
-        raise PresetError(
-            f"{name}: no parameter group is named {group!r}; {_nearest(group, GROUPS)}"
-        )
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+        hint = _nearest(group, GROUPS)
+        raise PresetError(f"{name}: no parameter group is named {group!r}; {hint}")
+
+    number = _float_or_nan(value)
     if axis:
         if axis not in AXES:
             raise PresetError(f"{name}: no logical axis is named {axis!r}; {_nearest(axis, AXES)}")
         if not math.isfinite(number):
             raise PresetError(f"{name}={value}: write an exponent, such as {name}=-0.5")
         return number
-    if not (
-        1e-30 <= number <= 1e30 or (number == 0 and column in _MAY_BE_ZERO)
-    ):  # as float32 has them
-        zero = "0, or " if column in _MAY_BE_ZERO else ""
-        raise PresetError(
-            f"{name}={value}: write {zero}a number from 1e-30 to 1e30, such as {name}=2"
-        )
-    return number
+
+    # float32 holds all numbers of this range.
+    if 1e-30 <= number <= 1e30:
+        return number
+    if number == 0 and column in _MAY_BE_ZERO:
+        return number
+    zero = "0, or " if column in _MAY_BE_ZERO else ""
+    raise PresetError(f"{name}={value}: write {zero}a number from 1e-30 to 1e30, such as {name}=2")
+
+
+def _float_or_nan(value: Any) -> float:
+    """Return the value as a float, or nan if the value is no number."""
+    # float(True) would be 1.
+    if isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
-    """Return whether a constant's group is one of a model's, with a number of its own for that column.
+    """Return whether a group's constant would change anything in a model.
 
     Args:
-        constant: its name.
-        specs: of the model, with that of a tied readout.
+        constant: Name of the constant, such as `rates.readout`.
+        specs: Declarations of the model's parameters, including a tied readout.
     """
     try:
         check({constant: 1.0}, specs, "")
@@ -100,39 +147,57 @@ def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
 
 
 def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: str) -> None:
-    """Whether every constant does something in a model.
+    """Refuse constants that change nothing in a model.
 
     Args:
-        constants: of groups.
-        specs: of the model, with that of a tied readout.
-        preset: its name, for the message.
+        constants: Factors by name, `COLUMN.GROUP`.
+        specs: Declarations of the model's parameters, including a tied readout.
+        preset: Name of the preset, for the message.
 
     Raises:
-        PresetError: a group that the model does not have, that is named twice, or whose number is none of its own.
+        PresetError: The model lacks the group, two constants name one group, or the group has no
+            value of its own in that column.
     """
     groups = {spec.group: spec for spec in specs}
-    by_name = {name: spec for spec in groups.values() for name in names(spec)}
+    specs_by_name = {}
+    for spec in groups.values():
+        for name in names(spec):
+            specs_by_name[name] = spec
+
     for constant in constants:
         column, group, _ = parts(constant)
         if group == EVERY:
             continue
-        if (spec := by_name.get(group)) is None:
-            raise PresetError(
-                f"{constant}: the model has no parameters {group!r}; {_nearest(group, groups)}"
-            )
-        other = f"{column}.{spec.group}{constant.removeprefix(f'{column}.{group}')}"
-        if group not in (spec.group, TIED) and other in constants:
-            raise PresetError(f"{constant} and {other} name one group; write one of them")
-        why = None
-        if spec.tied and column != "multipliers":
-            why = f"a tied readout has only a multiplier of its own; write {column}.{Role.TOKEN_EMBEDDING.value}"
-        elif column == "stds" and spec.role in BIASES:
-            why = "biases start at 0"
-        elif column == "decays" and spec.role in VECTORS:
-            why = f"{preset} does not decay gains and biases"
-        if why:
-            raise PresetError(f"{constant} changes nothing: {why}")
+        spec = specs_by_name.get(group)
+        if spec is None:
+            hint = _nearest(group, groups)
+            raise PresetError(f"{constant}: the model has no parameters {group!r}; {hint}")
+
+        ending = constant.removeprefix(f"{column}.{group}")
+        full_name = f"{column}.{spec.group}{ending}"
+        # `tied_readout` may stand beside `readout`, because their factors multiply.
+        if group not in (spec.group, TIED) and full_name in constants:
+            raise PresetError(f"{constant} and {full_name} name one group; write one of them")
+
+        reason = _reason_without_effect(column, spec, preset)
+        if reason is not None:
+            raise PresetError(f"{constant} changes nothing: {reason}")
+
+
+def _reason_without_effect(column: str, spec: ParamSpec, preset: str) -> str | None:
+    """Return the reason why a column's constant cannot change a parameter, or `None` if it can."""
+    if spec.tied and column != "multipliers":
+        owner = Role.TOKEN_EMBEDDING.value
+        return f"a tied readout has only a multiplier of its own; write {column}.{owner}"
+    if column == "stds" and spec.role in BIASES:
+        return "biases start at 0"
+    if column == "decays" and spec.role in VECTORS:
+        return f"{preset} does not decay gains and biases"
+    return None
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:
-    return f"did you mean {difflib.get_close_matches(name, [*candidates], n=1, cutoff=0)[0]!r}?"
+    """Return a question that suggests the most similar candidate."""
+    # A cutoff of 0 always gives a candidate.
+    matches = difflib.get_close_matches(name, [*candidates], n=1, cutoff=0)
+    return f"did you mean {matches[0]!r}?"

@@ -1,7 +1,9 @@
-"""Joint rules: how an optimizer's numbers change with batch B and tokens T, as sources have it, beside width and depth.
+"""Joint rules: how an optimizer's settings change with batch size B and tokens T.
 
-Everything is a ratio to the base: B is batch over base batch, T is tokens seen over the base's, and steps are T/B. Sources
-contradict each other on T, so all rules stand side by side; `--joint` applies those marked so, and only when asked.
+B is the batch over the base's batch, T is the training tokens over the base's, and steps are T/B.
+The rules come from different sources, which contradict each other on T. `RULES` has all of them;
+`--joint` applies only rules with `applied=True`, and only when asked. Rules for width and depth
+are in `mupax.presets.papers`.
 """
 
 from __future__ import annotations
@@ -16,30 +18,36 @@ from mupax.presets.roles import PresetError
 from mupax.presets.rule import ONE, Power, axis
 
 Applied = Literal["none", "sde", "complete-d"]
-"""The rules that `--joint` takes, as a type."""
+"""Names of the rules that `--joint` accepts, as a type."""
 COLUMNS = ("lr", "weight_decay", "eps", "one_minus_b1", "one_minus_b2", "durations")
+"""Fields of `JointRule` that scale a setting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JointRule:
-    """What one source says. A column is None where it says nothing.
+    """Joint rule of one source: a power law in B and T per setting.
+
+    A power law is `None` if the source says nothing about the setting.
 
     Attributes:
-        name: for `--joint` and the table.
-        lr: peak learning rate.
-        weight_decay: coupled, w -= lr*wd*w; the independent one has this times `lr`, so that the pull is the same.
-        eps: Adam's.
-        one_minus_b1: 1 - beta1.
-        one_minus_b2: 1 - beta2.
-        durations: steps of warm-up and of a final decay.
-        families: optimizers that it speaks for.
-        applied: whether `--joint` takes it.
-        source: who, where, year.
-        tested: on what.
-        limits: axis to the smallest and largest ratio of it that was tested, as far as known.
-        status: verified: read in its author's own text; reported: in an account of it; derived: worked out here.
-        remark: what to know beside the formula.
-        concessions: what the source lets go as B or T grows, an observable of `mupax.presets.analysis.joint_limits` to its power.
+        name: Name for `--joint` and the table.
+        lr: Factor on the peak learning rate.
+        weight_decay: Factor on coupled weight decay, w -= lr*wd*w. Independent weight decay is
+            multiplied by `weight_decay` and `lr`, so that lr*wd scales the same.
+        eps: Factor on Adam's eps.
+        one_minus_b1: Factor on 1 - beta1.
+        one_minus_b2: Factor on 1 - beta2.
+        durations: Factor on the steps of warm-up and of a final decay.
+        families: Optimizer families that the rule is for.
+        applied: Whether `--joint` accepts the rule.
+        source: Authors, year and paper.
+        tested: Models, data and sizes that the source tested.
+        limits: Smallest and largest tested ratio of `batch` or `tokens`, as far as known.
+        status: "verified" if read in the author's own text, "reported" if read in an account of
+            it, "derived" if worked out in mupax.
+        remark: Caveat of the formula.
+        concessions: Observables of `mupax.presets.analysis.joint_limits` that the rule does not
+            hold fixed, with their power laws in B and T.
     """
 
     name: str
@@ -59,138 +67,231 @@ class JointRule:
     concessions: Mapping[str, Power] = dataclasses.field(default_factory=dict)
 
     def factor(self, column: str, ratios: Mapping[str, float]) -> float:
-        """What a column is multiplied by; 1 where the source says nothing.
+        """Return the factor on a setting, or 1 if the source says nothing about the setting.
 
         Args:
-            column: one of `COLUMNS`.
-            ratios: of `batch` and `tokens` to the base's.
+            column: Member of `COLUMNS`.
+            ratios: `batch` and `tokens` of the run, divided by the base's.
         """
-        return (getattr(self, column) or ONE)(ratios)
+        power = getattr(self, column) or ONE
+        return power(ratios)
 
     def cautions(self, ratios: Mapping[str, float]) -> list[str]:
-        """What to know before the rule is trusted so far from the base, one sentence each."""
+        """Return one sentence for each ratio that is outside of the tested range.
+
+        Args:
+            ratios: `batch` and `tokens` of the run, divided by the base's.
+        """
         cautions = []
         for name, ratio in ratios.items():
-            least, most = self.limits.get(name, (1.0, 1.0))
-            if not least <= ratio <= most:
-                if name in self.limits:
-                    evidence = f"it was tested from {least:.3g} to {most:.3g} times"
-                elif self.speaks_of(name):
-                    evidence = "the range that it was tested in is not known"
-                else:
-                    evidence = f"it says nothing about {name}"
-                cautions.append(
-                    f"the joint rule {self.name}: {ratio:.3g} times the base's {name}, and {evidence}"
-                )
+            low, high = self.limits.get(name, (1.0, 1.0))
+            if low <= ratio <= high:
+                continue
+            if name in self.limits:
+                evidence = f"it was tested from {low:.3g} to {high:.3g} times"
+            elif self.speaks_of(name):
+                evidence = "the range that it was tested in is not known"
+            else:
+                evidence = f"it says nothing about {name}"
+            distance = f"{ratio:.3g} times the base's {name}"
+            cautions.append(f"the joint rule {self.name}: {distance}, and {evidence}")
         return cautions
 
     def speaks_of(self, name: str) -> bool:
-        """Whether a number but that of warm-up depends on `batch` or `tokens`."""
-        powers = (getattr(self, column) or ONE for column in COLUMNS if column != "durations")
-        return any(name in dict(power.exponents) for power in powers)
+        """Return whether any setting except the durations depends on `batch` or `tokens`.
+
+        Args:
+            name: "batch" or "tokens".
+        """
+        for column in COLUMNS:
+            # `_FRACTION` depends on T even in a rule that says nothing about T.
+            if column == "durations":
+                continue
+            power = getattr(self, column) or ONE
+            if name in dict(power.exponents):
+                return True
+        return False
 
     def described(self) -> str:
-        """What the rule rests on, in a line."""
+        """Return one line on the rule's source, status and tests."""
         use = f"{self.name} (`--joint {self.name}`)" if self.applied else self.name
-        remark = f" {self.remark[0].upper()}{self.remark[1:]}." if self.remark else ""
-        return f"{use}: {self.source}: {self.status}. For {', '.join(self.families)}; {self.tested}.{remark}"
+        families = ", ".join(self.families)
+        remark = ""
+        if self.remark:
+            remark = f" {self.remark[0].upper()}{self.remark[1:]}."
+        return f"{use}: {self.source}: {self.status}. For {families}; {self.tested}.{remark}"
 
     def to_json(self, ratios: Mapping[str, float]) -> dict[str, Any]:
-        """Plain values: formulas as text, and their factors at some ratios; null where the source says nothing."""
-        powers = {column: getattr(self, column) for column in COLUMNS}
-        plain = {name: value for name, value in vars(self).items() if name not in powers}
-        formulas = {column: power and formula(power) for column, power in powers.items()}
-        plain["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
-        return {
-            **plain,
-            **formulas,
-            "factors": {column: power and power(ratios) for column, power in powers.items()},
-        }
+        """Return the rule as values that JSON can hold, with formulas as text.
+
+        A formula or factor is `None` if the source says nothing about the setting.
+
+        Args:
+            ratios: `batch` and `tokens` at which the entry "factors" is evaluated.
+        """
+        entries = {name: value for name, value in vars(self).items() if name not in COLUMNS}
+        entries["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
+
+        formulas = {}
+        factors = {}
+        for column in COLUMNS:
+            power = getattr(self, column)
+            formulas[column] = None if power is None else formula(power)
+            factors[column] = None if power is None else power(ratios)
+        return {**entries, **formulas, "factors": factors}
 
 
-_B, _T = axis("batch"), axis("tokens")
+_B = axis("batch")
+_T = axis("tokens")
 _FRACTION = _T / _B
-"""Warm-up and decay as fractions of the run: in steps, batch studies would measure the warm-up."""
+"""Factor on durations that keeps them fractions of the run.
+
+With a fixed number of warm-up steps, a study of the batch would measure the warm-up.
+"""
 
 RULES: dict[str, JointRule] = {
     rule.name: rule
     for rule in (
         JointRule(
-            name="none", applied=True, families=get_args(Family), status="verified",
-            source="one set of numbers for every batch", tested="the control: its best rate moves",
+            name="none",
+            applied=True,
+            families=get_args(Family),
+            status="verified",
+            source="one set of numbers for every batch",
+            tested="the control: its best rate moves",
         ),
         JointRule(
-            name="sde", applied=True, lr=_B**0.5, weight_decay=_B**0.5, eps=_B**-0.5, one_minus_b1=_B, one_minus_b2=_B,
-            durations=_FRACTION, status="verified", limits={"batch": (1 / 16, 16)},
-            source="Malladi et al. 2022 (2205.10287; the formula in its first author's text), decay of Complete(d)P",
-            tested="its vision and language runs; at ratio 16 in a public pull request of Fast-LLM (539), 0.5 B parameters",
-            remark="at fixed tokens, while the batch is well below the noise scale; says nothing about tokens",
+            name="sde",
+            applied=True,
+            lr=_B**0.5,
+            weight_decay=_B**0.5,
+            eps=_B**-0.5,
+            one_minus_b1=_B,
+            one_minus_b2=_B,
+            durations=_FRACTION,
+            status="verified",
+            limits={"batch": (1 / 16, 16)},
+            source=(
+                "Malladi et al. 2022 (2205.10287; the formula in its first author's text), "
+                "decay of Complete(d)P"
+            ),
+            tested=(
+                "its vision and language runs; "
+                "at ratio 16 in a public pull request of Fast-LLM (539), 0.5 B parameters"
+            ),
+            remark=(
+                "at fixed tokens, while the batch is well below the noise scale; "
+                "says nothing about tokens"
+            ),
         ),
         JointRule(
-            name="complete-d", applied=True, lr=(_B / _T) ** 0.5, weight_decay=(_B / _T) ** 0.5, eps=(_T / _B) ** 0.5,
-            one_minus_b1=_B / _T, one_minus_b2=_B / _T, durations=_FRACTION, status="reported",
+            name="complete-d",
+            applied=True,
+            lr=(_B / _T) ** 0.5,
+            weight_decay=(_B / _T) ** 0.5,
+            eps=(_T / _B) ** 0.5,
+            one_minus_b1=_B / _T,
+            one_minus_b2=_B / _T,
+            durations=_FRACTION,
+            status="reported",
             source="Complete(d)P, Mlodozeniec et al. 2025 (2512.22382), Table 1",
             tested="one lab, cosine, 50 M to 7.2 B parameters",
-            remark="equal in B to sde; in T the whole run is one stretch of the SDE, though eps grows against noise that T leaves alone",
+            remark=(
+                "equal in B to sde; in T the whole run is one stretch of the SDE, "
+                "though eps grows against noise that T leaves alone"
+            ),
             concessions={"eps over noise": _T**0.5},
         ),
         JointRule(
-            name="linear", lr=_B, families=("sgd",), status="reported", source="Goyal et al. 2017 (1706.02677)",
-            tested="ResNet-50 on ImageNet, batches of 256 to 8192", limits={"batch": (1, 32)},
+            name="linear",
+            lr=_B,
+            families=("sgd",),
+            status="reported",
+            source="Goyal et al. 2017 (1706.02677)",
+            tested="ResNet-50 on ImageNet, batches of 256 to 8192",
+            limits={"batch": (1, 32)},
         ),
         JointRule(
-            name="b2-half-life", one_minus_b2=_B, status="reported", source="Marek et al. 2025 (2507.07101), abstract",
+            name="b2-half-life",
+            one_minus_b2=_B,
+            status="reported",
+            source="Marek et al. 2025 (2507.07101), abstract",
             tested="down to batches of one",
-            remark="beta2^B, whose half-life in tokens is fixed: 1 - beta2 times B to first order, as sde",
+            remark=(
+                "beta2^B, whose half-life in tokens is fixed: "
+                "1 - beta2 times B to first order, as sde"
+            ),
         ),
         JointRule(
-            name="horizon", lr=_T**-0.32, status="reported", source="Bjorck et al. 2024 (2409.19913)",
-            tested="760 M to 2.7 B parameters", remark="exponents of single sizes go from -0.32 to -0.70, 50 M to 2.7 B",
+            name="horizon",
+            lr=_T**-0.32,
+            status="reported",
+            source="Bjorck et al. 2024 (2409.19913)",
+            tested="760 M to 2.7 B parameters",
+            remark="exponents of single sizes go from -0.32 to -0.70, 50 M to 2.7 B",
         ),
         JointRule(
-            name="sqrt-horizon", lr=_T**-0.5, status="reported", source="Schaipp et al. 2025 (2501.18965)",
+            name="sqrt-horizon",
+            lr=_T**-0.5,
+            status="reported",
+            source="Schaipp et al. 2025 (2501.18965)",
             tested="convex theory at a fixed fraction of cooldown",
         ),
         JointRule(
-            name="step-law", lr=_T**0.307, status="reported", source="Step Law, Li et al. 2025 (2503.04715)",
-            tested="3700 runs", remark="for the best batch, which grows as T^0.571; N^-0.713 in parameters",
+            name="step-law",
+            lr=_T**0.307,
+            status="reported",
+            source="Step Law, Li et al. 2025 (2503.04715)",
+            tested="3700 runs",
+            remark="for the best batch, which grows as T^0.571; N^-0.713 in parameters",
         ),
         JointRule(
-            name="deepseek", lr=_T**-0.125, status="reported", source="DeepSeek LLM 2024 (2401.02954)",
+            name="deepseek",
+            lr=_T**-0.125,
+            status="reported",
+            source="DeepSeek LLM 2024 (2401.02954)",
             tested="standard parameterization",
             remark="C^-0.125 in compute, at fixed parameters; the batch grows as C^0.327",
         ),
         JointRule(
-            name="timescale", weight_decay=_B / _T, status="reported", source="Wang and Aitchison 2024 (2405.13698)",
-            tested="at a fixed rate", remark="holds tau = B/(lr*wd*T), the share of the run that AdamW averages over",
+            name="timescale",
+            weight_decay=_B / _T,
+            status="reported",
+            source="Wang and Aitchison 2024 (2405.13698)",
+            tested="at a fixed rate",
+            remark="holds tau = B/(lr*wd*T), the share of the run that AdamW averages over",
         ),
         JointRule(
-            name="power-lines", weight_decay=_B * _T**-0.48, status="reported",
-            source="Power Lines, Bergsma et al. 2025 (2505.13738)", tested="one lab, mu-P, 111 M to 3.3 B parameters",
+            name="power-lines",
+            weight_decay=_B * _T**-0.48,
+            status="reported",
+            source="Power Lines, Bergsma et al. 2025 (2505.13738)",
+            tested="one lab, mu-P, 111 M to 3.3 B parameters",
             remark="best tau falls as (tokens per parameter)^-0.52, at a fixed rate and model",
         ),
     )
-}  # fmt: skip
-"""Name to rule."""
+}
+"""Joint rules by name."""
 
 
 def formula(power: Power) -> str:
-    """A column in B and T."""
+    """Return a power law as text in B and T."""
     return str(power).replace("batch", "B").replace("tokens", "T")
 
 
 def rule(name: str) -> JointRule:
-    """A rule that can be applied.
+    """Return the rule of this name, if `--joint` accepts the rule.
 
     Raises:
-        PresetError: there is none of that name, or it is only shown.
+        PresetError: No rule has the name, or the rule is only shown in tables.
     """
-    takes = [each.name for each in RULES.values() if each.applied]
-    if name not in takes:
-        near = difflib.get_close_matches(name, takes, n=1)
-        why = (
-            "is only shown, beside rules that contradict it" if name in RULES else "does not exist"
-        )
-        hint = f"did you mean {near[0]}?" if near else f"write {', '.join(takes)}"
-        raise PresetError(f"the joint rule {name} {why}; {hint} (`mupax presets joint` has all)")
-    return RULES[name]
+    names = [joint_rule.name for joint_rule in RULES.values() if joint_rule.applied]
+    if name in names:
+        return RULES[name]
+
+    reason = "does not exist"
+    if name in RULES:
+        reason = "is only shown, beside rules that contradict it"
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"write {', '.join(names)}"
+    raise PresetError(f"the joint rule {name} {reason}; {hint} (`mupax presets joint` has all)")

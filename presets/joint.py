@@ -1,4 +1,8 @@
-"""What joint rules make of an optimizer's numbers at another batch and other tokens than those that they were tuned at."""
+"""Settings of an optimizer at a batch and number of tokens that differ from the base's.
+
+The rules are in `mupax.presets.horizon`. `mupax presets joint` and the configs of runs use this
+file.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Any
 from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula, rule
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import PresetError
-from mupax.presets.rule import Power
 
 NUMBERS = {
     "peak_lr": "lr",
@@ -20,26 +23,29 @@ NUMBERS = {
     "warmup_steps": "durations",
     "decay_steps": "durations",
 }
-"""An optimizer's number to the column that scales it; a beta's column scales 1 - beta."""
+"""Column of a joint rule by optimizer setting. The column of a beta scales 1 - beta."""
+
+_LABELS = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
+"""Column titles of `path` for columns whose own name is no title."""
 
 
 def of(name: str, optimizer: str) -> JointRule:
-    """A rule that can be applied to an optimizer.
+    """Return the joint rule of this name, if the rule can be applied to the optimizer.
 
     Args:
-        name: of the rule.
-        optimizer: in `OPTIMIZERS`.
+        name: Key of `horizon.RULES`.
+        optimizer: Key of `OPTIMIZERS`.
 
     Raises:
-        PresetError: no such rule, or an optimizer that it does not speak for.
+        PresetError: No applicable rule has the name, or the rule is not for the optimizer.
     """
     joint = rule(name)
-    if OPTIMIZERS[optimizer].family not in joint.families:
-        raise PresetError(
-            f"the joint rule {name} is for {' and '.join(joint.families)} and says nothing about {optimizer}; write joint none "
-            "and tune the rate at this batch, or another optimizer"
-        )
-    return joint
+    if OPTIMIZERS[optimizer].family in joint.families:
+        return joint
+    raise PresetError(
+        f"the joint rule {name} is for {' and '.join(joint.families)} and says nothing about "
+        f"{optimizer}; write joint none and tune the rate at this batch, or another optimizer"
+    )
 
 
 def scaled(
@@ -49,103 +55,133 @@ def scaled(
     numbers: Mapping[str, Any],
     decay: str = "coupled",
 ) -> dict[str, Any]:
-    """An optimizer's numbers at another batch and other tokens than those that they were tuned at.
+    """Return optimizer settings scaled from the base's batch and tokens to the run's.
 
     Args:
-        name: of a rule that can be applied.
-        ratios: batch and tokens over the base's.
-        optimizer: whose numbers they are.
-        numbers: some of `NUMBERS`; None stays None.
-        decay: how weight decay enters, coupled or independent.
+        name: Name of a rule that can be applied.
+        ratios: `batch` and `tokens` of the run, divided by the base's.
+        optimizer: Key of `OPTIMIZERS`.
+        numbers: Settings at the base, by the names in `NUMBERS`. Other entries and `None` are
+            returned unchanged.
+        decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts
+            weight_decay * w.
 
     Returns:
-        All of `numbers`; exactly those given where every ratio is 1.
+        All entries of `numbers`. They are exactly `numbers` if every ratio is 1.
 
     Raises:
-        PresetError: no such rule, an optimizer that it does not speak for, or a beta that would leave (0, 1).
+        PresetError: No applicable rule has the name, the rule is not for the optimizer, or a beta
+            would leave (0, 1).
     """
     joint = of(name, optimizer)
     result = dict(numbers)
-    for number, column in NUMBERS.items():
+    for setting, column in NUMBERS.items():
         factor = joint.factor(column, ratios)
-        if number == "weight_decay" and decay == "independent":
+        if setting == "weight_decay" and decay == "independent":
+            # lr * wd scales as under coupled decay, and lr is not part of an independent decay.
             factor *= joint.factor("lr", ratios)
-        if (value := numbers.get(number)) is None or factor == 1:
+
+        value = numbers.get(setting)
+        if value is None or factor == 1:
             continue
-        if number in ("b1", "b2"):
-            result[number] = 1 - factor * (1 - value)
-            if not 0 < result[number] < 1:
-                raise PresetError(
-                    f"the joint rule {name} cannot go to {ratios['batch']:.3g} times the base's batch at {ratios['tokens']:.3g} "
-                    f"times its tokens: {number} would be 1 - {factor:.3g} x {1 - value:.3g} = {result[number]:.3g}, not in (0, 1); "
-                    f"write a batch at which that factor is below {1 / (1 - value):.3g}, or a base nearer to the run"
-                )
+        if setting in ("b1", "b2"):
+            result[setting] = _scaled_beta(name, ratios, setting, value, factor)
         elif column == "durations":
-            result[number] = max(1, round(value * factor)) if value else value
+            # A duration of 0 stays 0; any other keeps at least one step.
+            result[setting] = max(1, round(value * factor)) if value else value
         else:
-            result[number] = value * factor
+            result[setting] = value * factor
     return result
 
 
+def _scaled_beta(
+    name: str, ratios: Mapping[str, float], setting: str, beta: float, factor: float
+) -> float:
+    """Return a beta whose distance from 1 is multiplied by `factor`."""
+    new_beta = 1 - factor * (1 - beta)
+    if 0 < new_beta < 1:
+        return new_beta
+    raise PresetError(
+        f"the joint rule {name} cannot go to {ratios['batch']:.3g} times the base's batch at "
+        f"{ratios['tokens']:.3g} times its tokens: {setting} would be "
+        f"1 - {factor:.3g} x {1 - beta:.3g} = {new_beta:.3g}, not in (0, 1); write a batch at "
+        f"which that factor is below {1 / (1 - beta):.3g}, or a base nearer to the run"
+    )
+
+
 def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: float) -> list[str]:
-    """Why an applied rule should not be trusted, or would be refused, at some ratios with these betas.
+    """Return reasons not to apply a rule at some ratios, one sentence each.
+
+    A rule that cannot be applied and the rule "none" have no doubts.
 
     Args:
-        joint: the rule.
-        ratios: of `batch` and `tokens` to the base's.
-        b1, b2: Adam's.
+        ratios: `batch` and `tokens` of the run, divided by the base's.
+        b1: Adam's beta1 at the base.
+        b2: Adam's beta2 at the base.
     """
     if not joint.applied or joint.name == "none":
         return []
+    cautions = joint.cautions(ratios)
     try:
         scaled(joint.name, ratios, "adam", {"b1": b1, "b2": b2})
     except PresetError as error:
-        return [*joint.cautions(ratios), str(error)]
-    return joint.cautions(ratios)
+        return [*cautions, str(error)]
+    return cautions
 
 
-def ends(what: str, text: str) -> tuple[float, float]:
-    """The base's number and the run's, of a text such as 8:64; raises PresetError for anything else.
+def ends(option: str, text: str) -> tuple[float, float]:
+    """Return the base's and the run's number of a text such as 8:64.
 
     Args:
-        what: is called so in the message.
-        text: FROM:TO.
+        option: Name of the option, for the message.
+        text: FROM:TO, two finite numbers above 0.
+
+    Raises:
+        PresetError: `text` is something else.
     """
     try:
         start, stop = map(float, text.split(":"))
     except ValueError:
         start = stop = 0.0
     if not (0 < start < math.inf and 0 < stop < math.inf):
-        raise PresetError(f"{what} is {text}; write FROM:TO with two numbers above 0, as 8:64")
+        raise PresetError(f"{option} is {text}; write FROM:TO with two numbers above 0, as 8:64")
     return start, stop
 
 
 def timescale(lr: float, weight_decay: float, steps: int, decay: str = "coupled") -> float:
-    """tau = B/(lr*wd*tokens), the share of a run that AdamW's moving average of updates goes over (2405.13698).
+    """Return the share of a run that AdamW's moving average of updates covers (2405.13698).
+
+    The share is tau = B/(lr*wd*tokens), or 1/(lr*wd*steps).
 
     Args:
-        lr: peak learning rate.
-        weight_decay: above 0.
-        steps: of the run.
-        decay: coupled, where a step pulls by lr*wd, or independent, where it pulls by wd.
+        weight_decay: Weight decay, above 0.
+        steps: Number of training steps.
+        decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts
+            weight_decay * w.
     """
-    return 1 / ((lr if decay == "coupled" else 1.0) * weight_decay * steps)
+    rate = lr if decay == "coupled" else 1.0
+    return 1 / (rate * weight_decay * steps)
 
 
 def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:
-    """A header and a row a rule: its formulas, or their values at some ratios."""
+    """Return a table of all joint rules: a header and one row per rule.
 
-    def cell(power: Power | None) -> str:
-        return "" if power is None else formula(power) if ratios is None else f"{power(ratios):.3g}"
-
-    header = ["rule", "lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]
-    return [
-        header,
-        *(
-            [each.name, *(cell(getattr(each, column)) for column in COLUMNS)]
-            for each in RULES.values()
-        ),
-    ]
+    Args:
+        ratios: `batch` and `tokens` at which factors are printed. By default formulas are printed.
+    """
+    table = [["rule", "lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]]
+    for joint in RULES.values():
+        row = [joint.name]
+        for column in COLUMNS:
+            power = getattr(joint, column)
+            if power is None:
+                row.append("")
+            elif ratios is None:
+                row.append(formula(power))
+            else:
+                row.append(f"{power(ratios):.3g}")
+        table.append(row)
+    return table
 
 
 def path(
@@ -158,63 +194,70 @@ def path(
     decay: str = "coupled",
     noise_scale: float | None = None,
 ) -> list[dict[str, Any]]:
-    """A row a doubling on the way from the base to the run, first of the batch and then of the tokens.
+    """Return one row per doubling from the base to the run, first of the batch, then of tokens.
 
     Args:
-        joint: the rule.
-        batch, tokens: the base's and the run's.
-        b1, b2: Adam's at the base.
-        decay: how weight decay enters, coupled or independent.
-        noise_scale: in examples, where it was measured.
+        batch: Examples per step at the base and in the run.
+        tokens: Training tokens at the base and in the run.
+        b1: Adam's beta1 at the base.
+        b2: Adam's beta2 at the base.
+        decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts
+            weight_decay * w.
+        noise_scale: Measured gradient noise scale in examples. By default the rows do not mention
+            the noise scale.
 
     Returns:
-        Batch, tokens, steps over the base's, each number and the timescale tau of weight decay over the base's, and whether the rule
-        holds there: yes, untested, or why it does not.
+        Rows with the batch, the tokens, and, relative to the base, the steps, each setting and the
+        timescale tau of weight decay. The entry "holds" is "yes", "untested" or the reasons why
+        the rule does not hold.
     """
-    points = [(each, tokens[0]) for each in _doublings(*batch)] + [
-        (batch[1], each) for each in _doublings(*tokens)[1:]
-    ]
+    points = [(examples, tokens[0]) for examples in _doublings(*batch)]
+    points += [(batch[1], horizon) for horizon in _doublings(*tokens)[1:]]
+
     table: list[dict[str, Any]] = []
     for examples, horizon in points:
-        at = {"batch": examples / batch[0], "tokens": horizon / tokens[0]}
-        steps, factors = (
-            at["tokens"] / at["batch"],
-            {column: joint.factor(column, at) for column in COLUMNS},
-        )
-        pull = factors["lr"] * factors["weight_decay"]
+        ratios = {"batch": examples / batch[0], "tokens": horizon / tokens[0]}
+        steps = ratios["tokens"] / ratios["batch"]
+        factors = {column: joint.factor(column, ratios) for column in COLUMNS}
+        lr_times_wd = factors["lr"] * factors["weight_decay"]
         if decay == "independent":
-            factors["weight_decay"] = pull
-        slow = {"b1": factors["one_minus_b1"] * (1 - b1), "b2": factors["one_minus_b2"] * (1 - b2)}
-        above = (
-            noise_scale is not None
-            and max(examples, batch[0]) > noise_scale
-            and examples != batch[0]
-        )
-        why = [f"1-{beta} = {x:.3g}" for beta, x in slow.items() if x >= 1] + above * [
-            "above the noise scale"
-        ]
-        why += [
-            f"says nothing about {name}"
-            for name, ratio in at.items()
-            if ratio != 1 and not joint.speaks_of(name)
-        ]
-        holds = ", ".join(why) or ("untested" if joint.cautions(at) else "yes")
-        labels = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
-        numbers = {labels.get(column, column): factor for column, factor in factors.items()}
+            factors["weight_decay"] = lr_times_wd
+
+        reasons = []
+        for beta, start, column in (("b1", b1, "one_minus_b1"), ("b2", b2, "one_minus_b2")):
+            distance = factors[column] * (1 - start)
+            if distance >= 1:
+                reasons.append(f"1-{beta} = {distance:.3g}")
+        # The rule connects the base's batch and this batch, so the larger of them counts.
+        largest_batch = max(examples, batch[0])
+        if noise_scale is not None and largest_batch > noise_scale and examples != batch[0]:
+            reasons.append("above the noise scale")
+        for name, ratio in ratios.items():
+            if ratio != 1 and not joint.speaks_of(name):
+                reasons.append(f"says nothing about {name}")
+        if not reasons:
+            reasons.append("untested" if joint.cautions(ratios) else "yes")
+
+        labeled = {_LABELS.get(column, column): factor for column, factor in factors.items()}
         table.append(
             {
                 "batch": examples,
                 "tokens": horizon,
                 "steps": steps,
-                **numbers,
-                "tau": 1 / (pull * steps),
-                "holds": holds,
+                **labeled,
+                "tau": 1 / (lr_times_wd * steps),
+                "holds": ", ".join(reasons),
             }
         )
     return table
 
 
 def _doublings(start: float, stop: float) -> list[float]:
-    """From start to stop by factors of two, the last one shorter where they do not meet."""
-    many = math.ceil(abs(math.log2(stop / start)) - 1e-9)
-    return [*(start * 2.0 ** math.copysign(i, stop - start) for i in range(many)), stop]
+    """Return the numbers from `start` to `stop` by doubling or halving."""
+    # The tolerance keeps an exact power of two from being rounded up to one more doubling.
+    count = math.ceil(abs(math.log2(stop / start)) - 1e-9)
+    numbers = []
+    for index in range(count):
+        exponent = math.copysign(index, stop - start)
+        numbers.append(start * 2.0**exponent)
+    return [*numbers, stop]

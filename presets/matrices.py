@@ -1,4 +1,7 @@
-"""The matrices of a transformer, declared: of its blocks, of layers of experts, of an encoder and of attention to one."""
+"""Declarations of a transformer's matrices, also of experts, encoders and cross-attention.
+
+The zoo's models and `mupax presets limits` are built from them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MATRICES = {
     "block.mlp.down": block_matrix(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
 }
-"""The matrices of a transformer, by name: what limits are worked out for and the zoo's models are made of."""
+"""Matrices of a transformer by name."""
 
 EXPERT_MATRICES = {
     "block.experts.router": block_matrix(Role.ROUTER, ("embed", "experts"), ("embed",)),
@@ -32,41 +35,50 @@ EXPERT_MATRICES = {
         Role.EXPERT_OUT, ("experts", "expert_dim", "embed"), ("expert_dim",)
     ),
 }
-"""The same of a layer of experts, in place of its MLP."""
+"""Matrices of a layer of experts by name. They replace a block's MLP matrices."""
 
 
 def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """The matrices of attention whose values have a size of their own, `value_dim`; the others as they are.
+    """Return the declarations for attention whose values have their own size, `value_dim`.
+
+    Declarations of matrices outside attention are unchanged.
 
     Args:
-        specs: the matrices, by any names.
+        specs: Declarations by any names, which are kept.
     """
-
-    def one(spec: ParamSpec) -> ParamSpec:
+    declarations = {}
+    for name, spec in specs.items():
         if spec.role in (Role.QUERY, Role.KEY):
-            return dataclasses.replace(spec, value_dim=True)
-        if spec.role not in (Role.VALUE, Role.ATTENTION_OUT):
-            return spec
-        axes, fan_in = (
-            tuple("value_dim" if axis == "head_dim" else axis for axis in of)
-            for of in (spec.axes, spec.fan_in)
-        )
-        return dataclasses.replace(spec, axes=axes, fan_in=fan_in)
-
-    return {name: one(spec) for name, spec in specs.items()}
+            declarations[name] = dataclasses.replace(spec, value_dim=True)
+        elif spec.role in (Role.VALUE, Role.ATTENTION_OUT):
+            axes = _renamed(spec.axes, {"head_dim": "value_dim"})
+            fan_in = _renamed(spec.fan_in, {"head_dim": "value_dim"})
+            declarations[name] = dataclasses.replace(spec, axes=axes, fan_in=fan_in)
+        else:
+            declarations[name] = spec
+    return declarations
 
 
 def of_encoder(spec: ParamSpec) -> ParamSpec:
-    """The declaration as one of an encoder's stack and positions."""
-    moved = {OWN.axis: ENCODER.axis, "position": "source"}
-    return dataclasses.replace(
-        spec, part="encoder", axes=tuple(moved.get(axis, axis) for axis in spec.axes)
-    )
+    """Return the declaration for a parameter of an encoder-decoder's encoder.
+
+    The layers and positions of the encoder have axes of their own.
+    """
+    axes = _renamed(spec.axes, {OWN.axis: ENCODER.axis, "position": "source"})
+    return dataclasses.replace(spec, part="encoder", axes=axes)
 
 
 def of_cross(spec: ParamSpec) -> ParamSpec:
-    """The declaration as one of attention to an encoder's output, which keys and values read."""
+    """Return the declaration for a parameter of a decoder's attention to the encoder's output.
+
+    Keys and values read the encoder's residual stream, whose axis is "memory".
+    """
     if spec.role not in (Role.KEY, Role.VALUE):
         return dataclasses.replace(spec, part="cross")
-    axes = tuple("memory" if axis == "embed" else axis for axis in spec.axes)
+    axes = _renamed(spec.axes, {"embed": "memory"})
     return dataclasses.replace(spec, part="cross", axes=axes, fan_in=("memory",))
+
+
+def _renamed(axes: tuple[str, ...], new_names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the axes with those in `new_names` renamed."""
+    return tuple(new_names.get(axis, axis) for axis in axes)

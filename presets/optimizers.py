@@ -1,6 +1,7 @@
-"""Table of optimizers: one row each, with everything that the rest of the project asks about one by name. Pure data.
+"""Table of optimizers. A row has everything that other modules ask about an optimizer by name.
 
-To add one, write the function that makes its direction and a row here; docs/howto/add_an_optimizer.md is an example.
+To add an optimizer, write the function that makes its direction and a row of `OPTIMIZERS`.
+docs/howto/add_an_optimizer.md is an example.
 """
 
 from __future__ import annotations
@@ -16,28 +17,32 @@ if TYPE_CHECKING:
     from mupax.train.config.run import OptimizerConfig
 
 Direction = Callable[["OptimizerConfig", Mapping[str, ParamSpec]], Any]
-"""Function of a config and the declarations of the parameters that are trained. It returns an optax transformation."""
+"""Function that makes an optax transformation from a config and the trained parameters' specs."""
 Family = Literal["adam", "sgd", "muon", "lion"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Row of the table: what presets, configs, studies and checkpoints need to know about an optimizer.
+    """Row of the table: an optimizer as presets, configs, studies and checkpoints need it.
 
     Attributes:
-        family: whose learning rates it follows, in presets' tables and in `limits`. sgd: updates are as large as gradients;
-            adam: gradients are divided by their size; lion: their sign is taken; muon: matrices are orthogonalized and all
-            else is on Adam. Optimizers of one family can be given one learning rate.
-        direction: makes the optax transformation of gradients into the direction of an update, before decay, learning rate
-            and sign. MODULE:FUNCTION may stand for a function, which is imported when it is needed.
-        reads: the fields of `OptimizerConfig` that it reads and not every optimizer does. Any other is refused as a flag.
-        moments: fields of its state that hold one array per parameter, and the power of the gradient that each is: 1 for a
-            mean of gradients, 2 for a mean of their squares, 0 for a mean of normalized gradients.
-        first_moment: the one of `moments` that `OptimizerConfig.moment_dtype` stores in fewer bits. None for an optimizer
-            whose moments all need float32: the field is then refused.
-        still_steps: number of first updates that move nothing, because they only fill the state.
-        check_lr: peak learning rate at which ten steps move the small models of `mupax check` visibly and stay in
-            their linear regime.
+        family: Family whose learning rates the optimizer follows, in presets' tables and in
+            `limits`. Optimizers of one family can share a learning rate. In "sgd", updates are as
+            large as gradients; in "adam", gradients are divided by their size; in "lion", only
+            their sign counts; in "muon", matrices are orthogonalized and all else is on Adam.
+        direction: Function that makes the optax transformation from gradients to the direction of
+            an update, before decay, learning rate and sign. MODULE:FUNCTION may stand for a
+            function, which is then imported when needed.
+        reads: Fields of `OptimizerConfig` that the optimizer reads and that not every optimizer
+            reads. Any other such field is refused as a flag.
+        moments: Power of the gradient by state field, for fields with one array per parameter: 1
+            for a mean of gradients, 2 for a mean of their squares, 0 for a mean of normalized
+            gradients.
+        check_lr: Peak learning rate at which ten steps move the small models of `mupax check`
+            visibly and stay in their linear regime.
+        first_moment: Key of `moments` that `OptimizerConfig.moment_dtype` stores in fewer bits.
+            `None` if all moments need float32: `moment_dtype` is then refused.
+        still_steps: Number of first updates that only fill the state and move nothing.
     """
 
     family: Family
@@ -50,24 +55,26 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         if self.first_moment is not None and self.first_moment not in self.moments:
+            moments = ", ".join(self.moments)
             raise ValueError(
-                f"first_moment is {self.first_moment!r}, which is none of the moments {', '.join(self.moments)}"
+                f"first_moment is {self.first_moment!r}, which is none of the moments {moments}"
             )
 
 
 def _import_directions():
+    # Imported late: presets work without JAX.
     from mupax.train.core import optimizer
 
     return optimizer
 
 
 _DECAY = {"weight_decay", "decay"}
-_ADAM_READS, _ADAM_MOMENTS = frozenset({"b1", "b2", "eps"}), {"mu": 1, "nu": 2}
+_ADAM_READS = frozenset({"b1", "b2", "eps"})
 _ADAM = Optimizer(
     family="adam",
     direction=Lazy(lambda: _import_directions().adam),
     reads=_ADAM_READS,
-    moments=_ADAM_MOMENTS,
+    moments={"mu": 1, "nu": 2},
     check_lr=2e-3,
     first_moment="mu",
 )
@@ -85,6 +92,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": dataclasses.replace(_ADAM, reads=_ADAM_READS | _DECAY),
     "adam": _ADAM,
     "sgd": _SGD,
+    # Heavy ball without dampening scales as SGD.
     "momentum": dataclasses.replace(_SGD, check_lr=0.05),
     "muon": dataclasses.replace(
         _ADAM,
@@ -101,13 +109,19 @@ OPTIMIZERS: dict[str, Optimizer] = {
         first_moment="mu",
     ),
 }
-"""Rows by name. adam is adamw without decay; momentum and sgd are one (heavy ball without dampening scales as SGD)."""
+"""Rows by name. adam is adamw without decay. momentum and sgd differ only in `check_lr`."""
 
-_UNVERIFIED = "no source's table of its rates could be verified: 2512.05620 and 2603.00541 have theirs as images"
+_UNVERIFIED = (
+    "no source's table of its rates could be verified: "
+    "2512.05620 and 2603.00541 have theirs as images"
+)
 WITHOUT_RULES = {"shampoo": _UNVERIFIED, "soap": _UNVERIFIED}
-"""Optimizers that people ask for by name, and why they are refused."""
+"""Reasons why optimizers that users ask for by name are refused."""
 
 
 def refused(name: str) -> str:
-    """A name that is none of `OPTIMIZERS`, for a message, with the reason where there is one."""
-    return f"{name!r} ({why})" if (why := WITHOUT_RULES.get(name.lower())) else repr(name)
+    """Return an unknown optimizer's name for a message, with the reason if there is one."""
+    reason = WITHOUT_RULES.get(name.lower())
+    if reason is None:
+        return repr(name)
+    return f"{name!r} ({reason})"

@@ -1,4 +1,8 @@
-"""What a parameter is: its role, its logical axes, and which of them are its fan-in. Declared once, where it is created."""
+"""Declarations of parameters: role, logical axes and fan-in.
+
+Each parameter is declared once, where it is created. Presets, sharding rules and counts read the
+declaration (`ParamSpec`).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,21 @@ from mupax.errors import MupaxError
 
 
 class PresetError(MupaxError):
-    """A parameterization, role or size that cannot be used. The text says what to write instead."""
+    """Parameterization, role or size that cannot be used. The message says what to write."""
 
 
 class Role(enum.Enum):
-    """What a parameter does in the network. A preset's table has one row per role."""
+    """Function of a parameter in the network. A preset's table has one row per role."""
 
     TOKEN_EMBEDDING = "token_embedding"
-    """Looked up by an index, and any learned vector that joins the sequence (a CLS token)."""
+    """Table looked up by an index, or a learned vector of the sequence, such as a CLS token."""
     PATCH_EMBEDDING = "patch_embedding"
     """Read-in matrix from an input of fixed size."""
     POSITION = "position"
     NORM_GAIN = "norm_gain"
     BIAS = "bias"
     RELATIVE_BIAS = "relative_bias"
-    """Added to attention logits by how far apart two positions are, one number per head (T5)."""
+    """Added to attention logits: one number per head and bucket of distances (T5)."""
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
@@ -35,17 +39,17 @@ class Role(enum.Enum):
     """Gate and up projections, each with fan-in embed."""
     MLP_OUT = "mlp_out"
     ROUTER = "router"
-    """What scores every expert for a token. Its bias moves by how far an expert's load is from an even one."""
+    """Matrix that scores every expert for a token. Its bias is updated by the experts' loads."""
     EXPERT_IN = "expert_in"
     """Gate and up projections of every expert, each with fan-in embed."""
     EXPERT_OUT = "expert_out"
     READOUT = "readout"
     LORA_A = "lora_a"
-    """From what a matrix reads to an adapter's rank (`mupax.presets.adapters`)."""
+    """Adapter matrix from its base matrix's inputs to the rank (`mupax.presets.adapters`)."""
     LORA_B = "lora_b"
-    """From an adapter's rank to what its matrix writes."""
+    """Adapter matrix from the rank to its base matrix's outputs."""
     HIDDEN = "hidden"
-    """Any other matrix between activations of growing size, for models of a user's own."""
+    """Any other matrix between activations of growing size, for a user's own models."""
 
 
 BIASES = frozenset({Role.BIAS, Role.RELATIVE_BIAS})
@@ -54,16 +58,16 @@ ZERO = BIASES | {Role.LORA_B}
 """Roles that start at 0."""
 
 ADAPTERS = frozenset({Role.LORA_A, Role.LORA_B})
-"""Roles of a product that is added to a matrix, which says in `adapts` to which."""
+"""Roles of low-rank adapters. The field `adapts` names the matrix to which they are added."""
 
 VECTORS = frozenset({Role.NORM_GAIN}) | BIASES
-"""Roles that never decay, and that say in `of` which matrix or norm they belong to, if any."""
+"""Roles without weight decay. The field `of` names the matrix or norm of a gain or bias, if any."""
 
 EXPERTS = frozenset({Role.EXPERT_IN, Role.EXPERT_OUT})
-"""Roles of which every expert has a matrix of its own."""
+"""Roles for which every expert has its own matrix."""
 
 ROUTED = EXPERTS | {Role.ROUTER}
-"""Roles of a layer of experts."""
+"""Roles of the matrices in a layer of experts."""
 
 EMBEDDINGS = frozenset({Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
 
@@ -72,21 +76,30 @@ Distribution = Literal["normal", "uniform", "truncated"]
 
 
 class Stack(NamedTuple):
-    """Residual blocks of one kind: the axis that counts them, and the branches of each, in order."""
+    """Residual blocks of one kind.
+
+    Attributes:
+        axis: Logical axis that counts the blocks.
+        branches: Branches of each block, in order.
+    """
 
     axis: str = "layers"
     branches: tuple[Branch, ...] = ("attention", "mlp")
 
 
-OWN, ENCODER, CROSSED = (
-    Stack(),
-    Stack("encoder_layers"),
-    Stack(branches=("attention", "cross", "mlp")),
-)
-"""The stack of most models; of an encoder-decoder, that of its encoder, and of its decoder."""
+OWN = Stack()
+"""Stack of a model that is no encoder-decoder."""
+
+ENCODER = Stack("encoder_layers")
+"""Encoder stack of an encoder-decoder."""
+
+CROSSED = Stack(branches=("attention", "cross", "mlp"))
+"""Decoder stack of an encoder-decoder."""
+
+_STACK_AXES = (OWN.axis, ENCODER.axis)
 
 RANK = "rank"
-"""The axis between the matrices of an adapter. It is finite whatever a preset's base names."""
+"""Axis between the two matrices of an adapter. It is finite, even if a preset's base names it."""
 
 AXES = {
     "layers": "stacked residual blocks",
@@ -116,7 +129,7 @@ AXES = {
     "input": "features of any other input",
     "output": "features of any other output",
 }
-"""Logical axis names and what each counts. Sharding rules and base sizes use the same names."""
+"""Meaning of each logical axis, by name. Sharding rules and base sizes use the same names."""
 
 FOLLOWS = {
     "memory": "embed",
@@ -125,34 +138,45 @@ FOLLOWS = {
     "stem_next": "embed",
     "encoder_layers": "layers",
 }
-"""Axes whose base is another's where a base names only that."""
+"""Axes that take their base size from another axis, if the base names only the other axis."""
 
 RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}
-"""What a base may name beside sizes: joint rules (`mupax.presets.horizon`) are relative to them."""
+"""Quantities of a run that a base may name besides sizes.
+
+Joint rules (`mupax.presets.horizon`) are relative to them.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter's declaration. Everything else about it (std, rates, sharding, counts) is computed from this.
+    """Declaration of one parameter.
+
+    Initial std, learning rates, sharding and counts are computed from the declaration.
 
     Attributes:
-        role: the row of a preset's table.
-        axes: logical name of every dimension, in order.
-        fan_in: names of the axes that a matrix product sums over; empty for embeddings looked up, gains and biases.
-        in_block: whether the parameter sits in a residual branch, where depth rules apply.
-        of: for a gain or bias, the role of the matrix it belongs to (None for a norm of the residual stream).
-        tied: for a readout that reuses the token embedding; such a spec has a multiplier but no array of its own.
-        part: of an encoder-decoder: "encoder", or "cross", the attention of its decoder to what the encoder wrote.
-        value_dim: for queries and keys, whose gradients are sums over values of a size of their own.
-        start: what a gain starts at where no parameterization says otherwise: a layer scale's small number.
-        adapts: for an adapter, the matrix that it is added to.
-        shared: growing axes along which the parameter is broadcast: each of its numbers meets all that lies along them, so that
-            its gradient is a sum over them. An MLP over patches is applied to every channel: shared=("embed",).
-        distribution: what a matrix' numbers are drawn from, at whatever deviation a parameterization sets: normal ones, even ones
-            (uniform), or normal ones without those beyond two deviations (truncated).
+        role: Row of a preset's table.
+        axes: Logical name of every dimension, in order.
+        fan_in: Axes that a matrix product sums over. Empty for gains, biases and embeddings that
+            are looked up.
+        in_block: Whether the parameter is in a residual branch, where depth rules apply.
+        of: Role of the matrix that a gain or bias belongs to. `None` for a norm of the residual
+            stream.
+        tied: Whether a readout reuses the token embedding. Such a readout has a multiplier and no
+            array.
+        part: Part of an encoder-decoder: "encoder", or "cross" for the decoder's attention to the
+            encoder's output.
+        value_dim: Whether attention has values of their own size. Set on queries and keys, because
+            their gradients are sums over the values.
+        start: Initial value of a gain, such as the small number of a layer scale. A
+            parameterization may set another one.
+        adapts: Matrix that an adapter is added to.
+        distribution: Distribution of a matrix's initial entries. The parameterization sets their
+            standard deviation. "truncated" is a normal distribution cut at two deviations.
+        shared: Growing axes along which the parameter is broadcast. The gradient is a sum over
+            them. An MLP over patches is applied to every channel: shared=("embed",).
 
     Raises:
-        PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, `of` on a matrix, or `adapts` on what is no adapter.
+        PresetError: The fields contradict each other, or an axis is not in `AXES`.
     """
 
     role: Role
@@ -170,75 +194,89 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role):
-            near = difflib.get_close_matches(
-                str(self.role), [role.value for role in Role], n=1, cutoff=0
-            )
+            roles = [role.value for role in Role]
+            # A cutoff of 0 always gives a name.
+            near = difflib.get_close_matches(str(self.role), roles, n=1, cutoff=0)
             raise PresetError(f"role {self.role!r} is no Role; write Role.{Role(near[0]).name}")
-        for what, axes in (("axes", self.axes), ("fan_in", self.fan_in), ("shared", self.shared)):
+        self._check_axes()
+        self._check_fields_of_role()
+
+    def _check_axes(self) -> None:
+        """Raise `PresetError` if axes are unknown, repeated or inconsistent."""
+        role = self.role.value
+        for field in ("axes", "fan_in", "shared"):
+            axes = getattr(self, field)
+            # A text is a sequence of letters, so the checks below would name a letter.
             if isinstance(axes, str):
                 raise PresetError(
-                    f"{self.role.value}: {what} is the text {axes!r}; write {what}=({axes!r},)"
+                    f"{role}: {field} is the text {axes!r}; write {field}=({axes!r},)"
                 )
+
         for axis in (*self.axes, *self.shared):
             if axis not in AXES:
                 near = difflib.get_close_matches(axis, AXES, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
-                raise PresetError(f"{self.role.value}: no logical axis is named {axis!r}; {hint}")
+                raise PresetError(f"{role}: no logical axis is named {axis!r}; {hint}")
         if len(set(self.axes)) != len(self.axes):
-            raise PresetError(f"{self.role.value}: an axis is named twice in {self.axes}")
+            raise PresetError(f"{role}: an axis is named twice in {self.axes}")
         for axis in self.fan_in:
             if axis not in self.axes:
-                raise PresetError(
-                    f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}"
-                )
+                raise PresetError(f"{role}: fan_in {axis!r} is not one of the axes {self.axes}")
         for axis in self.shared:
             if axis in self.axes:
                 raise PresetError(
-                    f"{self.role.value}: it has the axis {axis!r}, and is not broadcast along it (shared)"
+                    f"{role}: it has the axis {axis!r}, and is not broadcast along it (shared)"
                 )
+
+    def _check_fields_of_role(self) -> None:
+        """Raise `PresetError` if a field does not apply to the role."""
+        role = self.role.value
         if self.of is not None and self.role not in VECTORS:
             raise PresetError(
-                f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})"
+                f"{role}: only gains and biases say which role they belong to (of={self.of})"
             )
         if self.start != 1 and self.role is not Role.NORM_GAIN:
-            raise PresetError(
-                f"{self.role.value}: only gains say what they start at (start={self.start:g})"
-            )
+            raise PresetError(f"{role}: only gains say what they start at (start={self.start:g})")
         if (self.adapts is None) == (self.role in ADAPTERS):
             raise PresetError(
-                f"{self.role.value}: adapters, and no others, say which matrix they are added to (adapts)"
+                f"{role}: adapters, and no others, say which matrix they are added to (adapts)"
             )
         if self.tied and self.role is not Role.READOUT:
-            raise PresetError(f"{self.role.value}: only a readout can be tied")
-        if self.role not in VECTORS | EMBEDDINGS and not self.fan_in:
-            raise PresetError(
-                f"{self.role.value}: a matrix needs fan_in, the names of the axes it sums over"
-            )
+            raise PresetError(f"{role}: only a readout can be tied")
+        is_matrix = self.role not in VECTORS | EMBEDDINGS
+        if is_matrix and not self.fan_in:
+            raise PresetError(f"{role}: a matrix needs fan_in, the names of the axes it sums over")
 
     @property
     def stacked(self) -> bool:
-        """Whether the first axis counts the blocks of a residual stack, each with its own numbers."""
-        return self.axes[:1] in ((OWN.axis,), (ENCODER.axis,))
+        """True if the first axis counts the blocks of a residual stack."""
+        return bool(self.axes) and self.axes[0] in _STACK_AXES
 
     @functools.cached_property
     def copies(self) -> tuple[str, ...]:
-        """Axes that count matrices of their own: blocks of a stack, and experts, but for the router, which scores them all."""
-        experts = {"experts"} if self.role in EXPERTS or self.of in EXPERTS else set()
-        return tuple(axis for axis in self.axes if axis in {OWN.axis, ENCODER.axis} | experts)
+        """Axes that count separate matrices: blocks of a stack and experts.
+
+        A router's experts are its outputs, not copies: one matrix scores all of them.
+        """
+        counting = {*_STACK_AXES}
+        if self.role in EXPERTS or self.of in EXPERTS:
+            counting.add("experts")
+        return tuple(axis for axis in self.axes if axis in counting)
 
     @property
     def moved_by_loads(self) -> bool:
-        """Whether it is a router's bias, whose step is how far loads are from even ones and no gradient of the loss."""
+        """True for a router's bias, which is updated by expert loads and not by gradients."""
         return self.role is Role.BIAS and self.of is Role.ROUTER
 
     @property
     def blocks(self) -> str:
-        """The axis that counts the blocks of its stack."""
-        return (ENCODER if self.part == "encoder" else OWN).axis
+        """Axis that counts the blocks of the parameter's stack."""
+        stack = ENCODER if self.part == "encoder" else OWN
+        return stack.axis
 
     @property
     def bias(self) -> ParamSpec:
-        """The declaration of this matrix' bias: one number per output."""
+        """Declaration of this matrix's bias, which has one entry per output."""
         axes = (*self.copies, *self.fan_out)
         return dataclasses.replace(
             self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False
@@ -246,39 +284,51 @@ class ParamSpec:
 
     @property
     def gain(self) -> ParamSpec:
-        """The declaration of a gain of what this matrix writes, for all its rows: one number per output."""
+        """Declaration of a gain on this matrix's outputs, which has one entry per output."""
         return dataclasses.replace(self.bias, role=Role.NORM_GAIN)
 
     @property
     def fan_out(self) -> tuple[str, ...]:
-        """Axes of the output: those that are neither summed over nor count matrices (`copies`)."""
-        return tuple(
-            axis for axis in self.axes if axis not in self.fan_in and axis not in self.copies
-        )
+        """Axes of the output: all axes outside `fan_in` and `copies`."""
+        not_outputs = {*self.fan_in, *self.copies}
+        return tuple(axis for axis in self.axes if axis not in not_outputs)
 
     @functools.cached_property
     def group(self) -> str:
-        """Name of the preset row, such as `block.query`, `encoder.block.query.bias`, `block.cross.query` or `readout`."""
-        parts = [
-            *["encoder"] * (self.part == "encoder"),
-            *["block"] * self.in_block,
-            *["cross"] * (self.part == "cross"),
-        ]
-        parts += [of.value for of in [self.of or (self.adapts and self.adapts.role)] if of]
-        return ".".join([*parts, self.role.value])
+        """Name of the parameter group, such as `block.query` or `encoder.block.query.bias`.
+
+        A preset's table has one row per group.
+        """
+        parts = []
+        if self.part == "encoder":
+            parts.append("encoder")
+        if self.in_block:
+            parts.append("block")
+        if self.part == "cross":
+            parts.append("cross")
+
+        owner = self.of
+        if owner is None and self.adapts is not None:
+            owner = self.adapts.role
+        if owner is not None:
+            parts.append(owner.value)
+        parts.append(self.role.value)
+        return ".".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorSpec:
-    """A number that the forward pass multiplies by. A parameterization sets it; nothing trains or saves it.
+    """Constant factor of the forward pass that the parameterization sets.
+
+    The factor is neither trained nor saved.
 
     Attributes:
-        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers, branches]; "readout", [], of one
-            that shares the embedding's table.
-        shape: of the factor.
-        value: until a parameterization sets it.
-        spec: declaration of a readout that has no array of its own.
-        stack: whose blocks have it.
+        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers,
+            branches]; "readout", [], of a readout that shares the embedding's table.
+        shape: Shape of the factor's array, as `kind` says.
+        value: Value until a parameterization sets another one.
+        spec: Declaration of a readout that has no array of its own.
+        stack: Stack whose blocks have the factor.
     """
 
     kind: Literal["logits", "skip", "branch", "readout"]
@@ -291,11 +341,11 @@ class FactorSpec:
 def block_matrix(
     role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], shared: tuple[str, ...] = ()
 ) -> ParamSpec:
-    """Return the declaration of a matrix of the residual stack, one of which every layer has.
+    """Return the declaration of a matrix that every block of the residual stack has.
 
     Args:
-        axes: logical axes of one layer's.
-        fan_in: those of them that it sums over.
-        shared: growing axes along which it is broadcast (`ParamSpec.shared`).
+        axes: Logical axes of one block's matrix, without "layers".
+        fan_in: Members of `axes` that the matrix product sums over.
+        shared: Growing axes along which the matrix is broadcast (`ParamSpec.shared`).
     """
     return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, shared=shared)

@@ -1,10 +1,10 @@
-"""Tuned presets: a preset with the base, constants and optimizer that a study found best, and the study's evidence.
+"""Tuned presets: a preset with the base, constants and optimizer of the best runs of a study.
 
-The study is one of this project or of its user, or others have published it (`mupax.presets.tuned.published`).
-
-A file PRESET.NAME.json that comes with mupax, or lies in the folder `tuned` where the command runs or in the user's own
-folder (`user_folder`); `--preset PRESET:NAME` uses it, and PRESET:PATH.json takes any file.
-`mupax transfer ... --save-tuned NAME` writes one.
+The study is one of mupax, of its user, or one that others have published
+(`mupax.presets.tuned.published`). `--preset PRESET:NAME` uses a file PRESET.NAME.json that comes
+with mupax, is in the folder `tuned` of the working directory, or is in the user's own folder
+(`user_folder`). `--preset PRESET:PATH.json` uses any file. `mupax transfer ... --save-tuned NAME`
+writes a file.
 """
 
 from __future__ import annotations
@@ -24,37 +24,43 @@ from mupax.presets.tuned import published, schema
 from mupax.presets.tuned.judgement import Verdict, judge
 
 FOLDER = Path(__file__).parent
+"""Folder of the tuned presets that come with mupax and that mupax measured."""
 PUBLISHED = FOLDER / "published"
-"""Tuned presets that come with mupax and whose numbers others have published."""
+"""Folder of the tuned presets that come with mupax and that others have published."""
 OWN_FOLDER = Path("tuned")
-"""Where a user's own are written and looked for, relative to where the command runs."""
+"""Folder of a user's own tuned presets, relative to the working directory."""
 MOVED = {
     "depth-mup:lm-python-half-v1": "its best learning rate drifts as the model grows",
     "mup:vit-endless-v1": "it was tuned at one size and never tried at another",
 }
-"""Tuned presets that came with mupax once, and why they no longer do. docs/evidence/ of the source has their files."""
+"""Reasons why tuned presets no longer come with mupax. docs/evidence/ has their files."""
 FAR = 3.0
-"""Doublings of an axis beyond the studied sizes from which on training warns: studies themselves span about as many."""
+"""Doublings beyond the studied sizes from which training warns. Most studies span about as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """One file.
+    """Tuned preset: the contents of one file.
 
     Attributes:
-        name: without the preset's.
-        preset: in `presets.PRESETS`.
-        constants: of the preset.
-        form: where its multipliers sit; the preset's own unless given.
-        base: size of each axis at which the rate holds as it stands; None for a preset without a base.
-        optimizer: `name`, `peak_lr`, `b1`, `b2`, `eps`, `weight_decay`, `decay`, `momentum`, `clip_norm`, `schedule`,
-            `warmup_fraction` (of all steps) and `final_lr_fraction`, as `mupax.train.config.run.OptimizerConfig` has them.
-        provenance: `recipe`, `data`, `unit` (token or image), `seen` (units by one run), `steps`, `batch`, `sizes` (of every
-            model in the study, by axis), `seeds`, `log2_lr` and `loss` (the curve at the base: each rate, the mean loss;
-            null where a seed diverged), `log2_optimum` (value, low, high), `transfer` (per axis grown: axis, sizes, verdict
-            and drift with its interval), `versions`, `command`, `date`; of a search over constants also `search`: each constant
-            with its range, start, winner and importance, what it cost, and the loss of the winner less that of the start on
-            seeds that it did not use; `log2_lr` and `loss` are then its points.
+        name: Name without the preset's.
+        preset: Key of `presets.PRESETS`.
+        constants: Constants of the preset and of parameter groups.
+        form: Placement of the multipliers. `None` is the preset's native form.
+        base: Size of each axis at which the learning rate holds unscaled. `None` for a preset
+            without a base.
+        optimizer: Settings by name: `name`, `peak_lr`, `b1`, `b2`, `eps`, `weight_decay`, `decay`,
+            `momentum`, `clip_norm`, `schedule`, `warmup_fraction` (of all steps) and
+            `final_lr_fraction`, as in `mupax.train.config.run.OptimizerConfig`.
+        provenance: Description of the study: `recipe`, `data`, `unit` (token or image), `seen`
+            (units that one run reads), `steps`, `batch`, `sizes` (of every model, by axis),
+            `seeds`, `log2_lr` and `loss` (mean loss at the base for each learning rate, null where
+            a seed diverged), `log2_optimum` (value, low, high), `transfer` (per grown axis: axis,
+            sizes, verdict, and drift with its interval), `versions`, `command` and `date`.
+            A search over constants has `search`: each constant with its range, start, winner and
+            importance, the cost, and the loss of the winner minus the loss of the start on fresh
+            seeds. `log2_lr` and `loss` are then the points of the search. A publication has other
+            entries (`mupax.presets.tuned.published`).
     """
 
     name: str
@@ -67,34 +73,41 @@ class Tuned:
 
     @property
     def use(self) -> str:
-        """What `--preset` takes."""
+        """Argument of `--preset`."""
         return f"{self.preset}:{self.name}"
 
     @property
     def is_published(self) -> bool:
-        """Return whether others have published the numbers and nothing of it was measured here."""
+        """True if others have published the values and mupax has measured none of them."""
         return "evidence" in self.provenance
 
     def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """Doublings from the nearest studied size, per axis beyond them; negative where the model is smaller."""
+        """Return doublings from the nearest studied size, for each axis beyond the studied sizes.
+
+        The number is negative if the model is smaller than all studied models.
+        """
         doublings = {}
         for axis, size in sizes.items():
             studied = [model[axis] for model in self.provenance["sizes"] if axis in model]
-            if studied and not min(studied) <= size <= max(studied):
-                doublings[axis] = math.log2(
-                    size / (max(studied) if size > max(studied) else min(studied))
-                )
+            if not studied:
+                continue
+            smallest = min(studied)
+            largest = max(studied)
+            if size > largest:
+                doublings[axis] = math.log2(size / largest)
+            elif size < smallest:
+                doublings[axis] = math.log2(size / smallest)
         return doublings
 
     @property
     def evidence(self) -> str:
-        """The verdict of its study on all axes together: `drifts` before `undecided` before `transfers`; else `one size`.
+        """Worst verdict over all grown axes: `drifts`, then `undecided`, then `transfers`.
 
-        `published` where others have published it.
+        `one size` if the study grew no axis, and `published` if others have published the values.
         """
         if self.is_published:
             return "published"
-        verdicts = {_verdict(grown) for grown in self.provenance["transfer"]}
+        verdicts = {_verdict(growth) for growth in self.provenance["transfer"]}
         for verdict in ("drifts", "undecided", "transfers"):
             if verdict in verdicts:
                 return verdict
@@ -102,148 +115,176 @@ class Tuned:
 
 
 def user_folder() -> Path:
-    """Return the folder of tuned presets that every project of this user finds: `tuned` in `mupax.disk.user_folder`."""
+    """Return the folder of tuned presets that all projects of this user share.
+
+    It is `tuned` in `mupax.disk.user_folder`.
+    """
     return settings_folder() / "tuned"
 
 
 def files() -> dict[str, Path]:
-    """Return PRESET:NAME to file. Of equal names mupax's own comes first, then the project's, then the user's."""
+    """Return the files of all tuned presets by PRESET:NAME, sorted.
+
+    Of equal names, mupax's file comes first, then the project's, then the user's.
+    """
     paths: dict[str, Path] = {}
-    for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):  # a later one replaces
+    # A later folder replaces names of an earlier one.
+    for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):
         for path in folder.glob("*.json"):
-            if "." in path.stem and not path.name.startswith("."):
-                paths[path.stem.replace(".", ":", 1)] = path
+            is_hidden = path.name.startswith(".")
+            if "." in path.stem and not is_hidden:
+                name = path.stem.replace(".", ":", 1)
+                paths[name] = path
     return dict(sorted(paths.items()))
 
 
 def origin(path: Path) -> str:
-    """Return where the file of a tuned preset comes from, in words."""
+    """Return the origin of a tuned preset's file: "mupax", "user, PATH" or "project, PATH"."""
     if path.parent in (FOLDER, PUBLISHED):
         return "mupax"
-    return f"user, {path}" if path.parent == user_folder() else f"project, {path}"
+    if path.parent == user_folder():
+        return f"user, {path}"
+    return f"project, {path}"
 
 
 def find(word: str) -> Tuned:
-    """The tuned preset that PRESET:NAME or PRESET:PATH.json names.
+    """Return the tuned preset PRESET:NAME or PRESET:PATH.json.
+
+    Args:
+        word: Argument of `--preset`.
 
     Raises:
-        PresetError: there is none, it no longer comes with mupax, or its file is not one.
+        PresetError: No tuned preset has the name, the tuned preset no longer comes with mupax, or
+            its file cannot be used.
     """
     preset, _, name = word.partition(":")
     if not name:
-        ends = [other for other in files() if word in other.split(":")]
+        near = [use for use in files() if word in use.split(":")]
+        examples = ", ".join(near or files())
         raise PresetError(
-            f"{word} is no tuned preset; write PRESET:NAME, such as {', '.join(ends or files())} (`mupax presets tuned` lists them)"
+            f"{word} is no tuned preset; write PRESET:NAME, such as {examples} "
+            "(`mupax presets tuned` lists them)"
         )
     if name.endswith(".json"):
         tuned = load(name)
         if tuned.preset != preset:
             raise PresetError(f"{name} is tuned for {tuned.preset}; write {tuned.preset}:{name}")
         return tuned
+
     paths = files()
     if word in paths:
         return load(paths[word])
     if word in MOVED:
         raise PresetError(
-            f"{word} no longer comes with mupax: {MOVED[word]}. Its data are docs/evidence/tuned/{preset}.{name}.json in the "
-            f"source; write {preset} and tune it, or copy that file to {OWN_FOLDER.absolute()}, where {word} is found. "
+            f"{word} no longer comes with mupax: {MOVED[word]}. "
+            f"Its data are docs/evidence/tuned/{preset}.{name}.json in the source; "
+            f"write {preset} and tune it, or copy that file to {OWN_FOLDER.absolute()}, "
+            f"where {word} is found. "
             "A run that it began goes on with `mupax train --resume --workdir FOLDER`"
         )
-    own = [other for other in paths if other.startswith(f"{preset}:")]
+    same_preset = [use for use in paths if use.startswith(f"{preset}:")]
+    choices = ", ".join([preset, *same_preset])
     raise PresetError(
-        f"the preset {preset} has no tuned constants named {name!r}; write {', '.join([preset, *own])} "
-        f"(`mupax presets tuned` lists them). A file {preset}.{name}.json is looked for in {OWN_FOLDER.absolute()} and in "
-        f"{user_folder()}"
+        f"the preset {preset} has no tuned constants named {name!r}; write {choices} "
+        f"(`mupax presets tuned` lists them). A file {preset}.{name}.json is looked for in "
+        f"{OWN_FOLDER.absolute()} and in {user_folder()}"
     )
 
 
 def load(path: str | Path) -> Tuned:
-    """Read and check a file.
+    """Read and check the file of a tuned preset.
 
     Raises:
-        PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
+        PresetError: The file cannot be read, or an entry is missing, unknown or invalid. The
+            message names file and entry.
     """
     hint = "no tuned preset ({error}); `mupax transfer ... --save-tuned` writes one"
     fields = schema.load(path, schema.checked, hint)
-    return Tuned(**{name: value for name, value in fields.items() if name != "format"})
+    arguments = {name: value for name, value in fields.items() if name != "format"}
+    return Tuned(**arguments)
 
 
 def save(tuned: Tuned, path: Path) -> None:
-    """Check and write it.
-
-    Args:
-        tuned: what to write.
-        path: of the file; its folder is made.
+    """Check a tuned preset and write its file. A missing folder is made.
 
     Raises:
-        PresetError: what `load` would refuse.
+        PresetError: `load` would refuse the file.
     """
     fields = {"format": schema.FORMAT, **asdict(tuned)}
-    schema.checked(json.loads(json.dumps(fields)))
+    # The schema describes what JSON gives back, which has no tuples.
+    as_json = json.loads(json.dumps(fields))
+    schema.checked(as_json)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, json.dumps(fields, indent=1) + "\n")
 
 
 def check_name(name: str) -> None:
-    """Raises PresetError where the name cannot be one."""
+    """Raise `PresetError` if a tuned preset cannot have the name."""
     if not schema.NAME.fullmatch(name):
         raise PresetError(
-            f"the name {name!r}: write small letters, digits and single hyphens, such as lm-python-v1"
+            f"the name {name!r}: write small letters, digits and single hyphens, "
+            "such as lm-python-v1"
         )
 
 
 def summary(tuned: Tuned) -> str:
-    """One line: the rate, what it was found on, and how it transferred."""
+    """Return one line: the learning rate, the data that it was tuned on, and the verdicts."""
     if tuned.is_published:
         return published.summary(tuned)
-    study, optimizer = tuned.provenance, tuned.optimizer
-    evidence = (
-        "; ".join(f"{grown['axis']} {verdict(grown)}" for grown in study["transfer"]) or "one size"
-    )
-    run = f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s"
-    return f"{run}; {evidence}{_searched(study)}"
+    study = tuned.provenance
+    optimizer = tuned.optimizer
+    verdicts = [f"{growth['axis']} {verdict(growth)}" for growth in study["transfer"]]
+    evidence = "; ".join(verdicts) or "one size"
+    rate = f"{optimizer['name']} {optimizer['peak_lr']:.3g}"
+    data = f"{study['data']}, {study['seen']:,} {study['unit']}s"
+    return f"{rate} on {data}; {evidence}{_search_summary(study)}"
 
 
 def described(tuned: Tuned) -> str:
-    """Everything about one, in lines no wider than the terminal."""
+    """Return everything about a tuned preset, in lines no wider than the terminal."""
     if tuned.is_published:
         return published.described(tuned)
-    study, curve = (
-        tuned.provenance,
-        zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True),
-    )
+    study = tuned.provenance
     optimum = study["log2_optimum"]
-    points = ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve)
+    seeds = "one seed" if study["seeds"] == 1 else f"{study['seeds']} paired seeds"
     lines = [
         ("base", _pairs(tuned.base) if tuned.base else "none"),
         ("constants", f"{_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}"),
         ("optimizer", _pairs(tuned.optimizer)),
-        ("optimum", f"2^{optimum['value']:.2f} {bounds(optimum)}, from {_seeds(study['seeds'])}"),
-        ("curve", f"of {study.get('judged', 'training')} loss: {points}"),
-        *(
-            ("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {verdict(g)}")
-            for g in study["transfer"]
-        ),
+        ("optimum", f"2^{optimum['value']:.2f} {bounds(optimum)}, from {seeds}"),
+    ]
+    search = study.get("search")
+    # The points of a search differ in more than the learning rate, so they make no curve.
+    if not search:
+        lines.append(("curve", _curve(study)))
+    for growth in study["transfer"]:
+        sizes = ", ".join(str(size) for size in growth["sizes"])
+        lines.append(("grown", f"{growth['axis']} {sizes}: {verdict(growth)}"))
+    lines += [
         ("run", f"{study['recipe']}, {study['steps']} steps of batch {study['batch']}"),
         ("command", spellings.current(study["command"])),
         ("versions", f"{_pairs(study['versions'])}, {study['date']}"),
     ]
-    if search := study.get("search"):
-        lines = [line for line in lines if line[0] != "curve"]
-        lines += [("searched", _constant(each)) for each in search["constants"]]
+    if search:
+        lines += [("searched", _constant(constant)) for constant in search["constants"]]
     head = terminal.wrapped(f"{tuned.use}, {tuned.evidence}: {summary(tuned)}")
     return f"{head}\n{terminal.table(lines)}"
 
 
-def _seeds(count: int) -> str:
-    return "one seed" if count == 1 else f"{count} paired seeds"
+def _curve(study: Mapping[str, Any]) -> str:
+    """Return the mean loss at each learning rate of a study, in words."""
+    points = []
+    for log2_lr, loss in zip(study["log2_lr"], study["loss"], strict=True):
+        result = "diverged" if loss is None else f"{loss:.4f}"
+        points.append(f"2^{log2_lr:g} {result}")
+    return f"of {study.get('judged', 'training')} loss: {', '.join(points)}"
 
 
 def verdict(grown: Mapping[str, Any]) -> str:
-    """What a study says of one axis: `transfers`, `drifts` or `undecided`, and the drift with its interval.
+    """Return a study's verdict on one axis, with the drift and its interval.
 
     Args:
-        grown: an entry of provenance's `transfer`.
+        grown: Entry of the provenance's `transfer`.
     """
     drift = grown["drift"]
     if drift["value"] is None:
@@ -252,46 +293,51 @@ def verdict(grown: Mapping[str, Any]) -> str:
 
 
 def _verdict(grown: Mapping[str, Any]) -> Verdict:
-    """Return the verdict of one axis by today's definition, whatever the definition was when the file was written.
-
-    A file that said something else than `transfers` may be of a study without an optimum at one end, so it stays undecided.
-    """
+    """Return the verdict on one axis by today's definition, not by the definition of the file."""
     drift = grown["drift"]
     verdict = judge(drift["value"], drift["low"], drift["high"])
+    # A file that says anything else may be of a study without an optimum at one end.
     if verdict == "transfers" and grown["verdict"] != "transfers":
         return "undecided"
     return verdict
 
 
 def bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:
-    """An interval in brackets.
+    """Return an interval in brackets, or "(no interval)".
 
     Args:
-        interval: `low` and `high`; None where there is none.
-        digits: after the point.
+        interval: Entries `low` and `high`. `None` if there is no bound.
+        digits: Digits after the decimal point, 2 by default.
     """
-    low, high = interval["low"], interval["high"]
-    return (
-        "(no interval)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
-    )
+    low = interval["low"]
+    high = interval["high"]
+    if low is None or high is None:
+        return "(no interval)"
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def _searched(study: Mapping[str, Any]) -> str:
-    if not (search := study.get("search")):
+def _search_summary(study: Mapping[str, Any]) -> str:
+    """Return the result of a search over constants, or an empty text if there was none."""
+    search = study.get("search")
+    if not search:
         return ""
-    apart = search["winner_less_start"]
-    gain = (
-        "not compared"
-        if apart["value"] is None
-        else f"{apart['value']:+.4f} {bounds(apart, 4)} nats"
-    )
-    return f"; {len(search['constants'])} constants searched, {gain} against the start on {search['fresh_seeds']} fresh seeds"
+    difference = search["winner_less_start"]
+    if difference["value"] is None:
+        gain = "not compared"
+    else:
+        gain = f"{difference['value']:+.4f} {bounds(difference, 4)} nats"
+    count = len(search["constants"])
+    seeds = f"{search['fresh_seeds']} fresh seeds"
+    return f"; {count} constants searched, {gain} against the start on {seeds}"
 
 
-def _constant(each: Mapping[str, Any]) -> str:
-    span = f"from {each['low']:.4g} to {each['high']:.4g}, start {each['start']:.4g}"
-    return f"{each['word']} = {each['winner']:.4g} ({span}, importance {each['importance']:.0%})"
+def _constant(constant: Mapping[str, Any]) -> str:
+    """Return one searched constant with its winner, range, start and importance."""
+    span = f"from {constant['low']:.4g} to {constant['high']:.4g}, start {constant['start']:.4g}"
+    importance = f"importance {constant['importance']:.0%}"
+    return f"{constant['word']} = {constant['winner']:.4g} ({span}, {importance})"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
+    """Return a mapping as "NAME=VALUE NAME=VALUE"."""
     return " ".join(f"{name}={value}" for name, value in values.items())

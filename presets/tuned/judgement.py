@@ -1,12 +1,12 @@
-"""The verdict on a drift of the best learning rate: the one definition, for studies, pages and tuned presets.
+"""The verdict on a drift of the best learning rate, for studies, pages and tuned presets.
 
-A drift is in octaves of the best learning rate per doubling of what grows, with a 95 % interval:
+A drift is in octaves of the best learning rate per doubling of a size, with a 95 % interval:
 
-* transfers: the estimate is within `TOLERANCE`, and the interval inside `BOUND` on both sides;
+* transfers: the estimate is within `TOLERANCE`, and the interval is inside `BOUND` on both sides;
 * drifts: the interval lies wholly outside `TOLERANCE`, on one side;
 * undecided: everything else, and every drift without an interval.
 
-No drift can be both: an interval that lies outside `TOLERANCE` has its estimate outside too.
+No drift can be both: an interval that lies outside `TOLERANCE` has its estimate outside, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import math
 from typing import Literal
 
 TOLERANCE = 0.15
-"""Octaves per doubling up to which a drift counts as none."""
+"""Largest drift that counts as none, in octaves per doubling."""
 BOUND = 0.30
-"""Octaves per doubling within which the interval of a drift that transfers must lie."""
+"""Farthest that the interval of a drift that transfers may reach, in octaves per doubling."""
 Verdict = Literal["transfers", "drifts", "undecided"]
 
 
@@ -25,12 +25,17 @@ def judge(value: float | None, low: float | None, high: float | None) -> Verdict
     """Return the verdict on a drift.
 
     Args:
-        value: the estimate, in octaves per doubling; None or nan where nothing could be fitted.
-        low: lower end of its 95 % interval; None or an infinity where nothing bounds it.
+        value: Estimate in octaves per doubling. `None` or nan if nothing could be fitted.
+        low: Lower end of the 95 % interval. `None` or an infinity if there is no bound.
+        high: Upper end of the 95 % interval. `None` or an infinity if there is no bound.
     """
     if value is None or low is None or high is None or not math.isfinite(value):
         return "undecided"
     if low > TOLERANCE or high < -TOLERANCE:
         return "drifts"
+
     is_small = abs(value) <= TOLERANCE
-    return "transfers" if is_small and low >= -BOUND and high <= BOUND else "undecided"
+    is_bounded = low >= -BOUND and high <= BOUND
+    if is_small and is_bounded:
+        return "transfers"
+    return "undecided"

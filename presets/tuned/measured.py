@@ -1,17 +1,16 @@
-"""`measured`: a parameterization that is a table of numbers, measured on one model at one size, and its JSON file.
+"""`measured`: a parameterization measured on one model at one size, as a table, and its JSON file.
 
-What `mupax.train.studies.check.balance` derives from a backward pass (Chizat and Netrapalli 2023, arXiv 2311.18718) for a model that nobody
-wrote a preset for. Keyed by (group, layer), a group being a `ParamSpec.group` such as `block.query`, never by path.
-It has no power laws: another size is another table.
+`mupax.train.studies.check.balance` derives the table from a backward pass (Chizat and Netrapalli
+2023, arXiv 2311.18718), for a model that no preset covers. Rows are keyed by `ParamSpec.group`,
+such as `block.query`, never by path, and may hold one value per layer. There are no power laws, so
+another size needs another table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import json
-import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,79 +23,96 @@ from mupax.presets.rule import ONE, Decay, Form, Number, Rule, Scales
 from mupax.presets.tuned import schema
 
 FORMAT = "measured scales 1"
-"""First entry of the file; another layout gets another number."""
+"""First entry of the file. Another layout gets another number."""
+
+Residual = tuple[tuple[tuple[float, float], ...], ...]
+"""Pair (skip, branch) by layer and branch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Measured numbers.
+    """Measured scales of one model.
 
     Attributes:
-        scales: group to its numbers, absolute; each one number or one per layer of the stack. `weight_decay` is the
-            independent decay: the coupled one is this over `lr`.
-        logits: what attention logits are multiplied by.
-        residual: per layer (skip, branch) of attention, of the MLP, and between them of attention to an encoder; empty: all are 1.
-        encoder_residual: the same of an encoder's layers.
-        sizes: size of every logical axis of the measured model.
-        optimizer: whose rates these are, a name in `mupax.presets.optimizers.OPTIMIZERS`.
-        source: where the numbers come from, for a person.
+        scales: Absolute values by group, each one number or one per layer of the stack.
+            `weight_decay` is independent weight decay; coupled is `weight_decay` / `lr`.
+        logits: Factor on attention logits.
+        residual: Pairs (skip, branch) per layer: of attention, of attention to an encoder if the
+            model has one, and of the MLP. If empty, all are 1.
+        sizes: Size of every logical axis of the measured model.
+        optimizer: Key of `mupax.presets.optimizers.OPTIMIZERS` that the learning rates are for.
+        source: Origin of the values, for a reader.
+        encoder_residual: Pairs (skip, branch) per layer of an encoder. If empty, all are 1.
     """
 
     scales: Mapping[str, Scales]
     logits: float
-    residual: tuple[tuple[tuple[float, float], ...], ...]
+    residual: Residual
     sizes: Mapping[str, int]
     optimizer: str
     source: str = ""
-    encoder_residual: tuple[tuple[tuple[float, float], ...], ...] = ()
+    encoder_residual: Residual = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            _bad(f"source is {self.source!r:.60}; write a text")
+            _refuse(f"source is {self.source!r:.60}; write a text")
         if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
-            _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
+            _refuse(f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
         for axis, size in self.sizes.items():
-            if axis not in AXES or type(size) is not int or not 1 <= size < 2**53:
-                _bad(
-                    f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1"
+            # A bool is an int, but no size.
+            is_size = type(size) is int and 1 <= size < 2**53
+            if axis not in AXES or not is_size:
+                axes = ", ".join(AXES)
+                _refuse(
+                    f"size {axis}={size!r}: write a logical axis ({axes}) and a whole number of "
+                    "at least 1"
                 )
+
+        _check_number("logits", self.logits)
         decoder = CROSSED if ENCODER.axis in self.sizes else OWN
-        _check("logits", self.logits)
-        for what, stack, residual in (
-            ("residual", decoder, self.residual),
-            ("encoder_residual", ENCODER, self.encoder_residual),
-        ):
-            layers, branches = self.sizes.get(stack.axis), len(stack.branches)
-            if residual and len(residual) != layers:
-                _bad(
-                    f"{what} has {len(residual)} layers and sizes say {layers}; write one entry per layer"
+        self._check_residual("residual", self.residual, decoder)
+        self._check_residual("encoder_residual", self.encoder_residual, ENCODER)
+        for group in self.scales:
+            self._check_scales(group)
+
+    def _check_residual(self, name: str, residual: Residual, stack: Stack) -> None:
+        """Raise `PresetError` if pairs do not fit the layers and branches of their stack."""
+        layers = self.sizes.get(stack.axis)
+        if residual and len(residual) != layers:
+            _refuse(
+                f"{name} has {len(residual)} layers and sizes say {layers}; "
+                "write one entry per layer"
+            )
+
+        num_branches = len(stack.branches)
+        for layer, pairs in enumerate(residual):
+            if [len(pair) for pair in pairs] != [2] * num_branches:
+                count = "two" if num_branches == 2 else "three"
+                branches = f"{', '.join(stack.branches[:-1])} and mlp"
+                _refuse(f"{name} {layer} must be {count} pairs, (skip, branch) of {branches}")
+            for skip, branch in pairs:
+                _check_number(f"{name} {layer}", skip, may_be_zero=True)
+                _check_number(f"{name} {layer}", branch, may_be_zero=True)
+
+    def _check_scales(self, group: str) -> None:
+        """Raise `PresetError` if a group's values do not fit the number of layers or float32."""
+        stack = ENCODER if group.startswith("encoder.") else OWN
+        layers = self.sizes.get(stack.axis)
+        for column, value in vars(self.scales[group]).items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if isinstance(value, tuple) and len(value) != layers:
+                _refuse(
+                    f"{group} {column} has {len(value)} numbers for {layers} layers; "
+                    "write one number, or one per layer"
                 )
-            for layer, pairs in enumerate(residual):
-                if [len(pair) for pair in pairs] != [2] * branches:
-                    which = f"{', '.join(stack.branches[:-1])} and mlp"
-                    _bad(
-                        f"{what} {layer} must be {('two', 'three')[branches - 2]} pairs, (skip, branch) of {which}"
-                    )
-                for number in (number for pair in pairs for number in pair):
-                    _check(f"{what} {layer}", number, zero=True)
-        for group, scales in self.scales.items():
-            layers = self.sizes.get((ENCODER if group.startswith("encoder.") else OWN).axis)
-            for column, value in vars(scales).items():
-                if isinstance(value, tuple) and len(value) != layers:
-                    _bad(
-                        f"{group} {column} has {len(value)} numbers for {layers} layers; write one number, or one per layer"
-                    )
-                for number in value if isinstance(value, tuple) else (value,):
-                    _check(
-                        f"{group} {column}",
-                        number,
-                        zero=column in ("init_std", "weight_decay", "eps"),
-                    )
+            may_be_zero = column in ("init_std", "weight_decay", "eps")
+            for number in numbers:
+                _check_number(f"{group} {column}", number, may_be_zero=may_be_zero)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Preset):
-    """The preset of a `Table`; made by `measured`."""
+    """Preset of a `Table`, made by `measured`."""
 
     table: Table
 
@@ -107,36 +123,40 @@ class Measured(Preset):
         optimizer: str = "adam",
         decay: Decay = "coupled",
     ) -> Scales:
-        """The table's numbers; as `Preset.scales`, and PresetError for another size or optimizer, or a group not measured.
+        """Return the table's values for one parameter, as `Preset.scales` does.
 
         Args:
-            spec: the parameter's declaration.
-            sizes: of the model.
-            optimizer: whose update the table is for.
-            decay: coupled or independent.
+            sizes: Sizes of the model by axis, which must be the table's.
+            optimizer: Key of `OPTIMIZERS`, of the same family as the table's.
+            decay: "coupled" or "independent", by default coupled.
+
+        Raises:
+            PresetError: The table is for another size or optimizer, or lacks the group.
         """
         self.family(optimizer)
         for axis, size in self.table.sizes.items():
             if sizes.get(axis) != size:
+                model_size = sizes.get(axis)
                 raise PresetError(
-                    f"measured: the table is for {axis}={size} and the model has {sizes.get(axis)}; "
-                    "measured numbers hold at one size, so measure this model (mupax presets balance)"
+                    f"measured: the table is for {axis}={size} and the model has {model_size}; "
+                    "measured numbers hold at one size, so measure this model "
+                    "(mupax presets balance)"
                 )
+
         if spec.group not in self.table.scales:
             near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
-            hint = f"{spec.group!r}" + (f" (the nearest is {near[0]!r})" if near else "")
+            hint = f" (the nearest is {near[0]!r})" if near else ""
             raise PresetError(
-                f"measured: the table has no row {hint}; measure this model (mupax presets balance)"
+                f"measured: the table has no row {spec.group!r}{hint}; "
+                "measure this model (mupax presets balance)"
             )
         scales = self.table.scales[spec.group]
-        return (
-            scales
-            if decay == "independent"
-            else dataclasses.replace(scales, weight_decay=_per_rate(scales))
-        )
+        if decay == "independent":
+            return scales
+        return dataclasses.replace(scales, weight_decay=_coupled_decay(scales))
 
+    # Measured values are absolute, so there is nothing relative to a base.
     factors = scales
-    """Nothing here is relative."""
 
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
         return self.table.logits
@@ -144,26 +164,33 @@ class Measured(Preset):
     def residual_scale(
         self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
     ) -> tuple[float, float]:
-        residual = (
-            self.table.encoder_residual if stack.axis == ENCODER.axis else self.table.residual
-        )
-        return residual[layer][stack.branches.index(branch)] if residual else (1.0, 1.0)
+        residual = self.table.residual
+        if stack.axis == ENCODER.axis:
+            residual = self.table.encoder_residual
+        if not residual:
+            return 1.0, 1.0
+        return residual[layer][stack.branches.index(branch)]
 
     def with_form(self, form: Form) -> NoReturn:
-        """Refused: moving multipliers needs the rules behind the numbers."""
+        """Refuse every form, because moving multipliers needs the rules behind the values."""
         raise PresetError(
-            f"measured: a table of numbers has no form {form!r}; measure a preset that is in that form"
+            f"measured: a table of numbers has no form {form!r}; "
+            "measure a preset that is in that form"
         )
 
 
 def measured(table: Table) -> Measured:
-    """The table as a preset, for the optimizers whose update is the one it was measured with."""
-    family, why = OPTIMIZERS[table.optimizer].family, f"it was measured with {table.optimizer}"
+    """Return the table as a preset, for optimizers of the family that it was measured with."""
+    family = OPTIMIZERS[table.optimizer].family
+    refused = {}
+    for row in OPTIMIZERS.values():
+        if row.family != family:
+            refused[row.family] = f"it was measured with {table.optimizer}"
     return Measured(
         name="measured",
         rule=_no_rule,
         logits=ONE,
-        no_rule={other.family: why for other in OPTIMIZERS.values() if other.family != family},
+        no_rule=refused,
         baseless=True,
         choices={"optimizer": table.optimizer},
         table=table,
@@ -171,86 +198,97 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON.
-
-    Args:
-        table: what was measured.
-        path: of the file, in a folder that is there.
-    """
-    disk.write_whole(
-        Path(path), json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n"
-    )
+    """Write the table as JSON, into a folder that exists."""
+    contents = {"format": FORMAT, **dataclasses.asdict(table)}
+    disk.write_whole(Path(path), json.dumps(contents, indent=1) + "\n")
 
 
 def load(path: str | Path) -> Table:
-    """Read a table back, number for number.
+    """Read a table that `save` wrote, number for number.
 
     Raises:
-        PresetError: the file cannot be read, or an entry is missing, unknown or not a number it can be.
+        PresetError: The file cannot be read, or an entry is missing, unknown or no number that it
+            can be.
     """
     hint = "no table of measured scales ({error}); write one with mupax.presets.tuned.measured.save"
     return schema.load(path, _table, hint)
 
 
 def _table(contents: Any) -> Table:
+    """Return the table of a file's contents."""
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
-    contents = {
-        "encoder_residual": [],
-        **contents,
-    }  # files of models without an encoder may lack it
-    named, columns = (
-        sorted(field.name for field in dataclasses.fields(kind)) for kind in (Table, Scales)
-    )
-    schema.same_keys("a table of measured scales", contents.keys() - {"format"}, named)
-    if not all(isinstance(contents[name], dict) for name in ("scales", "sizes")):
-        _bad("scales and sizes must be objects")
-    for group, row in contents["scales"].items():
-        schema.same_keys(
-            f"a table of measured scales: {group}", row if isinstance(row, dict) else (), columns
-        )
-    rows = {
-        group: Scales(**{c: _tuples(x) for c, x in row.items()})
-        for group, row in contents["scales"].items()
-    }
-    residuals: dict[str, Any] = {
-        name: _tuples(contents[name]) for name in ("residual", "encoder_residual")
-    }
-    for what, residual in residuals.items():
-        if not isinstance(residual, tuple) or not all(
-            isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs)
-            for pairs in residual
-        ):
-            _bad(f"{what} must be a list of pairs of pairs")
-    return Table(**{**{name: contents[name] for name in named}, "scales": rows, **residuals})
+        _refuse(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
+    # Files of models without an encoder may lack this entry.
+    entries = {"encoder_residual": [], **contents}
+    names = sorted(field.name for field in dataclasses.fields(Table))
+    schema.same_keys("a table of measured scales", entries.keys() - {"format"}, names)
+    if not isinstance(entries["scales"], dict) or not isinstance(entries["sizes"], dict):
+        _refuse("scales and sizes must be objects")
+
+    columns = sorted(field.name for field in dataclasses.fields(Scales))
+    for group, row in entries["scales"].items():
+        keys = row if isinstance(row, dict) else ()
+        schema.same_keys(f"a table of measured scales: {group}", keys, columns)
+    scales = {}
+    for group, row in entries["scales"].items():
+        values = {column: _tuples(value) for column, value in row.items()}
+        scales[group] = Scales(**values)
+
+    arguments = {name: entries[name] for name in names}
+    arguments["scales"] = scales
+    for name in ("residual", "encoder_residual"):
+        arguments[name] = _residual(name, entries[name])
+    return Table(**arguments)
+
+
+def _residual(name: str, value: Any) -> Residual:
+    """Return lists of lists of lists as tuples, or raise `PresetError` for anything else."""
+    residual = _tuples(value)
+    if not isinstance(residual, tuple):
+        _refuse(f"{name} must be a list of pairs of pairs")
+    for pairs in residual:
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) for pair in pairs):
+            _refuse(f"{name} must be a list of pairs of pairs")
+    return residual
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    """Return a value of JSON with all lists as tuples."""
+    if isinstance(value, list):
+        return tuple(_tuples(entry) for entry in value)
+    return value
 
 
-def _check(what: str, number: Any, *, zero: bool = False) -> None:
-    if not schema.is_number(number) or number < 0 or (number == 0 and not zero):
-        _bad(
-            f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0, from {schema.SMALLEST} to {schema.LARGEST}"
-        )
+def _check_number(name: str, number: Any, *, may_be_zero: bool = False) -> None:
+    """Raise `PresetError` if the value is no number that float32 can hold, negative, or zero."""
+    is_zero = number == 0
+    if schema.is_number(number) and number >= 0 and (may_be_zero or not is_zero):
+        return
+    limit = "of at least" if may_be_zero else "above"
+    _refuse(
+        f"{name} is {number!r}; write a finite number {limit} 0, "
+        f"from {schema.SMALLEST} to {schema.LARGEST}"
+    )
 
 
-def _per_rate(scales: Scales) -> Number:
-    wd, lr = scales.weight_decay, scales.lr
-    if isinstance(wd, tuple):
-        return tuple(
-            map(operator.truediv, wd, lr if isinstance(lr, tuple) else itertools.repeat(lr))
-        )
-    return tuple(wd / rate for rate in lr) if isinstance(lr, tuple) else wd / lr
+def _coupled_decay(scales: Scales) -> Number:
+    """Return the coupled weight decay, `weight_decay` / `lr`, as one value or one per layer."""
+    weight_decay = scales.weight_decay
+    lr = scales.lr
+    if isinstance(weight_decay, tuple):
+        rates = lr if isinstance(lr, tuple) else (lr,) * len(weight_decay)
+        return tuple(decay / rate for decay, rate in zip(weight_decay, rates, strict=True))
+    if isinstance(lr, tuple):
+        return tuple(weight_decay / rate for rate in lr)
+    return weight_decay / lr
 
 
 def _no_rule(spec: ParamSpec) -> Rule:
     raise PresetError(
-        f"measured: {spec.group} has numbers at one size and no power law behind them, so nothing can be said of another "
-        "size; measure that one too (mupax presets balance)"
+        f"measured: {spec.group} has numbers at one size and no power law behind them, "
+        "so nothing can be said of another size; measure that one too (mupax presets balance)"
     )
 
 
-def _bad(why: str) -> NoReturn:
-    raise PresetError(f"a table of measured scales: {why}")
+def _refuse(reason: str) -> NoReturn:
+    raise PresetError(f"a table of measured scales: {reason}")

@@ -1,9 +1,10 @@
-"""Tuned presets whose numbers others have published: what is said about one, and its table beside the source's.
+"""Tuned presets whose values others have published: their descriptions and tables.
 
-`provenance` of such a file has `evidence` (published), `status` (verified: read in the source's config or code; reported: read in a
-paper's table), `source` (name, repository, commit, files with lines), `data`, `unit`, `seen`, `steps` and `batch` of one run, `sizes`
-of the models, `tables` (what each model of the source has, by the source's own rule), `differs` (what the preset cannot express),
-`unknown` (what could not be read) and the `date` of reading.
+`provenance` of such a file has `evidence` ("published"), `status` ("verified" if read in the
+source's config or code, "reported" if read in a paper's table), `source` (name, repository, commit,
+files with lines), `data`, `unit`, `seen`, `steps` and `batch` of one run, `sizes` of the models,
+`tables` (values of each model by the source's own rule), `differs` (what the preset cannot
+express), `unknown` (what could not be read) and the `date` of reading.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Published(Protocol):
-    """A tuned preset (`mupax.presets.tuned.find.Tuned`) whose provenance is a publication."""
+    """Tuned preset (`mupax.presets.tuned.find.Tuned`) whose provenance is a publication."""
 
     @property
     def use(self) -> str: ...
@@ -44,49 +45,54 @@ class Published(Protocol):
 
 
 COLUMNS = ("multiplier", "std", "lr", "eps", "wd")
-"""Numbers of a group, in the order of a run's table."""
+"""Values of a group, in the order of a run's table."""
 
 
 def summary(tuned: Published) -> str:
-    """Return one line: the rate, whose it is, and how well that is known."""
-    study, optimizer = tuned.provenance, tuned.optimizer
+    """Return one line: the learning rate, the source, its models and the status."""
+    study = tuned.provenance
+    optimizer = tuned.optimizer
     models = ", ".join(table["model"] for table in study["tables"])
     rate = f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}"
     return f"{rate}; {study['source']['name']} ({models}), {study['status']}"
 
 
 def rests_on(tuned: Published) -> str:
-    """Return what a run with these numbers rests on, in a sentence or two."""
+    """Return the evidence for a run with these values, as one or two sentences."""
     study = tuned.provenance
     source = study["source"]
+    commit = source["commit"][:12]
     unknown = f" Not known: {'; '.join(study['unknown'])}." if study["unknown"] else ""
-    where = f"{source['repository']} at {source['commit'][:12]}"
     return (
-        f"{tuned.use} rests on {source['name']}, as published and not measured here: {study['status']} in {where}; "
-        f"{study['data']}, {tuned.optimizer['name']}.{unknown} `mupax presets tuned {tuned.use}` says more."
+        f"{tuned.use} rests on {source['name']}, as published and not measured here: "
+        f"{study['status']} in {source['repository']} at {commit}; "
+        f"{study['data']}, {tuned.optimizer['name']}.{unknown} "
+        f"`mupax presets tuned {tuned.use}` says more."
     )
 
 
 def described(tuned: Published) -> str:
-    """Return everything about one, in lines no wider than the terminal."""
+    """Return everything about a tuned preset, in lines no wider than the terminal."""
     study = tuned.provenance
     source = study["source"]
     run = [f"{study[name]:,} {name}" for name in ("steps", "batch") if study[name]]
     if study["seen"]:
         run.append(f"{study['seen']:,} {study['unit']}s")
-    lines = [
-        ("status", study["status"]),
-        ("source", f"{source['repository']} at {source['commit']}, read {study['date']}"),
-        *(("file", file) for file in source["files"]),
+
+    origin = f"{source['repository']} at {source['commit']}, read {study['date']}"
+    lines = [("status", study["status"]), ("source", origin)]
+    lines += [("file", file) for file in source["files"]]
+    lines += [
         ("base", _pairs(tuned.base) if tuned.base else "none"),
         ("constants", f"{_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}"),
         ("optimizer", _pairs(tuned.optimizer)),
         ("data", study["data"]),
         ("one run", ", ".join(run) or "not known"),
-        *(("model", f"{table['model']}: {_pairs(table['sizes'])}") for table in study["tables"]),
-        *(("differs", text) for text in study["differs"]),
-        *(("not known", text) for text in study["unknown"]),
     ]
+    for table in study["tables"]:
+        lines.append(("model", f"{table['model']}: {_pairs(table['sizes'])}"))
+    lines += [("differs", text) for text in study["differs"]]
+    lines += [("not known", text) for text in study["unknown"]]
     head = terminal.wrapped(f"{tuned.use}, {tuned.evidence}: {summary(tuned)}")
     return f"{head}\n{terminal.table(lines)}"
 
@@ -94,16 +100,15 @@ def described(tuned: Published) -> str:
 def values(
     tuned: Published, preset: Preset, spec: ParamSpec, sizes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return a parameter's numbers in absolute terms, by the names of a source's table.
+    """Return a parameter's absolute values, by `COLUMNS`.
 
     Args:
-        tuned: whose optimizer is used.
-        preset: made of it.
-        spec: the parameter's declaration.
-        sizes: of the model.
+        tuned: Tuned preset, whose optimizer settings are used.
+        preset: Preset made from `tuned`.
     """
     optimizer = tuned.optimizer
-    scales = preset.scales(spec, sizes, optimizer["name"], optimizer.get("decay", "coupled"))
+    decay = optimizer.get("decay", "coupled")
+    scales = preset.scales(spec, sizes, optimizer["name"], decay)
     return {
         "multiplier": float(scales.multiplier),  # pyright: ignore
         "std": float(scales.init_std),  # pyright: ignore
@@ -114,34 +119,42 @@ def values(
 
 
 def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
-    """Return the source's table of the model whose width is nearest."""
-    return min(
-        tuned.provenance["tables"], key=lambda table: abs(table["sizes"]["embed"] / width - 1)
-    )
+    """Return the source's table of the model whose width is nearest, as a ratio to `width`."""
+
+    def distance(table: Mapping[str, Any]) -> float:
+        return abs(table["sizes"]["embed"] / width - 1)
+
+    return min(tuned.provenance["tables"], key=distance)
 
 
 def comparison(
     groups: Mapping[str, Mapping[str, float]], table: Mapping[str, Any]
 ) -> Sequence[Sequence[str]]:
-    """Return rows of a table: of every group what the run has, and in brackets what a model of the source has.
+    """Return a table of a run's values, with those of the source's model in brackets.
 
     Args:
-        groups: group to the run's numbers by `COLUMNS`.
-        table: an entry of provenance's `tables`.
+        groups: Values of the run by group and by `COLUMNS`.
+        table: Entry of the provenance's `tables`.
+
+    Returns:
+        A header, and a row per group. A value that the source lacks is "-".
     """
     rows = [["group", *COLUMNS]]
-    for group, own in groups.items():
-        theirs = table["groups"].get(group, {})
+    for group, run_values in groups.items():
+        source_values = table["groups"].get(group, {})
         cells = []
         for column in COLUMNS:
-            other = theirs.get(column)
-            cells.append(f"{own[column]:.3g} [{'-' if other is None else f'{other:.3g}'}]")
+            value = source_values.get(column)
+            published = "-" if value is None else f"{value:.3g}"
+            cells.append(f"{run_values[column]:.3g} [{published}]")
         rows.append([group, *cells])
     return rows
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return " ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in values.items()
-    )
+    """Return a mapping as "NAME=VALUE NAME=VALUE", floats to six digits."""
+    pairs = []
+    for name, value in values.items():
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        pairs.append(f"{name}={text}")
+    return " ".join(pairs)

@@ -1,11 +1,14 @@
-"""What a tuned preset's file must have, entry by entry (`mupax.presets.tuned.find` says what each means), and reading such files."""
+"""Schema of a tuned preset's file, and the reader of such files.
+
+`mupax.presets.tuned.find` and `mupax.presets.tuned.published` say what each entry means.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mupax import disk
 from mupax.presets.optimizers import OPTIMIZERS
@@ -14,65 +17,124 @@ from mupax.presets.roles import AXES, PresetError
 from mupax.presets.rule import FORMS
 
 FORMAT = "tuned preset 1"
-"""First entry of a file; another layout gets another number."""
+"""First entry of a file. Another layout gets another number."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+"""Pattern of a tuned preset's name."""
 
-SMALLEST, LARGEST = 1e-30, 1e30
-"""Of numbers that are not 0: beyond, float32 has only 0 and infinity, or a product of two of them has."""
-_MOST = 2**53
-"""Of whole numbers."""
+SMALLEST = 1e-30
+"""Smallest size of a number other than 0. Smaller ones, or their products, are 0 in float32."""
+LARGEST = 1e30
+"""Largest size of a number. Larger ones, or their products, are infinite in float32."""
+_LARGEST_INTEGER = 2**53
 
 T = TypeVar("T")
-Check = tuple[Callable[[Any], bool], str]
+
+
+class Check(NamedTuple):
+    """Condition on a value of JSON.
+
+    Attributes:
+        fits: Function that returns whether a value fulfills the condition.
+        expected: Description of such values, for the message "it must be ...".
+    """
+
+    fits: Callable[[Any], bool]
+    expected: str
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that can be computed with."""
-    return type(value) in (int, float) and (value == 0 or SMALLEST <= abs(value) <= LARGEST)
+    """Return whether a JSON value is 0 or a number of size `SMALLEST` to `LARGEST`."""
+    # A bool is an int, but no number in JSON.
+    if type(value) not in (int, float):
+        return False
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST_INTEGER
+
+
+def _is_sizes(value: Any) -> bool:
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(axis in AXES and _is_count(size) for axis, size in value.items())
+
+
+def _is_grown_sizes(value: Any) -> bool:
+    return isinstance(value, list) and len(value) >= 2 and all(map(_is_count, value))
+
+
+def _is_curve(value: Any) -> bool:
+    # An optimum needs a point on either side.
+    return isinstance(value, list) and len(value) >= 3 and all(map(is_number, value))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_group(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    has_numbers = all(_AT_LEAST_OR_NULL.fits(value.get(column)) for column in _COLUMNS)
+    return has_numbers and len(value) == len(_COLUMNS)
+
+
+def _is_groups(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(_is_group, value.values()))
 
 
 def _one_of(*names: str) -> Check:
-    return (lambda v: v in names, f"one of {', '.join(names)}")
+    return Check(lambda value: value in names, f"one of {', '.join(names)}")
 
 
 def _or_null(check: Check) -> Check:
-    return (lambda v: v is None or check[0](v), f"{check[1]}, or null")
+    return Check(lambda value: value is None or check.fits(value), f"{check.expected}, or null")
 
 
-_TEXT: Check = (lambda v: isinstance(v, str) and bool(v), "a text")
-_COUNT: Check = (lambda v: type(v) is int and 1 <= v <= _MOST, f"a whole number from 1 to {_MOST}")
-_NUMBER: Check = (is_number, "a number")
-_ABOVE: Check = (lambda v: is_number(v) and v > 0, "a number above 0")
-_AT_LEAST: Check = (lambda v: is_number(v) and v >= 0, "a number of at least 0")
-_FRACTION: Check = (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
-_OBJECT: Check = (lambda v: isinstance(v, dict), "an object")
-_LIST: Check = (lambda v: isinstance(v, list), "a list")
-_SIZES: Check = (
-    lambda v: (
-        isinstance(v, dict) and bool(v) and all(a in AXES and _COUNT[0](n) for a, n in v.items())
-    ),
-    f"logical axes ({', '.join(AXES)}) with whole numbers from 1 to {_MOST}",
+def _key_of(table: Collection[str], kind: str) -> Check:
+    """Return the check for a name in a table that plugins may extend."""
+    return Check(
+        lambda value: isinstance(value, str) and value in table,
+        f"one of {', '.join(table)}, or {kind} of your own that --plugin MODULE imports",
+    )
+
+
+def _matching(pattern: re.Pattern[str], expected: str) -> Check:
+    return Check(lambda value: isinstance(value, str) and bool(pattern.fullmatch(value)), expected)
+
+
+_TEXT = Check(_is_text, "a text")
+_COUNT = Check(_is_count, f"a whole number from 1 to {_LARGEST_INTEGER}")
+_NUMBER = Check(is_number, "a number")
+_ABOVE = Check(lambda value: is_number(value) and value > 0, "a number above 0")
+_AT_LEAST = Check(lambda value: is_number(value) and value >= 0, "a number of at least 0")
+_FRACTION = Check(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_OBJECT = Check(lambda value: isinstance(value, dict), "an object")
+_LIST = Check(lambda value: isinstance(value, list), "a list")
+_SIZES = Check(
+    _is_sizes,
+    f"logical axes ({', '.join(AXES)}) with whole numbers from 1 to {_LARGEST_INTEGER}",
 )
-_BOUNDS = {"low": _or_null(_NUMBER), "high": _or_null(_NUMBER)}
+_DATE = _matching(re.compile(r"\d{4}-\d\d-\d\d"), "YYYY-MM-DD")
+_COMMIT = _matching(re.compile(r"[0-9a-f]{40}"), "a commit of 40 digits")
+_NUMBER_OR_NULL = _or_null(_NUMBER)
+_AT_LEAST_OR_NULL = _or_null(_AT_LEAST)
+_BOUNDS = {"low": _NUMBER_OR_NULL, "high": _NUMBER_OR_NULL}
 
 _SCHEMA: dict[str, Any] = {
-    "format": (lambda v: v == FORMAT, repr(FORMAT)),
-    "name": (
-        lambda v: isinstance(v, str) and bool(NAME.fullmatch(v)),
-        "small letters, digits and single hyphens",
-    ),
-    "preset": (
-        lambda v: isinstance(v, str) and v in PRESETS,
-        f"one of {', '.join(PRESETS)}, or a preset of your own that --plugin MODULE imports",
-    ),
+    "format": Check(lambda value: value == FORMAT, repr(FORMAT)),
+    "name": _matching(NAME, "small letters, digits and single hyphens"),
+    "preset": _key_of(PRESETS, "a preset"),
     "constants": _OBJECT,
     "form": _or_null(_one_of(*FORMS)),
     "base": _or_null(_SIZES),
     "optimizer": {
-        "name": (
-            lambda v: isinstance(v, str) and v in OPTIMIZERS,
-            f"one of {', '.join(OPTIMIZERS)}, or an optimizer of your own that --plugin MODULE imports",
-        ),
+        "name": _key_of(OPTIMIZERS, "an optimizer"),
         "peak_lr": _ABOVE,
         "b1": _FRACTION,
         "b2": _FRACTION,
@@ -94,33 +156,21 @@ _SCHEMA: dict[str, Any] = {
         "batch": _COUNT,
         "sizes": [_SIZES],
         "seeds": _COUNT,
-        "log2_lr": (
-            lambda v: isinstance(v, list) and len(v) >= 3 and all(map(is_number, v)),
-            "a list of numbers",
-        ),
-        "loss": [(_or_null(_NUMBER)[0], "a number, or null where a seed diverged")],
+        "log2_lr": Check(_is_curve, "a list of numbers"),
+        "loss": [Check(_NUMBER_OR_NULL.fits, "a number, or null where a seed diverged")],
         "log2_optimum": {"value": _NUMBER, **_BOUNDS},
         "transfer": [
             {
                 "axis": _TEXT,
-                "sizes": (
-                    lambda v: isinstance(v, list) and len(v) >= 2 and all(map(_COUNT[0], v)),
-                    "whole numbers, two or more",
-                ),
+                "sizes": Check(_is_grown_sizes, "whole numbers, two or more"),
                 "verdict": _one_of("transfers", "drifts", "undecided"),
-                "drift": {"value": _or_null(_NUMBER), **_BOUNDS},
+                "drift": {"value": _NUMBER_OR_NULL, **_BOUNDS},
             }
         ],
-        "versions": (
-            lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
-            "an object of texts",
-        ),
+        "versions": Check(_is_texts, "an object of texts"),
         "judged": _one_of("training", "evaluation"),
         "command": _TEXT,
-        "date": (
-            lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)),
-            "YYYY-MM-DD",
-        ),
+        "date": _DATE,
         "search": {
             "constants": [
                 {
@@ -137,23 +187,16 @@ _SCHEMA: dict[str, Any] = {
             "minutes": _ABOVE,
             "train_seconds": _AT_LEAST,
             "fresh_seeds": _AT_LEAST,
-            "winner_less_start": {"value": _or_null(_NUMBER), **_BOUNDS},
+            "winner_less_start": {"value": _NUMBER_OR_NULL, **_BOUNDS},
         },
     },
 }
-"""Entry to what fits and what it must be; to entries of its own; or, in brackets, to that of every entry of a list."""
+"""Check or nested schema by entry. A list holds the schema of each of its items."""
 _OPTIONAL = ("search", "judged")
 """Entries that a file may leave out."""
 
-_NUMBERS: Check = (
-    lambda v: (
-        isinstance(v, dict)
-        and all(_or_null(_AT_LEAST)[0](v.get(column)) for column in _COLUMNS)
-        and len(v) == 5
-    ),
-    "std, lr, wd, eps and multiplier, each a number of at least 0, or null",
-)
 _COLUMNS = ("std", "lr", "wd", "eps", "multiplier")
+_GROUP = "std, lr, wd, eps and multiplier, each a number of at least 0, or null"
 _PUBLISHED: dict[str, Any] = {
     **_SCHEMA,
     "provenance": {
@@ -162,10 +205,7 @@ _PUBLISHED: dict[str, Any] = {
         "source": {
             "name": _TEXT,
             "repository": _TEXT,
-            "commit": (
-                lambda v: isinstance(v, str) and bool(re.fullmatch(r"[0-9a-f]{40}", v)),
-                "a commit of 40 digits",
-            ),
+            "commit": _COMMIT,
             "files": [_TEXT],
         },
         "data": _TEXT,
@@ -182,64 +222,70 @@ _PUBLISHED: dict[str, Any] = {
                 "logits": _ABOVE,
                 "branch": _ABOVE,
                 "tied_readout": _or_null(_ABOVE),
-                "groups": (
-                    lambda v: isinstance(v, dict) and bool(v) and all(map(_NUMBERS[0], v.values())),
-                    f"groups, each with {_NUMBERS[1]}",
-                ),
+                "groups": Check(_is_groups, f"groups, each with {_GROUP}"),
             }
         ],
         "differs": [_TEXT],
         "unknown": [_TEXT],
-        "date": _SCHEMA["provenance"]["date"],
+        "date": _DATE,
     },
 }
-"""Entries of a preset whose numbers others have published. Of the optimizer it has what the source says."""
+"""Schema of a tuned preset whose values others have published."""
 _PUBLISHED_OPTIONAL = tuple(
     name for name in _SCHEMA["optimizer"] if name not in ("name", "peak_lr")
 )
+"""Optimizer settings that a source may leave open."""
 
 
 def checked(contents: Any) -> dict[str, Any]:
-    """A file's contents, as JSON has them, where they are a tuned preset's.
+    """Return the contents of a tuned preset's file, after checking every entry.
 
     Raises:
-        PresetError: an entry is missing, unknown or not what it must be; names the entry and says what it must be.
+        PresetError: An entry is missing, unknown or invalid. The message names the entry and says
+            what it must be.
     """
     is_published = is_of_others(contents)
     if is_published:
         _check("", contents, _PUBLISHED, _PUBLISHED_OPTIONAL)
     else:
         _check("", contents, _SCHEMA, _OPTIONAL)
+
+    # Refuses constants that the preset does not have.
     make(contents["preset"], contents["constants"])
     study = contents["provenance"]
     if not study["sizes"]:
         raise PresetError("provenance.sizes is []; it must be a list of the sizes of every model")
     if is_published:
         return contents
-    if len(study["loss"]) != (points := len(study["log2_lr"])):
+    num_losses = len(study["loss"])
+    num_rates = len(study["log2_lr"])
+    if num_losses != num_rates:
         raise PresetError(
-            f"provenance.loss has {len(study['loss'])} entries; it must be as many as log2_lr, which has {points}"
+            f"provenance.loss has {num_losses} entries; "
+            f"it must be as many as log2_lr, which has {num_rates}"
         )
     return contents
 
 
 def is_of_others(contents: Any) -> bool:
-    """Return whether a file's contents say that others have published them."""
-    study = contents.get("provenance") if isinstance(contents, dict) else None
+    """Return whether a file's contents say that others have published the values."""
+    if not isinstance(contents, dict):
+        return False
+    study = contents.get("provenance")
     return isinstance(study, dict) and study.get("evidence") == "published"
 
 
 def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
-    """What a JSON file holds.
+    """Return the parsed contents of a JSON file.
 
     Args:
-        path: of the file, for messages too.
-        parse: makes it from the contents.
-        missing: what to say where there is no such file, with {error} in it.
+        path: Path of the file, which messages name.
+        parse: Function from the JSON contents to the result.
+        missing: Message if there is no such file, with `{error}` in it.
 
     Raises:
-        PresetError: there is no such file, or `parse` refuses it; names file and entry.
-        DiskError: the disk cannot read it.
+        PresetError: The file is missing or no JSON, or `parse` refuses the contents.
+        DiskError: The disk cannot read the file.
     """
     try:
         return parse(disk.read_json(Path(path)))
@@ -251,33 +297,46 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
 
 
 def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
-    """Raises PresetError where the keys of an object are not those that it must have.
+    """Raise `PresetError` if the keys of an object are not exactly `names`.
 
     Args:
-        where: begins the message.
-        keys: of the object.
-        names: those it must have, in the order of the message.
+        where: Name of the object, which begins the message.
+        names: Keys that the object must have, in the order of the message.
     """
-    missing, unknown = sorted(set(names) - set(keys)), sorted(set(keys) - set(names))
+    missing = sorted(set(names) - set(keys))
+    unknown = sorted(set(keys) - set(names))
     if missing or unknown:
         raise PresetError(
             f"{where} must have {', '.join(names)}; missing {missing}, unknown {unknown}"
         )
 
 
-def _check(where: str, value: Any, schema: Any, optional: Collection[str]) -> None:
-    fits, kind = (
-        _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
-    )
-    if not fits(value):
-        raise PresetError(f"{where or 'the file'} is {value!r:.60}; it must be {kind}")
+def _check(path: str, value: Any, schema: Any, optional: Collection[str]) -> None:
+    """Raise `PresetError` if a value does not fit its schema.
+
+    Args:
+        path: Entries from the file to the value, joined by dots. Empty for the file.
+        schema: Value of `_SCHEMA` or `_PUBLISHED`.
+        optional: Names of entries that may be missing, at any depth.
+    """
+    if isinstance(schema, dict):
+        check = _OBJECT
+    elif isinstance(schema, list):
+        check = _LIST
+    else:
+        check = schema
+    if not check.fits(value):
+        name = path or "the file"
+        raise PresetError(f"{name} is {value!r:.60}; it must be {check.expected}")
+
     if isinstance(schema, list):
-        for entry in value:
-            _check(where, entry, schema[0], optional)
+        for item in value:
+            _check(path, item, schema[0], optional)
     elif isinstance(schema, dict):
-        schema = {
-            name: inner for name, inner in schema.items() if name in value or name not in optional
-        }
-        same_keys(where or "the file", value, schema)
-        for name, inner in schema.items():
-            _check(f"{where}.{name}".strip("."), value[name], inner, optional)
+        entries = {}
+        for name, entry_schema in schema.items():
+            if name in value or name not in optional:
+                entries[name] = entry_schema
+        same_keys(path or "the file", value, entries)
+        for name, entry_schema in entries.items():
+            _check(f"{path}.{name}".strip("."), value[name], entry_schema, optional)

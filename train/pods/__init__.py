@@ -1,1 +1,1 @@
-"""What a compiler for TPU pods makes of a step, ahead of time: memory, collectives, cycles."""
+"""Steps compiled for TPU pods ahead of time: memory, collectives and clock cycles."""

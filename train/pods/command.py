@@ -1,4 +1,4 @@
-"""`mupax compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU."""
+"""`mupax compile RECIPE --topology v5e:16x16`: compile a step for a TPU pod, without a TPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mupax.train.config.run import Config
 class Compile:
     """A recipe's step compiled for a TPU pod, without a TPU.
 
-    The real TPU compiler (extra `tpu`) compiles the run's own step for devices that are not here, and says what a device
-    would need: memory, FLOPs, collectives, clock cycles. Every flag of the recipe applies (`mupax train RECIPE --help`
-    lists them). Nothing is allocated or trained.
+    The real TPU compiler (extra `tpu`) compiles the run's own step for devices that are not here,
+    and says what a device would need: memory, FLOPs, collectives, clock cycles. Every flag of the
+    recipe applies (`mupax train RECIPE --help` lists them). Nothing is allocated or trained.
     """
 
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
@@ -39,8 +39,9 @@ class Compile:
     hlo: Annotated[Path | None, conf.arg(metavar="PATH")] = None
     """Write the optimized program as text."""
     search: Switch = False
-    """Try meshes, remat policies, microbatches, batches, losses and attention blocks; compile a few that differ, print the best that fit.
-    All that was tried is written beside the workdir, WORKDIR.search-CHIP-AxB.json."""
+    """Try meshes, remat policies, microbatches, batches, losses and attention blocks; compile a few
+    that differ, print the best that fit. All that was tried is written beside the workdir,
+    WORKDIR.search-CHIP-AxB.json."""
     limit: Annotated[int, conf.arg(metavar="N")] = 6
     """With --search: compile at most so many."""
 
@@ -49,158 +50,203 @@ class Compile:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles and prints: 0 where the step fits, 1 where it does not; raises as `mupax.train.config.cli.parse`."""
-    args, rest = command_line.parse_known(Compile, "mupax compile", cli.with_file_first(argv))
+    """Compile a recipe's step and print the report.
+
+    Returns:
+        0 if the step fits, 1 if it does not.
+
+    Raises:
+        MupaxError: The flags, the recipe or the topology cannot be used, or the compiler refuses
+            the step.
+    """
+    args, remaining = command_line.parse_known(Compile, "mupax compile", cli.with_file_first(argv))
     from mupax.train.pods import topology
 
     topology.chip_of(args.topology)
-    config = cli.parse(
-        args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Compile)
-    ).config
+    recipe = cli.recipe(args.recipe)
+    config = cli.parse(args.recipe, recipe, remaining, command_line.flags(Compile)).config
+    # Sets the environment, so it comes before JAX is imported.
     topology.ready()
-    where = f"{config.recipe} on {args.topology}" + (
-        f" x {args.slices} slices" if args.slices > 1 else ""
-    )
+    title = f"{config.recipe} on {args.topology}"
+    if args.slices > 1:
+        title += f" x {args.slices} slices"
+
     if args.search:
-        from mupax.train.pods import search
-
-        file = record_of(config, args.topology, args.slices)
-
-        def keep(record: dict[str, Any]) -> None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(record, indent=1) + "\n")
-
-        report: Any = search.search(config, args.topology, args.slices, args.limit, keep=keep)
+        report = _search(args, config, title)
         fits = report[0]["fits"]
-        print(search.table(report, where))
-        terminal.say(f"all that was tried, with estimates, figures and refusals: {file}")
     else:
-        from mupax.train.pods.compiled import compile_for
-
-        compiled = compile_for(config, args.topology, args.slices)
-        report = {"topology": args.topology, "slices": args.slices, **compiled.report()}
-        fits = compiled.fits
-        if args.hlo is not None:
-            args.hlo.write_text(compiled.text)
-        print("\n\n".join(_tables(report, where)))
+        report = _compile(args, config, title)
+        fits = report["fits"]
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if fits else 1
 
 
+def _search(args: Compile, config: Config, title: str) -> list[dict[str, Any]]:
+    """Compile several configurations, print their table and return their reports, best first."""
+    from mupax.train.pods import search
+
+    file = record_of(config, args.topology, args.slices)
+
+    def keep(record: dict[str, Any]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=1) + "\n")
+
+    reports = search.search(config, args.topology, args.slices, args.limit, keep=keep)
+    print(search.table(reports, title))
+    terminal.say(f"all that was tried, with estimates, figures and refusals: {file}")
+    return reports
+
+
+def _compile(args: Compile, config: Config, title: str) -> dict[str, Any]:
+    """Compile the configuration as given, print its tables and return its report."""
+    from mupax.train.pods.compiled import compile_for
+
+    compiled = compile_for(config, args.topology, args.slices)
+    report = {"topology": args.topology, "slices": args.slices, **compiled.report()}
+    if args.hlo is not None:
+        args.hlo.write_text(compiled.text)
+    print("\n\n".join(_tables(report, title)))
+    return report
+
+
 def record_of(config: Config, topology: str, slices: int) -> Any:
-    """Where a search writes what it tried: beside the run's workdir, which must be empty when a run starts.
+    """Return the path of a search's record.
+
+    The record is written next to the run's workdir, which must be empty when a run starts.
 
     Args:
-        config: of the run.
-        topology, slices: that is searched for.
+        topology: Topology, such as v5e:16x16.
+        slices: Number of slices, joined by the slow network.
     """
     folder = (config.workdir or f"runs/{config.recipe}").rstrip("/")
-    times = f"-x{slices}" if slices > 1 else ""
-    return path_of(f"{folder}.search-{topology.replace(':', '-').replace(' ', '-')}{times}.json")
+    name = topology.replace(":", "-").replace(" ", "-")
+    suffix = f"-x{slices}" if slices > 1 else ""
+    return path_of(f"{folder}.search-{name}{suffix}.json")
 
 
-def _tables(report: dict[str, Any], where: str) -> list[str]:
-    """A report for people."""
-    peak, room = report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
-    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
-    chips = f"{report['devices']} chips" + (
-        f" in {report['slices']} slices" if report["slices"] > 1 else ""
-    )
-    parts, expected = report["accumulation_steps"], report["expected_bytes_per_device"]
-    facts = {
-        "mesh": f"{mesh} ({chips})",
-        "parameters": f"{report['parameters']:,}",
-        "batch": f"{report['batch_size']}" + (f" in {parts} microbatches" if parts > 1 else ""),
-        "compute": ", ".join(f"{name} {value}" for name, value in report["compute"].items()),
-        "loss": _loss(report["loss"]),
-        "memory": f"{gib(peak)} of {gib(room)}: "
-        + (
-            f"fits, {gib(room - peak)} to spare"
-            if report["fits"]
-            else f"does not fit by {gib(peak - room)}"
-        ),
-        "expected": f"{gib(sum(expected.values()))}: "
-        + ", ".join(f"{name} {gib(n)}" for name, n in expected.items()),
-    }
-    if roofline := report["roofline"]:
-        sizes = [
-            f"{n} {gib(report[f'{n}_bytes_per_device'])}"
-            for n in ("argument", "temporary", "output", "code")
-        ]
-        model, traced = report["flops_per_step"], report["traced_flops_per_step"]
-        cycles = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
-        names = [
-            "compute",
-            "memory",
-            "network",
-            *(["slow_network"] if report["slices"] > 1 else []),
-        ]
-        times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in names)
-        bound = roofline["bound"].replace("_", " ")
-        sent, alone = (
-            sum(row[name] for row in report["collectives"])
-            for name in ("wire_bytes", "alone_bytes")
-        )
-        facts |= {
-            "of it": f"{', '.join(sizes)} (output in place of arguments)",
-            "arguments": f"{report['arguments_over_expected']:.2f} of state and batch",
-            "FLOPs a step": f"{model:.3g} of the model, {traced:.3g} with recomputation",
-            "memory traffic": f"{gib(report['hbm_traffic_per_device'])} a step and chip",
-            "estimated cycles": f"{report['estimated_cycles']:,}, {cycles}",
-            "sent": f"{gib(sent)} by a chip: {gib(sent - alone)} beside computation, {gib(alone)} alone",
-            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {bound} ({times}; alone {roofline['alone']:.3g})",
-            "MFU": f"at most {roofline['mfu']:.1%}",
-        }
-    facts |= {f"problem {number}": problem for number, problem in enumerate(report["problems"], 1)}
+def _tables(report: dict[str, Any], title: str) -> list[str]:
+    """Return a report as text: a summary, and if the step fits, collectives and temporaries."""
+    facts = _facts(report)
+    if report["roofline"]:
+        facts |= _roofline_facts(report)
+    for number, problem in enumerate(report["problems"], 1):
+        facts[f"problem {number}"] = problem
     facts["compiled in"] = f"{report['compile_seconds']} s"
-    summary = f"{where}\n{terminal.table(list(facts.items()))}"
+    summary = f"{title}\n{terminal.table(list(facts.items()))}"
     if not report["fits"]:
         return [summary]
+
+    collectives = _collective_rows(report)
+    temporaries = _temporary_rows(report)
+    return [
+        summary,
+        f"collectives of one step, per chip\n{terminal.table(collectives, collectives[0][:3])}",
+        "temporaries of at least 1 % at the peak\n"
+        f"{terminal.table(temporaries, temporaries[0][1:])}",
+    ]
+
+
+def _facts(report: dict[str, Any]) -> dict[str, str]:
+    """Return the lines of a summary that every report has."""
+    peak = report["peak_bytes_per_device"]
+    limit = report["hbm_bytes_per_device"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
+    chips = f"{report['devices']} chips"
+    if report["slices"] > 1:
+        chips += f" in {report['slices']} slices"
+    batch = f"{report['batch_size']}"
+    if report["accumulation_steps"] > 1:
+        batch += f" in {report['accumulation_steps']} microbatches"
+    if report["fits"]:
+        result = f"fits, {gib(limit - peak)} to spare"
+    else:
+        result = f"does not fit by {gib(peak - limit)}"
+    expected = report["expected_bytes_per_device"]
+    terms = ", ".join(f"{name} {gib(size)}" for name, size in expected.items())
+    return {
+        "mesh": f"{mesh} ({chips})",
+        "parameters": f"{report['parameters']:,}",
+        "batch": batch,
+        "compute": ", ".join(f"{name} {value}" for name, value in report["compute"].items()),
+        "loss": _loss(report["loss"]),
+        "memory": f"{gib(peak)} of {gib(limit)}: {result}",
+        "expected": f"{gib(sum(expected.values()))}: {terms}",
+    }
+
+
+def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
+    """Return the lines of a summary that only a step that fits has."""
+    roofline = report["roofline"]
+    kinds = ("argument", "temporary", "output", "code")
+    sizes = [f"{kind} {gib(report[f'{kind}_bytes_per_device'])}" for kind in kinds]
+    clock = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
+    resources = ["compute", "memory", "network"]
+    if report["slices"] > 1:
+        resources.append("slow_network")
+    times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in resources)
+    bound = roofline["bound"].replace("_", " ")
+    sent = sum(row["wire_bytes"] for row in report["collectives"])
+    sent_alone = sum(row["alone_bytes"] for row in report["collectives"])
+    model_flops = f"{report['flops_per_step']:.3g} of the model"
+    traced_flops = f"{report['traced_flops_per_step']:.3g} with recomputation"
+    overlapped = f"{gib(sent - sent_alone)} beside computation"
+    step_time = f"at least {roofline['step_seconds']:.3g} s, bound by {bound}"
+    return {
+        "of it": f"{', '.join(sizes)} (output in place of arguments)",
+        "arguments": f"{report['arguments_over_expected']:.2f} of state and batch",
+        "FLOPs a step": f"{model_flops}, {traced_flops}",
+        "memory traffic": f"{gib(report['hbm_traffic_per_device'])} a step and chip",
+        "estimated cycles": f"{report['estimated_cycles']:,}, {clock}",
+        "sent": f"{gib(sent)} by a chip: {overlapped}, {gib(sent_alone)} alone",
+        "step time": f"{step_time} ({times}; alone {roofline['alone']:.3g})",
+        "MFU": f"at most {roofline['mfu']:.1%}",
+    }
+
+
+def _collective_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of collectives: a header, and a row per kind, axes and loop."""
     rows: list[tuple[str, ...]] = [
         ("kind", "axes", "in loops of", "runs", "bytes", "sent", "alone")
     ]
     for row in report["collectives"]:
-        axes, loops = (" x ".join(map(str, row[name])) for name in ("axes", "loop_trips"))
-        sizes = (
-            f"{row['executions']:,}",
-            *(gib(row[name]) for name in ("bytes", "wire_bytes", "alone_bytes")),
-        )
         kind = f"{row['kind']} (gathers)" if row["gathers"] else row["kind"]
-        rows.append(
-            (kind, f"{axes} (slices)" if row["between_slices"] else axes, loops or "-", *sizes)
-        )
-    live = [("bytes", "shape", "made by", "at")]
+        axes = " x ".join(row["axes"])
+        if row["between_slices"]:
+            axes += " (slices)"
+        loops = " x ".join(str(trips) for trips in row["loop_trips"]) or "-"
+        sizes = [gib(row[name]) for name in ("bytes", "wire_bytes", "alone_bytes")]
+        rows.append((kind, axes, loops, f"{row['executions']:,}", *sizes))
+    return rows
+
+
+def _temporary_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of temporaries: a header, and a row per array."""
+    rows: list[tuple[str, ...]] = [("bytes", "shape", "made by", "at")]
     for row in report["temporaries"]:
-        live.append(
-            (gib(row["bytes"]), row["shape"], _maker(row["op_name"]) or row["name"], row["source"])
-        )
-    return [
-        summary,
-        f"collectives of one step, per chip\n{terminal.table(rows, rows[0][:3])}",
-        f"temporaries of at least 1 % at the peak\n{terminal.table(live, live[0][1:])}",
-    ]
+        maker = _maker(row["op_name"]) or row["name"]
+        rows.append((gib(row["bytes"]), row["shape"], maker, row["source"]))
+    return rows
 
 
 def _loss(loss: dict[str, Any]) -> str:
-    """How the loss is computed, and why where that was left to `auto`."""
-    exponentials = f", exponentials of {loss['kept']} kept" if loss["kind"] == "vocab" else ""
-    how = loss["kind"] + (f" in {loss['parts']} parts{exponentials}" if loss["parts"] > 1 else "")
-    above = ", ".join(f"{kind} by {gib(size)}" for kind, size in loss["raises_peak_by"].items())
-    return (
-        f"{how}; of what auto may be, {above} above the layers' peak"
-        if len(loss["raises_peak_by"]) > 1
-        else how
-    )
+    """Return how the loss is computed, with the cost of each implementation that `auto` weighed."""
+    text = loss["kind"]
+    if loss["parts"] > 1:
+        text += f" in {loss['parts']} parts"
+        if loss["kind"] == "vocab":
+            text += f", exponentials of {loss['kept']} kept"
+    if len(loss["raises_peak_by"]) <= 1:
+        return text
+    costs = ", ".join(f"{kind} by {gib(size)}" for kind, size in loss["raises_peak_by"].items())
+    return f"{text}; of what auto may be, {costs} above the layers' peak"
 
 
 def _maker(op_name: str) -> str:
-    """The operation and the pass that an array is of, from where in the traced program it was made."""
+    """Return the operation that made an array, and the pass of the traced program it is in."""
     *path, operation = op_name.split("/")
     if "rematted_computation" in path:
         return f"{operation}, recomputed"
-    return (
-        f"{operation}, backward"
-        if any(part.startswith("transpose") for part in path)
-        else operation
-    )
+    if any(part.startswith("transpose") for part in path):
+        return f"{operation}, backward"
+    return operation

@@ -1,7 +1,8 @@
-"""One configuration compiled for a topology, and everything that the compiled program says about itself.
+"""One configuration compiled for a topology, with everything that the compiled program tells.
 
-Its buffers come from the compiler's own buffer assignment: contents of temporary memory when it is fullest, by name. Its problems
-are what a compiled step must not do: gather a whole stack of layers, replicate optimizer state, or send more than its mesh asks.
+Temporaries at the peak come from the compiler's own buffer assignment, by name. `problems` lists
+what a compiled step must not do: gather all layers at once, replicate optimizer state, or send more
+than its mesh asks for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,15 @@ from mupax.zoo.families import Remat
 from mupax.zoo.layers.flash import block_of
 
 SLACK = 1.02
-"""Bytes sent inside the layer loop over those required: norms, losses and other small sums."""
+"""Factor on the required bytes in the layer loop, for norms, losses and other small sums."""
 
 _RECOMPUTED: dict[Remat, int] = {"none": 0, "dots": 1, "attention": 1, "block": 1, "offload": 1}
-"""Forward passes of a block that the backward pass may need again, and then its parameters too."""
+"""Forward passes of a block that the backward pass may repeat, with the block's parameters."""
 
-
-MOST_ARGUMENTS, NUMBERS = 1.05, 2**17
-"""Bytes of a step's arguments over those of state and batch, and those of its numbers (a tile each): what is more is padding."""
+MOST_ARGUMENTS = 1.05
+"""Largest ratio of a step's argument bytes to the bytes of state and batch. More is padding."""
+NUMBERS = 2**17
+"""Bytes of a step's scalar arguments, which take a tile each."""
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*?):?$")
 _VALUE = re.compile(r"^ value: <\d+ ([^@]*?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
@@ -54,30 +56,26 @@ _SIZE = r"([\d.]+)([KMGT]?)"
 _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _TEMPORARIES = re.compile(rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 NAMED_SHARE = 0.01
-"""Temporaries of at least this share of the peak are named in a report."""
+"""Smallest share of the peak at which a report names a temporary."""
 
 
 def problems(
     program: Program, collectives: Sequence[Collective], state_shardings: Any, arguments: int
 ) -> list[str]:
-    """Everything wrong with a compiled step, in words; empty where nothing is.
+    """Return one line per fault of a compiled step.
 
     Args:
-        program: what was compiled.
-        collectives: its.
-        state_shardings: how the compiled step takes its state, in the state's structure.
-        arguments: bytes that it takes on a device.
+        state_shardings: Shardings with which the compiled step takes its state.
+        arguments: Bytes of the step's arguments on a device.
     """
-    specs, abstract = program.definition.specs, program.definition.abstract
-    stacks = {
-        n: abstract[n].shape
-        for n, spec in specs.items()
-        if spec.in_block and spec.fan_in and len(spec.axes) > 2
-    }
-    stacked = whole_stacks(collectives, stacks, program.mesh.shape["tensor"])
+    abstract = program.definition.abstract
+    stacks = {}
+    for name, spec in program.definition.specs.items():
+        if spec.in_block and spec.fan_in and len(spec.axes) > 2:
+            stacks[name] = abstract[name].shape
     expected = estimates.expected(program)
     return [
-        *stacked,
+        *whole_stacks(collectives, stacks, program.mesh.shape["tensor"]),
         *whole_moments(program, state_shardings),
         *unrequired(program, collectives),
         *padding(arguments, expected["state"] + expected["batch"]),
@@ -85,11 +83,11 @@ def problems(
 
 
 def padding(arguments: int, needed: int) -> list[str]:
-    """A line where a step's arguments take more memory than what is in them.
+    """Return a line if a step's arguments take more memory than their contents.
 
     Args:
-        arguments: bytes that the compiled step takes on a device.
-        needed: bytes of its state and batch there.
+        arguments: Bytes of the compiled step's arguments on a device.
+        needed: Bytes of state and batch on a device.
     """
     if arguments <= MOST_ARGUMENTS * needed + NUMBERS:
         return []
@@ -101,129 +99,145 @@ def padding(arguments: int, needed: int) -> list[str]:
 def whole_stacks(
     collectives: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1
 ) -> list[str]:
-    """All-gathers of the parameters of all layers at once: memory that scanning over layers is there to save.
+    """Return a line per all-gather of a parameter of all layers at once.
+
+    Scanning over layers is there to save this memory.
 
     Args:
-        collectives: of a program.
-        stacks: parameter to shape, layers first.
-        ways: parts that a matrix stays split into.
+        stacks: Shape by parameter, with the layers as dimension 0.
+        ways: Number of shards that a matrix stays split into, 1 by default.
     """
-    return [
-        f"{one.name} gathers all layers of {name} at once: {dims}"
-        for one in collectives
-        if one.kind == "all-gather"
-        for dims in one.results
-        for name, shape in stacks.items()
-        if shape[0] in dims and math.prod(dims) * ways == math.prod(shape)
-    ]
+    wrong = []
+    for collective in collectives:
+        if collective.kind != "all-gather":
+            continue
+        for dims in collective.results:
+            size = math.prod(dims) * ways
+            for name, shape in stacks.items():
+                if shape[0] in dims and size == math.prod(shape):
+                    wrong.append(f"{collective.name} gathers all layers of {name} at once: {dims}")
+    return wrong
 
 
 def whole_moments(program: Program, state_shardings: Any) -> list[str]:
-    """Optimizer state of which a device holds more than of the parameter it belongs to, a line each.
+    """Return a line per array of optimizer state that is less split than its parameter.
 
     Args:
-        program: what was compiled: its `abstract` says how parameters lie.
-        state_shardings: how the compiled step takes its state, in the state's structure.
+        program: Compiled program, whose `abstract` has the parameters' shardings.
+        state_shardings: Shardings with which the compiled step takes its state.
     """
     params = program.abstract.params
     leaves = jax.tree_util.tree_leaves_with_path(program.abstract.opt_state)
-    placed = jax.tree.leaves(state_shardings.opt_state)
+    shardings = jax.tree.leaves(state_shardings.opt_state)
     wrong = []
-    for (path, leaf), sharding in zip(leaves, placed, strict=True):
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
         name = getattr(path[-1], "key", None)
         if name not in params or params[name].shape != leaf.shape:
             continue
-        held, split = (each.shard_shape(leaf.shape) for each in (sharding, params[name].sharding))
-        if math.prod(held) > math.prod(split):
+        shape = sharding.shard_shape(leaf.shape)
+        param_shape = params[name].sharding.shard_shape(leaf.shape)
+        if math.prod(shape) > math.prod(param_shape):
+            moment = jax.tree_util.keystr(path)
             wrong.append(
-                f"the optimizer's {jax.tree_util.keystr(path)} is {held} on a device, its parameter {split}"
+                f"the optimizer's {moment} is {shape} on a device, its parameter {param_shape}"
             )
     return wrong
 
 
 def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]:
-    """Mesh axes over which the layer loop sends more than it must, a line each.
+    """Return a line per set of mesh axes over which the layer loop sends more than it must.
 
     Args:
-        program: what was compiled; `required` says what it must send.
-        collectives: of its compiled step; those outside loops over layers are passed over.
+        program: Compiled program. `required` returns what it must send.
+        collectives: Collectives of the compiled step. Those outside loops over layers are ignored.
     """
-    allowed, config, sizes = required(program), program.config, program.definition.sizes
+    allowed = required(program)
+    config = program.config
     stacks = families.stacks(config.model)
-    layers = {
-        blocks.depth - out for blocks in stacks for out in (0, 1)
-    }  # the compiler may take one layer out of the loop
+    layer_counts = set()
+    for blocks in stacks:
+        # The compiler may take one layer out of the loop.
+        layer_counts |= {blocks.depth, blocks.depth - 1}
+
     # Norm gains, biases and row statistics: a few vectors per layer and position.
-    each = config.data.batch_size / program.mesh.size
+    rows = config.data.batch_size / program.mesh.size
+    width = program.definition.sizes["embed"]
     vectors = sum(
-        blocks.depth * (sizes["embed"] + each * (blocks.length + blocks.memory))
-        for blocks in stacks
+        blocks.depth * (width + rows * (blocks.length + blocks.memory)) for blocks in stacks
     )
     small = 64.0 * config.accumulation_steps * vectors
-    inside: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
-    for one in collectives:
-        if layers & set(one.trips):
-            inside[one.axes].append(one)
-    return [
-        f"over {' x '.join(axes)} the layer loop sends {size:.3g} bytes, and needs {allowed.get(axes, 0.0):.3g} "
-        f"({', '.join(one.name for one in sent[:5])})"
-        for axes, sent in inside.items()
-        if (size := sum(one.bytes * one.times for one in sent))
-        > SLACK * allowed.get(axes, 0.0) + small
-    ]
+
+    by_axes: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        if layer_counts & set(collective.trips):
+            by_axes[collective.axes].append(collective)
+    wrong = []
+    for axes, inside in by_axes.items():
+        size = sum(collective.bytes * collective.times for collective in inside)
+        needed = allowed.get(axes, 0.0)
+        if size <= SLACK * needed + small:
+            continue
+        names = ", ".join(collective.name for collective in inside[:5])
+        wrong.append(
+            f"over {' x '.join(axes)} the layer loop sends {size:.3g} bytes, "
+            f"and needs {needed:.3g} ({names})"
+        )
+    return wrong
 
 
 def required(program: Program) -> dict[tuple[str, ...], float]:
-    """Bytes that the layer loop of one step must send at most, by the mesh axes they are sent over, whole arrays counted."""
-    config, mesh, model = program.config, program.mesh.shape, program.config.model
+    """Return the most bytes that the layer loop of one step must send, by mesh axes.
+
+    Complete arrays are counted, as in `Collective.bytes`.
+    """
+    config = program.config
+    mesh = program.mesh.shape
+    model = config.model
+    steps = config.accumulation_steps
     itemsize = jnp.dtype(model.compute.dtype).itemsize
     again = _RECOMPUTED[model.compute.remat]
-    specs, abstract = program.definition.specs, program.definition.abstract
-    count = (
-        sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
-    )
-    # Of experts a device has its own alone; all else is split by their axis too.
-    own = estimates.expert_weights(program.definition) / mesh["tensor"]
-    split = {"own": own / mesh["experts"], "others": count - own}
+    specs = program.definition.specs
+    abstract = program.definition.abstract
+    block_size = sum(abstract[name].size for name, spec in specs.items() if spec.in_block)
+    count = block_size / mesh["tensor"]
+    # A device has only its own experts. All other parameters are split by the experts axis, too.
+    expert_count = estimates.expert_weights(program.definition) / mesh["tensor"]
+    expert_shard = expert_count / mesh["experts"]
+    remaining = count - expert_count
     # Every device of a group sums its own gradient, which may be in float32.
-    gradients = count * 4 * config.accumulation_steps
-    each = {
-        name: n * ((2 + again) * itemsize + 4) * config.accumulation_steps
-        for name, n in split.items()
-    }
-    shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
+    gradients = count * 4 * steps
+    expert_bytes = expert_shard * ((2 + again) * itemsize + 4) * steps
+    remaining_bytes = remaining * ((2 + again) * itemsize + 4) * steps
+
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = families.stacks(model)
     positions = rows * itemsize * sum(blocks.depth * blocks.length for blocks in stacks)
     memory = rows * itemsize * sum(blocks.depth * blocks.memory for blocks in stacks)
-    branches = (
-        rows
-        * itemsize
-        * sum(blocks.depth * len(blocks.stack.branches) * blocks.length for blocks in stacks)
+    branch_positions = sum(
+        blocks.depth * len(blocks.stack.branches) * blocks.length for blocks in stacks
     )
+    branches = rows * itemsize * branch_positions
     keys = 2 * (positions + memory) * sizes["kv_heads"] * sizes["head_dim"]
-    exchanged = (
-        2 * positions / mesh["sequence"] * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-    )
+    all_heads = sizes["heads"] + sizes["kv_heads"]
+    exchanged = 2 * positions / mesh["sequence"] * all_heads * sizes["head_dim"]
+
     allowed: dict[tuple[str, ...], float] = {
-        ("fsdp",): each["own"],
-        # A branch's sum forward and one backward; heads that do not divide the axis cost a gather more each.
+        ("fsdp",): expert_bytes,
+        # One sum per branch forward and one backward. Heads that do not divide the axis cost one
+        # more gather each.
         ("tensor",): (2 + again) * (branches + memory) / mesh["sequence"] * sizes["embed"],
-        # Keys and values gathered, their gradients scattered; or both sent round, and a device's own queries, keys, values and
-        # outputs of the whole layer exchanged so that all have as much to do.
+        # Keys and values are gathered and their gradients scattered. Or a ring sends both round,
+        # and exchanges queries, keys, values and outputs so that all devices have as much to do.
         ("sequence",): (2 + again) * (keys + exchanged) + 2 * keys + gradients,
     }
-    allowed[shared] = allowed.get(shared, 0.0) + each["others"]
-    # Tokens to their experts and back, in every pass.
-    sent = (
-        2
-        * (2 + again)
-        * positions
-        * estimates.expert_slots(config, mesh["experts"])
-        * sizes["embed"]
-    )
+    shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
+    allowed[shared] = allowed.get(shared, 0.0) + remaining_bytes
+    # Tokens are sent to their experts and back, in every pass.
+    slots = estimates.expert_slots(config, mesh["experts"])
+    sent = 2 * (2 + again) * positions * slots * sizes["embed"]
     allowed["experts",] = allowed.get(("experts",), 0.0) + sent + gradients
+    # Gradients may be summed over any run of neighboring axes.
     summed = [axis for axis in ("data", "fsdp", "experts", "sequence") if mesh[axis] > 1]
     for first, last in itertools.combinations_with_replacement(range(len(summed)), 2):
         allowed.setdefault(tuple(summed[first : last + 1]), gradients)
@@ -232,84 +246,116 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One array in temporary memory at the moment of the peak."""
+    """Array in temporary memory at the moment of the peak.
+
+    Attributes:
+        name: Name of the HLO instruction.
+        bytes: Allocated bytes, with the padding of the array's layout.
+        shape: Text of the array's type.
+        op_name: Place in the traced program.
+        source: Place in the source, file:line.
+    """
 
     name: str
-    """HLO instruction."""
     bytes: int
-    """As allocated, with the padding of its layout."""
     shape: str
     op_name: str
-    """What it was in the traced program."""
     source: str
 
 
-def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | None:
-    """Bytes of temporaries and of all in main memory, and the temporaries at the peak, largest first.
+class Value(NamedTuple):
+    """Value in temporary memory: its name, bytes, offset and type."""
 
-    Of the largest program dumped into `folder`; None where no file says so.
+    name: str
+    bytes: int
+    offset: int
+    shape: str
+
+
+def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | None:
+    """Read the compiler's buffer assignment.
 
     Args:
-        folder: where the compiler wrote its buffer assignment (`xla_dump_to`).
-        module: the optimized program.
+        folder: Folder into which the compiler dumped its files (`xla_dump_to`). The largest program
+            is read.
+
+    Returns:
+        Bytes of temporaries, bytes of everything in main memory, and the temporaries at the peak,
+        largest first. `None` if there is no such file.
     """
-    assignment = max(
-        folder.glob("*buffer-assignment.txt"), key=lambda file: file.stat().st_size, default=None
-    )
+    files = folder.glob("*buffer-assignment.txt")
+    assignment = max(files, key=lambda file: file.stat().st_size, default=None)
     if assignment is None:
         return None
     size, total, values = _values(assignment.read_text())
-    text = assignment.with_name(
-        assignment.name.replace("buffer-assignment", "live-range")
-    ).read_text()
-    lines = map(_RANGE.match, text.partition("\n  Live ranges at")[0].splitlines())
-    ranges = {
-        match[1].removesuffix("{}"): range(int(match[2]), int(match[3]) + 1)
-        for match in lines
-        if match
-    }
+    name = assignment.name.replace("buffer-assignment", "live-range")
+    ranges = _live_ranges(assignment.with_name(name).read_text())
 
     def alive(moment: int) -> list[Value]:
-        """Values at a moment."""
-        return [value for value in values if moment in ranges.get(value[0], ())]
+        """Return the values at a moment."""
+        return [value for value in values if moment in ranges.get(value.name, ())]
 
     def live_bytes(moment: int) -> int:
-        """Bytes of the values at a moment; those that share a place are counted once."""
+        """Return the bytes at a moment. Values that share a place are counted once."""
         places: dict[int, int] = {}
-        for _, bytes_, offset, _ in alive(moment):
-            places[offset] = max(bytes_, places.get(offset, 0))
+        for value in alive(moment):
+            places[value.offset] = max(value.bytes, places.get(value.offset, 0))
         return sum(places.values())
 
-    instructions = {name: i for c in module.computations.values() for name, i in c.items()}
-    named: dict[tuple[int, int], Buffer] = {}
-    moments = sorted({ranges[name].start for name, *_ in values if name in ranges})
-    for name, bytes_, offset, shape in alive(max(moments, key=live_bytes, default=0)):
-        # Of several names of one place, one that says where it comes from.
-        if (offset, bytes_) not in named or not named[offset, bytes_].op_name:
-            origin = _origin(instructions.get(name.partition("{")[0]), instructions, module)
-            op_name, source = (
-                (origin.op_name, module.source(origin)) if origin is not None else ("", "")
-            )
-            named[offset, bytes_] = Buffer(
-                name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source
-            )
-    return size, total, sorted(named.values(), key=lambda buffer: -buffer.bytes)
+    instructions = {}
+    for computation in module.computations.values():
+        instructions |= computation
+    moments = sorted({ranges[value.name].start for value in values if value.name in ranges})
+    buffers: dict[tuple[int, int], Buffer] = {}
+    for value in alive(max(moments, key=live_bytes, default=0)):
+        place = (value.offset, value.bytes)
+        # Of several names of one place, the first with a place in the traced program is used.
+        if place in buffers and buffers[place].op_name:
+            continue
+        op_name = ""
+        source = ""
+        instruction = instructions.get(value.name.partition("{")[0])
+        origin = _origin(instruction, instructions, module)
+        if origin is not None:
+            op_name = origin.op_name
+            source = module.source(origin)
+        shape = re.sub(r"\{[^}]*\}", "", value.shape)
+        buffers[place] = Buffer(value.name, value.bytes, shape, op_name, source)
+    return size, total, sorted(buffers.values(), key=lambda buffer: -buffer.bytes)
 
 
-Value = tuple[str, int, int, str]
+def _live_ranges(text: str) -> dict[str, range]:
+    """Return the moments at which values are alive, by name, from the compiler's live ranges."""
+    ranges = {}
+    for line in text.partition("\n  Live ranges at")[0].splitlines():
+        match = _RANGE.match(line)
+        if match:
+            name = match[1].removesuffix("{}")
+            ranges[name] = range(int(match[2]), int(match[3]) + 1)
+    return ranges
 
 
 def _values(assignment: str) -> tuple[int, int, list[Value]]:
-    """Bytes of temporaries and of all in main memory (color 0), and name, bytes, offset and type of the temporaries' values."""
-    size, total, values, inside = 0, 0, [], False
+    """Return bytes of temporaries, bytes of everything in main memory, and temporary values."""
+    size = 0
+    total = 0
+    values = []
+    is_temporary = False
     for line in assignment.splitlines():
-        if match := _ALLOCATION.match(line):
-            main = match[2] in (None, "0")
-            inside = main and "preallocated-temp" in match[3]
-            size += int(match[1]) if inside else 0
-            total += int(match[1]) if main and "thread-local" not in match[3] else 0
-        elif inside and (match := _VALUE.match(line)):
-            values.append((match[1].removesuffix("{}"), int(match[2]), int(match[3]), match[4]))
+        allocation = _ALLOCATION.match(line)
+        if allocation:
+            # Color 0 is main memory.
+            is_main = allocation[2] in (None, "0")
+            is_temporary = is_main and "preallocated-temp" in allocation[3]
+            if is_temporary:
+                size += int(allocation[1])
+            if is_main and "thread-local" not in allocation[3]:
+                total += int(allocation[1])
+        elif is_temporary:
+            value = _VALUE.match(line)
+            if value:
+                name = value[1].removesuffix("{}")
+                values.append(Value(name, int(value[2]), int(value[3]), value[4]))
     return size, total, values
 
 
@@ -319,27 +365,37 @@ def _origin(
     module: hlo.Module,
     steps: int = 8,
 ) -> hlo.Instruction | None:
-    """The instruction whose metadata says where an array comes from: its own, or that of what it wraps or copies."""
+    """Return the instruction whose metadata says where an array comes from.
+
+    It is the array's own instruction, or one that this wraps or copies.
+
+    Args:
+        steps: Most copies to follow, 8 by default.
+    """
     if result is None or result.op_name or not steps:
         return result
     if result.opcode == "fusion":
-        inside = [
-            i
-            for computation in result.called()
-            for i in module.computations[computation].values()
-            if i.op_name
-        ]
-        return max(inside, key=lambda i: i.bytes, default=result)
+        inside = []
+        for computation in result.called():
+            for instruction in module.computations[computation].values():
+                if instruction.op_name:
+                    inside.append(instruction)
+        return max(inside, key=lambda instruction: instruction.bytes, default=result)
     if result.opcode == "parameter":
-        # State of a loop: the loop.
-        body = next(name for name, c in module.computations.items() if c.get(result.name) is result)
-        return next(
-            (i for i in instructions.values() if i.opcode == "while" and body in i.called()), result
+        # State of a loop: the loop says where it comes from.
+        body = next(
+            name
+            for name, computation in module.computations.items()
+            if computation.get(result.name) is result
         )
+        for instruction in instructions.values():
+            if instruction.opcode == "while" and body in instruction.called():
+                return instruction
+        return result
     if not result.operands:
-        # Room for a loop to fill: the loop, which takes it in a tuple.
-        user = next((i for i in instructions.values() if result.name in i.operands), result)
-        return next((i for i in instructions.values() if user.name in i.operands), user)
+        # Memory for a loop to fill: the loop, which takes it in a tuple.
+        user = _first_user(result, instructions)
+        return _first_user(user, instructions)
     for operand in result.operands:
         origin = _origin(instructions.get(operand), instructions, module, steps - 1)
         if origin is not None and origin.op_name:
@@ -347,77 +403,101 @@ def _origin(
     return result
 
 
+def _first_user(
+    result: hlo.Instruction, instructions: dict[str, hlo.Instruction]
+) -> hlo.Instruction:
+    """Return the first instruction that has a result as operand, or its own if there is none."""
+    for instruction in instructions.values():
+        if result.name in instruction.operands:
+            return instruction
+    return result
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The least time of a step by each resource, in seconds, if every other one were free."""
+    """Least time of a step by each resource, in seconds, as if every other resource were free.
+
+    Attributes:
+        compute: Matrix products at the chip's peak.
+        memory: Traffic of main memory.
+        network: Collectives within slices.
+        slow_network: Transfers between slices.
+        cycles: Compiler's estimated clock cycles, without collectives. `None` if the chip's clock
+            is not known.
+        alone: Part of the network's time that computation waits for, because the compiler overlaps
+            the collectives with nothing.
+    """
 
     compute: float
     memory: float
     network: float
     slow_network: float
     cycles: float | None
-    """Of the compiler's estimated cycles, where the clock is known. Has no collectives, and no overlap between chips."""
     alone: float = 0.0
-    """Of the network's, what computation waits for: collectives that the compiler runs beside nothing."""
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest."""
-        return max(self._resources(), key=self._resources().__getitem__)
+        """Resource that takes longest."""
+        resources = self._resources()
+        return max(resources, key=resources.__getitem__)
 
     @property
     def seconds(self) -> float:
-        """Step time with everything overlapped but what runs alone: a bound from below, so that the utilization is one from above."""
+        """Step time if everything overlaps except collectives that run alone.
+
+        It is a lower bound, so the utilization is an upper bound.
+        """
         waiting = self.alone if self.bound != "network" else 0.0
         return self._resources()[self.bound] + waiting
 
     def _resources(self) -> dict[str, float]:
-        return {
-            name: value or 0.0
-            for name, value in dataclasses.asdict(self).items()
-            if name != "alone"
-        }
+        """Return the seconds by resource, 0 for unknown ones."""
+        resources = {}
+        for name, value in dataclasses.asdict(self).items():
+            if name != "alone":
+                resources[name] = value or 0.0
+        return resources
 
     def utilization(self, model_flops: float, chip: Chip) -> float:
-        """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time.
+        """Return the MFU: the model's FLOPs, over the chip's peak FLOPs in the step's time.
 
         Args:
-            model_flops: of one step, on one device.
-            chip: what it could do at its peak.
+            model_flops: FLOPs that the model needs in one step on one device, without
+                recomputation.
         """
         return model_flops / (self.seconds * chip.peak_flops)
 
     def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
-        """The times, what bounds them, the step time in seconds and the MFU.
+        """Return the times, the slowest resource, the step time in seconds and the MFU.
 
         Args:
-            model_flops, chip: as in `utilization`.
+            model_flops: FLOPs of the model in one step on one device.
         """
-        mfu = self.utilization(model_flops, chip)
         return {
             **dataclasses.asdict(self),
             "bound": self.bound,
             "step_seconds": self.seconds,
-            "mfu": mfu,
+            "mfu": self.utilization(model_flops, chip),
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A step compiled for a topology. Bytes are per device, FLOPs of the whole step over all devices.
+    """Step compiled for a topology. Bytes are per device, FLOPs are over all devices.
 
     Attributes:
-        program: the step's.
-        chip: what it is compiled for.
-        seconds: time to compile.
-        traced_flops: of all matrix products as traced, recomputation included.
-        used_bytes: main memory that a device needs at the peak, as the compiler allocates it.
-        limit_bytes: main memory that a device offers.
-        module: the optimized program; this and what follows are empty where it does not fit.
-        text: the same as HLO text.
-        memory: bytes of arguments, outputs, aliased, temporaries and code.
-        live: temporaries at the peak, largest first.
-        state_shardings: how the program takes its state.
+        program: Program of the step.
+        chip: Chip that the step is compiled for.
+        seconds: Time to compile.
+        traced_flops: FLOPs of all matrix products as traced, with recomputation.
+        used_bytes: Main memory that a device needs at the peak, as the compiler allocates it.
+        limit_bytes: Main memory that a device has.
+        module: Optimized program. `module` and all fields after it are empty if the step does not
+            fit.
+        text: HLO text of the optimized program.
+        memory: Bytes of arguments, outputs, aliased arrays, temporaries and code.
+        live: Temporaries at the peak, largest first.
+        state_shardings: Shardings with which the program takes its state.
     """
 
     program: Program
@@ -434,71 +514,87 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler found room."""
+        """True if the compiler fitted the step into a device's memory."""
         return self.module is not None and self.used_bytes <= self.limit_bytes
 
     @cached_property
     def collectives(self) -> list[Collective]:
         """Every collective of a step."""
+        if self.module is None:
+            return []
         mesh = self.program.mesh
-        return (
-            []
-            if self.module is None
-            else collectives(self.module, dict(mesh.shape), topology.across(mesh))
-        )
+        return collectives(self.module, dict(mesh.shape), topology.across(mesh))
 
     def roofline(self) -> Roofline | None:
-        """Least time of a step; None where the program does not fit."""
+        """Return the least time of a step, or `None` if the step does not fit."""
         if self.module is None:
             return None
-        chip, network, alone = self.chip, {True: 0.0, False: 0.0}, 0.0
-        for one in self.collectives:
-            within = not one.between_slices
-            bandwidth = (
-                _bandwidth(self.program.mesh, one.axes, chip) if within else chip.dcn_bandwidth
-            )
-            seconds = one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
-            network[within] += seconds
-            alone += 0.0 if one.overlapped else seconds
-        compute = self.traced_flops / self.program.mesh.size / chip.peak_flops
-        cycles = self.module.cycles / chip.clock_hz if chip.clock_hz else None
+        chip = self.chip
+        network = 0.0
+        slow_network = 0.0
+        alone = 0.0
+        for collective in self.collectives:
+            if collective.between_slices:
+                bandwidth = chip.dcn_bandwidth
+            else:
+                bandwidth = _bandwidth(self.program.mesh, collective.axes, chip)
+            seconds = 0.0
+            if bandwidth:
+                seconds = collective.wire_bytes * collective.times / bandwidth
+            if collective.between_slices:
+                slow_network += seconds
+            else:
+                network += seconds
+            if not collective.overlapped:
+                alone += seconds
         return Roofline(
-            compute=compute,
+            compute=self.traced_flops / self.program.mesh.size / chip.peak_flops,
             memory=self.module.hbm_bytes / chip.hbm_bandwidth,
-            network=network[True],
-            slow_network=network[False],
-            cycles=cycles,
+            network=network,
+            slow_network=slow_network,
+            cycles=self.module.cycles / chip.clock_hz if chip.clock_hz else None,
             alone=alone,
         )
 
     def _loss(self) -> dict[str, Any]:
-        """How the loss is computed, and of `auto` the bytes by which each way would raise the peak, the one taken first."""
-        config, definition, layout = (
-            self.program.config,
-            self.program.definition,
-            self.program.layout,
-        )
-        way, work = memory.loss(config, definition, layout), memory.work(config, definition, layout)
-        ways = loss.options(work) if config.model.compute.cross_entropy == "auto" else []
-        above = {one.kind: loss.above(work, one) for one in ways}
+        """Return how the loss is computed.
+
+        For `auto`, `raises_peak_by` has the bytes by which each implementation would raise the
+        peak, the one taken first.
+        """
+        config = self.program.config
+        definition = self.program.definition
+        layout = self.program.layout
+        implementation = memory.loss(config, definition, layout)
+        readout = memory.work(config, definition, layout)
+        raises_peak_by = {}
+        if config.model.compute.cross_entropy == "auto":
+            for option in loss.options(readout):
+                raises_peak_by[option.kind] = loss.above(readout, option)
         return {
-            "kind": way.kind,
-            "parts": way.parts,
-            "kept": way.exp_parts,
-            "raises_peak_by": above,
+            "kind": implementation.kind,
+            "parts": implementation.parts,
+            "kept": implementation.exp_parts,
+            "raises_peak_by": raises_peak_by,
         }
 
     def report(self) -> dict[str, Any]:
-        """Everything as JSON."""
-        config, roofline, module = self.program.config, self.roofline(), self.module
-        expected, devices = estimates.expected(self.program), self.program.mesh.size
+        """Return everything about the step as values that JSON can hold."""
+        config = self.program.config
+        module = self.module
+        devices = self.program.mesh.size
+        expected = estimates.expected(self.program)
         model_flops = estimates.model_flops(config)
         arguments = self.memory.get("argument", 0)
-        violations = (
-            problems(self.program, self.collectives, self.state_shardings, arguments)
-            if module
-            else []
-        )
+        faults = []
+        if module:
+            faults = problems(self.program, self.collectives, self.state_shardings, arguments)
+        roofline = self.roofline()
+        times = roofline.to_json(model_flops / devices, self.chip) if roofline else None
+        temporaries = []
+        for buffer in self.live:
+            if buffer.bytes >= NAMED_SHARE * self.used_bytes:
+                temporaries.append(dataclasses.asdict(buffer))
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -524,84 +620,114 @@ class Compiled:
             "estimated_cycles": module.cycles if module else None,
             "loops_of_unknown_length": module.unknown_loops if module else None,
             "collectives": table(self.collectives),
-            "problems": violations,
-            "roofline": roofline and roofline.to_json(model_flops / devices, self.chip),
-            "temporaries": [
-                dataclasses.asdict(b) for b in self.live if b.bytes >= NAMED_SHARE * self.used_bytes
-            ],
+            "problems": faults,
+            "roofline": times,
+            "temporaries": temporaries,
             "compile_seconds": round(self.seconds, 1),
             "jax": jax.__version__,
         }
 
 
 def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
-    """A config's training step, compiled for a topology.
+    """Compile a config's training step for a topology.
 
     Args:
-        config: of the run.
-        name: the topology, such as v5e:16x16.
-        slices: how many of them, joined by the slow network.
+        name: Topology, such as v5e:16x16.
+        slices: Number of slices that the slow network joins, 1 by default.
 
     Raises:
-        TopologyError: no such topology, or no compiler for it.
-        RefusedError: the compiler refuses the step for another reason than its size in a chip's memory.
-        ConfigError, PresetError, MeshError: as the run itself would say.
+        TopologyError: There is no such topology, or no compiler for it.
+        RefusedError: The compiler refuses the step for another reason than a chip's memory.
+        ConfigError, PresetError, MeshError: The run itself would be refused.
     """
-    program, chip = assemble(config, topology.devices(name, slices)), topology.chip_of(name)
-    traced, model, kind = (
-        program.trace_train(),
-        config.model,
-        program.mesh.devices.flat[0].device_kind,
-    )
-    block = block_of(
-        model.sizes()["position"], kind, model.compute.attention_block, causal=model.causal
-    )
-    visited = estimates.attention_share(program, block, of_grid=True)
-    flops = estimates.matmul_flops(traced.jaxpr, visited)
-    lowered, began = traced.lower(), time.monotonic()
+    program = assemble(config, topology.devices(name, slices))
+    chip = topology.chip_of(name)
+    traced = program.trace_train()
+    flops = _traced_flops(program, traced)
+    lowered = traced.lower()
+
+    start_time = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        options = program.compiler_options() | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options = program.compiler_options() | dump
         try:
             with topology.quiet():
                 executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            temporaries = _TEMPORARIES.search(str(error))
-            used = _USED.search(str(error)) or temporaries
-            if used is None:
-                raise refused(name, str(error), model.compute.attention_block) from None
-            need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
-            if used is temporaries:
-                need += estimates.expected(program)["state"]  # which stands beside the temporaries
-            return Compiled(program, chip, time.monotonic() - began, flops, need, limit)
-        seconds = time.monotonic() - began
-        module = hlo.parse(text := executable.as_text() or "")
-        assigned = read(Path(folder), module)
+            sizes = _sizes_of_error(str(error), program)
+            if sizes is None:
+                block = config.model.compute.attention_block
+                raise refused(name, str(error), block) from None
+            needed, limit = sizes
+            return Compiled(program, chip, time.monotonic() - start_time, flops, needed, limit)
+        seconds = time.monotonic() - start_time
+        text = executable.as_text() or ""
+        module = hlo.parse(text)
+        assignment = read(Path(folder), module)
+
     stats: Any = executable.memory_analysis()
-    sizes = {
+    sizes_by_kind = {
         "argument": stats.argument_size_in_bytes,
         "output": stats.output_size_in_bytes,
         "alias": stats.alias_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    need, live, state = (
-        sum(sizes.values()) - 2 * sizes["alias"],
-        [],
-        executable.input_shardings[0][0],
-    )
-    if assigned is not None:
-        # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
-        sizes["temporary"], total, live = assigned
-        need = total + sizes["code"]
+    # Aliased arrays are arguments and outputs in one place, so they are counted thrice.
+    needed = sum(sizes_by_kind.values()) - 2 * sizes_by_kind["alias"]
+    live = []
+    if assignment is not None:
+        # The statistics count some buffers of loops twice; the buffer assignment has what is
+        # allocated.
+        sizes_by_kind["temporary"], total, live = assignment
+        needed = total + sizes_by_kind["code"]
     return Compiled(
-        program, chip, seconds, flops, need, chip.hbm_bytes, module, text, sizes, live, state
+        program,
+        chip,
+        seconds,
+        flops,
+        needed,
+        chip.hbm_bytes,
+        module=module,
+        text=text,
+        memory=sizes_by_kind,
+        live=live,
+        state_shardings=executable.input_shardings[0][0],
     )
+
+
+def _traced_flops(program: Program, traced: Any) -> float:
+    """Return the FLOPs of all matrix products of a traced step."""
+    model = program.config.model
+    device_kind = program.mesh.devices.flat[0].device_kind
+    length = model.sizes()["position"]
+    block = block_of(length, device_kind, model.compute.attention_block, causal=model.causal)
+    visited = estimates.attention_share(program, block, of_grid=True)
+    return estimates.matmul_flops(traced.jaxpr, visited)
+
+
+def _sizes_of_error(message: str, program: Program) -> tuple[int, int] | None:
+    """Return the needed bytes and the limit of a step that exceeds a chip's memory.
+
+    `None` if the compiler's message is about something else.
+    """
+    temporaries = _TEMPORARIES.search(message)
+    used = _USED.search(message) or temporaries
+    if used is None:
+        return None
+    needed = int(float(used[1]) * _UNITS[used[2]])
+    limit = int(float(used[3]) * _UNITS[used[4]])
+    if used is temporaries:
+        # The state is in memory besides the temporaries.
+        needed += estimates.expected(program)["state"]
+    return needed, limit
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> float:
-    """Bytes a second that a chip can send to its neighbours along mesh axes."""
+    """Return the bytes per second that a chip can send to its neighbors along mesh axes."""
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)
     group: Any = np.ravel(mesh.devices[index])
     places = np.array([device.coords for device in group])
+    # Dimensions of the torus along which the devices of a group differ.
     wired = sum(len(set(column)) > 1 for column in places.T.tolist())
     return chip.ici_bandwidth * max(1, wired) / chip.torus

@@ -1,8 +1,7 @@
-"""Reading the compiler's optimized program (HLO text): instructions, what runs how often, bytes and estimated cycles.
+"""Reader of the compiler's optimized program (HLO text): instructions, bytes, cycles, collectives.
 
-The compiler's own cost analysis counts the body of a loop once; here every loop is followed with its trip count.
-
-Its collectives have a kind, bytes, how often they run, and the mesh axes they run on.
+The compiler's own cost analysis counts the body of a loop once. Here every loop is followed with
+its trip count. A collective has a kind, its bytes, its number of executions and its mesh axes.
 """
 
 from __future__ import annotations
@@ -14,17 +13,27 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
-         "ragged-all-to-all")  # fmt: skip
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+"""Opcodes of collectives."""
 
 _LISTS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(
-    r"replica_groups=@?\w*mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?\s*\{([^}]*)\}"
+    r"replica_groups=@?\w*mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?"
+    r"\s*\{([^}]*)\}"
 )
 _PRODUCTS = ("dot", "convolution", "custom-call")
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -32,17 +41,19 @@ _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _COMPUTATION = re.compile(
     r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}(?:, \w+=\S*)?$", re.MULTILINE | re.DOTALL
 )
-_NEXT = re.compile(
-    r"\n(?=\s+(?:ROOT )?%[\w.\-]+ = )"
-)  # the attributes of a kernel hold line breaks
+# A line break alone does not end an instruction: the attributes of a kernel hold line breaks.
+_NEXT = re.compile(r"\n(?=\s+(?:ROOT )?%[\w.\-]+ = )")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\(([^)]*)\)(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# Opcodes that pass a value on.
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
+# Opcodes whose computations run outside fusions.
 _CALLING = ("while", "call", "conditional", "async-start")
+# Opcodes that move no bytes themselves.
 _FREE = {
     "parameter",
     "constant",
@@ -58,192 +69,274 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program, as every device of its group takes part in it."""
+    """One collective of a program.
+
+    Attributes:
+        kind: Member of `KINDS`, or the kind of a transfer between slices.
+        bytes: Bytes of the complete array that one group gathers, sums, scatters or sends in one
+            execution.
+        axes: Mesh axes along which the devices of a group differ.
+        group_size: Number of devices of a group.
+        times: Executions in one run of the program.
+        trips: Trip counts of the loops around the collective, outermost first.
+        results: Shapes of the results on one device.
+        name: Name of the HLO instruction.
+        op_name: Place in the traced program.
+        source: Place in the source, file:line.
+        overlapped: `True` if matrix products run at the same time: in a fusion with the collective,
+            or between its start and its end.
+        between_slices: `True` if hosts send it over the slow network.
+        gathers: `True` for a sum of parts that are each in an array of zeros. The TPU compiler
+            makes such sums of some gathers, at twice the bytes.
+    """
 
     kind: str
     bytes: int
-    """Of the whole array that is gathered, summed, scattered or sent, on one execution, in one group."""
     axes: tuple[str, ...]
-    """Mesh axes along which the devices of a group differ."""
     group_size: int
     times: int
-    """Executions in one run of the program."""
     trips: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first; empty outside every loop."""
     results: tuple[tuple[int, ...], ...]
-    """Dimensions of what it makes on a device."""
     name: str
     op_name: str
     source: str
     overlapped: bool = False
-    """Whether it runs beside products: inside fusions with them, or begun before and ended after them."""
     between_slices: bool = False
-    """Whether it is sent over the slow network, by the hosts."""
     gathers: bool = False
-    """Whether it is a sum of parts, each in an array of zeros: what the TPU compiler makes of some gathers, at twice the bytes."""
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in one execution, by the ring algorithm (all-to-all: to every other directly)."""
+        """Bytes that a device sends in one execution, by the ring algorithm.
+
+        In an all-to-all a device sends to every other one directly.
+        """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
-        return (
-            (2 if self.kind == "all-reduce" else 1)
-            * self.bytes
-            * (self.group_size - 1)
-            / self.group_size
-        )
+        # A sum is a reduce-scatter and a gather.
+        num_passes = 2 if self.kind == "all-reduce" else 1
+        return num_passes * self.bytes * (self.group_size - 1) / self.group_size
 
 
 def collectives(
     module: Module, mesh: Mapping[str, int], across: Mapping[str, int] | None = None
 ) -> list[Collective]:
-    """Every collective that moves something, once each however the compiler cuts it up.
+    """Return every collective that moves something, once each if the compiler cuts it up.
 
     Args:
-        module: the optimized program.
-        mesh: axis name to size, in the order of the mesh's dimensions.
-        across: of those that cross slices, the number of slices along them.
+        module: Program, as `parse` returns it.
+        mesh: Size by axis name, in the order of the mesh's dimensions.
+        across: Number of slices by axis, for axes that cross slices. By default none does.
     """
-    across, by_name = across or {}, {}
+    across = across or {}
+    by_name: dict[tuple[str, str], Collective] = {}
     for executed in module.executed:
-        holder = executed.instruction
-        for computation, instruction, kind in _within(module, holder, executed.computation):
-            between = instruction.opcode == "send"
-            if between:
-                axes, size = tuple(across), math.prod(across.values())
-            else:
-                groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
-                axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
-            if size < 2:
+        for part in _parts(module, executed.instruction, executed.computation):
+            collective = _collective(module, executed, part, mesh, across)
+            if collective is None:
                 continue
-            where = module.computations[computation]
-            sent = sum(
-                where[name].bytes
-                for name in instruction.operands
-                if where[name].opcode != "after-all"
-            )
-            # The parts of a collective that several fusions hold have one chain; a channel may be that of many collectives.
-            chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
-            collective = Collective(
-                kind=kind,
-                bytes=sent * size if kind == "all-gather" else sent,
-                axes=axes,
-                group_size=size,
-                times=executed.times,
-                trips=executed.trips,
-                results=tuple(array_dims(instruction.shape)),
-                name=instruction.name,
-                op_name=instruction.op_name or holder.op_name,
-                source=module.source(instruction) or module.source(holder),
-                overlapped=between
-                or chain is not None
-                or _hidden(module, where, instruction)
-                or _hidden(module, module.computations[executed.computation], holder),
-                between_slices=between,
-                gathers=kind == "all-reduce"
-                and all(_in_zeros(module, where, name) for name in instruction.operands),
-            )
-            by_name.setdefault(
-                (executed.computation, chain[0] if chain else instruction.name), collective
-            )
+            # The parts of a collective that several fusions hold have one chain. A channel would
+            # not do, because many collectives may share one.
+            chain = _chain(part.instruction)
+            key = (executed.computation, chain or part.instruction.name)
+            by_name.setdefault(key, collective)
     return list(by_name.values())
 
 
-def _hidden(module: Module, where: Mapping[str, Instruction], start: Instruction) -> bool:
-    """Whether products or kernels run between a collective's start and its end, in the order that the compiler gave them."""
+class _Part(NamedTuple):
+    """Instruction that is a collective, or a part of one inside a fusion."""
+
+    computation: str
+    instruction: Instruction
+    kind: str
+
+
+def _collective(
+    module: Module,
+    executed: Executed,
+    part: _Part,
+    mesh: Mapping[str, int],
+    across: Mapping[str, int],
+) -> Collective | None:
+    """Return the collective of an instruction, or `None` if it stays on one device.
+
+    Args:
+        executed: Instruction outside fusions that is or holds `part`.
+        part: Collective's own instruction, `executed` or inside its fusion.
+        mesh: Size by axis name, in the order of the mesh's dimensions.
+        across: Number of slices by axis, for axes that cross slices.
+    """
+    instruction = part.instruction
+    kind = part.kind
+    # Only transfers between slices are sends.
+    between_slices = instruction.opcode == "send"
+    if between_slices:
+        axes = tuple(across)
+        size = math.prod(across.values())
+    else:
+        groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
+        axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
+    if size < 2:
+        return None
+
+    computation = module.computations[part.computation]
+    sent = 0
+    for name in instruction.operands:
+        if computation[name].opcode != "after-all":
+            sent += computation[name].bytes
+    holder = executed.instruction
+    overlapped = (
+        between_slices
+        or _chain(instruction) is not None
+        or _hidden(module, computation, instruction)
+        or _hidden(module, module.computations[executed.computation], holder)
+    )
+    gathers = kind == "all-reduce" and all(
+        _in_zeros(module, computation, name) for name in instruction.operands
+    )
+    return Collective(
+        kind=kind,
+        bytes=sent * size if kind == "all-gather" else sent,
+        axes=axes,
+        group_size=size,
+        times=executed.times,
+        trips=executed.trips,
+        results=tuple(array_dims(instruction.shape)),
+        name=instruction.name,
+        op_name=instruction.op_name or holder.op_name,
+        source=module.source(instruction) or module.source(holder),
+        overlapped=overlapped,
+        between_slices=between_slices,
+        gathers=gathers,
+    )
+
+
+def _chain(instruction: Instruction) -> str | None:
+    """Return the text that is equal in all parts of a cut-up collective, or `None` if it is not."""
+    match = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return match[0] if match else None
+
+
+def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instruction) -> bool:
+    """Return whether products or kernels run between a collective's start and its end.
+
+    Instructions run in the order of the text.
+    """
     if not start.opcode.endswith("-start"):
         return False
-    for one in itertools.islice(where.values(), [*where].index(start.name) + 1, None):
-        if start.name in one.operands:
+    index = list(computation).index(start.name)
+    for instruction in itertools.islice(computation.values(), index + 1, None):
+        if start.name in instruction.operands:
             return False
-        if one.opcode in _PRODUCTS or any(
-            inner.opcode in _PRODUCTS
-            for name in one.called()
-            for inner in module.computations[name].values()
-        ):
+        if instruction.opcode in _PRODUCTS:
             return True
+        for name in instruction.called():
+            if any(inner.opcode in _PRODUCTS for inner in module.computations[name].values()):
+                return True
     return False
 
 
-def _in_zeros(module: Module, where: Mapping[str, Instruction], name: str) -> bool:
-    """Whether an array is one part, written into zeros: into what is one number everywhere."""
-    one = where[name]
-    while one.opcode in ("copy", "bitcast"):
-        one = where[one.operands[0]]
-    outside, operands = where, one.operands
-    if one.opcode == "fusion":
-        where = module.computations[one.called()[0]]
-        one = next(inner for inner in where.values() if inner.root)
-    if one.opcode != "dynamic-update-slice":
+def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str) -> bool:
+    """Return whether an array is one part that was written into an array of zeros."""
+    instruction = computation[name]
+    while instruction.opcode in ("copy", "bitcast"):
+        instruction = computation[instruction.operands[0]]
+
+    inside = computation
+    fusion = instruction
+    if fusion.opcode == "fusion":
+        inside = module.computations[fusion.called()[0]]
+        instruction = next(inner for inner in inside.values() if inner.root)
+    if instruction.opcode != "dynamic-update-slice":
         return False
-    base = where[one.operands[0]]
-    if base.opcode == "parameter" and where is not outside:
-        base = outside[operands[int(base.arguments)]]
+    base = inside[instruction.operands[0]]
+    if base.opcode == "parameter" and inside is not computation:
+        base = computation[fusion.operands[int(base.arguments)]]
+    # An array of one number everywhere, which is taken for zeros.
     return base.opcode == "broadcast"
 
 
-def _within(
-    module: Module, instruction: Instruction, computation: str
-) -> Iterator[tuple[str, Instruction, str]]:
-    """The collectives that an instruction is or that its fusion holds: computation, instruction and kind of each."""
+def _parts(module: Module, instruction: Instruction, computation: str) -> Iterator[_Part]:
+    """Yield the collectives that an instruction is or that its fusion holds."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
-        # A sum of which every device keeps its own part is one operation on TPU.
-        scattered = kind == "all-reduce" and "reduce-scatter" in computation
-        yield computation, instruction, "reduce-scatter" if scattered else kind
-    elif kind == "send" and (transfer := _BETWEEN.search(instruction.attributes)):
-        yield computation, instruction, transfer[1].lower().replace("_", "-")
-    elif instruction.opcode in (
-        "fusion",
-        "call-start",
-    ):  # the latter on v7x, whose other cores send
+        # On TPU, a sum of which every device keeps only its own part is one operation.
+        if kind == "all-reduce" and "reduce-scatter" in computation:
+            kind = "reduce-scatter"
+        yield _Part(computation, instruction, kind)
+        return
+    if kind == "send":
+        transfer = _BETWEEN.search(instruction.attributes)
+        if transfer:
+            yield _Part(computation, instruction, transfer[1].lower().replace("_", "-"))
+            return
+    # On v7x, other cores send, which are called by "call-start".
+    if instruction.opcode in ("fusion", "call-start"):
         for name in instruction.called():
-            for one in module.computations[name].values():
-                yield from _within(module, one, name)
+            for inner in module.computations[name].values():
+                yield from _parts(module, inner, name)
 
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
-    """Groups of partition numbers, from any of the forms that HLO writes them in; of a permute its (source, target) pairs.
+    """Return the groups of partition numbers that take part in a collective.
+
+    For a permute, the groups are its (source, target) pairs.
 
     Args:
-        attributes: the instruction's text after its operands.
-        devices: partitions of the program, all in one group where the text names none.
+        attributes: Text of the instruction after its operands, in any of HLO's forms.
+        devices: Number of partitions. They are one group if the text names none.
 
     Raises:
-        ValueError: a form that is not known.
+        ValueError: The groups are in an unknown form.
     """
-    if match := _LISTS.search(attributes):
-        return [_numbers(group) for group in re.findall(r"\{([\d, ]+)\}", match[1])]
-    if match := _IOTA.search(attributes):
-        return _iota(match[2]).reshape(_numbers(match[1])).tolist()
-    if match := _MESH.search(attributes):
-        return _mesh_groups(match[1], match[2], match[3])
+    lists = _LISTS.search(attributes)
+    if lists:
+        return [_numbers(group) for group in re.findall(r"\{([\d, ]+)\}", lists[1])]
+    iota = _IOTA.search(attributes)
+    if iota:
+        return _iota(iota[2]).reshape(_numbers(iota[1])).tolist()
+    mesh = _MESH.search(attributes)
+    if mesh:
+        return _mesh_groups(mesh[1], mesh[2], mesh[3])
     if "replica_groups={}" in attributes:
         return [list(range(devices))]
     raise ValueError(f"replica groups in a form that is not known: {attributes[:200]}")
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed."""
+    """Return the array of a text such as `[2,4]T(1,0)`: numbers from 0 in a shape, transposed."""
     dims, _, order = text.partition("T")
-    ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
-    return ids.transpose(_numbers(order)) if order else ids
+    shape = _numbers(dims)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    if order:
+        return ids.transpose(_numbers(order))
+    return ids
 
 
-def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int]]:
-    """`mesh['a'=2,'b'=4] {'a', 'b':(2)2}`: a group is what varies over the named axes, or over parts (before)size of them."""
+def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> list[list[int]]:
+    """Return the groups of a text such as `mesh['a'=2,'b'=4] {'a', 'b':(2)2}`.
+
+    A group varies over the named axes, or, for `'b':(before)size`, over a part of an axis.
+
+    Args:
+        mesh: Axes with their sizes, such as `'a'=2,'b'=4`.
+        device_ids: Partition numbers, as a list or as `_iota` reads them. By default they count
+            through the mesh.
+        axes: Axes or parts of axes over which a group varies.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
     ids = device_ids or f"[{math.prod(sizes.values())}]"
     devices = _iota(ids).ravel().tolist() if ids.startswith("[") else _numbers(ids)
-    fixed = dict(
-        zip(sizes, np.unravel_index(range(len(devices)), tuple(sizes.values())), strict=True)
-    )
-    for name, before, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", named):
-        after = sizes[name] // (int(before or 1) * int(size or sizes[name]))
-        fixed[name] = (
-            fixed[name] // (int(size or sizes[name]) * after) * after + fixed[name] % after
-        )
+    coordinates = np.unravel_index(range(len(devices)), tuple(sizes.values()))
+    # Coordinates that are equal within a group, by axis.
+    fixed = dict(zip(sizes, coordinates, strict=True))
+    for name, preceding, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", axes):
+        num_before = int(preceding or 1)
+        num_varying = int(size or sizes[name])
+        num_after = sizes[name] // (num_before * num_varying)
+        coordinate = fixed[name]
+        outer = coordinate // (num_varying * num_after) * num_after
+        fixed[name] = outer + coordinate % num_after
+
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for device, *place in zip(devices, *fixed.values(), strict=True):
         groups[tuple(map(int, place))].append(device)
@@ -251,105 +344,133 @@ def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]
+    """Return all whole numbers of a text."""
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def axes_of(
     groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = False
 ) -> tuple[tuple[str, ...], int]:
-    """Mesh axes along which a group's devices differ, and the group's size (of a permute, that of these axes).
+    """Return the mesh axes along which a group's devices differ, and the group's size.
+
+    For a permute, the size is the number of devices along these axes.
 
     Args:
-        groups: of partition numbers, which count through the mesh in C order; those of one device are passed over.
-        mesh: axis name to size, in the order of the mesh's dimensions.
-        pairs: whether the groups are the (source, target) pairs of a permute.
+        groups: Partition numbers, which count through the mesh in C order. Groups of one device
+            are ignored.
+        mesh: Size by axis name, in the order of the mesh's dimensions.
+        pairs: `True` if the groups are the (source, target) pairs of a permute.
     """
     shape = tuple(mesh.values())
-    coordinates = [
-        np.array(np.unravel_index(group, shape)) for group in groups if len(set(group)) > 1
-    ]
-    names = tuple(
-        name
-        for i, name in enumerate(mesh)
-        if any(len(set(where[i].tolist())) > 1 for where in coordinates)
-    )
+    differing = set()
+    for group in groups:
+        if len(set(group)) < 2:
+            continue
+        for index, coordinates in enumerate(np.unravel_index(group, shape)):
+            if len(set(coordinates.tolist())) > 1:
+                differing.add(index)
+    names = tuple(name for index, name in enumerate(mesh) if index in differing)
     if not names:
         return (), 1
-    return names, math.prod(mesh[name] for name in names) if pairs else max(map(len, groups))
+    if pairs:
+        return names, math.prod(mesh[name] for name in names)
+    return names, max(len(group) for group in groups)
 
 
 def table(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Sums by kind, axes and loop, largest total first: what a report shows. `alone_bytes` are those sent beside nothing."""
-    rows: dict[Any, dict[str, Any]] = {}
-    for one in collectives:
-        where = {
-            "kind": one.kind,
-            "axes": [*one.axes],
-            "group_size": one.group_size,
-            "loop_trips": [*one.trips],
+    """Return sums by kind, axes and loop as rows of a report, the most bytes sent first.
+
+    `alone_bytes` are the bytes that are not overlapped with matrix products.
+    """
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for collective in collectives:
+        labels = {
+            "kind": collective.kind,
+            "axes": [*collective.axes],
+            "group_size": collective.group_size,
+            "loop_trips": [*collective.trips],
+            "between_slices": collective.between_slices,
+            "gathers": collective.gathers,
         }
-        where |= {"between_slices": one.between_slices, "gathers": one.gathers}
-        sent = one.wire_bytes * one.times
-        more = {
+        sent = collective.wire_bytes * collective.times
+        amounts = {
             "count": 1,
-            "executions": one.times,
-            "bytes": one.bytes * one.times,
+            "executions": collective.times,
+            "bytes": collective.bytes * collective.times,
             "wire_bytes": sent,
+            "alone_bytes": 0.0 if collective.overlapped else sent,
         }
-        more |= {"alone_bytes": 0.0 if one.overlapped else sent}
-        row = rows.setdefault(tuple(map(str, where.values())), {**where, **dict.fromkeys(more, 0)})
-        for name, number in more.items():
-            row[name] += number
+        key = tuple(str(label) for label in labels.values())
+        row = rows.setdefault(key, {**labels, **dict.fromkeys(amounts, 0)})
+        for name, amount in amounts.items():
+            row[name] += amount
     return sorted(rows.values(), key=lambda row: -row["wire_bytes"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """Instruction of a computation.
+
+    Attributes:
+        name: Name within the program.
+        opcode: Operation, such as "dot".
+        shape: Text of the result's type with layouts. A tuple is in brackets.
+        operands: Names of the operands.
+        attributes: Text after the operands.
+        arguments: Text between the operands' brackets: a constant's value, a parameter's number.
+        root: `True` for the result of the computation.
+    """
 
     name: str
     opcode: str
     shape: str
-    """Text of the result's type, with layouts; a tuple in brackets."""
     operands: tuple[str, ...]
     attributes: str
-    """What follows the operands."""
     arguments: str
-    """Text between the operands' brackets: a constant's value, a parameter's number."""
     root: bool
 
     @property
     def bytes(self) -> int:
-        """Size of the result, without padding."""
+        """Bytes of the result, without padding."""
         return sum(array_bytes(self.shape))
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from, such as jit(step)/jvp()/while/body/dot_general."""
+        """Place in the traced program, such as jit(step)/jvp()/while/body/dot_general."""
         return _group(r'op_name="([^"]*)"', self.attributes)
 
     @property
     def cycles(self) -> int:
-        """Clock cycles the compiler expects; 0 where it says nothing."""
+        """Clock cycles that the compiler expects. 0 if it does not say."""
         return int(_group(r'"estimated_cycles":"(\d+)"', self.attributes) or 0)
 
     def called(self, part: str = "body") -> list[str]:
-        """Names of the computations that it runs; of a loop the body alone, or the condition."""
+        """Return the names of the computations that the instruction runs.
+
+        Args:
+            part: Part of a loop, "body" or "condition". By default the body.
+        """
         if self.opcode == "while":
             return re.findall(rf"{part}=%([\w.\-]+)", self.attributes)
-        if branches := _BRANCHES.search(self.attributes):
+        branches = _BRANCHES.search(self.attributes)
+        if branches:
             return re.findall(r"[\w.\-]+", branches[1])
         return _CALLED.findall(self.attributes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """An instruction that the entry reaches outside fusions."""
+    """Instruction that the entry computation reaches outside fusions.
+
+    Attributes:
+        instruction: Instruction itself.
+        computation: Name of the computation that has the instruction.
+        trips: Trip counts of the loops around the instruction, outermost first.
+    """
 
     instruction: Instruction
     computation: str
     trips: tuple[int, ...]
-    """Trip counts of the loops around it, outermost first."""
 
     @property
     def times(self) -> int:
@@ -359,97 +480,127 @@ class Executed:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """An HLO module: name of every computation to its instructions."""
+    """HLO module, an optimized program.
+
+    Attributes:
+        computations: Instructions by name, by name of the computation.
+        entry: Name of the computation that a run starts with.
+        sources: Place in the source (file:line) by number of a stack frame.
+    """
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
     sources: dict[str, str]
-    """Stack frame number to file:line."""
 
     def source(self, instruction: Instruction) -> str:
-        """file:line in this project that the instruction comes from, or ''."""
+        """Return the place in this project (file:line) that made the instruction, or ''."""
         return self.sources.get(_group(r"stack_frame_id=(\d+)", instruction.attributes), "")
 
     @cached_property
     def executed(self) -> list[Executed]:
-        """Everything one run executes, in order, with how often."""
+        """Instructions that one run executes, in order, with their loops."""
         return list(self._walk(self.entry, ()))
 
     def _walk(self, computation: str, trips: tuple[int, ...]) -> Iterator[Executed]:
+        """Yield the instructions of a computation and of those that it calls."""
         for instruction in self.computations[computation].values():
             yield Executed(instruction, computation, trips)
-            called = instruction.called() if instruction.opcode in _CALLING else []
-            if instruction.opcode == "conditional":  # one branch runs: at worst the longest
-                called = [
-                    max(called, key=lambda name: dataclasses.replace(self, entry=name).cycles)
-                ]
-            loop = instruction.opcode == "while"
-            inner = (*trips, self.trip_count(computation, instruction) or 1) if loop else trips
+            if instruction.opcode not in _CALLING:
+                continue
+            called = instruction.called()
+            inner_trips = trips
+            if instruction.opcode == "conditional":
+                # One branch runs: at worst the longest.
+                called = [max(called, key=self._cycles_of)]
+            if instruction.opcode == "while":
+                inner_trips = (*trips, self.trip_count(computation, instruction) or 1)
             for name in called:
-                yield from self._walk(name, inner)
+                yield from self._walk(name, inner_trips)
+
+    def _cycles_of(self, computation: str) -> int:
+        """Return the clock cycles of a computation and of those that it calls."""
+        return dataclasses.replace(self, entry=computation).cycles
 
     def trip_count(self, computation: str, loop: Instruction) -> int | None:
-        """How often a loop's body runs, or None where the program does not say.
+        """Return the number of runs of a loop's body, or `None` if the program does not say.
 
         Args:
-            computation: name of the one that the loop is in, where its counter starts.
-            loop: an instruction of opcode `while`.
+            computation: Name of the computation that has the loop and starts its counter.
+            loop: Instruction of opcode `while`.
         """
-        if trips := _group(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        trips = _group(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+        if trips:
             return int(trips)
-        outside, condition = (
-            self.computations[computation],
-            self.computations[loop.called("condition")[0]],
-        )
-        test = next(i for i in condition.values() if i.root)
+
+        # Otherwise the loop must run while a counter is below a constant.
+        outside = self.computations[computation]
+        condition = self.computations[loop.called("condition")[0]]
+        test = next(instruction for instruction in condition.values() if instruction.root)
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
-        bounds = [_origin(condition, name) for name in test.operands]
-        for k, bound in enumerate(bounds):
+        bounds = []
+        for name in test.operands:
+            bound = _origin(condition, name)
             entered = outside[loop.operands[0]]
             if bound.opcode == "get-tuple-element" and entered.opcode == "tuple":
                 index = int(_group(r"index=(\d+)", bound.attributes))
-                bounds[k] = _origin(outside, entered.operands[index])
-        if not all(
-            bound.opcode == "constant" and bound.arguments.lstrip("-").isdigit() for bound in bounds
-        ):
-            return None
-        start, stop = (int(bound.arguments) for bound in bounds)
+                bound = _origin(outside, entered.operands[index])
+            is_integer = bound.arguments.lstrip("-").isdigit()
+            if bound.opcode != "constant" or not is_integer:
+                return None
+            bounds.append(int(bound.arguments))
+        start, stop = bounds
         return max(0, stop - start)
 
     @property
     def unknown_loops(self) -> int:
-        """Loops whose trip count is not known, and are counted once."""
-        loops = (e for e in self.executed if e.instruction.opcode == "while")
-        return sum(self.trip_count(loop.computation, loop.instruction) is None for loop in loops)
+        """Number of loops whose trip count is not known. They are counted once."""
+        count = 0
+        for executed in self.executed:
+            if executed.instruction.opcode == "while":
+                trips = self.trip_count(executed.computation, executed.instruction)
+                count += trips is None
+        return count
 
     @property
     def cycles(self) -> int:
-        """Clock cycles of one run: the compiler's estimates, times trip counts. Collectives have none."""
-        return sum(self._cycles(e.instruction) * e.times for e in self.executed)
+        """Clock cycles of one run: the compiler's estimates times trip counts.
+
+        Collectives have no estimates.
+        """
+        return sum(
+            self._cycles(executed.instruction) * executed.times for executed in self.executed
+        )
 
     def _cycles(self, instruction: Instruction) -> int:
+        """Return the clock cycles of one execution of an instruction."""
         if instruction.cycles or instruction.opcode != "fusion":
             return instruction.cycles
         # A fusion that also holds a part of a collective has its estimates inside.
-        return sum(
-            self._cycles(i)
-            for name in instruction.called()
-            for i in self.computations[name].values()
-        )
+        total = 0
+        for name in instruction.called():
+            for inner in self.computations[name].values():
+                total += self._cycles(inner)
+        return total
 
     @property
     def hbm_bytes(self) -> int:
         """Bytes that one run reads from and writes to main memory, times trip counts."""
-        return sum(self._moved(e.instruction, e.computation) * e.times for e in self.executed)
+        total = 0
+        for executed in self.executed:
+            moved = self._moved(executed.instruction, executed.computation)
+            total += moved * executed.times
+        return total
 
     def _moved(self, instruction: Instruction, computation: str) -> int:
+        """Return the bytes that one execution of an instruction reads and writes."""
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             return 0
-        operands = [self.computations[computation][name] for name in instruction.operands]
-        written, *read = (
-            sum(array_bytes(i.shape, hbm_only=True)) for i in (instruction, *operands)
-        )
+        written = sum(array_bytes(instruction.shape, hbm_only=True))
+        read = []
+        for name in instruction.operands:
+            operand = self.computations[computation][name]
+            read.append(sum(array_bytes(operand.shape, hbm_only=True)))
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
             return written + min(written, read[0])
         if instruction.opcode == "dynamic-update-slice":
@@ -458,62 +609,92 @@ class Module:
             return written
         if instruction.opcode != "fusion":
             return written + sum(read)
-        inner = self.computations[instruction.called()[0]]
-        parameters = {int(i.arguments): i for i in inner.values() if i.opcode == "parameter"}
+        return self._moved_by_fusion(instruction, written, read)
+
+    def _moved_by_fusion(self, fusion: Instruction, written: int, read: list[int]) -> int:
+        """Return the bytes that a fusion reads and writes.
+
+        Args:
+            fusion: Instruction of opcode `fusion`.
+            read: Bytes of each operand in main memory, 0 for operands on the chip.
+        """
+        inner = self.computations[fusion.called()[0]]
+        parameters = {}
+        for instruction in inner.values():
+            if instruction.opcode == "parameter":
+                parameters[int(instruction.arguments)] = instruction
+
+        total_read = 0
         for index, size in enumerate(read):
             name = parameters[index].name
-            users = [i for i in inner.values() if name in i.operands] if size else []
-            if users and all(i.opcode in ("dynamic-slice", "gather") for i in users):
+            users = []
+            if size:
+                users = [user for user in inner.values() if name in user.operands]
+            is_sliced = all(user.opcode in ("dynamic-slice", "gather") for user in users)
+            is_updated = all(
+                user.opcode == "dynamic-update-slice" and user.operands[0] == name for user in users
+            )
+            if users and is_sliced:
                 # One layer of a stack is read, not the stack.
-                read[index] = min(size, sum(i.bytes for i in users))
-            elif users and all(
-                i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users
-            ):
+                total_read += min(size, sum(user.bytes for user in users))
+            elif users and is_updated:
                 # One layer of a stack is written in place.
-                update = sum(inner[i.operands[1]].bytes for i in users if i.operands[1] in inner)
-                read[index], written = 0, max(0, written - size) + update
-        return written + sum(read)
+                written = max(0, written - size)
+                for user in users:
+                    if user.operands[1] in inner:
+                        written += inner[user.operands[1]].bytes
+            else:
+                total_read += size
+        return written + total_read
 
 
 def array_bytes(shape: str, *, hbm_only: bool = False) -> list[int]:
-    """Bytes of every array in a type's text, without padding.
+    """Return the bytes of every array in a type's text, without padding.
 
     Args:
-        shape: a type as HLO writes it, such as `f32[8,128]{1,0}`; a tuple has several arrays.
-        hbm_only: leave out arrays that lie on the chip, outside main memory.
+        shape: Type as HLO writes it, such as `f32[8,128]{1,0}`. A tuple has several arrays.
+        hbm_only: `True` leaves out arrays that are on the chip, outside main memory.
     """
-    return [
-        math.ceil(math.prod(_ints(dims)) * int(bits or 8) / 8)  # pred is a byte
-        for bits, dims, layout in _ARRAY.findall(shape)
-        if not (hbm_only and re.search(r"S\([1-9]", layout))
-    ]
+    sizes = []
+    for bits, dims, layout in _ARRAY.findall(shape):
+        if hbm_only and re.search(r"S\([1-9]", layout):
+            continue
+        # The type pred names no bits and takes a byte.
+        num_bits = math.prod(_ints(dims)) * int(bits or 8)
+        sizes.append(math.ceil(num_bits / 8))
+    return sizes
 
 
 def array_dims(shape: str) -> list[tuple[int, ...]]:
-    """Dimensions of every array in a type's text."""
+    """Return the shape of every array in a type's text."""
     return [_ints(dims) for _, dims, _ in _ARRAY.findall(shape)]
 
 
 def _ints(dims: str) -> tuple[int, ...]:
-    return tuple(int(d) for d in dims.split(",") if d)
+    """Return the numbers of a text such as "8,128"."""
+    return tuple(int(size) for size in dims.split(",") if size)
 
 
 def parse(text: str) -> Module:
-    """The module that `jax.stages.Compiled.as_text()` prints.
+    """Return the module of a text that `jax.stages.Compiled.as_text()` prints.
 
     Raises:
-        ValueError: text without an entry computation.
+        ValueError: The text has no entry computation.
     """
-    computations, entry = {}, ""
+    computations = {}
+    entry = ""
     for mark, name, body in _COMPUTATION.findall(text):
-        computations[name] = {i.name: i for i in map(_instruction, _NEXT.split(body))}
-        entry = name if mark else entry
+        instructions = [_instruction(line) for line in _NEXT.split(body)]
+        computations[name] = {instruction.name: instruction for instruction in instructions}
+        if mark:
+            entry = name
     if not entry:
         raise ValueError("the text is not an optimized HLO module: it has no ENTRY computation")
     return Module(computations, entry, _sources(text))
 
 
 def _instruction(line: str) -> Instruction:
+    """Return the instruction of its text."""
     match = _INSTRUCTION.match(line)
     assert match is not None, line[:200]
     root, name, shape, opcode, arguments, attributes = match.groups()
@@ -522,7 +703,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
-    """What makes the value that an instruction only passes on."""
+    """Return the instruction that makes a value which others only pass on."""
     instruction = computation[name]
     while instruction.opcode in _TRANSPARENT:
         instruction = computation[instruction.operands[0]]
@@ -530,27 +711,29 @@ def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """Stack frame number to the innermost file:line of this project, from the tables at the module's head."""
-    names = dict(
-        re.findall(r'^(\d+) "(.*)"$', _group(r"(?m)^FileNames\n((?:\d.*\n)*)", text), re.MULTILINE)
-    )
-    lines = {
-        number: f"{_place(names[file])}:{line}"
-        for number, file, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE
-        )
-    }
+    """Return the place in the source (file:line) by number of a stack frame.
+
+    The tables at the head of the module's text have them.
+    """
+    table = _group(r"(?m)^FileNames\n((?:\d.*\n)*)", text)
+    files = dict(re.findall(r'^(\d+) "(.*)"$', table, re.MULTILINE))
+    locations = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE)
+    places = {}
+    for number, file, line in locations:
+        places[number] = f"{_place(files[file])}:{line}"
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE)
-    return {number: lines[place] for number, place in frames if place in lines}
+    return {number: places[location] for number, location in frames if location in places}
 
 
 def _place(path: str) -> str:
-    """A file from the project's folder on, another's by its own folder and name."""
-    before, _, inside = path.rpartition("/mupax/")
-    return inside if before else "/".join(path.split("/")[-2:])
+    """Return a project's file from the project's folder on, and any other by folder and name."""
+    folders, _, inside = path.rpartition("/mupax/")
+    if folders:
+        return inside
+    return "/".join(path.split("/")[-2:])
 
 
 def _group(pattern: str, text: str) -> str:
-    """The first group of the first match, or ''."""
+    """Return the first group of the first match, or ''."""
     match = re.search(pattern, text)
     return match[1] if match else ""

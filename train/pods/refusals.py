@@ -1,32 +1,33 @@
-"""What to say of a step that the TPU compiler refuses."""
+"""Errors for steps that the TPU compiler refuses."""
 
 from __future__ import annotations
 
 from mupax.errors import MupaxError
 
-_WORDS = 500
+_MAX_CHARACTERS = 500
 """Most characters of the compiler's message that are shown."""
 
 
 class RefusedError(MupaxError):
-    """A step that the TPU compiler refuses. The text has its words, and what to write instead where that is known."""
+    """Step that the TPU compiler refuses. The message has the compiler's words and maybe a hint."""
 
 
 def refused(topology: str, message: str, attention_block: int | None) -> RefusedError:
-    """What to say of a step that does not compile.
+    """Return the error for a step that does not compile.
 
     Args:
-        topology: that it was compiled for.
-        message: the compiler's.
-        attention_block: of the run, a kernel's; its scratch memory is a core's own.
+        topology: Topology that the step was compiled for.
+        attention_block: Side of the run's attention blocks. `None` if the kernel chooses it.
     """
-    words = " ".join(message.split())[:_WORDS]
+    words = " ".join(message.split())[:_MAX_CHARACTERS]
     hint = ""
+    # An attention kernel's scratch memory is in a core's own memory, which XLA calls vmem.
     if "vmem" in message:
-        smaller = (
-            f"--model.compute.attention-block {attention_block // 2}, or "
-            if attention_block
-            else ""
+        smaller = ""
+        if attention_block:
+            smaller = f"--model.compute.attention-block {attention_block // 2}, or "
+        hint = (
+            "; a core's own memory is too small: "
+            f"write {smaller}more for one operation with --vmem-kib"
         )
-        hint = f"; a core's own memory is too small: write {smaller}more for one operation with --vmem-kib"
     return RefusedError(f"the compiler of {topology} refuses this step{hint}. It says: {words}")

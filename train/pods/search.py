@@ -1,6 +1,7 @@
-"""How a run should lie on a pod: candidates by what is expected of them, then a few that differ compiled.
+"""Search for the best configuration of a run on a pod.
 
-A candidate is a mesh, remat, microbatches, batch, loss and blocks, with what it is expected to take.
+All candidates are estimated, then a few that differ are compiled. A candidate is a mesh, remat
+policy, number of microbatches, batch, loss and attention block, with its estimated time and memory.
 """
 
 from __future__ import annotations
@@ -28,31 +29,52 @@ from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.flash import block_of
 
 AXES = ("data", "fsdp", "experts", "sequence", "tensor")
-"""Mesh axes that a run is split over; experts as the run has them."""
+"""Mesh axes that a run is split over. The experts axis is not searched."""
 
 MOST_TENSOR = 16
-"""Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""
+"""Widest tensor axis that is tried.
 
-MICROBATCHES, BATCHES = (1, 2, 4, 8), (0.5, 1, 2)
-"""Numbers of microbatches tried, and batches, over the run's own."""
+Beyond it, on every chip, a layer's sums over activations take longer than its matrix products.
+"""
+
+MICROBATCHES = (1, 2, 4, 8)
+"""Numbers of microbatches that are tried."""
+
+BATCHES = (0.5, 1, 2)
+"""Batch sizes that are tried, as multiples of the run's own."""
 
 BLOCKS = (512, 1024, 2048)
-"""Sides of attention blocks tried beside the chip's own, where positions divide into them and a core's own memory holds them."""
+"""Sides of attention blocks that are tried besides the chip's own.
+
+Positions must divide into them, and a core's own memory must hold them.
+"""
 
 BLOCK_BYTES = 5
-"""Of a core's own memory for each pair of positions of a block: logits in float32 and, beside them, queries, keys, values and sums; the
-compiler of v5e asked for 20 MiB for blocks of 2048."""
+"""Bytes of a core's own memory per pair of positions of an attention block.
+
+They hold logits in float32, and queries, keys, values and sums. For blocks of 2048, the compiler of
+v5e asked for 20 MiB.
+"""
 
 ROOM = 0.75
-"""Share of a chip's memory that may be expected to be taken: of lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times as much."""
+"""Share of a chip's memory that an estimate may take.
+
+For lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times the estimate.
+"""
 
 MOST_ROWS = 1000
-"""Configurations of a record that were estimated alone, the best first: there are tens of thousands for hundreds of chips."""
+"""Most candidates of a record that are only estimated. Large pods have tens of thousands."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration with what is expected of it, before anything is compiled."""
+    """Configuration with its estimates, before anything is compiled.
+
+    Attributes:
+        config: Config with every searched field set.
+        seconds: Estimated time of a step.
+        bytes: Estimated peak memory of one device.
+    """
 
     config: Config
     seconds: float
@@ -60,8 +82,9 @@ class Candidate:
 
     @property
     def kinds(self) -> dict[str, Any]:
-        """What it decides, by name."""
-        config, compute = self.config, self.config.model.compute
+        """Searched settings by name."""
+        config = self.config
+        compute = config.model.compute
         return {
             "axes": tuple(axis for axis in AXES if getattr(config.mesh, axis) > 1),
             "fsdp": config.mesh.fsdp,
@@ -74,144 +97,164 @@ class Candidate:
 
     @property
     def pace(self) -> float:
-        """Seconds an example: what candidates of different batches are compared by."""
+        """Seconds per example, by which candidates of different batches are compared."""
         return self.seconds / self.config.data.batch_size
 
     @property
     def words(self) -> str:
-        """What it changes, as flags."""
+        """Flags that make this configuration."""
         kinds = self.kinds
-        sizes = {axis: getattr(self.config.mesh, axis) for axis in AXES}
-        axes = " ".join(
-            f"--mesh.{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data"
-        )
-        block = f" --model.compute.attention-block {kinds['block']}" if kinds["block"] else ""
-        return (
-            f"{axes} --model.compute.remat {kinds['remat']} --accumulation-steps {kinds['microbatches']} "
-            f"--data.batch-size {kinds['batch']} --model.compute.cross-entropy {kinds['loss']}{block}"
-        )
+        flags = []
+        for axis in AXES:
+            size = getattr(self.config.mesh, axis)
+            if size > 1 or axis == "data":
+                flags.append(f"--mesh.{axis} {size}")
+        flags += [
+            f"--model.compute.remat {kinds['remat']}",
+            f"--accumulation-steps {kinds['microbatches']}",
+            f"--data.batch-size {kinds['batch']}",
+            f"--model.compute.cross-entropy {kinds['loss']}",
+        ]
+        if kinds["block"]:
+            flags.append(f"--model.compute.attention-block {kinds['block']}")
+        return " ".join(flags)
 
 
 def candidates(
     config: Config, chip: Chip, devices: Any, slices: int, batches: Sequence[float] = BATCHES
 ) -> Iterator[Candidate]:
-    """Every configuration that splits over the devices.
+    """Yield every configuration that splits over the devices, with its estimates.
 
     Args:
-        config: the run.
-        chip: what the devices are.
-        devices: of a topology.
-        slices: how many of it.
-        batches: that are tried, as multiples of the run's own.
+        slices: Number of slices, joined by the slow network.
+        batches: Batch sizes to try, as multiples of the run's own.
     """
     fields = typing.get_type_hints(ComputeConfig)
-    policies, losses = (typing.get_args(fields[name]) for name in ("remat", "cross_entropy"))
-    losses = [loss for loss in losses if loss != "auto"]  # which is one of the others
-    length, causal = config.model.sizes()["position"], config.model.causal
-    usual = block_of(length, chip.device_kind, causal=causal)
-    room = 2**10 * estimates.operation_kib(config, chip)
-    sides = [block for block in BLOCKS if BLOCK_BYTES * block**2 <= room]
-    blocks = [None, *(block for block in sides if length % block == 0 and block != usual)]
-    sizes = [int(config.data.batch_size * factor) for factor in batches]
+    policies = typing.get_args(fields["remat"])
+    # "auto" is one of the others.
+    losses = [loss for loss in typing.get_args(fields["cross_entropy"]) if loss != "auto"]
+    blocks = _blocks(config, chip)
+    batch_sizes = [int(config.data.batch_size * factor) for factor in batches]
     for mesh in _meshes(len(devices), slices, config.mesh):
+        split = dataclasses.replace(config, mesh=mesh, accumulation_steps=1)
         try:
-            program = assemble(
-                dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices
-            )
+            program = assemble(split, devices)
         except MeshError:
             continue
-        for remat, parts, size, loss in itertools.product(policies, MICROBATCHES, sizes, losses):
-            if size % (parts * program.layout.num_shards("batch")):
+
+        num_shards = program.layout.num_shards("batch")
+        choices = itertools.product(policies, MICROBATCHES, batch_sizes, losses)
+        for remat, num_microbatches, batch_size, loss in choices:
+            if batch_size % (num_microbatches * num_shards):
                 continue
+            data = dataclasses.replace(program.config.data, batch_size=batch_size)
             peak = 0
             for block in blocks:
-                how = {"remat": remat, "cross_entropy": loss, "attention_block": block}
-                model = dataclasses.replace(
-                    config.model, compute=dataclasses.replace(config.model.compute, **how)
+                compute = dataclasses.replace(
+                    config.model.compute, remat=remat, cross_entropy=loss, attention_block=block
                 )
-                data = dataclasses.replace(program.config.data, batch_size=size)
                 changed = dataclasses.replace(
-                    program.config, model=model, data=data, accumulation_steps=parts
+                    program.config,
+                    model=dataclasses.replace(config.model, compute=compute),
+                    data=data,
+                    accumulation_steps=num_microbatches,
                 )
-                # The arrays of the state lie as before.
+                # The arrays of the state have the same shardings, so the program is reused.
                 estimated = dataclasses.replace(program, config=changed)
+                # The estimate of memory does not depend on attention blocks.
                 peak = peak or sum(estimates.expected(estimated).values())
                 yield Candidate(changed, estimate(estimated, chip, slices), peak)
 
 
+def _blocks(config: Config, chip: Chip) -> list[int | None]:
+    """Return the sides of attention blocks to try. `None` is the chip's own."""
+    length = config.model.sizes()["position"]
+    usual = block_of(length, chip.device_kind, causal=config.model.causal)
+    core_bytes = 2**10 * estimates.operation_kib(config, chip)
+    blocks: list[int | None] = [None]
+    for block in BLOCKS:
+        fits = BLOCK_BYTES * block**2 <= core_bytes
+        if fits and length % block == 0 and block != usual:
+            blocks.append(block)
+    return blocks
+
+
 def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidate:
-    """A configuration as a candidate, its mesh filled in.
+    """Return a config as a candidate, with open axes of its mesh filled in.
 
     Args:
-        config: of the run.
-        chip: what the devices are.
-        devices: of a topology.
-        slices: how many of it.
+        slices: Number of slices, joined by the slow network.
     """
     program = assemble(config, devices)
-    mesh = dataclasses.replace(config.mesh, **{axis: program.mesh.shape[axis] for axis in AXES})
-    config = dataclasses.replace(program.config, mesh=mesh)
-    return Candidate(
-        config, estimate(program, chip, slices), sum(estimates.expected(program).values())
-    )
+    sizes = {axis: program.mesh.shape[axis] for axis in AXES}
+    mesh = dataclasses.replace(config.mesh, **sizes)
+    seconds = estimate(program, chip, slices)
+    peak = sum(estimates.expected(program).values())
+    return Candidate(dataclasses.replace(program.config, mesh=mesh), seconds, peak)
 
 
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
-    """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
+    """Yield every split of the devices over data, fsdp, sequence and tensor.
+
+    Slices are along data.
+    """
     devices //= mesh.experts
-    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=4):
-        if (
-            data * fsdp * sequence * tensor == devices
-            and tensor <= MOST_TENSOR
-            and data % slices == 0
-        ):
+        if data * fsdp * sequence * tensor != devices or data % slices:
+            continue
+        if tensor <= MOST_TENSOR:
             yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
 
 
 def estimate(program: Program, chip: Chip, slices: int) -> float:
-    """Seconds of a step: products, and parameters sent, where the two do not overlap by a tenth; then what is waited for.
+    """Estimate the seconds of a step.
+
+    Matrix products and the sending of parameters overlap, except for a tenth of the shorter. Sums
+    and exchanges of activations, and the loss, are waited for.
 
     Args:
-        program: whose step.
-        chip: that it runs on.
-        slices: of the slow network.
+        slices: Number of slices, joined by the slow network.
     """
-    config, mesh = program.config, program.mesh.shape
+    config = program.config
+    mesh = program.mesh.shape
     again = memory.FORWARD_AGAIN[config.model.compute.remat]
     products = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
     compute = (products + estimates.attention_waste(program, chip)) / chip.peak_flops
+
+    # Bytes on one device, two per number. `keys` has keys and values.
     weights = 2 * program.definition.count() / mesh["tensor"]
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
-    stacks = families.stacks(config.model)
-    summed = sum(
-        blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory)
-        for blocks in stacks
-    )
-    read = sum(blocks.depth * (blocks.length + blocks.memory) for blocks in stacks)
+    summed = 0
+    read = 0
+    for blocks in families.stacks(config.model):
+        num_branches = len(blocks.stack.branches)
+        summed += blocks.depth * (num_branches * blocks.length + blocks.memory)
+        read += blocks.depth * (blocks.length + blocks.memory)
     stream = 2 * rows * summed / mesh["sequence"] * sizes["embed"]
     keys = 4 * rows * read * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
+
+    # A ring of n devices sends (n - 1) / n of an array.
     ring = {axis: (size - 1) / size for axis, size in mesh.items()}
-    # Of experts a device gathers and sums its own; tokens are sent to them and back.
+    # A device gathers and sums only its own experts; tokens are sent to experts and back.
     weights -= 2 * estimates.expert_weights(program.definition) / mesh["tensor"] * ring["experts"]
     gathered = (2 + again) * weights * config.accumulation_steps
-    network = (
-        ring["fsdp"] * (gathered + 2 * weights) + ring["data"] * 4 * weights / mesh["fsdp"]
-    ) / chip.ici_bandwidth
-    # What activations are summed or exchanged by is waited for, over one dimension of the torus.
-    copies = (
-        sizes["active"] * stream
-    )  # of a block's stream, there and back; it is counted for two branches
+    over_fsdp = ring["fsdp"] * (gathered + 2 * weights)
+    over_data = ring["data"] * 4 * weights / mesh["fsdp"]
+    network = (over_fsdp + over_data) / chip.ici_bandwidth
+
+    # Copies of a block's stream to experts and back. `stream` counts two branches.
+    copies = sizes["active"] * stream
     waited = ring["tensor"] * 2 * (2 + again) * stream + ring["sequence"] * (2 + again) * keys
     waited += ring["experts"] * (2 + again) * copies
+    # Activations are sent along one dimension of the torus.
     waits = waited * chip.torus / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
     loss = memory.loss(config, program.definition, program.layout)
-    waits += config.accumulation_steps * (
-        loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops
-    )
+    loss_seconds = loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops
+    waits += config.accumulation_steps * loss_seconds
     return max(compute, network) + 0.1 * min(compute, network) + waits
 
 
@@ -223,164 +266,190 @@ def search(
     batches: Sequence[float] = BATCHES,
     keep: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> list[dict[str, Any]]:
-    """Reports of promising configurations of several kinds, compiled one by one; how it goes is printed.
+    """Compile promising configurations of several kinds, and return their reports.
+
+    Progress is printed. The run as configured is compiled first, for comparison.
 
     Args:
-        config: the run; its mesh, batch, remat policy, microbatches, loss and attention blocks are replaced.
-        name: topology.
-        slices: how many of them.
-        limit: programs to compile, one of them the run's own; the others are only estimated.
-        batches: that are tried, as multiples of the run's own.
-        keep: told the record of what was tried, before the first is compiled and after each.
+        config: Config of the run. Its mesh, batch, remat policy, microbatches, loss and attention
+            blocks are replaced.
+        name: Topology, such as v5e:16x16.
+        slices: Number of slices, joined by the slow network.
+        limit: Most programs to compile, at least 2. The other candidates are only estimated.
+        batches: Batch sizes to try, as multiples of the run's own.
+        keep: Function that gets the record of what was tried, before the first compilation and
+            after each.
 
     Returns:
-        Reports of `mupax.train.pods.compiled.Compiled`, those that fit first, fastest first, with the flags that make them.
+        Reports of `mupax.train.pods.compiled.Compiled` with the flags that make them. Those that
+        fit come first, the fastest first.
 
     Raises:
-        MeshError: no mesh of these axes fits the model and batch.
-        RefusedError: the compiler refuses all that were tried.
+        MeshError: No mesh of these axes fits the model and batch.
+        RefusedError: The compiler refuses all configurations that were tried.
     """
-    chip, devices = topology.chip_of(name), topology.devices(name, slices)
+    chip = topology.chip_of(name)
+    devices = topology.devices(name, slices)
     tried = list(candidates(config, chip, devices, slices, batches))
     if not tried:
         raise MeshError(
-            f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size"
+            f"no mesh of {len(devices)} chips fits this model and batch; "
+            "write another --data.batch-size"
         )
-    room = [one for one in tried if one.bytes <= ROOM * chip.hbm_bytes]
-    # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
-    chosen = different(
-        sorted(room or tried, key=lambda one: one.pace if room else one.bytes), limit
-    )
-    chosen = [candidate(config, chip, devices, slices), *chosen][
-        : max(2, limit)
-    ]  # beside the run as it stands
-    lowered = assemble(chosen[0].config, devices).trace_train().lower().as_text()
-    seconds = len(chosen) * estimates.compile_seconds(
-        len(lowered), estimates.operation_kib(config, chip)
-    )
-    minutes = max(1, round(seconds / 60))
+    memory_budget = ROOM * chip.hbm_bytes
+    fitting = [plan for plan in tried if plan.bytes <= memory_budget]
+    if fitting:
+        ranked = sorted(fitting, key=lambda plan: plan.pace)
+    else:
+        # The smallest are tried all the same, because the estimate may be wrong.
+        ranked = sorted(tried, key=lambda plan: plan.bytes)
+    configured = candidate(config, chip, devices, slices)
+    chosen = [configured, *different(ranked, limit)][: max(2, limit)]
+
+    minutes = max(1, round(_compile_seconds(chosen, chip, devices) / 60))
     terminal.say(
-        f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}: about {minutes} min of one core"
+        f"{len(tried)} configurations, {len(fitting)} expected to fit; "
+        f"compiling {len(chosen)}: about {minutes} min of one core"
     )
-    reports, refusals = [], []
-    rows = record(tried, chosen, ROOM * chip.hbm_bytes)
-    about = {
+    rows = record(tried, chosen, memory_budget)
+    contents = {
         "recipe": config.recipe,
         "topology": name,
         "slices": slices,
         "estimated": len(tried),
         "rows": rows,
     }
-    keep(about)
-    for number, one in enumerate(chosen, 1):
-        expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
-        terminal.say(f"{number}/{len(chosen)}  {one.words}  {expected}")
+    keep(contents)
+
+    reports = []
+    refusal = None
+    for index, plan in enumerate(chosen):
+        expected = f"(expected {plan.seconds:.3g} s, {gib(plan.bytes)})"
+        terminal.say(f"{index + 1}/{len(chosen)}  {plan.words}  {expected}")
         try:
-            report = compile_for(one.config, name, slices).report()
+            report = compile_for(plan.config, name, slices).report()
         except RefusedError as error:
             terminal.say(f"     {error}")
-            refusals.append(error)
-            rows[number - 1] |= {"outcome": "refused", "reason": str(error)}
-            keep(about)
+            refusal = error
+            rows[index] |= {"outcome": "refused", "reason": str(error)}
+            keep(contents)
             continue
-        step = report["roofline"] and f", {report['roofline']['step_seconds']:.3g} s"
-        terminal.say(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}")
-        # Its own `flags` are the compiler's.
+
+        roofline = report["roofline"]
+        result = f", {roofline['step_seconds']:.3g} s" if roofline else ", does not fit"
+        terminal.say(f"     {gib(report['peak_bytes_per_device'])}{result}")
+        figures = {figure: report.get(figure) for figure in FIGURES}
+        rows[index] |= {"outcome": "compiled", **figures}
+        keep(contents)
+        # `flags` of the report are the compiler's.
         report["compiler_flags"] = report.get("flags")
-        mine = {
-            "flags": one.words,
-            "kinds": one.kinds,
-            "expected_seconds": one.seconds,
+        plan_entries = {
+            "flags": plan.words,
+            "kinds": plan.kinds,
+            "expected_seconds": plan.seconds,
             "topology": name,
+            "slices": slices,
         }
-        reports.append({**report, **mine, "slices": slices})
-        figures = {name: report.get(name) for name in FIGURES}
-        rows[number - 1] |= {"outcome": "compiled", **figures}
-        keep(about)
+        reports.append({**report, **plan_entries})
     if not reports:
-        raise refusals[-1]
+        assert refusal is not None
+        raise refusal
+    return sorted(reports, key=_rank)
 
-    def pace(report: dict[str, Any]) -> float:
-        return (report["roofline"] or {}).get("step_seconds", math.inf) / report["batch_size"]
 
-    return sorted(reports, key=lambda report: (not report["fits"], pace(report)))
+def _compile_seconds(chosen: Sequence[Candidate], chip: Chip, devices: Any) -> float:
+    """Estimate the processor seconds for compiling the candidates, from the first one's size."""
+    first = chosen[0].config
+    program_bytes = len(assemble(first, devices).trace_train().lower().as_text())
+    kib = estimates.operation_kib(first, chip)
+    return len(chosen) * estimates.compile_seconds(program_bytes, kib)
+
+
+def _rank(report: dict[str, Any]) -> tuple[bool, float]:
+    """Return the key that sorts reports: those that fit first, then by seconds per example."""
+    roofline = report["roofline"] or {}
+    seconds = roofline.get("step_seconds", math.inf)
+    return not report["fits"], seconds / report["batch_size"]
 
 
 FIGURES = (
-    *(
-        "fits",
-        "problems",
-        "roofline",
-        "peak_bytes_per_device",
-        "argument_bytes_per_device",
-        "temporary_bytes_per_device",
-    ),
-    *("estimated_cycles", "hbm_traffic_per_device", "compile_seconds"),
+    "fits",
+    "problems",
+    "roofline",
+    "peak_bytes_per_device",
+    "argument_bytes_per_device",
+    "temporary_bytes_per_device",
+    "estimated_cycles",
+    "hbm_traffic_per_device",
+    "compile_seconds",
 )
-"""What a record has of a report."""
+"""Entries of a report that a record has."""
 
 
 def record(
     tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float
 ) -> list[dict[str, Any]]:
-    """A row of each candidate, those to be compiled first and in their order, then the `MOST_ROWS` best of the others.
+    """Return a row per candidate: those to compile in their order, then the best of the others.
 
     Args:
-        tried: all that were estimated.
-        chosen: those that are compiled.
-        room: bytes of a chip that may be expected to be taken.
+        tried: All candidates that were estimated. At most `MOST_ROWS` of those not chosen get a
+            row.
+        room: Bytes of a chip that an estimate may take.
     """
-    compiled = {id(one) for one in chosen}
-    rest = sorted(
-        (one for one in tried if id(one) not in compiled),
-        key=lambda one: (one.bytes > room, one.pace),
-    )
-    return [
-        {
-            "flags": one.words,
-            "expected_seconds": one.seconds,
-            "expected_bytes": one.bytes,
-            "expected_to_fit": one.bytes <= room,
-            "outcome": "estimated",
-        }
-        for one in (*chosen, *rest[:MOST_ROWS])
-    ]
+    chosen_ids = {id(plan) for plan in chosen}
+    remaining = [plan for plan in tried if id(plan) not in chosen_ids]
+    remaining.sort(key=lambda plan: (plan.bytes > room, plan.pace))
+    rows = []
+    for plan in (*chosen, *remaining[:MOST_ROWS]):
+        rows.append(
+            {
+                "flags": plan.words,
+                "expected_seconds": plan.seconds,
+                "expected_bytes": plan.bytes,
+                "expected_to_fit": plan.bytes <= room,
+                "outcome": "estimated",
+            }
+        )
+    return rows
 
 
 def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
-    """The best candidate, then of each thing it decides the best that decides it otherwise, then the best of what is left.
+    """Return `limit` candidates: the best, the best that differs in each setting, the next best.
 
-    Near copies of the best would differ by less than the estimates are wrong; these show in which direction they are.
+    `ranked` has the best first.
 
-    Args:
-        ranked: candidates, the best first.
-        limit: most that are returned.
+    Near copies of the best differ by less than the error of the estimates. Candidates that differ
+    show in which direction the estimates are wrong.
     """
     best = ranked[0].kinds
-    variants = (
-        next((one for one in ranked if one.kinds[name] != best[name]), None) for name in best
-    )
-    chosen = {id(one): one for one in (ranked[0], *variants, *ranked) if one is not None}
+    variants = []
+    for name in best:
+        for plan in ranked:
+            if plan.kinds[name] != best[name]:
+                variants.append(plan)
+                break
+    # One variant may differ in several settings, and counts once.
+    chosen = {id(plan): plan for plan in (ranked[0], *variants, *ranked)}
     return list(chosen.values())[:limit]
 
 
 def table(reports: list[dict[str, Any]], title: str) -> str:
-    """The reports of `search` as text, best first.
+    """Return the reports of `search` as text, in their order.
 
     Args:
-        reports: of `search`.
-        title: line above them.
+        reports: Result of `search`, best first.
     """
     rows = [("flags", "fits", "memory", "expected", "step", "alone", "bound", "MFU")]
     for report in reports:
-        line = report["roofline"] or {}
-        step, alone, bound, mfu = "----"
-        if line:
-            step, alone = (f"{line[name]:.3g} s" for name in ("step_seconds", "alone"))
-            bound, mfu = line["bound"], f"{line['mfu']:.1%}"
-        fits, memory = "yes" if report["fits"] else "no", gib(report["peak_bytes_per_device"])
+        step = alone = bound = mfu = "-"
+        roofline = report["roofline"]
+        if roofline:
+            step = f"{roofline['step_seconds']:.3g} s"
+            alone = f"{roofline['alone']:.3g} s"
+            bound = roofline["bound"].replace("_", " ")
+            mfu = f"{roofline['mfu']:.1%}"
+        fits = "yes" if report["fits"] else "no"
+        peak = gib(report["peak_bytes_per_device"])
         expected = f"{report['expected_seconds']:.3g} s"
-        rows.append(
-            (report["flags"], fits, memory, expected, step, alone, bound.replace("_", " "), mfu)
-        )
+        rows.append((report["flags"], fits, peak, expected, step, alone, bound, mfu))
     return f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"

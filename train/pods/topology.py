@@ -1,4 +1,7 @@
-"""A topology without a TPU: the devices that the real compiler compiles for, or an error that says why not."""
+"""Topologies of TPU chips without a TPU: devices that the real compiler compiles for.
+
+If there is no such topology or no compiler, an error says why.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from mupax.errors import MupaxError
 from mupax.train.parallel.chips import CHIPS, Chip
 
 EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4 or v4:4x4x4"
+"""Topologies that messages name."""
 _OUTSIDE = {
     # No machine to ask: without these libtpu tries the network for a minute, and complains.
     "TPU_SKIP_MDS_QUERY": "1",
@@ -26,27 +30,30 @@ _OUTSIDE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     # The compiler needs no TPU, and must not look for one.
     "JAX_PLATFORMS": "cpu",
-    # What is compiled for devices that are not here cannot be read back.
+    # A program for devices that are not here cannot be read back from the cache.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
+"""Environment variables for compiling without a TPU, unless the user has set them."""
 
 
 class TopologyError(MupaxError):
-    """A topology that does not exist, or no compiler for it. The text says what to write or install."""
+    """Unknown topology or missing compiler. The message says what to write or install."""
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology such as v5e:16x16.
+    """Return the chip of a topology such as v5e:16x16.
 
     Raises:
-        TopologyError: the text is not CHIP:AxB or CHIP:AxBxC, or the chip is not in the table.
+        TopologyError: The text is not CHIP:AxB or CHIP:AxBxC, the chip is not in `CHIPS`, or the
+            chip is wired in fewer dimensions.
     """
     match = re.fullmatch(r"([\w ]+):(\d+(?:x\d+){1,2})", topology)
     if match is None:
         raise TopologyError(
             f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC, such as {EXAMPLES}"
         )
-    name, dims = match[1], match[2].split("x")
+    name = match[1]
+    dims = match[2].split("x")
     if name not in CHIPS:
         raise TopologyError(
             f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}"
@@ -55,13 +62,14 @@ def chip_of(topology: str) -> Chip:
     if len(dims) > chip.torus or math.prod(map(int, dims)) < 1:
         example = f"{name}:{'x'.join('4' * chip.torus)}"
         raise TopologyError(
-            f"{topology}: chips of {name} are wired in {chip.torus} dimensions; write such as {example}"
+            f"{topology}: chips of {name} are wired in {chip.torus} dimensions; "
+            f"write such as {example}"
         )
     return chip
 
 
 def ready() -> None:
-    """Let the TPU compiler run where there is no TPU. To be called before JAX is imported.
+    """Set up the TPU compiler on a machine without a TPU. Call this before JAX is imported.
 
     Raises:
         TopologyError: libtpu is not installed.
@@ -72,72 +80,83 @@ def ready() -> None:
 
 
 def devices(topology: str, slices: int = 1) -> Sequence[Any]:
-    """The devices of a topology, for `mupax.train.core.program.assemble`; none of them exists.
+    """Return the devices of a topology, none of which exists, for `core.program.assemble`.
 
     Args:
-        topology: chip and shape of one slice, such as v5e:16x16.
-        slices: slices, joined by the slow network.
+        topology: Chip and shape of one slice, such as v5e:16x16.
+        slices: Number of slices that the slow network joins, 1 by default.
 
     Raises:
-        TopologyError: as `chip_of` and `ready`, or the compiler does not know the shape.
+        TopologyError: `chip_of` or `ready` fails, or the compiler does not know the shape.
     """
     chip = chip_of(topology)
     ready()
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {
-        "wrap": wraps(topology),
-        **({"num_slices": slices} if slices > 1 else {}),
-    }
+    options: dict[str, Any] = {"wrap": wraps(topology)}
+    if slices > 1:
+        options["num_slices"] = slices
     if chip.name == "v4":
         # Both cores of a chip as one device, as on the machines.
         options["chip_config_name"] = "megacore"
     try:
         with quiet():
-            named = topology.replace(chip.name, chip.family or chip.name, 1)
-            described = topologies.get_topology_desc(platform="tpu", topology_name=named, **options)
-    except Exception as error:  # jaxlib's own, with the reason in its text
+            name = topology.replace(chip.name, chip.family or chip.name, 1)
+            description = topologies.get_topology_desc(
+                platform="tpu", topology_name=name, **options
+            )
+    except Exception as error:  # jaxlib's own error, with the reason in its text
         reason = str(error).partition(": ")[2] or str(error)
         raise TopologyError(
             f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}"
         ) from error
-    return described.devices
+    return description.devices
 
 
 def wraps(topology: str) -> list[bool]:
-    """Whether the first and the last chip of each of three dimensions are neighbours, too, as in the machines.
+    """Return whether the first and last chip are neighbors, for each of three dimensions.
 
-    Of v5e and v6e along dimensions of 16, the whole of a pod's; of chips wired in three dimensions in slices made of whole cubes of
-    4x4x4 (Google Cloud's pages of each version; as MaxText's `accelerator_to_spec_map` has it). The compiler takes none unless told,
-    and then gathers by sums over a whole cube: 8 GB sent where 4 are needed.
+    As in the machines, chips of v5e and v6e are joined into a ring along dimensions of 16, the
+    whole of a pod's. Chips that are wired in three dimensions are joined in slices made of whole
+    cubes of 4x4x4. (Google Cloud's pages of each version; MaxText's `accelerator_to_spec_map`.)
 
     Args:
-        topology: as of `chip_of`.
+        topology: Topology that `chip_of` accepts.
     """
-    chip, dims = chip_of(topology), [int(size) for size in topology.split(":")[1].split("x")]
+    # Without this the compiler assumes no rings, and gathers by sums over a whole cube: 8 GB are
+    # sent where 4 are needed.
+    chip = chip_of(topology)
+    dims = [int(size) for size in topology.split(":")[1].split("x")]
     if chip.torus == 3:
-        return [len(dims) == 3 and all(size % 4 == 0 for size in dims)] * 3
+        is_cubes = len(dims) == 3 and all(size % 4 == 0 for size in dims)
+        return [is_cubes] * 3
     return [*(size == 16 for size in dims), False]
 
 
 def across(mesh: Any) -> dict[str, int]:
-    """Mesh axes that cross slices, and the number of slices along each; empty on one slice.
+    """Return the number of slices along each mesh axis that crosses slices.
+
+    The mapping is empty on one slice.
 
     Args:
-        mesh: of JAX devices.
+        mesh: `jax.sharding.Mesh`, or any object with its `shape` and `devices`.
     """
     counts: dict[str, int] = {}
-    for axis, name in enumerate(mesh.shape):
-        first = tuple(slice(None) if other == axis else 0 for other in range(mesh.devices.ndim))
-        counts[name] = len(
-            {getattr(device, "slice_index", None) or 0 for device in mesh.devices[first]}
-        )
-    return {name: count for name, count in counts.items() if count > 1}
+    for index, name in enumerate(mesh.shape):
+        # The first line of devices along the axis.
+        place: list[Any] = [0] * mesh.devices.ndim
+        place[index] = slice(None)
+        line = mesh.devices[tuple(place)]
+        slices = {getattr(device, "slice_index", None) or 0 for device in line}
+        if len(slices) > 1:
+            counts[name] = len(slices)
+    return counts
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides what the TPU library writes to the process's stderr whatever Python says."""
+    """Context manager that hides what the TPU library writes to the process's stderr."""
+    # The library writes to the file descriptor, so replacing `sys.stderr` hides nothing.
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as output:

@@ -1,9 +1,11 @@
-"""Whether a step fits its devices' memory, and the flags that make it fit: each proposal is compiled, or estimated, before it is made.
+"""Memory checks of a step: refusals before a run starts, and flags that make the step fit.
 
-Devices that a mesh has and this machine has not get stand-ins with their shapes, and a step's memory there is an estimate.
+Each proposal of flags is compiled, or estimated, before it is made. Places of a mesh for which this
+machine has no device get fake devices, and a step's memory there is an estimate.
 
-The estimate is of programs of the CPU compiler on 16 devices, from what one device takes of the same rows: `lm-tiny` and `lm-8b`, with and
-without remat and accumulation, were at most 1.02 of it.
+The estimate starts from one device's memory for the same rows. For programs of the CPU compiler on
+16 devices (`lm-tiny` and `lm-8b`, with and without remat and accumulation), the compiler's figure
+was at most 1.02 of the estimate.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,27 +33,32 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import definition
 
 _LESS_FUSED = 2.0
-"""Times the activations of one device's step that a step split over devices keeps, where a layer's backward pass has all of them."""
+"""Factor on one device's activations if the step is split over devices and saves activations.
+
+Remat policies that recompute a layer need no factor.
+"""
 _COPIES = 3
-"""Copies of what is whole for a moment: as it is sent, as a product takes it, and its gradient."""
+"""Copies of gathered parameters: as received, as a matrix product's operand, and their gradient."""
 
 _TRIES = 4
-"""Proposals that are compiled; the estimates that order them are within some ten per cent."""
+"""Most proposals that are compiled. The estimates that order them are within some ten per cent."""
 _PATIENCE_S = 20.0
-"""How long the compiler may look for flags where a run is refused; a dry run has all the time that it takes."""
+"""Seconds to compile proposals in when a run is refused. A dry run has no limit."""
 _SLACK = 0.9
-"""Of the memory, as an estimate may be: the rest is the runtime's and the host's."""
+"""Share of the memory that an estimate may take. The rest is for the runtime and the host."""
 OVERRIDE = "--faults.no-memory-check starts the run all the same"
 """Last sentence of a refusal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """Description of a device, for places of a mesh that no device of this machine takes; it computes nothing.
+    """Description of a device for a place of a mesh that no device of this machine takes.
+
+    A fake device computes nothing. All attributes but `id` are those of `like`.
 
     Attributes:
-        like: a `jax.Device`.
-        id: beyond those of the devices there are.
+        like: `jax.Device` of this machine.
+        id: Number beyond those of this machine's devices.
     """
 
     like: Any
@@ -62,36 +69,43 @@ class FakeDevice:
 
 
 def stand_ins(config: MeshConfig) -> Sequence[Any] | None:
-    """As many devices as a mesh needs, where that is more than there are; None where it is not, and on TPU, whose chips have places.
+    """Return devices for the mesh, some of them fake, if it needs more than this machine has.
+
+    `None` if this machine has enough. TPU meshes get no fake devices, because their layout depends
+    on chip coordinates.
 
     Args:
-        config: of the mesh; an axis left open is then one device.
+        config: Sizes of the mesh. An axis that is left open counts as one device.
     """
     present = jax.devices()
-    needed = math.prod(size for axis in MESH_AXES if (size := getattr(config, axis)) > 0)
+    needed = 1
+    for axis in MESH_AXES:
+        size = getattr(config, axis)
+        if size > 0:
+            needed *= size
     if needed <= len(present) or present[0].platform == "tpu":
         return None
-    return [*present, *(FakeDevice(present[0], id) for id in range(len(present), needed))]
+    fakes = [FakeDevice(present[0], index) for index in range(len(present), needed)]
+    return [*present, *fakes]
 
 
 def here(program: Program) -> bool:
-    """Whether all devices of a program are this machine's, so that it can be compiled."""
+    """Return whether this machine has all devices of a program, so that it can be compiled."""
     return not any(isinstance(device, FakeDevice) for device in program.mesh.devices.flat)
 
 
 def per_row(config: Config) -> int | None:
-    """Bytes of activations and their gradients of one example in one device's step; None where the compiler does not say.
+    """Return the bytes of one example's activations and their gradients on one device.
 
-    It is compiled twice on one device, with one example and with two: what they differ in is of the example.
-
-    Args:
-        config: of the run; its own mesh, batch and accumulation do not count.
+    The step is compiled for one device with one example and with two; the difference is the second
+    example's. The run's own mesh, batch and accumulation do not matter. `None` if the compiler does
+    not say.
     """
     sizes = []
-    for rows in (1, 2):
-        data = dataclasses.replace(config.data, batch_size=rows, eval_batch_size=None)
-        alone = dataclasses.replace(config, mesh=MeshConfig(), accumulation_steps=1, data=data)
-        analysis = assemble(alone, jax.devices()[:1]).compile_train().memory_analysis()
+    for num_rows in (1, 2):
+        data = dataclasses.replace(config.data, batch_size=num_rows, eval_batch_size=None)
+        single = dataclasses.replace(config, mesh=MeshConfig(), accumulation_steps=1, data=data)
+        analysis = assemble(single, jax.devices()[:1]).compile_train().memory_analysis()
         if analysis is None:
             return None
         sizes.append(analysis.temp_size_in_bytes)
@@ -99,37 +113,42 @@ def per_row(config: Config) -> int | None:
 
 
 def temporary(program: Program, row: int) -> int:
-    """Bytes of activations and gradients of one device of a mesh that is not here, estimated.
+    """Estimate the bytes of activations and gradients on one device.
 
     Args:
-        program: of the run.
-        row: from `per_row`.
+        program: Program whose devices this machine does not have.
+        row: Bytes of one example, from `per_row`.
     """
-    config, layout = program.config, program.layout
-    rows = config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
-    less_fused = _LESS_FUSED if config.model.compute.remat in ("none", "dots") else 1.0
+    config = program.config
+    layout = program.layout
+    num_rows = config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
+    saves_activations = config.model.compute.remat in ("none", "dots")
+    less_fused = _LESS_FUSED if saves_activations else 1.0
     gradients = sum(
         memory.bytes_of(leaf, leaf.sharding) for leaf in program.abstract.params.values()
     )
-    split = math.prod(layout.num_shards(axis) for axis in ("sequence", "heads"))
-    more = config.accumulation_steps > 1
-    return int(row * rows * less_fused / split + gradients * (2 + more) + buffers(program))
+    num_splits = layout.num_shards("sequence") * layout.num_shards("heads")
+    # Accumulation keeps the sum of gradients besides the microbatch's own.
+    num_gradients = 2 + (config.accumulation_steps > 1)
+    activations = row * num_rows * less_fused / num_splits
+    return int(activations + gradients * num_gradients + buffers(program))
 
 
 def buffers(program: Program) -> int:
-    """Bytes of parameters that a device has whole for a moment, where they are split by rows.
+    """Return the bytes of gathered parameters on a device at one moment.
 
-    Args:
-        program: of the run.
+    0 if parameters are not split by rows.
     """
     if program.layout.num_shards("embed") == 1:
         return 0
-    params, specs = program.abstract.params, program.definition.specs
-    whole = {name: leaf.size * leaf.dtype.itemsize for name, leaf in params.items()}
-    # One layer of every stack's matrices, and all of what is in none.
-    return _COPIES * sum(
-        size // (params[n].shape[0] if specs[n].in_block else 1) for n, size in whole.items()
-    )
+    specs = program.definition.specs
+    total = 0
+    for name, leaf in program.abstract.params.items():
+        size = leaf.size * leaf.dtype.itemsize
+        # One layer of each stack is gathered at a time, and all of a parameter outside stacks.
+        num_layers = leaf.shape[0] if specs[name].in_block else 1
+        total += size // num_layers
+    return _COPIES * total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +156,11 @@ class MemoryEstimate:
     """Bytes of one device while a step runs.
 
     Attributes:
-        state: what goes in: parameters, moments, the batch.
-        temporary: activations and gradients.
-        compiled: whether the compiler says so; else it is an estimate, of devices that are not here.
-        saved: a copy of the state on a CPU, whose memory a checkpoint takes while the next steps run.
+        state: Arguments of the step: parameters, moments and the batch.
+        temporary: Activations and gradients.
+        compiled: `True` if the compiler gave the bytes, `False` if they are an estimate.
+        saved: Copy of the state that a checkpoint writes while the next steps run. Only on a CPU,
+            where the copy takes the device's memory.
     """
 
     state: int
@@ -150,41 +170,43 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Sum of all."""
+        """Sum of all bytes."""
         return self.state + self.temporary + self.saved
 
     def fits(self, limit: int) -> bool:
-        """Whether a device of so many bytes has room for it."""
-        return self.peak <= (limit if self.compiled else _SLACK * limit)
+        """Return whether a device with `limit` bytes has room, with some slack for an estimate."""
+        if self.compiled:
+            return self.peak <= limit
+        return self.peak <= _SLACK * limit
 
 
 def program_of(config: Config) -> Program:
-    """The program of a config, on stand-ins where its mesh needs more devices than there are.
+    """Assemble the program of a config, with fake devices if this machine has too few.
 
     Raises:
-        ConfigError, PresetError, MeshError: as `assemble`.
+        ConfigError, PresetError, MeshError: `assemble` refuses the config.
     """
     return assemble(config, stand_ins(config.mesh))
 
 
 def needs(program: Program) -> MemoryEstimate | None:
-    """Return the memory of the step: compiled, or estimated where its devices are not here. None where the compiler does not say.
+    """Return the memory of the step: compiled, or estimated if its devices are not here.
 
-    Args:
-        program: of the run.
+    `None` if the compiler does not say.
     """
-    if not here(program):
-        row = per_row(program.config)
-        return None if row is None else _estimated(program, row)
-    return needs_of(program, program.compile_train())
+    if here(program):
+        return needs_of(program, program.compile_train())
+    row = per_row(program.config)
+    if row is None:
+        return None
+    return _estimated(program, row)
 
 
 def needs_of(program: Program, step: jax.stages.Compiled) -> MemoryEstimate | None:
-    """Return what a compiled training step takes, or None where the compiler does not say.
+    """Return the memory of a compiled training step, or `None` if the compiler does not say.
 
     Args:
-        program: program of the run.
-        step: from `Program.compile_train`.
+        step: Compiled step, from `Program.compile_train`.
     """
     analysis = step.memory_analysis()
     if analysis is None:
@@ -195,55 +217,62 @@ def needs_of(program: Program, step: jax.stages.Compiled) -> MemoryEstimate | No
 
 
 def needs_by_shapes(program: Program) -> MemoryEstimate:
-    """Estimate what a step takes without compiling it, from the shapes of the state, its gradients and the activations."""
+    """Estimate the memory of a step from shapes, without compiling.
+
+    The state, its gradients and the activations are counted.
+    """
     temporary = _gradients(program) + _activations(program, program.config)
     return MemoryEstimate(_state(program), temporary, compiled=False, saved=_saved(program))
 
 
 def room(device: Any) -> int | None:
-    """Return the bytes that a device has left, or None where that is not known. A CPU device has its share of the host's.
+    """Return the free bytes of a device, or `None` if they are not known.
+
+    A CPU device has its share of the host's memory.
 
     Args:
-        device: a `jax.Device`.
+        device: `jax.Device` of this machine.
     """
     return host_memory.device_room(device, jax.local_device_count())
 
 
 def limit_of(program: Program) -> int | None:
-    """Return the bytes that a device of a program has left; None where a config or `MUPAX_MEMORY_CHECK` says not to check."""
+    """Return the free bytes of a program's device on this machine.
+
+    `None` if they are not known, or if the config or `MUPAX_MEMORY_CHECK` turns checks off.
+    """
     if not (program.config.faults.memory_check and host_memory.checks()):
         return None
-    local = [
-        device
-        for device in program.mesh.devices.flat
-        if device.process_index == jax.process_index()
-    ]
-    return room(local[0]) if local else None
+    for device in program.mesh.devices.flat:
+        if device.process_index == jax.process_index():
+            return room(device)
+    return None
 
 
 def check_arrays(arrays: Any, purpose: str, advice: str) -> None:
-    """Refuse to make arrays that the host has no memory for; those of other devices are not counted.
+    """Refuse arrays that do not fit the host's memory. Arrays on other devices are not counted.
 
     Args:
-        arrays: tree of arrays or their shapes. A shape without a sharding stands for an array of the host.
-        purpose: subject of the message, such as "the weights".
-        advice: sentence that says what to write instead.
+        arrays: Tree of arrays or their shapes. A shape without a sharding stands for an array of
+            the host.
+        purpose: Subject of the message, such as "the weights".
+        advice: Sentence that says what to write instead.
 
     Raises:
-        MemoryLimitError: there is less.
+        MemoryLimitError: The host has less memory.
     """
     total = 0
     for leaf in jax.tree.leaves(arrays):
         sharding = getattr(leaf, "sharding", None)
-        devices = sharding.addressable_devices if sharding is not None else ()
+        itemsize = jnp.dtype(leaf.dtype).itemsize
+        if sharding is None:
+            total += math.prod(leaf.shape) * itemsize
+            continue
+        devices = sharding.addressable_devices
         if any(device.platform != "cpu" for device in devices):
             continue
-        part = (
-            math.prod(sharding.shard_shape(leaf.shape))
-            if sharding is not None
-            else math.prod(leaf.shape)
-        )
-        total += part * jnp.dtype(leaf.dtype).itemsize * max(1, len(devices))
+        shard_size = math.prod(sharding.shard_shape(leaf.shape))
+        total += shard_size * itemsize * max(1, len(devices))
     host_memory.check(total, purpose, advice)
 
 
@@ -251,20 +280,21 @@ def check_state(program: Program, limit: int | None, *, saves: bool = True) -> N
     """Refuse a run whose state and gradients alone do not fit, before anything is compiled.
 
     Args:
-        program: program of the run.
-        limit: bytes of a device; None checks nothing.
-        saves: whether checkpoints are saved.
+        limit: Bytes of a device. `None` checks nothing.
+        saves: `False` if the run writes no checkpoints. By default it does.
 
     Raises:
-        MemoryLimitError: they do not fit. The text names flags that do.
+        MemoryLimitError: They do not fit. The message names flags that make the run fit.
     """
     usage = needs_by_shapes(program)
-    usage = usage if saves else dataclasses.replace(usage, saved=0)
-    alone = dataclasses.replace(usage, temporary=_gradients(program), compiled=True)
-    if limit is not None and not alone.fits(limit):
-        raise MemoryLimitError(
-            f"out of memory: {verdict(program, usage, limit, compiles=False)}. {OVERRIDE}"
-        )
+    if not saves:
+        usage = dataclasses.replace(usage, saved=0)
+    # Without activations and without slack, so that only a certain failure is refused here.
+    least = dataclasses.replace(usage, temporary=_gradients(program), compiled=True)
+    if limit is None or least.fits(limit):
+        return
+    problem = verdict(program, usage, limit, compiles=False)
+    raise MemoryLimitError(f"out of memory: {problem}. {OVERRIDE}")
 
 
 def check_step(
@@ -273,20 +303,22 @@ def check_step(
     """Refuse a run whose compiled step does not fit, before the first step.
 
     Args:
-        program: program of the run.
-        step: from `Program.compile_train`.
-        limit: bytes of a device before the state lay there; None checks nothing.
-        saves: whether checkpoints are saved.
+        step: Compiled step, from `Program.compile_train`.
+        limit: Free bytes of a device before the state was made. `None` checks nothing.
+        saves: `False` if the run writes no checkpoints. By default it does.
 
     Raises:
-        MemoryLimitError: it does not fit. The text names flags that do.
+        MemoryLimitError: The step does not fit. The message names flags that make the run fit.
     """
     if limit is None:
         return
     usage = needs_of(program, step)
-    if usage is not None and not saves:
+    if usage is None:
+        return
+    if not saves:
         usage = dataclasses.replace(usage, saved=0)
-    if usage is not None and (problem := verdict(program, usage, limit, elsewhere=False)):
+    problem = verdict(program, usage, limit, elsewhere=False)
+    if problem:
         raise MemoryLimitError(f"out of memory: {problem}. {OVERRIDE}")
 
 
@@ -296,13 +328,15 @@ def check_evaluation(
     """Refuse an evaluation that does not fit, before its first batch.
 
     Args:
-        program: program of the run or of the evaluation.
-        evaluation: from `Program.compile_eval`.
-        limit: bytes of a device; None checks nothing.
-        held: bytes that lie there beside the evaluation's parameters, such as optimizer state.
+        program: Program of the run or of the evaluation.
+        evaluation: Compiled evaluation, from `Program.compile_eval`.
+        limit: Free bytes of a device. `None` checks nothing.
+        held: Bytes that stay on the device besides the evaluation's parameters, such as optimizer
+            state. 0 by default.
 
     Raises:
-        MemoryLimitError: it does not fit. The text names an evaluation batch that does.
+        MemoryLimitError: The evaluation does not fit. The message names an evaluation batch that
+            does.
     """
     analysis = evaluation.memory_analysis()
     if limit is None or analysis is None:
@@ -311,17 +345,17 @@ def check_evaluation(
     peak = arguments + analysis.temp_size_in_bytes
     if peak <= limit:
         return
-    batch = program.config.eval_batch_size
-    ways = program.layout.num_shards("batch")
-    text = f"out of memory: an evaluation takes {_of(peak, limit, program)}"
-    smaller = batch // 2
-    while smaller >= ways:
-        estimate = arguments + analysis.temp_size_in_bytes * smaller / batch
-        if smaller % ways == 0 and estimate <= _SLACK * limit:
-            with_flag = (
-                f"With --data.eval-batch-size {smaller} it takes {gib(estimate)} by estimate"
-            )
-            raise MemoryLimitError(f"{text}. {with_flag}")
+
+    text = f"out of memory: an evaluation takes {_usage_text(peak, limit, program)}"
+    batch_size = program.config.eval_batch_size
+    num_shards = program.layout.num_shards("batch")
+    smaller = batch_size // 2
+    while smaller >= num_shards:
+        # Activations are in proportion to the batch.
+        estimate = arguments + analysis.temp_size_in_bytes * smaller / batch_size
+        if smaller % num_shards == 0 and estimate <= _SLACK * limit:
+            flag = f"--data.eval-batch-size {smaller}"
+            raise MemoryLimitError(f"{text}. With {flag} it takes {gib(estimate)} by estimate")
         smaller //= 2
     raise MemoryLimitError(
         f"{text}, and no smaller --data.eval-batch-size fits. Take a smaller model or more devices"
@@ -329,17 +363,22 @@ def check_evaluation(
 
 
 def advice(program: Program) -> str:
-    """Return a sentence with flags that take less memory, for a run that ended because there was none left."""
+    """Return a sentence with flags that take less memory, for a run that ran out of memory."""
     usage = needs_by_shapes(program)
-    return f"By its shapes it takes {gib(usage.peak)}. {_fitting(program, usage, int(0.75 * usage.peak), compiles=False, elsewhere=False)}"
+    # The true limit is below the estimate by an unknown amount.
+    limit = int(0.75 * usage.peak)
+    flags = _fitting(program, usage, limit, compiles=False, elsewhere=False)
+    return f"By its shapes it takes {gib(usage.peak)}. {flags}"
 
 
-def _of(peak: float, limit: int, program: Program) -> str:
+def _usage_text(peak: float, limit: int, program: Program) -> str:
+    """Return the peak and the limit of a device in words."""
     devices = "each device" if program.mesh.size > 1 else "one device"
     source = ""
     if program.mesh.devices.flat[0].platform == "cpu":
         name = host_memory.room().limit
-        source = f" ({name} leaves no more)" if name != "this machine" else ""
+        if name != "this machine":
+            source = f" ({name} leaves no more)"
     return f"{gib(peak)} of {gib(limit)} on {devices}{source}"
 
 
@@ -351,88 +390,117 @@ def verdict(
     compiles: bool = True,
     elsewhere: bool = True,
 ) -> str | None:
-    """Return a sentence for a step that does not fit, with the flags that would; None for one that does.
+    """Return a text on a step that does not fit, with flags that make it fit. `None` if it fits.
 
     Args:
-        program: of the run.
-        usage: by its step.
-        limit: bytes of a device.
-        compiles: whether proposals are compiled before they are made; else they are estimated from shapes.
-        elsewhere: whether the compiler is asked about more devices too, and as long as it takes.
+        compiles: `True` compiles proposals before they are made, `False` estimates them from
+            shapes.
+        elsewhere: `True` also compiles for more devices than there are, and sets no time limit.
     """
     if usage.fits(limit):
         return None
-    says = f"{_of(usage.peak, limit, program)}."
+    text = f"{_usage_text(usage.peak, limit, program)}."
     if not usage.compiled and compiles:
-        says += " An estimate fits where it leaves a tenth."
-    return f"{says} {_fitting(program, usage, limit, compiles=compiles, elsewhere=elsewhere)}"
+        text += " An estimate fits where it leaves a tenth."
+    return f"{text} {_fitting(program, usage, limit, compiles=compiles, elsewhere=elsewhere)}"
 
 
 def _fitting(
     program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool, elsewhere: bool
 ) -> str:
-    """Name flags with which a step fits that does not, or say that there are none."""
-    began = time.monotonic()
+    """Return flags that make a step fit, or the sentence that there are none."""
+    start_time = time.monotonic()
+    # Nothing can be compiled for devices that are not here.
     if here(program):
         for config, flags in itertools.islice(_proposals(program, usage, limit), _TRIES):
-            other = assemble(config)
-            exact = compiles and (elsewhere or time.monotonic() - began < _PATIENCE_S)
-            smaller = needs(other) if exact else _scaled(program, usage, other)
-            if smaller and smaller.fits(limit):
-                how = "as compiled" if exact else "by estimate"
-                return f"With {flags} it takes {gib(smaller.peak)}, {how}"
-    shorter = _smaller_text(program, usage, limit)
+            proposal = assemble(config)
+            has_time = elsewhere or time.monotonic() - start_time < _PATIENCE_S
+            if compiles and has_time:
+                proposed_usage = needs(proposal)
+                source = "as compiled"
+            else:
+                proposed_usage = _scaled(program, usage, proposal)
+                source = "by estimate"
+            if proposed_usage and proposed_usage.fits(limit):
+                return f"With {flags} it takes {gib(proposed_usage.peak)}, {source}"
+
+    smaller_runs = _smaller_text(program, usage, limit)
     if program.layout.platform == "tpu":
-        return f"No flags make it fit here; `mupax compile` finds the mesh of a pod. Else write {shorter}"
+        return (
+            "No flags make it fit here; `mupax compile` finds the mesh of a pod. "
+            f"Else write {smaller_runs}"
+        )
     if compiles and elsewhere:
         text = _on_more_devices(program, limit)
     else:
         text = _on_more_devices_by_shapes(program, usage, limit)
     if text.endswith("by estimate"):
-        return f"{text}. On these devices write {shorter}"
-    return f"No flags make it fit these devices. {text}. Write {shorter}"
+        return f"{text}. On these devices write {smaller_runs}"
+    return f"No flags make it fit these devices. {text}. Write {smaller_runs}"
 
 
 def _on_more_devices(program: Program, limit: int) -> str:
-    """Name the fewest devices that the run fits; ends with "by estimate" where there are some."""
-    rows: dict[str, int | None] = {}  # bytes of an example by remat
-    least, best = math.inf, "No larger mesh divides the batch and the model's sizes"
+    """Return the fewest devices that the run fits, with flags.
+
+    The text ends with "by estimate" if there are such devices. Otherwise it says how near the run
+    comes to fitting.
+    """
+    row_bytes: dict[str, int | None] = {}  # bytes of one example, by remat policy
+    lowest_peak = math.inf
+    best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
-        if least == math.inf:
+        if lowest_peak == math.inf:
             best = f"On {larger.mesh.size} of them the activations of one example alone are more"
         for config, flags in _savings(larger, ("block",)):
-            kind = config.model.compute.remat
-            if kind not in rows and _activations(larger, config) > limit:
-                continue  # which the sizes alone say
-            if kind not in rows:
-                rows[kind] = per_row(config)
-            if (row := rows[kind]) is None:
+            remat = config.model.compute.remat
+            if remat not in row_bytes:
+                # Sizes alone say that it does not fit, which saves compiling.
+                if _activations(larger, config) > limit:
+                    continue
+                row_bytes[remat] = per_row(config)
+            row = row_bytes[remat]
+            if row is None:
                 continue
-            smaller = _estimated(dataclasses.replace(larger, config=config), row)
+
+            usage = _estimated(dataclasses.replace(larger, config=config), row)
             words = " ".join((*_mesh_flags(program.config, config), *flags))
-            text = f"On {larger.mesh.size} such devices, with {words}, it takes {gib(smaller.peak)} by estimate"
-            if smaller.fits(limit):
+            text = _on_devices(larger.mesh.size, words, usage.peak)
+            if usage.fits(limit):
                 return text
-            if smaller.peak < least:
-                least, best = smaller.peak, f"{text}, still too much"
+            if usage.peak < lowest_peak:
+                lowest_peak = usage.peak
+                best = f"{text}, still too much"
     return best
 
 
-def _scaled(program: Program, usage: MemoryEstimate, other: Program) -> MemoryEstimate:
-    """Estimate another program's step from this one's: activations in proportion to what the shapes say, all else by shapes."""
-    share = _activations(other, other.config) / max(1, _activations(program, program.config))
-    rest = max(0, usage.temporary - _gradients(program))
-    temporary = int(_gradients(other) + rest * share + buffers(other))
-    return MemoryEstimate(_state(other), temporary, compiled=False, saved=_saved(other))
+def _on_devices(count: int, flags: str, peak: float) -> str:
+    """Return the estimated memory of a run on more devices, in words."""
+    return f"On {count} such devices, with {flags}, it takes {gib(peak)} by estimate"
+
+
+def _scaled(program: Program, usage: MemoryEstimate, target: Program) -> MemoryEstimate:
+    """Estimate the step of `target` from the step of `program`.
+
+    Activations are in proportion to the estimates by shapes. All else is taken from shapes.
+
+    Args:
+        usage: Memory of `program`.
+        target: Program of the same run with other flags.
+    """
+    activations = _activations(target, target.config)
+    share = activations / max(1, _activations(program, program.config))
+    measured_activations = max(0, usage.temporary - _gradients(program))
+    temporary = int(_gradients(target) + measured_activations * share + buffers(target))
+    return MemoryEstimate(_state(target), temporary, compiled=False, saved=_saved(target))
 
 
 def _on_more_devices_by_shapes(program: Program, usage: MemoryEstimate, limit: int) -> str:
-    """Name the fewest devices that hold the run by `_scaled`; nothing is compiled."""
+    """Return the fewest devices that hold the run by `_scaled`, without compiling."""
     best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
         peak = _scaled(program, usage, larger).peak
-        words = " ".join(_mesh_flags(program.config, larger.config))
-        best = f"On {larger.mesh.size} such devices, with {words}, it takes {gib(peak)} by estimate"
+        flags = " ".join(_mesh_flags(program.config, larger.config))
+        best = _on_devices(larger.mesh.size, flags, peak)
         if peak <= _SLACK * limit:
             return best
         best += ", still too much"
@@ -440,176 +508,256 @@ def _on_more_devices_by_shapes(program: Program, usage: MemoryEstimate, limit: i
 
 
 def _smaller_text(program: Program, usage: MemoryEstimate, limit: int) -> str:
-    """Name flags of smaller runs that fit by estimate."""
+    """Return flags of smaller runs that fit by estimate, or a hint which sizes to reduce."""
     flags = list(_smaller(program, usage, limit))
     if flags:
         return f"{', or '.join(flags)}, by estimate"
-    return f"a smaller model{', or a smaller --model.seq-len' if hasattr(program.config.model, 'seq_len') else ''}"
+    if hasattr(program.config.model, "seq_len"):
+        return "a smaller model, or a smaller --model.seq-len"
+    return "a smaller model"
+
+
+class _Size(NamedTuple):
+    """Size of a run that can be halved: its flag, config section, field and lower limit."""
+
+    flag: str
+    section: str
+    field: str
+    minimum: int
 
 
 def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[str]:
-    """Yield flags of runs with another result that fit the same devices: each sets one size to a half, a quarter, and so on."""
+    """Yield flags of runs that fit the same devices but give another result.
+
+    Each flag sets one size to a half, a quarter, and so on.
+    """
     config = program.config
-    sizes = {
-        "--data.batch-size": (
-            "data",
-            "batch_size",
-            config.accumulation_steps * program.layout.num_shards("batch"),
-        ),
-        "--model.seq-len": ("model", "seq_len", 16),
-        "--model.width": ("model", "width", 16),
-        "--model.depth": ("model", "depth", 1),
-        "--model.vocab-size": ("model", "vocab_size", 256),
-    }
-    for flag, (part, field, least) in sizes.items():
-        size = getattr(getattr(config, part), field, None)
-        while isinstance(size, int) and size // 2 >= least:
+    smallest_batch = config.accumulation_steps * program.layout.num_shards("batch")
+    sizes = (
+        _Size("--data.batch-size", "data", "batch_size", smallest_batch),
+        _Size("--model.seq-len", "model", "seq_len", 16),
+        _Size("--model.width", "model", "width", 16),
+        _Size("--model.depth", "model", "depth", 1),
+        _Size("--model.vocab-size", "model", "vocab_size", 256),
+    )
+    for flag, section, field, minimum in sizes:
+        part = getattr(config, section)
+        size = getattr(part, field, None)
+        while isinstance(size, int) and size // 2 >= minimum:
             size //= 2
+            # A size that the model or the mesh refuses is passed over.
             with contextlib.suppress(ConfigError, MeshError, ValueError):
-                owner = dataclasses.replace(getattr(config, part), **{field: size})
-                smaller = dataclasses.replace(config, **{part: owner})
+                smaller_part = dataclasses.replace(part, **{field: size})
+                smaller = dataclasses.replace(config, **{section: smaller_part})
                 if _reduced(program, usage, smaller) <= _SLACK * limit:
                     yield f"{flag} {size}"
                     break
+
     if config.model.compute.param_dtype == "float32":
         compute = dataclasses.replace(config.model.compute, param_dtype="bfloat16")
-        narrow = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, compute=compute)
-        )
-        if _reduced(program, usage, narrow) <= _SLACK * limit:
+        model = dataclasses.replace(config.model, compute=compute)
+        if _reduced(program, usage, dataclasses.replace(config, model=model)) <= _SLACK * limit:
             yield "--model.compute.param-dtype bfloat16"
 
 
 def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
-    """Estimate the peak of a smaller run on the same mesh from what the run itself takes."""
+    """Estimate the peak of a smaller run on the same mesh.
+
+    The state shrinks with the parameters, and activations in proportion to the estimates by shapes.
+
+    Args:
+        usage: Memory of `program`.
+    """
     program.layout.check_batch(config.data.batch_size, config.accumulation_steps)
     model = definition(config.model)
-    params = sum(leaf.size * leaf.dtype.itemsize for leaf in model.abstract.values())
-    before = sum(leaf.size * leaf.dtype.itemsize for leaf in program.abstract.params.values())
-    share = params / before
+    smaller_params = sum(leaf.size * leaf.dtype.itemsize for leaf in model.abstract.values())
+    params = sum(leaf.size * leaf.dtype.itemsize for leaf in program.abstract.params.values())
+    params_share = smaller_params / params
+
+    smaller = dataclasses.replace(program, config=config, definition=model)
+    activations = _activations(program, program.config)
+    activations_share = _activations(smaller, config) / max(1, activations)
     gradients = _gradients(program)
-    other = dataclasses.replace(program, config=config, definition=model)
-    activations = _activations(other, config) / max(1, _activations(program, program.config))
-    rest = max(0, usage.temporary - gradients)
-    return (usage.state + usage.saved + gradients) * share + rest * activations
+    measured_activations = max(0, usage.temporary - gradients)
+    return (
+        usage.state + usage.saved + gradients
+    ) * params_share + measured_activations * activations_share
 
 
 def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config, list[str]]]:
-    """Runs with the same result on the same mesh that take less, those that cost less time first, with their flags."""
+    """Yield runs on the same mesh with the same result and less memory, with their flags.
+
+    Runs that cost less time come first.
+
+    Args:
+        kinds: Remat policies to try besides the run's own, the fastest first.
+    """
     config = program.config
-    rows, parts = (
-        config.data.batch_size // program.layout.num_shards("batch"),
-        config.accumulation_steps,
-    )
-    for remat in dict.fromkeys((config.model.compute.remat, *kinds)):
+    num_rows = config.data.batch_size // program.layout.num_shards("batch")
+    num_microbatches = config.accumulation_steps
+    own_remat = config.model.compute.remat
+    for remat in dict.fromkeys((own_remat, *kinds)):
         compute = dataclasses.replace(config.model.compute, remat=remat)
-        saving = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, compute=compute)
-        )
+        model = dataclasses.replace(config.model, compute=compute)
+        saving = dataclasses.replace(config, model=model)
         if _activations(program, saving) > _activations(program, config):
             continue
-        for more in (n for n in range(parts, rows + 1) if rows % n == 0):
-            flags = [f"--accumulation-steps {more}"] if more > parts else []
-            flags += (
-                [f"--model.compute.remat {remat}"] if remat != config.model.compute.remat else []
-            )
-            yield dataclasses.replace(saving, accumulation_steps=more), flags
+        for count in range(num_microbatches, num_rows + 1):
+            if num_rows % count:
+                continue
+            flags = []
+            if count > num_microbatches:
+                flags.append(f"--accumulation-steps {count}")
+            if remat != own_remat:
+                flags.append(f"--model.compute.remat {remat}")
+            yield dataclasses.replace(saving, accumulation_steps=count), flags
 
 
 def _proposals(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[tuple[Config, str]]:
-    """Runs with the same result on the devices there are that should fit, those that cost less time first, with their flags."""
-    here, gradients = max(1, _activations(program, program.config)), _gradients(program)
-    for other in (program, *_resplit(program)):
-        kinds = set()
-        for config, flags in _savings(other, ("dots", "block")):
-            share = _activations(other, config) / here
-            temporary = _gradients(other) + max(0, usage.temporary - gradients) * share
-            temporary += buffers(other) - buffers(program)
-            kind = config.model.compute.remat
-            state = usage.state - _state(program) + _state(other) + _saved(other)
-            if kind not in kinds and state + temporary <= _SLACK * limit:
-                kinds.add(kind)
-                yield config, " ".join((*_mesh_flags(program.config, config), *flags))
+    """Yield runs that should fit the present devices and give the same result, with their flags.
+
+    Runs that cost less time come first, one per mesh and remat policy.
+    """
+    own_activations = max(1, _activations(program, program.config))
+    own_gradients = _gradients(program)
+    for candidate in (program, *_resplit(program)):
+        proposed_policies = set()
+        for config, flags in _savings(candidate, ("dots", "block")):
+            share = _activations(candidate, config) / own_activations
+            temporary = _gradients(candidate) + max(0, usage.temporary - own_gradients) * share
+            temporary += buffers(candidate) - buffers(program)
+            state = usage.state - _state(program) + _state(candidate) + _saved(candidate)
+            remat = config.model.compute.remat
+            if remat in proposed_policies or state + temporary > _SLACK * limit:
+                continue
+            proposed_policies.add(remat)
+            yield config, " ".join((*_mesh_flags(program.config, config), *flags))
 
 
 def _resplit(program: Program) -> Iterator[Program]:
-    """The same devices with more of them along fsdp and fewer along data."""
-    data, fsdp = program.mesh.shape["data"], program.mesh.shape["fsdp"]
-    for times in (n for n in range(2, data + 1) if data % n == 0):
-        yield from _on(program, data=data // times, fsdp=fsdp * times)
+    """Yield the run on the same devices, with more of them along fsdp and fewer along data."""
+    data = program.mesh.shape["data"]
+    fsdp = program.mesh.shape["fsdp"]
+    for factor in range(2, data + 1):
+        if data % factor:
+            continue
+        resplit = _with_mesh(program, data=data // factor, fsdp=fsdp * factor)
+        if resplit is not None:
+            yield resplit
 
 
 def _larger(program: Program) -> Iterator[Program]:
-    """More devices than there are, the fewest first, as many along fsdp as the model's sizes allow and the rest along data."""
-    sizes, batch = program.mesh.shape, program.config.data.batch_size
-    model_ways = program.mesh.size // (sizes["data"] * sizes["fsdp"])
-    fewest = max(program.mesh.size, jax.device_count()) // model_ways
-    for ways in (n for n in range(fewest + 1, batch + 1) if batch % n == 0):
-        splits = (f for f in range(ways, sizes["fsdp"] - 1, -1) if ways % f == 0)
-        meshes = (other for f in splits for other in _on(program, data=ways // f, fsdp=f))
-        yield from itertools.islice(meshes, 1)
+    """Yield the run on more devices than there are, the fewest first.
+
+    As many devices as the model's sizes allow are along fsdp, and the rest along data.
+    """
+    sizes = program.mesh.shape
+    batch_size = program.config.data.batch_size
+    num_model_shards = program.mesh.size // (sizes["data"] * sizes["fsdp"])
+    num_present = max(program.mesh.size, jax.device_count()) // num_model_shards
+    for num_devices in range(num_present + 1, batch_size + 1):
+        if batch_size % num_devices:
+            continue
+        larger = _with_most_fsdp(program, num_devices)
+        if larger is not None:
+            yield larger
 
 
-def _on(program: Program, *, data: int, fsdp: int) -> Iterator[Program]:
-    """The run on another mesh; nothing where it is refused there."""
-    config, shape = program.config, program.mesh.shape
-    ways = data * fsdp * shape["experts"]
-    batches = config.data if config.eval_batch_size % ways == 0 else _evaluating(config.data, ways)
-    as_many = data * fsdp == shape["data"] * shape["fsdp"]
-    data = -1 if config.mesh.data == -1 and (as_many or data == 1) else data
-    with contextlib.suppress(MeshError):
-        mesh = dataclasses.replace(config.mesh, data=data, fsdp=fsdp)
-        yield program_of(dataclasses.replace(config, mesh=mesh, data=batches))
+def _with_most_fsdp(program: Program, num_devices: int) -> Program | None:
+    """Return the run with as many of the devices along fsdp as its sizes allow, if any do.
+
+    Args:
+        program: Program of the run itself. Its fsdp axis is the smallest that is tried.
+        num_devices: Product of the axes data and fsdp, at least 1.
+    """
+    for fsdp in range(num_devices, program.mesh.shape["fsdp"] - 1, -1):
+        if num_devices % fsdp:
+            continue
+        larger = _with_mesh(program, data=num_devices // fsdp, fsdp=fsdp)
+        if larger is not None:
+            return larger
+    return None
 
 
-def _evaluating(data: DataConfig, ways: int) -> DataConfig:
-    """With the nearest evaluation batch that splits: it changes no result."""
-    return dataclasses.replace(
-        data, eval_batch_size=max(1, (data.eval_batch_size or data.batch_size) // ways) * ways
-    )
+def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
+    """Return the run on another mesh, or `None` if the mesh does not fit the run's sizes."""
+    config = program.config
+    shape = program.mesh.shape
+    num_shards = data * fsdp * shape["experts"]
+    data_config = config.data
+    if config.eval_batch_size % num_shards:
+        data_config = _evaluating(data_config, num_shards)
+    # An open axis stays open if it would get the same size.
+    same_devices = data * fsdp == shape["data"] * shape["fsdp"]
+    if config.mesh.data == -1 and (same_devices or data == 1):
+        data = -1
+    mesh = dataclasses.replace(config.mesh, data=data, fsdp=fsdp)
+    try:
+        return program_of(dataclasses.replace(config, mesh=mesh, data=data_config))
+    except MeshError:
+        return None
 
 
-def _mesh_flags(before: Config, after: Config) -> list[str]:
-    """What was changed of the mesh, and of evaluations for it."""
-    sizes = [
-        (f"mesh.{axis}", getattr(before.mesh, axis), getattr(after.mesh, axis))
-        for axis in ("data", "fsdp")
-    ]
-    sizes.append(("data.eval-batch-size", before.data.eval_batch_size, after.data.eval_batch_size))
-    return [f"--{name} {new}" for name, old, new in sizes if new != old]
+def _evaluating(data: DataConfig, num_shards: int) -> DataConfig:
+    """Return the config with the largest smaller evaluation batch that splits over the devices.
+
+    The evaluation batch changes no result.
+    """
+    batch_size = data.eval_batch_size or data.batch_size
+    per_shard = max(1, batch_size // num_shards)
+    return dataclasses.replace(data, eval_batch_size=per_shard * num_shards)
+
+
+def _mesh_flags(old: Config, new: Config) -> list[str]:
+    """Return flags for changed sizes of the mesh and a changed evaluation batch."""
+    flags = []
+    for axis in ("data", "fsdp"):
+        size = getattr(new.mesh, axis)
+        if size != getattr(old.mesh, axis):
+            flags.append(f"--mesh.{axis} {size}")
+    eval_batch_size = new.data.eval_batch_size
+    if eval_batch_size != old.data.eval_batch_size:
+        flags.append(f"--data.eval-batch-size {eval_batch_size}")
+    return flags
 
 
 def _estimated(program: Program, row: int) -> MemoryEstimate:
+    """Estimate the memory of a step on devices that are not here, from `per_row`'s bytes."""
     return MemoryEstimate(
         _state(program), temporary(program, row), compiled=False, saved=_saved(program)
     )
 
 
 def _state(program: Program) -> int:
+    """Return the bytes of the state on one device."""
+    # A centered model subtracts its initial output, so it keeps its initial parameters.
     reference = program.abstract.params if program.config.model.centered else {}
     leaves = jax.tree.leaves((program.abstract, reference))
     return sum(memory.bytes_of(leaf, leaf.sharding) for leaf in leaves)
 
 
 def _saved(program: Program) -> int:
-    """Bytes of a CPU device's share of the copy that a checkpoint makes. Other devices' copies lie in the host's memory."""
+    """Return the bytes of a CPU device's share of the copy that a checkpoint makes.
+
+    0 for other devices, whose copies are in the host's memory.
+    """
     if program.layout.platform != "cpu":
         return 0
-    return (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
-        // program.mesh.size
-    )
+    leaves = jax.tree.leaves(program.abstract)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return total // program.mesh.size
 
 
 def optimizer_bytes(program: Program) -> int:
-    """Return the bytes of one device that training holds beside the parameters that an evaluation reads."""
-    read = program.abstract.evaluated
-    held = _state(program) - sum(memory.bytes_of(leaf, leaf.sharding) for leaf in read.values())
-    return held + _saved(program)
+    """Return the bytes that training holds on one device and an evaluation does not read."""
+    parameters = program.abstract.evaluated.values()
+    evaluated = sum(memory.bytes_of(leaf, leaf.sharding) for leaf in parameters)
+    return _state(program) - evaluated + _saved(program)
 
 
 def _gradients(program: Program) -> int:
-    """Bytes of the gradients of all trained parameters; those of microbatches are summed in float32."""
+    """Return the bytes of the gradients of all trained parameters on one device."""
+    # Gradients of microbatches are summed in float32.
     summed = program.config.accumulation_steps > 1
     total = 0
     for name in program.trained:
@@ -620,4 +768,5 @@ def _gradients(program: Program) -> int:
 
 
 def _activations(program: Program, config: Config) -> int:
+    """Return the bytes of activations on one device by shapes, on the mesh of `program`."""
     return sum(memory.activations(config, program.definition, program.layout))

@@ -1,4 +1,8 @@
-"""What a layer's backward pass takes of a device beside what stands all the time, from sizes alone, and so what a loss may take."""
+"""Memory of a training step from sizes alone: activations, the backward pass of a layer, the loss.
+
+The loss is chosen by the memory that it may take (`loss`), and the checks of a run
+(`mupax.train.core.costs.fit`) and of a pod (`mupax.train.pods.estimates`) add the terms up.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from mupax.zoo.partition import LANES, Layout
 from mupax.zoo.transformer import AttentionSpec, TransformerConfig
 
 _SPLIT = ("heads", "kv_heads", "mlp", "expert_dim")
-"""Axes of activations that a device may have a part of."""
+"""Axes of activations that may be split over devices."""
 
 FORWARD_AGAIN: dict[Remat, float] = {
     "none": 0.0,
@@ -32,40 +36,34 @@ FORWARD_AGAIN: dict[Remat, float] = {
     "block": 1.0,
     "offload": 1.0,
 }
-"""Forward passes of the blocks' products that a remat policy computes again."""
+"""Forward passes of the blocks' matrix products that a remat policy recomputes."""
 
 KERNEL_AGAIN: dict[Remat, float] = {**FORWARD_AGAIN, "attention": 0.0}
-"""Those of attention's kernel."""
+"""Forward passes of the attention kernel that a remat policy recomputes."""
 
 ONCE = ("splash", "ring", "cudnn")
-"""Attention by a kernel whose outputs and softmax's norm a remat policy can keep (`zoo.layers.stack.REMAT`)."""
+"""Attention kernels whose outputs and softmax norms `zoo.layers.stack.REMAT` can save."""
 
 
 def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.LossImplementation:
-    """Return how a run computes its loss, with its memory and time.
-
-    Args:
-        config: of the run.
-        definition: its model.
-        layout: how arrays lie on the mesh.
-    """
-    how, readout = config.model.compute.cross_entropy, work(config, definition, layout)
-    return core_loss.options(readout)[0] if how == "auto" else core_loss.way(readout, how)
+    """Return how a run computes its loss, with the memory and time that this takes."""
+    kind = config.model.compute.cross_entropy
+    readout = work(config, definition, layout)
+    if kind == "auto":
+        return core_loss.options(readout)[0]
+    return core_loss.way(readout, kind)
 
 
 def work(config: Config, definition: Definition, layout: Layout) -> core_loss.ReadoutShape:
-    """The readout of one microbatch on one device.
-
-    Args:
-        config, definition, layout: as `loss`.
-    """
-    outputs, ways = (
-        definition.sizes[config.model.output_axis],
-        layout.num_shards(config.model.output_axis),
-    )
+    """Return the shape of the readout of one microbatch on one device."""
+    num_outputs = definition.sizes[config.model.output_axis]
+    num_shards = layout.num_shards(config.model.output_axis)
+    # Outputs that do not divide over the devices are replicated.
+    columns = num_outputs // num_shards if num_outputs % num_shards == 0 else num_outputs
+    targets = _rows(config, layout) * config.model.units
     return core_loss.ReadoutShape(
-        rows=_rows(config, layout) * config.model.units // layout.num_shards("sequence"),
-        columns=outputs // ways if outputs % ways == 0 else outputs,
+        rows=targets // layout.num_shards("sequence"),
+        columns=columns,
         width=definition.sizes["embed"],
         itemsize=jnp.dtype(config.model.compute.dtype).itemsize,
         platform=layout.platform,
@@ -75,171 +73,179 @@ def work(config: Config, definition: Definition, layout: Layout) -> core_loss.Re
 
 
 def room(config: Config, definition: Definition, layout: Layout) -> int | None:
-    """Bytes that a loss may take while the step's peak stays as it is: what the backward pass of a layer takes after it.
+    """Return the bytes that a loss may take without raising the step's peak.
 
-    None off TPU, and of a model that is no transformer.
-
-    Args:
-        config, definition, layout: as `loss`.
+    The backward pass of a layer, which comes after the loss, takes as many. `None` on other
+    platforms than TPU, and for a model that is no transformer.
     """
-    transformer = {"embed", "position"} <= definition.sizes.keys()
-    return (
-        sum(layer(config, definition, layout).values())
-        if layout.platform == "tpu" and transformer
-        else None
-    )
+    is_transformer = {"embed", "position"} <= definition.sizes.keys()
+    if layout.platform != "tpu" or not is_transformer:
+        return None
+    return sum(layer(config, definition, layout).values())
 
 
 def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, int]:
-    """Bytes while the backward pass is in a layer's MLP, with the gradients of the layers behind it, by what they hold.
+    """Return the bytes on one device during the backward pass of a layer's MLP, by content.
 
-    Args:
-        config, definition, layout: as `loss`.
+    The gradients of all blocks' parameters are counted.
     """
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
-    block = {
-        name: definition.abstract[name] for name, spec in definition.specs.items() if spec.in_block
-    }
-    gradients = (
-        bytes_of(leaf, layout.sharding(definition.specs[name].axes, leaf.shape))
-        for name, leaf in block.items()
-    )
-    matrices: dict[str, int] = defaultdict(int)  # of one block, by the stack
-    for name, leaf in block.items():
-        spec = definition.specs[name]
-        # A device never has the experts of others.
-        devices = layout.num_shards("experts") if "experts" in spec.copies else 1
-        matrices[spec.blocks] += leaf.size // leaf.shape[0] // devices if leaf.ndim > 2 else 0
+    gradients = 0
+    matrix_sizes: dict[str, int] = defaultdict(int)  # one block's matrices, by stack
+    for name, spec in definition.specs.items():
+        if not spec.in_block:
+            continue
+        leaf = definition.abstract[name]
+        gradients += bytes_of(leaf, layout.sharding(spec.axes, leaf.shape))
+        # Experts are never gathered: a device only has its own.
+        num_shards = layout.num_shards("experts") if "experts" in spec.copies else 1
+        is_matrix = leaf.ndim > 2
+        size = leaf.size // leaf.shape[0] // num_shards if is_matrix else 0
+        matrix_sizes[spec.blocks] += size
+
+    largest = max(matrix_sizes.values(), default=0)
+    _, one_layer = activations(config, definition, layout)
     return {
-        "gradients": sum(gradients),
-        "one layer": activations(config, definition, layout)[1],
-        "one layer's weights, whole": max(matrices.values(), default=0)
-        * itemsize
-        // layout.num_shards("mlp"),
+        "gradients": gradients,
+        "one layer": one_layer,
+        "one layer's weights, whole": largest * itemsize // layout.num_shards("mlp"),
     }
 
 
 def _rows(config: Config, layout: Layout) -> int:
-    """Examples of one microbatch on one device."""
+    """Return the examples of one microbatch on one device."""
     return config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
 
 
 def bytes_of(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
-    """Bytes of an array's part on one device, with padding in the smallest layout.
+    """Return the bytes of an array's shard on one device, with TPU padding in the best layout.
 
     Args:
-        leaf: the whole array, or its shape.
-        sharding: how it lies.
-        itemsize: bytes of a number, where it is stored in another type.
+        leaf: Array or its shape and dtype, not split.
+        itemsize: Bytes of one number. The default is that of the array's dtype.
     """
     shape = sharding.shard_shape(leaf.shape)
-    numbers = padded(shape) if sharding.mesh.devices.flat[0].platform == "tpu" else math.prod(shape)
-    return numbers * (itemsize or leaf.dtype.itemsize)
+    on_tpu = sharding.mesh.devices.flat[0].platform == "tpu"
+    count = padded(shape) if on_tpu else math.prod(shape)
+    return count * (itemsize or leaf.dtype.itemsize)
 
 
 def padded(shape: Sequence[int]) -> int:
-    """Numbers that an array takes in a TPU's memory: in tiles of 8 x 128 over the two dimensions that are filled up least.
+    """Return the numbers that an array takes in a TPU's memory, in the layout with least padding.
 
-    Args:
-        shape: of the part on one device.
+    Two dimensions of the array are padded to tiles of 8 x 128. `shape` is one device's shard.
     """
+    count = math.prod(shape)
     if len(shape) < 2:
-        return math.prod(shape)
+        return count
 
-    def with_tiles(outer: int, inner: int) -> int:
-        tile = math.ceil(shape[outer] / 8) * 8 * math.ceil(shape[inner] / LANES) * LANES
-        return math.prod(shape) // (shape[outer] * shape[inner]) * tile
-
-    return min(itertools.starmap(with_tiles, itertools.permutations(range(len(shape)), 2)))
+    sizes = []
+    for outer, inner in itertools.permutations(shape, 2):
+        tiled_outer = math.ceil(outer / 8) * 8
+        tiled_inner = math.ceil(inner / LANES) * LANES
+        sizes.append(count // (outer * inner) * (tiled_outer * tiled_inner))
+    return min(sizes)
 
 
 def activations(config: Config, definition: Definition, layout: Layout) -> tuple[int, int]:
-    """Bytes of a microbatch on one device: what all blocks save for their backward pass, and what this then has of the largest.
+    """Return the bytes of a microbatch's activations on one device.
 
-    Args:
-        config, definition, layout: as `loss`.
+    Returns:
+        Bytes that all blocks save for the backward pass, and bytes that the backward pass of the
+        largest layer has.
     """
-    compute, stacks = config.model.compute, families.stacks(config.model)
-    saved, layers = zip(
-        *(_numbers(config, definition, layout, blocks) for blocks in stacks), strict=True
-    )
-    itemsize = jnp.dtype(compute.dtype).itemsize
-    return int(sum(each[compute.remat] for each in saved) * itemsize), int(max(layers) * itemsize)
+    remat = config.model.compute.remat
+    saved = []
+    layers = []
+    for blocks in families.stacks(config.model):
+        saved_by_remat, one_layer = _stack_numbers(config, definition, layout, blocks)
+        saved.append(saved_by_remat[remat])
+        layers.append(one_layer)
+    itemsize = jnp.dtype(config.model.compute.dtype).itemsize
+    return int(sum(saved) * itemsize), int(max(layers) * itemsize)
 
 
 def attention_of(config: Config, definition: Definition, layout: Layout) -> AttentionName:
-    """The attention that a run takes where nothing is hidden but what is behind.
-
-    Args:
-        config, definition, layout: as `loss`.
-    """
-    sizes, model = defaultdict(int, definition.sizes), config.model
-    q_BTHN, k_BSKN = (
-        jax.ShapeDtypeStruct(
-            (1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(model.compute.dtype)
-        )
-        for heads in ("heads", "kv_heads")
+    """Return the attention implementation of a layer with the model's own mask (`sight`)."""
+    model = config.model
+    sizes = defaultdict(int, definition.sizes)
+    length = sizes["position"]
+    head_dim = sizes["head_dim"]
+    dtype = jnp.dtype(model.compute.dtype)
+    q_BTHN = jax.ShapeDtypeStruct((1, length, sizes["heads"], head_dim), dtype)
+    k_BSKN = jax.ShapeDtypeStruct((1, length, sizes["kv_heads"], head_dim), dtype)
+    spec = model.sight if isinstance(model, TransformerConfig) else AttentionSpec(model.causal)
+    return chosen(
+        model.compute.attention,
+        q_BTHN,
+        k_BSKN,
+        *spec,
+        apart=config.data.document_mask,
+        layout=layout,
     )
-    sight = model.sight if isinstance(model, TransformerConfig) else AttentionSpec(model.causal)
-    apart = config.data.document_mask
-    return chosen(model.compute.attention, q_BTHN, k_BSKN, *sight, apart=apart, layout=layout)
 
 
-def _numbers(
+def _stack_numbers(
     config: Config, definition: Definition, layout: Layout, blocks: families.Blocks
 ) -> tuple[dict[str, float], float]:
-    """What a stack saves by remat policy, and what the backward pass has of one of its layers."""
-    sizes, branches = definition.sizes, len(blocks.stack.branches)
-    length, memory = (
-        _rows(config, layout) * n // layout.num_shards("sequence")
-        for n in (blocks.length, blocks.memory)
-    )
+    """Count the numbers (not bytes) of a stack's activations on one device.
+
+    Returns:
+        Numbers that all blocks save, by remat policy, and numbers that the backward pass of one
+        layer has.
+    """
+    sizes = definition.sizes
+    num_branches = len(blocks.stack.branches)
+    length = _rows(config, layout) * blocks.length // layout.num_shards("sequence")
+    memory = _rows(config, layout) * blocks.memory // layout.num_shards("sequence")
 
     def per_device(axes: Iterable[str]) -> float:
+        """Return the size of one position's activations along `axes` on one device."""
         return math.prod(
             sizes[axis] / (layout.num_shards(axis) if axis in _SPLIT else 1) for axis in axes
         )
 
-    fan_in, fan_out = defaultdict(float), defaultdict(float)
+    fan_in = defaultdict(float)
+    fan_out = defaultdict(float)
     for spec in blocks.specs:
         fan_in[spec.role] += length * per_device(spec.fan_in)
-        fan_out[spec.role] += (memory if "memory" in spec.fan_in else length) * per_device(
-            spec.fan_out
-        )
-    stream, attended, activated = (
-        length * sizes["embed"],
-        fan_in[Role.ATTENTION_OUT],
-        fan_in[Role.MLP_OUT],
-    )
+        outputs = memory if "memory" in spec.fan_in else length
+        fan_out[spec.role] += outputs * per_device(spec.fan_out)
+
+    stream = length * sizes["embed"]
+    attended = fan_in[Role.ATTENTION_OUT]
+    activated = fan_in[Role.MLP_OUT]
     products = sum(fan_out[role] for role in (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN))
-    active = sizes.get("active", 0)  # copies of every token
+    active = sizes.get("active", 0)  # experts that get a copy of each token
     activated += active * fan_in[Role.EXPERT_OUT]
     products += active * (fan_out[Role.EXPERT_IN] + 2 * stream * (active > 0))
-    products += branches * stream + attended  # the stream before every branch
-    whole = products + branches * stream + activated  # norms
-    # dots keeps products alone: not their activations, nor norms.
+    # The residual stream before every branch.
+    products += num_branches * stream + attended
+    # The second stream per branch is the norm's output.
+    everything = products + num_branches * stream + activated
     saved = {
-        "none": whole,
+        "none": everything,
+        # Only products are saved: neither their activations nor norms.
         "dots": products + attended,
         "attention": stream,
         "block": stream,
         "offload": 0.0,
     }
-    backward = whole + activated  # the hidden layer's gradient beside it
+    # The gradient of the hidden layer is there at the same time.
+    backward = everything + activated
+
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
+    num_head_shards = layout.num_shards("heads")
     if blocks.stack == OWN and config.model.compute.remat == "attention":
-        norms = (
-            length * sizes["heads"] / layout.num_shards("heads") * 4 / itemsize
-        )  # of the softmax, in float32
+        # The norms of the softmax are in float32.
+        norms = length * sizes["heads"] / num_head_shards * 4 / itemsize
         if tiled(config.model.causal, blocks.length, layout=layout):
             saved["attention"] += attended * 4 / itemsize + 2 * norms
         elif attention_of(config, definition, layout) in ONCE:
             saved["attention"] += attended + norms
-    if (
-        blocks.stack != OWN
-    ):  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
-        weights = (
-            sizes["heads"] / layout.num_shards("heads") * length * max(blocks.length, blocks.memory)
-        )
+    if blocks.stack != OWN:
+        # With a mask, attention is XLA's: its weights and their gradient are float32 matrices.
+        longest = max(blocks.length, blocks.memory)
+        weights = sizes["heads"] / num_head_shards * length * longest
         backward += 2 * weights * 4 / itemsize
-    return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, backward
+    return {remat: blocks.depth * count for remat, count in saved.items()}, backward
