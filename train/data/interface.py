@@ -1,12 +1,12 @@
 """Interface between data and the training loop: `Data`, the order of its examples, and `Prefetch`.
 
-Batch k is a function of (seed, k, batch_size). The integer k is the only state of the input pipeline,
-so a run resumes at any batch, on any number of processes. Each process takes its own rows of the
-global batch.
+Batch k is a function of (seed, k, batch_size). The integer k is the only state of the input
+pipeline, so a run resumes at any batch, on any number of processes. Each process takes its own rows
+of the global batch.
 
-The order of training examples is a new random permutation in every epoch. It is grain's index shuffle
-(a block cipher on indices), which finds example i of a run in constant time. Nothing is stored and
-nothing is skipped, so batch 10^6 of a resumed run costs as much as batch 0.
+The order of training examples is a new random permutation in every epoch. It is grain's index
+shuffle (a block cipher on indices), which finds example i of a run in constant time. Nothing is
+stored and nothing is skipped, so batch 10^6 of a resumed run costs as much as batch 0.
 
 Threads make batches ahead of the step that reads them, and `Prefetch` puts them on the devices.
 """
@@ -43,7 +43,8 @@ T = TypeVar("T")
 DEPTH = 2
 """Number of batches that wait on the devices, in addition to the batch in use."""
 _PATIENCE_S = 5.0
-"""Seconds that `close` waits for a source that is stuck, for example in a file system that hangs."""
+"""Seconds that `close` waits for a source that is stuck, for example in a file system that
+hangs."""
 
 
 def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
@@ -65,7 +66,6 @@ class Shuffle:
     Args:
         size: Number of examples per epoch.
         seed: Seed of the run. Runs with neighbouring seeds have no epoch's order in common.
-        purpose: Stream of random numbers.
     """
 
     def __init__(self, size: int, seed: int, purpose: int = ORDER) -> None:
@@ -73,8 +73,8 @@ class Shuffle:
         import numpy as np
 
         self.size = size
-        # grain adds the epoch to its seed. Without the hash, the run with seed 1 would start with the
-        # second epoch of the run with seed 0.
+        # grain adds the epoch to its seed. Without the hash, the run with seed 1 would start with
+        # the second epoch of the run with seed 0.
         seed_sequence = np.random.SeedSequence([seed, purpose])
         hashed_seed = int(seed_sequence.generate_state(1)[0])
         self._shuffled = grain.MapDataset.range(size).shuffle(seed=hashed_seed)
@@ -83,7 +83,8 @@ class Shuffle:
         """Return the epoch and the position in the data set of each example of the run.
 
         Args:
-            indices: Indices of examples, counted from the start of the run and on through all epochs.
+            indices: Indices of examples, counted from the start of the run and on through all
+                epochs.
 
         Returns:
             Epochs and positions, both int64 of the length of `indices`. Positions are in [0, size).
@@ -105,7 +106,6 @@ def batch_indices(k: int, batch_size: int, rows: slice) -> range:
     Args:
         k: Number of the batch, from 0.
         batch_size: Number of rows of the global batch.
-        rows: Rows of the global batch.
     """
     first = k * batch_size
     return range(first, first + batch_size)[rows]
@@ -150,9 +150,10 @@ class Data(abc.ABC):
 
     A batch is a dict of arrays for B examples:
 
-    * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
-    * tokens under data.document_mask: also `segments` int32 [B, T], and `positions` int32 [B, T] under
-      data.reset_positions (`text.batches.batch_of`).
+    * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B,
+      T].
+    * tokens under data.document_mask: also `segments` int32 [B, T], and `positions` int32 [B, T]
+      under data.reset_positions (`text.batches.batch_of`).
     * images: `inputs` float32 [B, H, W, C] (in [-1, 1] unless data.pixels says otherwise),
       `targets` int32 [B], `weights` float32 [B].
     * span corruption for an encoder-decoder: `mupax.train.data.text.denoising.Denoising`.
@@ -229,8 +230,8 @@ class Data(abc.ABC):
         Closing the generator ends the threads.
 
         Args:
-            start: Number of the first batch.
-            *rows: Parts of each batch, which are concatenated in this order. The default is all rows.
+            *rows: Parts of each batch, which are concatenated in this order. The default is all
+                rows.
         """
         with self.preparing():
             yield from self._ahead(self.train_batch, rows, start, _FOREVER)
@@ -248,7 +249,8 @@ class Data(abc.ABC):
         The last batch has as many rows as the others. Rows past the last example have weight 0.
 
         Args:
-            *rows: Parts of each batch, which are concatenated in this order. The default is all rows.
+            *rows: Parts of each batch, which are concatenated in this order. The default is all
+                rows.
         """
         count = -(-self.eval_size // self.eval_batch_size)
         return self._ahead(self.eval_batch, rows, 0, count)
@@ -295,9 +297,9 @@ class Prefetch(Generic[S, T]):
     iterator, or use it as a context manager. Then the thread closes the source, too.
 
     Args:
-        source: Batches on the host.
         put: Function that puts a batch on the devices.
-        depth: Number of batches that may wait on the devices, at least 1. The thread holds one more.
+        depth: Number of batches that may wait on the devices, at least 1. The thread holds one
+            more.
     """
 
     def __init__(
