@@ -6,7 +6,7 @@ The folder data/chats/ has the template, the tokens of answers and the batches.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mupax.disk import path_of
 from mupax.train.data import cache
@@ -76,7 +76,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     files.broken.keep_in(key)
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
 
-    facts = {"files": len(files.every()), **note_broken(files, note)}
+    facts: dict[str, Any] = {"files": len(files.every()), **note_broken(files, note)}
     if files.sides:
         duplicates.report(sides, tokens.separator, note)
     _note_without_answer(files, note)
