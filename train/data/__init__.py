@@ -30,7 +30,6 @@ def load(
     before building the model: it fails at once if data is missing or does not fit.
 
     Args:
-        config: Data settings.
         model: Model settings that the data must fit: vocabulary, sequence length, image size,
             channels and classes.
         seed: Seed of the order and of augmentation, at least 0.
