@@ -1,7 +1,8 @@
-"""Data: batches by index from text and images. `load` is the way in; importing this package imports nothing heavy.
+"""Batches by index from text and images. `load` opens the data that a config names.
 
-`mupax.train.config.data.SOURCES` names a loader for each kind of data, all in sources/. A loader finds its examples, on disk
-by records/, and gives them out as batches by text/ or images.py, behind `interface.Data`.
+`mupax.train.config.data.SOURCES` names a loader for each kind of data; all loaders are in sources/.
+A loader finds examples on disk with records/. It returns batches, made by text/ or images.py, as an
+`interface.Data`. Importing this package imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ __all__ = ["Data", "DataError", "ReadError", "Reference", "load", "reading"]
 def load(
     config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print
 ) -> Data:
-    """The data a config names, prepared if it is not, and checked against the model.
+    """Return the data that a config names. Prepare it if needed, and check it against the model.
 
-    One process prepares while others wait for it, and help it tokenize what takes long. Call it before building the model:
-    it answers at once when something is missing or does not fit.
+    One process prepares. Others wait for it, and help it to tokenize if that takes long. Call this
+    before building the model: it fails at once if data is missing or does not fit.
 
     Args:
-        config: which data, in what batches.
-        model: whose vocabulary, sequence length, image size, channels and classes the data must fit.
-        seed: seed of the order and of augmentation.
-        note: told, in a line, what takes time.
+        model: Model settings that the data must fit: vocabulary, sequence length, image size,
+            channels and classes.
+        seed: Seed of the order and of augmentation, at least 0.
+        note: Function that takes one line of text about work that takes long.
 
     Raises:
-        DataError: the data is missing, damaged or does not fit; the text says what to write or which command to run.
+        DataError: The data is missing, damaged or does not fit. The message says what to write or
+            which command to run.
     """
     if seed < 0:
         raise DataError(f"seed is {seed}; write a whole number of at least 0")

@@ -1,4 +1,4 @@
-"""`python -m mupax.train.data` is `mupax data`."""
+"""Entry point of `python -m mupax.train.data`, which is `mupax data`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mupax.commands import dispatch
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """Return the exit code of a command line, which is the words after `mupax data`."""
+    """Run `mupax data` with these words after it, and return the exit code."""
     return dispatch.run(["data", *argv])
 
 

@@ -1,6 +1,8 @@
-"""What a model needs of its data after training: tokenizer, chat template, class names and preprocessing, as files.
+"""Files of the data that a model needs after training.
 
-`mupax.train.checkpoints.assets` writes them into the workdir and describes the fields of assets.json.
+These are the tokenizer, the chat template, class names and preprocessing.
+`mupax.train.checkpoints.assets` writes them into the workdir and describes the fields of
+assets.json.
 """
 
 from __future__ import annotations
@@ -20,25 +22,26 @@ RECORD = "assets.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
-"""Files beside a tokenizer that name the tokens which end a text."""
+"""Files next to a tokenizer that name the tokens which end a text."""
 
 
 def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[str, bytes]:
-    """Return the content of every asset by its file name; assets.json is always among them.
+    """Return the content of every asset by its file name. assets.json is always among them.
 
     Args:
-        data: the run's data, opened.
-        config: the run's settings of data, whose tokenizer may have another name than the file that `data` was opened with.
-        note: told when a chat template beside the tokenizer cannot be used.
+        config: Data settings of the run. Their tokenizer may have another name than the file that
+            `data` was opened with.
+        note: Function that takes one line of text if the chat template cannot be used.
 
     Raises:
-        DataError: the tokenizer's file has changed since the data was opened.
+        DataError: The tokenizer's file has changed since the data was opened.
     """
     record: dict[str, Any] = {"format": FORMAT}
     files: dict[str, bytes] = {}
     if data.tokenizer is not None:
         record["tokenizer"] = _described(data, config)
-        if content := _tokenizer_content(data.tokenizer):
+        content = _tokenizer_content(data.tokenizer)
+        if content:
             files[TOKENIZER] = content
         files |= _chat_files(data, record, note)
     if data.class_names is not None:
@@ -53,18 +56,18 @@ def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[s
 
 
 def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's separator, and what files beside it name as eos.
+    """Return the ids that end a text: the tokenizer's separator, and eos ids of files next to it.
 
     Args:
-        name: data.tokenizer; files beside it count if it is the path of a tokenizer.json.
-        tokenizer: the tokenizer, opened.
+        name: Value of data.tokenizer. Files next to it count if it is the path of a tokenizer.json.
 
     Raises:
-        JsonError: such a file is damaged.
+        JsonError: Such a file is damaged.
     """
     ends = {int(tokenizer.separator)}
     if not name.endswith(".json"):
         return frozenset(ends)
+
     folder = path_of(name).parent
     for file in (*_NEAR, RECORD):
         if not (folder / file).is_file():
@@ -73,23 +76,32 @@ def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
         if file == RECORD:
             described = fields.get("tokenizer")
             ids = described.get("ends") if isinstance(described, dict) else None
-            ends.update(i for i in (ids if isinstance(ids, list) else []) if type(i) is int)
+            ends.update(_whole_numbers(ids if isinstance(ids, list) else []))
             continue
+
         ids = fields.get("eos_token_id")
-        ends.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int)
+        ends.update(_whole_numbers(ids if isinstance(ids, list) else [ids]))
         token = fields.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, dict):
+            token = token.get("content")
         number = tokenizer.find(token) if isinstance(token, str) else None
         if number is not None:
             ends.add(number)
     return frozenset(ends)
 
 
+def _whole_numbers(values: list[Any]) -> list[int]:
+    """Return the whole numbers among values of JSON. A bool is none."""
+    return [value for value in values if type(value) is int]
+
+
 def _described(data: Data, config: DataConfig) -> dict[str, Any]:
+    """Return the description of the tokenizer in assets.json."""
     tokenizer = data.tokenizer
     try:
         ends = end_ids(data.config.tokenizer, tokenizer)
-    except disk.JsonError:  # a file beside the tokenizer, which training does not read
+    except disk.JsonError:
+        # Training does not read the files next to the tokenizer, so a damaged one must not stop it.
         ends = {int(tokenizer.separator)}
 
     def token(number: int) -> dict[str, Any]:
@@ -107,7 +119,7 @@ def _described(data: Data, config: DataConfig) -> dict[str, Any]:
 
 
 def _tokenizer_content(tokenizer: Any) -> bytes | None:
-    """Return the file of a tokenizer, or None for bytes and ids."""
+    """Return the content of a tokenizer's file, or None for bytes and ids."""
     path = getattr(tokenizer, "path", None)
     if path is None:
         return None
@@ -123,7 +135,7 @@ def _tokenizer_content(tokenizer: Any) -> bytes | None:
 
 
 def _chat_files(data: Data, record: dict[str, Any], note: cache.Note) -> dict[str, bytes]:
-    """Return the chat template as a file, if there is one, and add its tokens to assets.json."""
+    """Return the chat template's file, if there is a template. Add its tokens to `record`."""
     config = data.config
     if not config.tokenizer.endswith(".json") and config.chat_template is None:
         return {}
@@ -139,4 +151,6 @@ def _chat_files(data: Data, record: dict[str, Any], note: cache.Note) -> dict[st
         return {}
     if tokens:
         record["chat_template"] = {"tokens": tokens}
-    return {} if template is None else {CHAT_TEMPLATE: template.source.encode()}
+    if template is None:
+        return {}
+    return {CHAT_TEMPLATE: template.source.encode()}

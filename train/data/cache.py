@@ -1,6 +1,7 @@
-"""The folder of prepared data, and how several processes share it.
+"""Folder of prepared data, and locks that let several processes share it.
 
-`MUPAX_DATA` names it; otherwise it is the user's cache folder. Everything in it can be deleted: it is made again.
+The folder is `MUPAX_DATA`, or the user's cache folder. Everything in it may be deleted: it is made
+again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from mupax.train.data.interface import DataError
 
 Note = Callable[[str], None]
 PATIENCE_S = 5.0
-"""What is prepared sooner needs no help."""
+"""Seconds that a waiting process gives the preparing one before it helps."""
 
 
 def root() -> Path:
-    """MUPAX_DATA, or the user's cache folder for mupax."""
-    if path := os.environ.get("MUPAX_DATA"):
+    """Return the cache folder: `MUPAX_DATA`, or the user's cache folder for mupax."""
+    path = os.environ.get("MUPAX_DATA")
+    if path:
         check_local("MUPAX_DATA", path)
         return Path(path).expanduser()
     if sys.platform == "darwin":
@@ -39,50 +41,57 @@ def root() -> Path:
 
 
 def data_sets(data_dir: str | None) -> Path:
-    """data.data_dir, or the folder of data sets in the cache: where one that is made here is kept."""
+    """Return the folder of prepared data sets: data.data_dir, or a folder in the cache."""
     check_local("data.data_dir", data_dir)
     return Path(data_dir).expanduser() if data_dir else root() / "tfds"
 
 
 def fetched(folder: Path, note: Note) -> Path:
-    """A folder of this machine, or its copy in the cache of one in a bucket: of files that are read from places within.
+    """Return a folder on this machine: the folder itself, or a cached copy if it is in a bucket.
+
+    Data sets need a local copy because they read from positions within their files.
 
     Args:
-        folder: copied again where the name, size or time of a file in it is another.
-        note: told what is fetched, and that another process does it.
+        folder: Local or remote folder. A new copy is made if the name, size or time of a file
+            changed.
+        note: Function that takes one line of text about what is fetched or waited for.
     """
     if not is_remote(folder):
         return folder
-    files = sorted(
-        (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in folder.rglob("*")
-    )
+    files: list[tuple[str, int, int]] = []
+    for file in folder.rglob("*"):
+        files.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
+    files.sort()
+
     target = root() / "fetched" / digest(*map(str, files)) / folder.name
-    if not target.is_dir():
-        with lock(target.parent, "fetched", note):
-            if not target.is_dir():
-                note(f"fetching {folder}, {sum(size for _, size, _ in files) / 2**20:.1f} MiB")
-                part = target.with_name(f"{target.name}.part")
-                remove_tree(part)
-                copy(folder, part)
-                part.replace(target)
+    if target.is_dir():
+        return target
+    with lock(target.parent, "fetched", note):
+        # Another process may have made the copy meanwhile.
+        if not target.is_dir():
+            total_bytes = sum(size for _, size, _ in files)
+            note(f"fetching {folder}, {total_bytes / 2**20:.1f} MiB")
+            part = target.with_name(f"{target.name}.part")
+            remove_tree(part)
+            copy(folder, part)
+            part.replace(target)
     return target
 
 
 def prepare_again(name: str) -> str:
-    """What to do about a data set whose folder is damaged."""
+    """Return the advice of an error message about a data set whose folder is damaged."""
     return f"Delete that folder and prepare it again (mupax data prepare {name})"
 
 
 @contextlib.contextmanager
 def whole(folder: Path, name: str) -> Iterator[None]:
-    """Turns what TFDS, protobuf and array_record make of damaged files of a data set into an error of the data.
+    """Raise `DataError` in place of errors of TFDS, protobuf and array_record about damaged files.
 
     Args:
-        folder: of the data set.
-        name: of the data set.
+        name: Name of the data set, as `mupax data prepare` takes it.
 
     Raises:
-        DataError: in place of any error that is not one of the disk or of this project.
+        DataError: The block raised an error that is neither of the disk nor of this project.
     """
     try:
         yield
@@ -96,10 +105,11 @@ def whole(folder: Path, name: str) -> Iterator[None]:
 
 
 def folder(path: Path) -> Path:
-    """The path, with a folder that can be written.
+    """Make the folder if needed, check that it can be written, and return it.
 
     Raises:
-        DataError: it cannot be made or written.
+        DataError: The folder cannot be made or written.
+        DiskError: The disk is full.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -120,19 +130,21 @@ def folder(path: Path) -> Path:
 def lock(
     base: Path, name: str, note: Note, meanwhile: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Holds the lock NAME.lock of a folder; a second process waits for the first one, and a killed one frees it.
+    """Hold the lock file NAME.lock of a folder in the block.
 
-    This is how one process prepares while others wait, whether they belong to one run or to several. Hosts that share
-    no file system share no lock, and each prepares its own copy.
+    One process prepares data while others wait, in one run or in several. A lock is freed if its
+    process is killed. Hosts without a common file system have no common lock, and each prepares its
+    own copy.
 
     Args:
-        base: folder, made if it is not there.
-        name: of what is prepared.
-        note: told that this process waits.
-        meanwhile: called once by a process that has waited for seconds, to help the one that prepares.
+        base: Folder of the lock file. It is made if needed.
+        name: Name of the data that is prepared.
+        note: Function that takes one line of text when this process must wait.
+        meanwhile: Function that helps the preparing process. It is called once if the lock is not
+            free within `PATIENCE_S`.
 
     Raises:
-        DataError: the folder cannot be written, or its file system has no locks.
+        DataError: The folder cannot be written, or its file system has no locks.
     """
     with (folder(base) / f"{name}.lock").open("a") as file:
         try:
@@ -151,8 +163,9 @@ def lock(
 
 
 def _locked_within(file: IO[str], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Try to lock a file for some seconds. Return whether it is locked."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -161,23 +174,21 @@ def _locked_within(file: IO[str], seconds: float) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that readers see the old file or the new one, never a part.
-
-    Args:
-        path: in a folder that exists.
-        value: what the file then holds.
+    """Write a JSON file so that readers see the old file or the new one, never a part.
 
     Raises:
-        DiskError: the disk does not take it.
+        DiskError: The disk is full or fails.
     """
     disk.write_whole(path, json.dumps(value, indent=1))
 
 
 def delete_incomplete(data_set: Path) -> None:
-    """Delete what killed preparations of a data set have left beside it. The caller holds the data set's lock.
+    """Delete incomplete folders that killed preparations of a data set left.
+
+    The caller holds the data set's lock.
 
     Args:
-        data_set: folder of the data set's version, beside which TFDS writes `incomplete.XXXXXX_VERSION`.
+        data_set: Folder of the data set's version, with `incomplete.XXXXXX_VERSION` of TFDS next to it.
     """
     for name in disk.names(data_set.parent):
         if name.startswith("incomplete.") and name.endswith(f"_{data_set.name}"):
@@ -185,31 +196,32 @@ def delete_incomplete(data_set: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None when there is no file, or no whole object in it."""
+    """Return the JSON object in a file, or None if there is no file or it holds no object."""
     with contextlib.suppress(disk.JsonError):
         return disk.read_json(path)
 
 
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The numbers kept under this name in the cache, or computed now and kept, if the cache can be written.
+    """Return named numbers from the cache. Compute and cache them if they are not there.
 
     Args:
-        name: of the file, without its ending; it must tell apart everything that the numbers depend on.
-        compute: gives them by their names; called where they are not kept yet.
+        name: Name of the file without its suffix. It must tell apart everything that the numbers
+            depend on.
+        compute: Function that returns the numbers by name. It is called only if they are not
+            cached.
     """
     path = root() / "references" / f"{name}.json"
     numbers = read_json(path)
     if numbers is None or not all(isinstance(value, float) for value in numbers.values()):
         numbers = compute()
-        with contextlib.suppress(
-            DataError, disk.DiskError
-        ):  # one that others prepared and we may only read
+        # The cache may have been prepared by others, so that this user may only read it.
+        with contextlib.suppress(DataError, disk.DiskError):
             write_json(folder(path.parent) / path.name, numbers)
     return numbers
 
 
 def digest(*parts: str | bytes) -> str:
-    """16 hexadecimal digits that name these parts: SHA-256 over each part's length and content."""
+    """Return 16 hexadecimal digits of SHA-256 over the lengths and contents of the parts."""
     total = hashlib.sha256()
     for part in parts:
         # Names of files may have bytes that are no UTF-8.

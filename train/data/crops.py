@@ -1,4 +1,8 @@
-"""Views of images of any size: a random crop for training, and what `data.pixels` says for everything else."""
+"""Views of images of any size: random crops for training, and the fit of `data.pixels`.
+
+`sources/folders.py` and `sources/published.py` show images through these views. Predictions fit
+images with `fitted`, too. `images.py` says what a view is.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ _MAX_ANGLE = math.radians(20)
 _MAX_LOG_SCALE = 0.2
 _MAX_LOG_STRETCH = 0.15
 _MAX_SHIFT = 0.125
-"""Share of a side."""
+"""Largest shift, as a share of a side."""
 _LONGEST = 32
-"""Times the model's size that an image is scaled to as a whole; of a longer one only the middle is."""
+"""Longest side of a scaled image, in model sizes. A longer image is cropped before it is scaled."""
 
 
 class RandomCrop:
-    """View of a random-resized crop (Szegedy et al. 2015), mirrored half of the time.
+    """View of a random resized crop (Szegedy et al. 2015), mirrored half of the time.
 
     Args:
-        size: pixels on a side of what comes out.
-        interpolation: how the crop is scaled to it.
+        size: Pixels on a side of the result.
+        interpolation: Method that scales the crop to `size`.
     """
 
     def __init__(self, size: int, interpolation: Interpolation = "bilinear") -> None:
@@ -37,50 +41,53 @@ class RandomCrop:
         self._interpolation: Interpolation = interpolation
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        """Return the crops, float32 [B, size, size, C]; the arguments are those of a `View`."""
-        return np.stack(
-            [self._crop(image, *row) for image, row in zip(images, uniforms, strict=True)]
-        )
+        """Return the crops, float32 [B, size, size, C]. The arguments are those of a `View`."""
+        crops = [self._crop(image, *row) for image, row in zip(images, uniforms, strict=True)]
+        return np.stack(crops)
 
     def least_side(self, uniforms: np.ndarray) -> int:
-        """Return how many pixels the shorter side of an image needs for its crop to be scaled down and not up.
+        """Return the fewest pixels of an image's shorter side for which its crop is not scaled up.
 
         Args:
-            uniforms: of the image, float64 [NUMBERS].
+            uniforms: float64 [NUMBERS], uniform numbers of the image.
         """
         area, ratio = _area_and_ratio(*uniforms[3:5])
-        # Of a square image, the least favourable, the crop's shorter side is this share of the side.
+        # A square image is the worst case. There the crop's shorter side is this share of the side.
         share = math.sqrt(area * min(ratio, 1 / ratio))
         return math.ceil(self._size / share)
 
     def _crop(
         self, image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float
     ) -> np.ndarray:
+        """Return one crop. The numbers are place down and right, mirror, area and aspect ratio."""
         H, W, _ = image.shape
         share, ratio = _area_and_ratio(a, r)
         area = H * W * share
-        h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
-        h, w = max(1, h), max(1, w)
-        top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
-        crop = _resized(
-            image, (left, top, left + w, top + h), (self._size, self._size), self._interpolation
-        )
+        height = max(1, min(H, round(math.sqrt(area / ratio))))
+        width = max(1, min(W, round(math.sqrt(area * ratio))))
+
+        top = int(u * (H - height + 1))
+        left = int(v * (W - width + 1))
+        box = (left, top, left + width, top + height)
+        crop = _resized(image, box, (self._size, self._size), self._interpolation)
         return crop[:, ::-1] if mirror < 0.5 else crop
 
 
 def _area_and_ratio(a: float, r: float) -> tuple[float, float]:
-    """Return a crop's share of the image's area, and its width over its height, from two uniforms."""
+    """Return a crop's share of the image's area and its width over height, from two uniforms."""
     share = _CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0])
+    # The ratio is log-uniform, so that wide and tall crops are equally likely.
     ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
     return share, ratio
 
 
 class Jitter:
-    """View of images of one square size, turned, scaled, stretched, moved and perhaps mirrored; the border goes on outside.
+    """View that turns, scales, stretches, moves and perhaps mirrors square images of one size.
+
+    Pixels outside of the image repeat its border.
 
     Args:
-        strength: times the largest angle, scale, stretch and shift.
-        mirror: whether half of the images are mirrored.
+        strength: Factor of the largest angle, scale, stretch and shift.
     """
 
     def __init__(self, strength: float, mirror: bool) -> None:
@@ -88,14 +95,15 @@ class Jitter:
         self._mirror = mirror
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        """Return the images, float32 [B, size, size, C]; the arguments are those of a `View`.
+        """Return the images, float32 [B, size, size, C]. The arguments are those of a `View`.
 
-        Numbers 0 and 1 are down and right, 2 the mirror, 3 the angle and 4 the scale. The stretch takes digits of the angle's
-        number that the angle does not show.
+        Columns of `uniforms` are shift down, shift right, mirror, angle and scale.
         """
         x_BHWC = np.stack(images)
         side = x_BHWC.shape[1]
         down, right, _, turn, log_scale = (2 * uniforms.T - 1) * self._strength
+        # A view has five numbers. The stretch uses digits of the angle's number that the angle does
+        # not show.
         stretch = (2 * np.modf(uniforms[:, 3] * 2**20)[0] - 1) * self._strength
         flip = np.where((uniforms[:, 2] < 0.5) & self._mirror, -1.0, 1.0)
         angle = _MAX_ANGLE * turn
@@ -104,22 +112,29 @@ class Jitter:
         centre = (side - 1) / 2
         y_N = (np.arange(side) - centre).astype(np.float32)
 
-        def along(number: np.ndarray) -> np.ndarray:
-            return number.astype(np.float32)[:, None, None]
+        cos_y = _per_image(tall * np.cos(angle))
+        sin_y = _per_image(wide * np.sin(angle))
+        sin_x = _per_image(flip * tall * np.sin(angle))
+        cos_x = _per_image(flip * wide * np.cos(angle))
+        y_BHW = cos_y * y_N[:, None] - sin_y * y_N
+        x_BHW = sin_x * y_N[:, None] + cos_x * y_N
 
-        y_BHW = along(tall * np.cos(angle)) * y_N[:, None] - along(wide * np.sin(angle)) * y_N
-        x_BHW = (
-            along(flip * tall * np.sin(angle)) * y_N[:, None]
-            + along(flip * wide * np.cos(angle)) * y_N
-        )
         shift = _MAX_SHIFT * side
-        return _at_points(
-            x_BHWC, y_BHW + along(centre + shift * down), x_BHW + along(centre + shift * right)
-        )
+        centre_y = _per_image(centre + shift * down)
+        centre_x = _per_image(centre + shift * right)
+        return _at_points(x_BHWC, y_BHW + centre_y, x_BHW + centre_x)
+
+
+def _per_image(values_B: np.ndarray) -> np.ndarray:
+    """Return one value per image as float32 [B, 1, 1]."""
+    return values_B.astype(np.float32)[:, None, None]
 
 
 def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.ndarray:
-    """Return square images between their pixels, float32 [B, H, W, C]; outside is the nearest pixel of the border."""
+    """Sample square images at points by bilinear interpolation, float32 [B, H, W, C].
+
+    Points outside of an image get the nearest pixel of its border.
+    """
     last = images.shape[1] - 1
     y_BHW = np.clip(y_BHW, 0, last)
     x_BHW = np.clip(x_BHW, 0, last)
@@ -129,6 +144,7 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
     right = np.minimum(left + 1, last)
     down = (y_BHW - top)[..., None].astype(np.float32)
     along = (x_BHW - left)[..., None].astype(np.float32)
+
     row = np.arange(len(images))[:, None, None]
     upper = images[row, top, left] * (1 - along) + images[row, top, right] * along
     lower = images[row, bottom, left] * (1 - along) + images[row, bottom, right] * along
@@ -136,145 +152,172 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
 
 
 def _unmirrored(view: View) -> View:
-    """Return a random crop that never mirrors."""
+    """Return a view that does what a random crop does and never mirrors."""
 
     def unmirrored(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
         uniforms = uniforms.copy()
-        uniforms[:, 2] = 1.0
+        uniforms[:, 2] = 1.0  # A crop is mirrored if this number is below a half.
         return view(images, uniforms)
 
     return unmirrored
 
 
 def training(config: DataConfig, size: int) -> View:
-    """What data.transforms shows of training images of any size.
+    """Return the view of training images of any size that data.transforms asks for.
 
     Args:
-        config: has it, and how images are scaled.
-        size: pixels on a side of what comes out.
+        config: Data settings, of which `transforms` and `pixels` are used.
+        size: Pixels on a side of the result.
     """
     transforms = config.transforms
     if transforms.jitter is None:
         crop = _random_crop(config, size)
         return crop if transforms.mirror else _unmirrored(crop)
+
     fit = fitted(config.pixels, size)
     jitter = Jitter(transforms.jitter, transforms.mirror)
     return lambda images, uniforms: jitter([*fit(images, uniforms)], uniforms)
 
 
 def _random_crop(config: DataConfig, size: int) -> View:
-    """The random crop that data.transforms asks for.
-
-    Args:
-        config: has it, and how images are scaled.
-        size: pixels on a side of what comes out.
-    """
-    return (
-        inception_crop(size)
-        if config.transforms.crop == "inception"
-        else RandomCrop(size, config.pixels.interpolation)
-    )
+    """Return the random crop that data.transforms asks for."""
+    if config.transforms.crop == "inception":
+        return inception_crop(size)
+    return RandomCrop(size, config.pixels.interpolation)
 
 
 def inception_crop(size: int) -> View:
-    """The random crop of big_vision's `decode_jpeg_and_inception_crop`, mirrored half of the time.
+    """Return the random crop of big_vision's `decode_jpeg_and_inception_crop`.
 
-    TensorFlow's `sample_distorted_bounding_box`: an aspect ratio, width over height, drawn evenly from 3/4 to 1.33; then a height,
-    evenly among whole numbers that leave 5 to 100 % of the area and fit, and one more or less where its rounded width does not; then a
-    place, of which the last is never taken. It is scaled by bilinear interpolation of the four nearest pixels, whatever the scale
-    (TensorFlow's without antialias). Where no such crop fits (of images a few pixels wide) TensorFlow draws again, up to a hundred
-    times; here the image stays whole.
+    The crop is mirrored half of the time. It is drawn as in TensorFlow's
+    `sample_distorted_bounding_box`:
+
+    1. The aspect ratio, width over height, is uniform from 3/4 to 1.33.
+    2. The height is uniform among whole numbers for which the crop fits and has 5 to 100 % of the
+    area.
+       It is one more or one less if the area of the rounded crop is not in this range.
+    3. The place is uniform, and the last place is never drawn.
+
+    The crop is scaled by bilinear interpolation of the four nearest pixels at any scale, as
+    TensorFlow does without antialias. If no such crop fits, as in images a few pixels wide,
+    TensorFlow draws again, up to a hundred times. Here the crop is then the complete image.
 
     Args:
-        size: pixels on a side of what comes out.
+        size: Pixels on a side of the result.
     """
 
     def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        return np.stack([one(image, *row) for image, row in zip(images, uniforms, strict=True)])
-
-    def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
-        H, W, _ = image.shape
-        h, w = _inception_size(H, W, a, r)
-        top, left = int(u * (H - h)), int(v * (W - w))
-        crop = _pointwise(image[top : top + h, left : left + w], size)
-        return crop[:, ::-1] if mirror < 0.5 else crop
+        crops = [
+            _inception_crop(image, size, *row) for image, row in zip(images, uniforms, strict=True)
+        ]
+        return np.stack(crops)
 
     return view
 
 
+def _inception_crop(
+    image: np.ndarray, size: int, u: float, v: float, mirror: float, a: float, r: float
+) -> np.ndarray:
+    """Return one crop. The numbers are place down and right, mirror, height and aspect ratio."""
+    H, W, _ = image.shape
+    height, width = _inception_size(H, W, a, r)
+    top = int(u * (H - height))
+    left = int(v * (W - width))
+    crop = _pointwise(image[top : top + height, left : left + width], size)
+    return crop[:, ::-1] if mirror < 0.5 else crop
+
+
 def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
-    """Height and width of a crop of an image of H x W, from two uniforms."""
+    """Return the height and the width of a crop of an image of H x W pixels, from two uniforms."""
     ratio = _INCEPTION_RATIO[0] + r * (_INCEPTION_RATIO[1] - _INCEPTION_RATIO[0])
-    least, most = (share * H * W for share in _INCEPTION_AREA)
+    least = _INCEPTION_AREA[0] * H * W
+    most = _INCEPTION_AREA[1] * H * W
     highest = min(H, round(math.sqrt(most / ratio)), int((W + 0.5) / ratio))
     lowest = min(round(math.sqrt(least / ratio)), highest)
-    h = lowest + int(a * (highest - lowest + 1))
-    h += h * round(h * ratio) < least
-    h -= h * round(h * ratio) > most
-    w = round(h * ratio)
-    return (h, w) if least <= h * w <= most and 0 < h <= H and 0 < w <= W else (H, W)
+
+    height = lowest + int(a * (highest - lowest + 1))
+    # The rounded width may leave the range of areas.
+    height += height * round(height * ratio) < least
+    height -= height * round(height * ratio) > most
+    width = round(height * ratio)
+
+    has_area = least <= height * width <= most
+    fits = 0 < height <= H and 0 < width <= W
+    return (height, width) if has_area and fits else (H, W)
 
 
 def _pointwise(image: np.ndarray, size: int) -> np.ndarray:
-    """The image at size x size, each pixel between the four nearest of its place, float32 in whole levels (rounded down)."""
+    """Resize an image to size x size from the four nearest pixels of each point.
 
-    def places(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        at = np.maximum((np.arange(size) + 0.5) * (length / size) - 0.5, 0)
-        low = np.minimum(at.astype(int), length - 1)
-        return low, np.minimum(low + 1, length - 1), (at - low).astype(np.float32)
-
-    top, bottom, down = places(image.shape[0])
-    left, right, along = places(image.shape[1])
+    The result is float32 in whole levels, rounded down.
+    """
+    top, bottom, down = _neighbours(image.shape[0], size)
+    left, right, along = _neighbours(image.shape[1], size)
     rows = image[top] * (1 - down)[:, None, None] + image[bottom] * down[:, None, None]
-    return np.floor(rows[:, left] * (1 - along)[:, None] + rows[:, right] * along[:, None]).astype(
-        np.float32
-    )
+    pixels = rows[:, left] * (1 - along)[:, None] + rows[:, right] * along[:, None]
+    return np.floor(pixels).astype(np.float32)
+
+
+def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the pixels before and after each of `size` points, and the weight of the latter.
+
+    Args:
+        length: Pixels of the image along the axis.
+    """
+    points = np.maximum((np.arange(size) + 0.5) * (length / size) - 0.5, 0)
+    low = np.minimum(points.astype(int), length - 1)
+    high = np.minimum(low + 1, length - 1)
+    return low, high, (points - low).astype(np.float32)
 
 
 def fitted(pixels: PixelsConfig, size: int) -> View:
-    """Each image made a square by the fit of `data.pixels`, the same each time.
+    """Return the view that makes each image a square by the fit of `data.pixels`. It draws nothing.
 
     Args:
-        pixels: how.
-        size: pixels on a side of what comes out.
+        size: Pixels on a side of the result.
     """
-    fit: Callable[[np.ndarray], np.ndarray]
+    fit: Callable[[np.ndarray, int, PixelsConfig], np.ndarray]
     pixels = pixels.resolved(size)
+    fit = _centre if pixels.fit == "centre" else _scaled
+    return lambda images, uniforms: np.stack([fit(image, size, pixels) for image in images])
 
-    def centre(image: np.ndarray) -> np.ndarray:
-        H, W, _ = image.shape
-        side = max(1, round(_EVAL_CROP * min(H, W)))
-        top, left = (H - side) // 2, (W - side) // 2
-        return _resized(
-            image, (left, top, left + side, top + side), (size, size), pixels.interpolation
+
+def _centre(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
+    """Return the middle of an image, scaled to size x size."""
+    H, W, _ = image.shape
+    side = max(1, round(_EVAL_CROP * min(H, W)))
+    top = (H - side) // 2
+    left = (W - side) // 2
+    box = (left, top, left + side, top + side)
+    return _resized(image, box, (size, size), pixels.interpolation)
+
+
+def _scaled(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
+    """Scale an image by the fit edge or squash and return its middle size x size pixels."""
+    H, W, _ = image.shape
+    height = pixels.resize or size
+    width = height
+    if pixels.fit == "edge":
+        # Rounded down, as torchvision and transformers do. big_vision rounds to the nearest.
+        whole_number = round if pixels.interpolation == "area" else int
+        if H <= W:
+            width = whole_number(width * W / H)
+        else:
+            height = whole_number(height * H / W)
+
+    top = (height - size) // 2
+    left = (width - size) // 2
+    if max(height, width) > _LONGEST * size:
+        # If a line of a million pixels were scaled first, the result would fill the memory.
+        box = (
+            left * W / width,
+            top * H / height,
+            (left + size) * W / width,
+            (top + size) * H / height,
         )
-
-    def scaled(image: np.ndarray) -> np.ndarray:
-        H, W, _ = image.shape
-        height = width = pixels.resize or size
-        if pixels.fit == "edge":
-            # Rounded down, as torchvision and transformers have it; big_vision rounds to the nearest.
-            whole_number = round if pixels.interpolation == "area" else int
-            height, width = (
-                (height, whole_number(width * W / H))
-                if H <= W
-                else (whole_number(height * H / W), width)
-            )
-        top, left = (height - size) // 2, (width - size) // 2
-        if max(height, width) > _LONGEST * size:
-            # Scaled as a whole, a line of a million pixels would fill the memory.
-            box = (
-                left * W / width,
-                top * H / height,
-                (left + size) * W / width,
-                (top + size) * H / height,
-            )
-            return _resized(image, box, (size, size), pixels.interpolation)
-        resized = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
-        return resized[top : top + size, left : left + size]
-
-    fit = centre if pixels.fit == "centre" else scaled
-    return lambda images, uniforms: np.stack([fit(image) for image in images])
+        return _resized(image, box, (size, size), pixels.interpolation)
+    resized = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
+    return resized[top : top + size, left : left + size]
 
 
 def _resized(
@@ -283,33 +326,38 @@ def _resized(
     size: tuple[int, int],
     interpolation: Interpolation,
 ) -> np.ndarray:
-    """The box (left, top, right, bottom) of image [H, W, C] as float32 [*size, C]."""
+    """Resize the box (left, top, right, bottom) of an image [H, W, C] to float32 [*size, C]."""
     if interpolation == "area":
         left, top, right, bottom = (round(edge) for edge in box)
         return _by_area(image[top:bottom, left:right], size)
+
     from PIL import Image
 
-    flat = image[..., 0] if image.shape[-1] == 1 else image
-    how = Image.Resampling[interpolation.upper()]
-    resized = Image.fromarray(flat).resize((size[1], size[0]), how, box=box)
-    return np.asarray(resized, np.float32).reshape(*size, image.shape[-1])
+    height, width = size
+    # PIL takes grey images without an axis of channels.
+    pil_pixels = image[..., 0] if image.shape[-1] == 1 else image
+    resampling = Image.Resampling[interpolation.upper()]
+    resized = Image.fromarray(pil_pixels).resize((width, height), resampling, box=box)
+    return np.asarray(resized, np.float32).reshape(height, width, image.shape[-1])
 
 
 def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The image as float32 [*size, C], each pixel the mean of the area that it covers, in whole levels (rounded down).
+    """Resize an image to float32 [*size, C], each pixel the mean of the area that it covers.
 
-    TensorFlow's `tf.image.resize` by area: a pixel of which a part is covered counts as that part.
+    As in TensorFlow's `tf.image.resize` by area, a pixel that is covered in part has the weight of
+    this part. Values are whole levels, rounded down.
     """
-
-    def shares(length: int, count: int) -> np.ndarray:
-        start = np.arange(count)[:, None] * (length / count)
-        pixel = np.arange(length)
-        covered = np.minimum(pixel + 1, start + length / count) - np.maximum(pixel, start)
-        return (np.maximum(covered, 0) * (count / length)).astype(np.float32)
-
-    down, along = (
-        shares(length, count) for length, count in zip(image.shape[:2], size, strict=True)
-    )
+    down = _area_shares(image.shape[0], size[0])
+    along = _area_shares(image.shape[1], size[1])
     rows = np.tensordot(down, image.astype(np.float32), axes=(1, 0))
-    # What a sum of float32 leaves below a whole number is that number.
-    return np.floor(np.einsum("xw,hwc->hxc", along, rows, optimize=True) + np.float32(1e-3))
+    means = np.einsum("xw,hwc->hxc", along, rows, optimize=True)
+    # A float32 sum may be a little below a whole number, which must not be rounded down.
+    return np.floor(means + np.float32(1e-3))
+
+
+def _area_shares(length: int, count: int) -> np.ndarray:
+    """Return the weights of old pixels in new ones along an axis, float32 [count, length]."""
+    start = np.arange(count)[:, None] * (length / count)
+    pixel = np.arange(length)
+    covered = np.minimum(pixel + 1, start + length / count) - np.maximum(pixel, start)
+    return (np.maximum(covered, 0) * (count / length)).astype(np.float32)

@@ -1,20 +1,21 @@
-"""Batches of labelled images: each image once an epoch, seen through a view, which training varies and evaluation does not.
+"""Batches of labelled images: views, RandAugment, mixup, cutmix and soft labels.
 
-A view takes raw uint8 images and, per image, uniform random numbers in [0, 1), and returns float32 images of the
-model's size in the raw range. It draws nothing itself, so a row's augmentation is a function of (seed, batch, row).
+Every epoch has each image once, seen through a view. A view takes raw uint8 images and uniform
+random numbers in [0, 1) for each image. It returns float32 images of the model's size in the raw
+range. A view draws nothing itself, so a row is a function of (seed, batch, row): a resumed run and
+any number of processes see the same images. A process whose rows are mixed with rows of another
+process makes those rows, too. Evaluation uses a view that does not vary.
 
-Training may vary the images further, by RandAugment, mixup and cutmix, and soften their labels.
+RandAugment (Cubuk et al. 2019, arXiv 1909.13719) has 16 operations with one common magnitude. The
+operations and their quirks are those of big_vision's `randaug`, which has them from Google's
+EfficientNet. Each image goes through a number of layers, and each layer draws one operation with
+equal chance. Pixels that move in from outside of the image are grey (128). Contrast pulls away from
+the constant 196, where PIL has the mean: 196 is the number of pixels of a 224 x 224 image over 256.
+Lengths in pixels are scaled from a side of 224. `tests/train/data/test_randaug.py` checks each
+operation against PIL or a formula. Operations take images uint8 [H, W, C], a strength in [0, 1]
+(the magnitude over 10) and two uniform numbers u in [0, 1).
 
-Everything is a function of (seed, batch, row), so a resumed run and any number of processes see the same; a process whose rows
-are mixed with another's makes that one too.
-
-RandAugment (Cubuk et al. 2019, arXiv 1909.13719) is 16 operations on images, each as strong as one magnitude says.
-Operations, strengths and their quirks are those of big_vision's `randaug`, itself that of Google's EfficientNet: an image goes
-through so many, drawn from all with equal chance; what moves out of sight leaves grey (128) behind; contrast pulls away from the
-constant 196 (there the number of pixels of a 224 x 224 image over 256, where PIL has the mean). Lengths, which it has in
-pixels, are here in proportion to a side of 224. `tests/train/data/test_randaug.py` holds each against PIL or a formula.
-
-Images are uint8 [H, W, C]; a strength is in [0, 1], the magnitude over 10; uniforms u are two numbers in [0, 1).
+Shapes: B batch, b rows of a batch, H height, W width, C channels.
 """
 
 from __future__ import annotations
@@ -38,19 +39,24 @@ if TYPE_CHECKING:
 
 GREY = 128
 RANDAUG_NUMBERS = 3
-"""Uniform numbers that a layer takes: which operation, and its two."""
+"""Number of uniform numbers per RandAugment layer: one for the operation and two for its use."""
 _SIDE = 224
-_ROTATION, _SHEAR, _SHIFT, _HOLE = math.radians(30), 0.3, 100 / _SIDE, 40 / _SIDE
-_ADDITION, _CONTRAST = 110, _SIDE**2 // 256
+_ROTATION = math.radians(30)
+_SHEAR = 0.3
+_SHIFT = 100 / _SIDE
+_HOLE = 40 / _SIDE
+_ADDITION = 110
+_CONTRAST = _SIDE**2 // 256
 _LUMA = (0.2989, 0.5870, 0.1140)
 
 WHOLE = PixelsConfig(fit="squash")
-"""What becomes of images of other sizes where all of a data set have one."""
+"""Fit of images of other sizes, for a data set whose images all have one size."""
 
 View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
 """(B images uint8 [h, w, C], uniforms float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
 
 NUMBERS = 5
+"""Number of uniform random numbers that a view takes per image."""
 _MAX_ROTATION = math.radians(6)
 _MAX_LOG_SCALE = 0.06
 _MAX_SHIFT = 0.05  # of the image's size
@@ -60,61 +66,74 @@ _PAD = 0.125  # of the image's size
 def randaugmented(
     images: np.ndarray, uniforms: np.ndarray, magnitude: float, white: float = 255.0
 ) -> np.ndarray:
-    """Images after RandAugment, float32 [B, H, W, C] in their own range.
+    """Return images after RandAugment, float32 [B, H, W, C] in the range of the input.
 
     Args:
-        images: float32 [B, H, W, C] from 0 to white, rounded to 256 levels here.
+        images: float32 [B, H, W, C] from 0 to `white`. They are rounded to 256 levels.
         uniforms: [B, layers, RANDAUG_NUMBERS] in [0, 1).
-        magnitude: from 0 to 10.
-        white: the value that counts as 1.
+        magnitude: Strength of the operations, from 0 to 10.
+        white: Value of white. The default is 255.
     """
     levels = np.clip(np.rint(images * (255 / white)), 0, 255).astype(np.uint8)
     operations = list(OPERATIONS.values())
     for image, layers in zip(levels, uniforms, strict=True):
-        for which, *u in layers:
-            image[...] = operations[int(which * len(operations))](image, magnitude / 10, u)
+        for choice, *u in layers:
+            operation = operations[int(choice * len(operations))]
+            image[...] = operation(image, magnitude / 10, u)
     return levels.astype(np.float32) * np.float32(white / 255)
 
 
 def blended(degenerate: np.ndarray | float, image: np.ndarray, strength: float) -> np.ndarray:
-    """The image away from a degenerate one: degenerate + factor (image - degenerate), cut to 0..255 and rounded down.
+    """Move an image away from or towards a degenerate one, as PIL's `ImageEnhance` does.
+
+    The result is degenerate + factor * (image - degenerate), clipped to 0..255 and rounded down,
+    with a factor of 1.8 * strength + 0.1.
 
     Args:
-        degenerate: of the image's shape, or one number.
-        image: uint8.
-        strength: 0 to 1, a factor of 0.1 to 1.9.
+        degenerate: Array of the image's shape, or one number.
+        image: uint8 [H, W, C].
+        strength: Number from 0 to 1.
     """
     factor = 1.8 * strength + 0.1
-    return np.clip(degenerate + factor * (image.astype(np.float32) - degenerate), 0, 255).astype(
-        np.uint8
-    )
+    values = degenerate + factor * (image.astype(np.float32) - degenerate)
+    return np.clip(values, 0, 255).astype(np.uint8)
 
 
 def moved(image: np.ndarray, matrix: tuple[float, ...]) -> np.ndarray:
-    """The image whose pixel (x, y) is the nearest to (a x + b y + c, d x + e y + f) of this one, grey where there is none.
+    """Transform an image by an affine map, with nearest-neighbour sampling as in PIL.
+
+    Pixel (x, y) of the result is the pixel of the image nearest to (a x + b y + c, d x + e y + f).
+    It is grey where that point is outside of the image.
 
     Args:
         image: uint8 [H, W, C].
-        matrix: a to f.
+        matrix: Six numbers (a, b, c, d, e, f).
     """
     H, W, _ = image.shape
     y, x = np.mgrid[:H, :W]
     a, b, c, d, e, f = matrix
-    columns, rows = (
-        np.trunc(at + np.copysign(0.5, at)).astype(int)
-        for at in (a * x + b * y + c, d * x + e * y + f)
-    )
+    columns = _nearest(a * x + b * y + c)
+    rows = _nearest(d * x + e * y + f)
+
     inside = (rows >= 0) & (rows < H) & (columns >= 0) & (columns < W)
     pixels = image[np.clip(rows, 0, H - 1), np.clip(columns, 0, W - 1)]
     return np.where(inside[..., None], pixels, np.uint8(GREY))
 
 
+def _nearest(coordinates: np.ndarray) -> np.ndarray:
+    """Round coordinates to whole numbers, halves away from zero."""
+    return np.trunc(coordinates + np.copysign(0.5, coordinates)).astype(int)
+
+
 def _signed(size: float, u: list[float]) -> float:
+    """Return the size with a random sign."""
     return size if u[0] < 0.5 else -size
 
 
 def _autocontrast(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
-    low, high = (of(image, axis=(0, 1)).astype(float) for of in (np.min, np.max))
+    low = np.min(image, axis=(0, 1)).astype(float)
+    high = np.max(image, axis=(0, 1)).astype(float)
+    # A channel with one value stays as it is.
     scale = 255 / np.where(high > low, high - low, 255)
     stretched = np.clip(image * scale - np.where(high > low, low, 0) * scale, 0, 255)
     return stretched.astype(np.uint8)
@@ -125,22 +144,23 @@ def _equalize(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 
 
 def _equalized(channel: np.ndarray) -> np.ndarray:
+    """Return a channel [H, W] whose histogram is equalized."""
     counts = np.bincount(channel.ravel(), minlength=256)
     step = (channel.size - counts[channel.max()]) // 255
     if step == 0:
         return channel
     below = np.cumsum(counts) - counts
-    return np.clip((below + step // 2) // step, 0, 255).astype(np.uint8)[channel]
+    levels = np.clip((below + step // 2) // step, 0, 255).astype(np.uint8)
+    return levels[channel]
 
 
 def _rotate(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     angle = _signed(_ROTATION * strength, u)
-    cos, sin, x, y = (
-        math.cos(angle),
-        math.sin(angle),
-        (image.shape[1] - 1) / 2,
-        (image.shape[0] - 1) / 2,
-    )
+    cos = math.cos(angle)
+    sin = math.sin(angle)
+    # The centre (x, y) stays where it is.
+    x = (image.shape[1] - 1) / 2
+    y = (image.shape[0] - 1) / 2
     return moved(image, (cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y))
 
 
@@ -166,18 +186,22 @@ def _color(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 
 
 def _sharpness(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
-    x, (H, W, _) = image.astype(np.float32), image.shape
+    x = image.astype(np.float32)
+    H, W, _ = image.shape
     window = sum(x[i : H - 2 + i, j : W - 2 + j] for i in range(3) for j in range(3))
-    smooth = x.copy()  # as it is along the edge
+    smooth = x.copy()  # The kernel does not fit along the edge, which stays as it is.
     smooth[1:-1, 1:-1] = np.floor((window + 4 * x[1:-1, 1:-1]) / 13)
     return blended(smooth, image, strength)
 
 
 def _cutout(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
-    (H, W, _), out = image.shape, image.copy()
-    row, column, half = int(u[0] * H), int(u[1] * W), int(strength * _HOLE * H)
-    out[max(0, row - half) : row + half, max(0, column - half) : column + half] = GREY
-    return out
+    H, W, _ = image.shape
+    row = int(u[0] * H)
+    column = int(u[1] * W)
+    half = int(strength * _HOLE * H)
+    cut = image.copy()
+    cut[max(0, row - half) : row + half, max(0, column - half) : column + half] = GREY
+    return cut
 
 
 OPERATIONS: dict[str, Callable[[np.ndarray, float, list[float]], np.ndarray]] = {
@@ -206,22 +230,26 @@ OPERATIONS: dict[str, Callable[[np.ndarray, float, list[float]], np.ndarray]] = 
     ),
     "cutout": _cutout,
 }
-"""Name to (image, strength, uniforms) -> image. Solarize spares every pixel at full strength, as its threshold is then 256."""
+"""RandAugment operations (image, strength, uniforms) -> image by name.
+
+Solarize changes no pixel at full strength, because its threshold is then 256.
+"""
 
 
 class Mix(NamedTuple):
-    """How a batch is mixed: every image with the one before it, the first (of a group) with the last."""
+    """Random choices of mixup or cutmix for one batch."""
 
     share: float
-    """Of a row's own label, and in mixup of its image."""
+    """Weight of a row's own label. In mixup it is the weight of the row's own image, too."""
     box: tuple[slice, slice] | None = None
-    """cutmix: rows and columns that are the other image's; mixup where there is none."""
+    """Rows and columns that cutmix takes from the other image. None for mixup."""
 
     def image(self, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Mixed images of two.
+        """Return images mixed from two arrays of images.
 
         Args:
-            own, other: float32 [b, H, W, C] of the rows and of those before them.
+            own: float32 [b, H, W, C], images of the rows.
+            other: float32 [b, H, W, C], images of the rows that are mixed in.
         """
         if self.box is None:
             return np.float32(self.share) * own + np.float32(1 - self.share) * other
@@ -230,46 +258,53 @@ class Mix(NamedTuple):
         return mixed
 
     def label(self, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Mixed labels of two.
+        """Return labels mixed from two arrays of labels.
 
         Args:
-            own, other: float32 [b, classes] of the rows and of those before them.
+            own: float32 [b, classes], labels of the rows.
+            other: float32 [b, classes], labels of the rows that are mixed in.
         """
         return np.float32(self.share) * own + np.float32(1 - self.share) * other
 
 
 def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, width: int) -> Mix:
-    """How one batch is mixed; where both mixup and cutmix are asked for, by one of them with equal chance.
+    """Draw the mixup or cutmix of one batch. If both are on, each has a chance of one half.
 
-    mixup: a share of max(l, 1 - l), l ~ Beta(alpha, alpha), so that a row's own label is the larger one (big_vision). cutmix: a box
-    about a point drawn evenly, of area 1 - l before it is cut at the image's edge, l ~ Beta(alpha, alpha) (Yun et al. 2019, their
-    algorithm 1); the share is what is left of the image.
+    mixup: the share is max(l, 1 - l) with l ~ Beta(alpha, alpha), so that a row's own label has the
+    larger share (big_vision). cutmix (Yun et al. 2019, algorithm 1): a box of area 1 - l with
+    l ~ Beta(alpha, alpha), about a point drawn evenly, is cut at the image's edge. The share is the
+    part of the image outside of the box.
 
     Args:
-        transforms: have mixup and cutmix.
-        rng: of the batch.
-        height, width: of the images.
+        transforms: Settings, of which `mixup` and `cutmix` (each an alpha, 0 is off) are used.
     """
-    boxed = transforms.cutmix and (not transforms.mixup or rng.random() < 0.5)
-    if not boxed:
+    use_cutmix = transforms.cutmix and (not transforms.mixup or rng.random() < 0.5)
+    if not use_cutmix:
         share = rng.beta(transforms.mixup, transforms.mixup) if transforms.mixup else 1.0
         return Mix(float(max(share, 1 - share)))
+
     side = np.sqrt(1 - rng.beta(transforms.cutmix, transforms.cutmix))
-    y, x = rng.integers(height), rng.integers(width)
-    half_y, half_x = int(height * side) // 2, int(width * side) // 2
-    top, left = max(0, y - half_y), max(0, x - half_x)
-    bottom, right = min(height, y + half_y), min(width, x + half_x)
+    y = rng.integers(height)
+    x = rng.integers(width)
+    half_height = int(height * side) // 2
+    half_width = int(width * side) // 2
+
+    top = max(0, y - half_height)
+    left = max(0, x - half_width)
+    bottom = min(height, y + half_height)
+    right = min(width, x + half_width)
     area = (bottom - top) * (right - left)
     return Mix(1 - area / (height * width), (slice(top, bottom), slice(left, right)))
 
 
 def soft_labels(targets: np.ndarray, classes: int, smoothing: float) -> np.ndarray:
-    """Labels as distributions, float32 [b, classes]: 1 - smoothing on the class, and smoothing shared by all alike.
+    """Return labels as smoothed distributions, float32 [b, classes].
+
+    The class gets 1 - smoothing. All classes share `smoothing` evenly.
 
     Args:
-        targets: int32 [b].
-        classes: how many.
-        smoothing: in [0, 1).
+        targets: int32 [b], class of each row.
+        smoothing: Share in [0, 1).
     """
     labels = np.full((len(targets), classes), smoothing / classes, np.float32)
     labels[np.arange(len(targets)), targets] += np.float32(1 - smoothing)
@@ -277,66 +312,68 @@ def soft_labels(targets: np.ndarray, classes: int, smoothing: float) -> np.ndarr
 
 
 class LabelledData(Data):
-    """Labelled images of which training shows transformed ones. `labels`, float32 [B, classes], are in a batch where they are soft."""
+    """Base class of labelled images whose training batches are augmented.
+
+    A training batch also has `labels`, float32 [B, classes], if `config.transforms.soft`.
+    """
 
     kind = "images"
     seed: int
-    """Of the order and of all that is drawn."""
+    """Seed of the order and of all random numbers."""
     white: float = 255.0
-    """The raw value that counts as 1; 0 is 0."""
+    """Raw value of white. Black is 0."""
     pixels: PixelsConfig = WHOLE
-    """What becomes of values."""
+    """Normalization of values."""
 
     @abc.abstractmethod
     def shown(
         self, k: int, rows: np.ndarray, examples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Raw images float32 [b, H, W, C] from 0 to white, and classes int32 [b].
+        """Return raw images float32 [b, H, W, C] from 0 to white, and classes int32 [b].
 
         Args:
-            k: number of the batch.
-            rows: of it, int64 [b].
-            examples: which example of the run each row is, int64 [b].
+            rows: int64 [b], rows of the global batch.
+            examples: int64 [b], index of each row's example, counted from the start of the run.
         """
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        transforms, own = self.config.transforms, np.arange(self.batch_size)[rows]
+        transforms = self.config.transforms
+        own = np.arange(self.batch_size)[rows]
         if not transforms.soft:
             inputs, targets = self._transformed(k, own)
-            return {
-                "inputs": inputs,
-                "targets": targets,
-                "weights": np.ones(len(targets), np.float32),
-            }
+            weights = np.ones(len(targets), np.float32)
+            return {"inputs": inputs, "targets": targets, "weights": weights}
+
+        # A row is mixed with the row before it. The first row of a group is mixed with the last.
         group = transforms.mix_group or self.batch_size
         before = own - own % group + (own - 1) % group
-        positions, places = np.unique(np.concatenate([own, before]), return_inverse=True)
-        inputs, targets = self._transformed(k, positions)
+        needed = np.concatenate([own, before])
+        unique_rows, places = np.unique(needed, return_inverse=True)
+        inputs, targets = self._transformed(k, unique_rows)
         labels = soft_labels(targets, len(self.class_names or ()), transforms.label_smoothing)
-        first, second = places[: len(own)], places[len(own) :]
-        targets = targets[first]
+
+        own_places = places[: len(own)]
+        before_places = places[len(own) :]
+        targets = targets[own_places]
         if transforms.mixup or transforms.cutmix:
-            mix = drawn(
-                transforms, interface.rng(self.seed, interface.MIXING, k), *inputs.shape[1:3]
-            )
-            inputs, labels = (
-                mix.image(inputs[first], inputs[second]),
-                mix.label(labels[first], labels[second]),
-            )
+            rng = interface.rng(self.seed, interface.MIXING, k)
+            height, width = inputs.shape[1:3]
+            mix = drawn(transforms, rng, height, width)
+            inputs = mix.image(inputs[own_places], inputs[before_places])
+            labels = mix.label(labels[own_places], labels[before_places])
         else:
-            inputs, labels = inputs[first], labels[first]
-        return {
-            "inputs": inputs,
-            "targets": targets,
-            "weights": np.ones(len(targets), np.float32),
-            "labels": labels,
-        }
+            inputs = inputs[own_places]
+            labels = labels[own_places]
+        weights = np.ones(len(targets), np.float32)
+        return {"inputs": inputs, "targets": targets, "weights": weights, "labels": labels}
 
     def _transformed(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [b, H, W, C] as a model reads them, and int32 [b]."""
+        """Return augmented and normalized images float32 [b, H, W, C], and classes int32 [b]."""
         transforms = self.config.transforms
-        different = self.batch_size // transforms.repeats
-        raw, targets = self.shown(k, rows, k * different + rows % different)
+        # With repeats, a batch shows each of its distinct examples several times.
+        distinct = self.batch_size // transforms.repeats
+        raw, targets = self.shown(k, rows, k * distinct + rows % distinct)
+
         if transforms.randaug_layers is not None:
             shape = (self.batch_size, transforms.randaug_layers, RANDAUG_NUMBERS)
             uniforms = interface.rng(self.seed, interface.RANDAUG, k).random(shape)[rows]
@@ -345,15 +382,19 @@ class LabelledData(Data):
 
 
 def normalized(raw: np.ndarray, pixels: PixelsConfig, white: float = 255.0) -> np.ndarray:
-    """Images as a model reads them: (raw / white - mean) / std, float32; 2 * raw / white - 1 where both are a half.
+    """Return images as a model reads them, (raw / white - mean) / std, float32.
+
+    This is 2 * raw / white - 1 if mean and std are a half.
 
     Args:
-        raw: float32 [B, H, W, C].
-        pixels: has mean and std.
-        white: the raw value that counts as 1.
+        raw: float32 [B, H, W, C], from 0 to `white`.
+        pixels: Settings, of which `mean` and `std` are used.
+        white: Raw value of white. The default is 255.
     """
-    mean, std = np.array(pixels.mean), np.array(pixels.std)
-    return raw * (1 / (white * std)).astype(np.float32) - (mean / std).astype(np.float32)
+    mean = np.array(pixels.mean)
+    std = np.array(pixels.std)
+    scale = (1 / (white * std)).astype(np.float32)
+    return raw * scale - (mean / std).astype(np.float32)
 
 
 class Images(Protocol):
@@ -362,7 +403,7 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> tuple[np.ndarray, int]:
-        """(uint8 [h, w, C], label)."""
+        """Return image i, uint8 [h, w, C], and its label."""
         ...
 
 
@@ -371,18 +412,26 @@ class ScalableImages(Images, Protocol):
     """Labelled images that can be decoded at less than their full size, which is quicker."""
 
     def at_least(self, i: int, side: int | None, /) -> tuple[np.ndarray, int]:
-        """Return an image whose sides both have so many pixels at least, and its label; the full image where `side` is None."""
+        """Return image i, perhaps scaled down, and its label.
+
+        Args:
+            side: Fewest pixels that both sides keep. None returns the full image.
+        """
         ...
 
 
 @runtime_checkable
 class ScaledView(Protocol):
-    """A view that scales images down, and says how large they have to be for that."""
+    """View that scales images down and knows how large an image must be for this."""
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray, /) -> np.ndarray: ...
 
     def least_side(self, uniforms: np.ndarray, /) -> int:
-        """Return the pixels that the shorter side of an image needs, by its uniforms."""
+        """Return the fewest pixels that the shorter side of an image must have.
+
+        Args:
+            uniforms: float64 [NUMBERS], uniform numbers of the image.
+        """
         ...
 
 
@@ -390,17 +439,15 @@ class ImageData(LabelledData):
     """Labelled images as batches, in [-1, 1] unless data.pixels says otherwise.
 
     Args:
-        config: sizes of batches, and whether to augment.
-        train: training images.
-        eval_: evaluation images, of which the first so many of a fixed shuffled order may be used.
-        views: what training shows of them, and what evaluation shows; that of evaluation for both where data.augment is off.
-        white: the raw value that counts as 1; 0 is 0.
-        seed: seed of the order and of the views.
-        threads: how many make batches; decoding image files keeps many busy.
-        class_names: a name per label.
-        pixels: what becomes of an image of another size or range, as a record has it for those who use the model; where all
-            images are of one size, squashing is what no image of the data needs.
-        facts: what to record.
+        config: Data settings: sizes of batches, and whether to augment.
+        eval_: Evaluation images. data.eval_examples uses the first of a fixed shuffled order.
+        views: View for training and view for evaluation. If data.augment is off, training uses the
+            view for evaluation.
+        white: Raw value of white. The default is 255.
+        seed: Seed of the order and of the views.
+        threads: Number of threads that make batches. Decoding image files keeps many threads busy.
+        pixels: Fit and normalization of images, which is recorded for users of the model.
+        facts: Facts to record in addition to the sizes, `digest` among them.
     """
 
     def __init__(
@@ -426,67 +473,75 @@ class ImageData(LabelledData):
             threads=threads,
             class_names=class_names,
         )
-        self.train, self.eval = train, eval_
-        self._train_view, self._eval_view = views if config.augment else (views[1], views[1])
-        self.pixels, self.white, self.seed = pixels, white, seed
+        self.train = train
+        self.eval = eval_
+        train_view, eval_view = views
+        self._train_view = train_view if config.augment else eval_view
+        self._eval_view = eval_view
+        self.pixels = pixels
+        self.white = white
+        self.seed = seed
         self._shuffle = interface.Shuffle(len(train), seed)
+        # Seed 0: the evaluation examples must not depend on the run's seed.
         self._eval_shuffle = interface.Shuffle(len(eval_), 0, interface.EVALUATION)
 
     def shown(
         self, k: int, rows: np.ndarray, examples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         _, positions = self._shuffle(examples)
-        uniforms = interface.rng(self.seed, interface.AUGMENTATION, k).random(
-            (self.batch_size, NUMBERS)
-        )
+        # Drawn for the global batch, so that a row's numbers do not depend on the processes.
+        rng = interface.rng(self.seed, interface.AUGMENTATION, k)
+        uniforms = rng.random((self.batch_size, NUMBERS))
         return self._batch(self.train, positions, self._train_view, uniforms[rows])
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
-        # A row past the end shows the first image again, at weight 0.
-        positions = self.eval_positions(np.where(indices < self.eval_size, indices, 0))
-        raw, targets = self._batch(
-            self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS))
-        )
+        exists = indices < self.eval_size
+        # A row past the end shows the first image again, with weight 0.
+        positions = self.eval_positions(np.where(exists, indices, 0))
+        uniforms = np.zeros((len(positions), NUMBERS))
+        raw, targets = self._batch(self.eval, positions, self._eval_view, uniforms)
         inputs = normalized(raw, self.pixels, self.white)
-        return {
-            "inputs": inputs,
-            "targets": targets,
-            "weights": (indices < self.eval_size).astype(np.float32),
-        }
+        return {"inputs": inputs, "targets": targets, "weights": exists.astype(np.float32)}
 
     def eval_positions(self, indices: np.ndarray | range) -> np.ndarray:
-        """Which evaluation images the examples `indices` are, int64: the fixed shuffled order."""
-        return self._eval_shuffle(indices)[1]
+        """Return the position in `eval` of each evaluation example, int64. The order is fixed.
+
+        Args:
+            indices: Numbers of evaluation examples, from 0.
+        """
+        _, positions = self._eval_shuffle(indices)
+        return positions
 
     def _batch(
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Raw float32 [b, H, W, C] and int32 [b] of the images at `positions`."""
+        """Return raw images float32 [b, H, W, C] and classes int32 [b] at these positions."""
         if isinstance(source, ScalableImages):
-            # One by one: photographs of 100 megapixels do not fit into memory together.
-            shown = []
+            # One image at a time: photographs of 100 megapixels do not fit into memory together.
+            viewed = []
             labels = []
             for position, row in zip(positions, uniforms, strict=True):
                 side = view.least_side(row) if isinstance(view, ScaledView) else None
                 image, label = source.at_least(int(position), side)
-                shown.append(view([image], row[None]))
+                viewed.append(view([image], row[None]))
                 labels.append(label)
-            return np.concatenate(shown), np.array(labels, np.int32)
-        examples = [source[int(i)] for i in positions]
+            return np.concatenate(viewed), np.array(labels, np.int32)
+
+        examples = [source[int(position)] for position in positions]
         labels = np.array([label for _, label in examples], np.int32)
         return view([image for image, _ in examples], uniforms), labels
 
 
 def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ImageModel:
-    """The model, if it reads images and has one output per class.
+    """Return the model settings if the model reads images and has one output per class.
 
     Args:
-        name, model: what an error calls the data, and the model of the run.
-        class_names: of the data, one per label.
+        name: Name of the data for error messages.
+        class_names: Name of each label of the data.
 
     Raises:
-        DataError: it does not.
+        DataError: The model reads text, or has another number of classes.
     """
     if not isinstance(model, ImageModel):
         raise DataError(
@@ -501,14 +556,16 @@ def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> I
 
 
 def check_size(name: str, model: ImageModel, size: int, channels: int) -> None:
-    """Refuse images of another size than the model reads.
+    """Raise an error if the images have another size than the model reads.
 
     Args:
-        name, model: what an error calls the data, and the model of the run.
-        size, channels: of the data's images: pixels on a side, and 1 for grey or 3 for colour.
+        name: Name of the data for error messages.
+        size: Pixels on a side of the data's images.
+        channels: 1 for grey, 3 for colour.
 
     Raises:
-        DataError: it reads another size or number of channels; the text says what to write.
+        DataError: The model reads another size or number of channels. The message says what to
+            write.
     """
     if (model.image_size, model.channels) != (size, channels):
         raise DataError(
@@ -519,41 +576,47 @@ def check_size(name: str, model: ImageModel, size: int, channels: int) -> None:
 
 
 def as_is(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """Images that have the model's size already, unchanged.
-
-    Args:
-        images, uniforms: as a `View` takes them; no number is used.
-    """
+    """Return images of the model's size unchanged, float32 [B, H, W, C]. This is a `View`."""
     return np.stack(images).astype(np.float32)
 
 
 def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """A small rotation, scale and shift about the centre, bilinear, black outside: for small drawings like digits.
+    """Rotate, scale and shift images a little about their centre. This is a `View`.
+
+    Pixels are bilinear, and black outside of the image. The view is for small drawings like digits.
 
     Args:
-        images, uniforms: as a `View` takes them, images of one size; numbers 0 to 3 are angle, scale, down and right.
+        uniforms: Columns 0 to 3 are angle, scale, shift down and shift right.
     """
     x_BHWC = np.stack(images).astype(np.float32)
     _, H, W, _ = x_BHWC.shape
-    angle, log_scale, down, right = (2 * uniforms[:, :4].T - 1) * np.array(
-        [_MAX_ROTATION, _MAX_LOG_SCALE, _MAX_SHIFT * H, _MAX_SHIFT * W]
-    )[:, None]
+    largest = np.array([_MAX_ROTATION, _MAX_LOG_SCALE, _MAX_SHIFT * H, _MAX_SHIFT * W])
+    angle, log_scale, down, right = (2 * uniforms[:, :4].T - 1) * largest[:, None]
     scale = np.exp(log_scale)
-    y, x = np.arange(H) - (H - 1) / 2, np.arange(W) - (W - 1) / 2
-    cos, sin = (np.cos(angle) / scale)[:, None, None], (np.sin(angle) / scale)[:, None, None]
-    y_BHW, x_BHW = y[None, :, None] - down[:, None, None], x[None, None, :] - right[:, None, None]
-    return _bilinear(
-        x_BHWC, cos * y_BHW - sin * x_BHW + (H - 1) / 2, sin * y_BHW + cos * x_BHW + (W - 1) / 2
-    )
+    cos = (np.cos(angle) / scale)[:, None, None]
+    sin = (np.sin(angle) / scale)[:, None, None]
+
+    y = np.arange(H) - (H - 1) / 2
+    x = np.arange(W) - (W - 1) / 2
+    y_BHW = y[None, :, None] - down[:, None, None]
+    x_BHW = x[None, None, :] - right[:, None, None]
+    rotated_y_BHW = cos * y_BHW - sin * x_BHW + (H - 1) / 2
+    rotated_x_BHW = sin * y_BHW + cos * x_BHW + (W - 1) / 2
+    return _bilinear(x_BHWC, rotated_y_BHW, rotated_x_BHW)
 
 
 def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """images [B, H, W, C] at the points (y, x) [B, h, w], zero outside."""
+    """Sample images [B, H, W, C] at the points (y, x) [B, h, w]. Outside values are zero."""
     B, H, W, _ = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    y, x = np.clip(y + 1, 0, H + 1 - 1e-6), np.clip(x + 1, 0, W + 1 - 1e-6)
-    top, left = np.floor(y).astype(int), np.floor(x).astype(int)
-    dy, dx = (y - top)[..., None], (x - left)[..., None]
+    # Just below the last pixel, so that the pixel after it exists.
+    y = np.clip(y + 1, 0, H + 1 - 1e-6)
+    x = np.clip(x + 1, 0, W + 1 - 1e-6)
+    top = np.floor(y).astype(int)
+    left = np.floor(x).astype(int)
+    dy = (y - top)[..., None]
+    dx = (x - left)[..., None]
+
     row = np.arange(B)[:, None, None]
     upper = padded[row, top, left] * (1 - dx) + padded[row, top, left + 1] * dx
     lower = padded[row, top + 1, left] * (1 - dx) + padded[row, top + 1, left + 1] * dx
@@ -561,31 +624,36 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view.
+    """Crop mirror-padded images at a random place and mirror half of them. This is a `View`.
+
+    It is the usual augmentation of CIFAR.
 
     Args:
-        images, uniforms: as a `View` takes them, images of one size; numbers 0 to 2 are down, right and the mirror.
+        uniforms: Columns 0 to 2 are shift down, shift right and the mirror.
     """
     x_BHWC = np.stack(images)
     B, H, W, _ = x_BHWC.shape
-    p, q = round(_PAD * H), round(_PAD * W)
-    padded = np.pad(x_BHWC, ((0, 0), (p, p), (q, q), (0, 0)), mode="reflect")
-    u, v, mirror, *_ = uniforms.T
+    pad_H = round(_PAD * H)
+    pad_W = round(_PAD * W)
+    padded = np.pad(x_BHWC, ((0, 0), (pad_H, pad_H), (pad_W, pad_W), (0, 0)), mode="reflect")
+
+    down, right, mirror, *_ = uniforms.T
     columns = np.where(mirror[:, None] < 0.5, np.arange(W)[::-1], np.arange(W))
-    y = (u * (2 * p + 1)).astype(int)[:, None] + np.arange(H)
-    x = (v * (2 * q + 1)).astype(int)[:, None] + columns
+    y = (down * (2 * pad_H + 1)).astype(int)[:, None] + np.arange(H)
+    x = (right * (2 * pad_W + 1)).astype(int)[:, None] + columns
     return padded[np.arange(B)[:, None, None], y[:, :, None], x[:, None, :]].astype(np.float32)
 
 
 class DigitImages(NamedTuple):
-    """The test part of UCI's "optical recognition of handwritten digits" (Alpaydin and Kaynak 1998, CC BY 4.0).
+    """Test part of UCI's "optical recognition of handwritten digits" data set.
 
-    The order is that in which scikit-learn ships them.
+    The images are from Alpaydin and Kaynak (1998), CC BY 4.0, in the order of scikit-learn.
 
     Attributes:
         pixels: uint8 [1797, 8, 8], from 0 (white) to 16.
         labels: uint8 [1797].
-        held_out: bool [1797], the usual stratified fifth: scikit-learn's `train_test_split` from state 0.
+        held_out: bool [1797], the stratified fifth of scikit-learn's `train_test_split` from state
+            0.
     """
 
     pixels: np.ndarray
@@ -602,13 +670,15 @@ def read_digits() -> DigitImages:
 def fit_logistic(
     x: np.ndarray, y: np.ndarray, *, inverse_penalty: float, iterations: int
 ) -> np.ndarray:
-    """Fit logistic regression by L-BFGS and return its weights, float [features + 1, classes]; the last row is the biases.
+    """Fit logistic regression by L-BFGS and return its weights, float [features + 1, classes].
+
+    The last row has the biases.
 
     Args:
-        x: features [examples, features].
-        y: classes from 0, all of them present [examples].
-        inverse_penalty: C, where squared weights but biases cost 1 / (2 C) beside the summed loss.
-        iterations: of L-BFGS at most.
+        x: Features [examples, features].
+        y: Classes [examples], from 0. Each class must occur.
+        inverse_penalty: C of the penalty 1 / (2 C) on squared weights without the biases, which is
+            added to the summed loss.
     """
     from scipy.optimize import minimize
     from scipy.special import log_softmax
@@ -624,6 +694,7 @@ def fit_logistic(
         log_probs = log_softmax(features @ weights, axis=1)
         loss = (penalty * weights**2).sum() / 2 - (targets * log_probs).sum()
         gradient = features.T @ (np.exp(log_probs) - targets) + penalty * weights
+        # Means over examples, so that the tolerance `gtol` does not depend on their number.
         return float(loss) / len(x), gradient.ravel().astype(float) / len(x)
 
     start = np.zeros(features.shape[1] * targets.shape[1])
@@ -633,14 +704,15 @@ def fit_logistic(
 
 
 def predict_logistic(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the likeliest class of every example.
+    """Return the most likely class of every example, int [examples].
 
     Args:
-        weights: as `fit_logistic` returns them.
-        x: features [examples, features].
+        weights: Result of `fit_logistic`, [features + 1, classes].
+        x: Features [examples, features].
     """
     return (_with_ones(x) @ weights).argmax(1)
 
 
 def _with_ones(x: np.ndarray) -> np.ndarray:
+    """Return the features with a column of ones for the biases."""
     return np.hstack([x, np.ones((len(x), 1), x.dtype)])

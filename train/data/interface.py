@@ -1,14 +1,14 @@
-"""What the loop sees of data: `Data`, its batches and their order. Any source that can fetch example i fits behind it.
+"""Interface between data and the training loop: `Data`, the order of its examples, and `Prefetch`.
 
-Batch k is a function of (seed, k, batch_size): the only state of the input pipeline is the integer k, so a run resumes
-anywhere and on any number of processes, each of which takes its own rows of the global batch.
+Batch k is a function of (seed, k, batch_size). The integer k is the only state of the input
+pipeline, so a run resumes at any batch, on any number of processes. Each process takes its own rows
+of the global batch.
 
-The order of training examples is a new random permutation every epoch, computed index by index.
+The order of training examples is a new random permutation in every epoch. It is grain's index
+shuffle (a block cipher on indices), which finds example i of a run in constant time. Nothing is
+stored and nothing is skipped, so batch 10^6 of a resumed run costs as much as batch 0.
 
-Nothing is stored and nothing is skipped through: example i of the run is found in constant time for any i, so batch
-10^6 of a resumed run costs what batch 0 costs. The permutation is grain's index shuffle (a block cipher on indices).
-
-Batches are made ahead of the step that reads them, by threads, and `Prefetch` puts them on the devices meanwhile.
+Threads make batches ahead of the step that reads them, and `Prefetch` puts them on the devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS = range(9)
-"""Purposes of random numbers; each draws from a stream of its own."""
+"""Purposes of random numbers. Each purpose has its own stream."""
 
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
@@ -41,18 +41,19 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 DEPTH = 2
-"""Batches kept on the devices beside the one in use."""
+"""Number of batches that wait on the devices, in addition to the batch in use."""
 _PATIENCE_S = 5.0
-"""How long `close` waits for a source that is stuck, in a file system that hangs say."""
+"""Seconds that `close` waits for a source that is stuck, for example in a file system that
+hangs."""
 
 
 def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
-    """Random numbers that depend on the run's seed, what they are for, and an index.
+    """Return a random generator that depends on the seed, the purpose and an index alone.
 
     Args:
-        seed: of the data, at least 0.
-        purpose: which stream, such as `AUGMENTATION`.
-        *index: of the batch, the epoch or the like; each has a stream of its own.
+        seed: Seed of the data, at least 0.
+        purpose: Stream of random numbers, such as `AUGMENTATION`.
+        *index: Number of the batch or the epoch. Each index has its own stream.
     """
     import numpy as np
 
@@ -60,12 +61,11 @@ def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
 
 
 class Shuffle:
-    """Epochs 0, 1, 2, … over `size` examples, each in its own random order.
+    """Random order of `size` examples, with a new permutation in every epoch.
 
     Args:
-        size: examples per epoch.
-        seed: seed of the run; two runs of neighbouring seeds share no epoch's order.
-        purpose: which stream of random numbers to use.
+        size: Number of examples per epoch.
+        seed: Seed of the run. Runs with neighbouring seeds have no epoch's order in common.
     """
 
     def __init__(self, size: int, seed: int, purpose: int = ORDER) -> None:
@@ -73,43 +73,61 @@ class Shuffle:
         import numpy as np
 
         self.size = size
-        # grain takes seed + epoch for each epoch: hash first, or run 1 would repeat run 0 from its second epoch.
-        mixed = int(np.random.SeedSequence([seed, purpose]).generate_state(1)[0])
-        self._shuffled = grain.MapDataset.range(size).shuffle(seed=mixed)
+        # grain adds the epoch to its seed. Without the hash, the run with seed 1 would start with
+        # the second epoch of the run with seed 0.
+        seed_sequence = np.random.SeedSequence([seed, purpose])
+        hashed_seed = int(seed_sequence.generate_state(1)[0])
+        self._shuffled = grain.MapDataset.range(size).shuffle(seed=hashed_seed)
 
     def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(epoch, position) of the run's examples `indices`: both int64, positions in [0, size)."""
+        """Return the epoch and the position in the data set of each example of the run.
+
+        Args:
+            indices: Indices of examples, counted from the start of the run and on through all
+                epochs.
+
+        Returns:
+            Epochs and positions, both int64 of the length of `indices`. Positions are in [0, size).
+        """
         import numpy as np
 
-        i = np.fromiter(indices, np.int64)
-        return i // self.size, np.fromiter((self._shuffled[int(j)] for j in i), np.int64, len(i))
+        index_array = np.fromiter(indices, np.int64)
+        epochs = index_array // self.size
+        shuffled = (self._shuffled[int(index)] for index in index_array)
+        positions = np.fromiter(shuffled, np.int64, len(index_array))
+        return epochs, positions
 
 
 def batch_indices(k: int, batch_size: int, rows: slice) -> range:
-    """Indices, counted from the start of the run, of the given rows of batch k.
+    """Return the indices of the examples in the given rows of batch k.
+
+    Indices count from the start of the run, so batch 0 has the indices 0 to batch_size - 1.
 
     Args:
-        k: from 0.
-        batch_size: rows of the global batch.
-        rows: of the global batch.
+        k: Number of the batch, from 0.
+        batch_size: Number of rows of the global batch.
     """
-    return range(k * batch_size, (k + 1) * batch_size)[rows]
+    first = k * batch_size
+    return range(first, first + batch_size)[rows]
 
 
 class DataError(MupaxError):
-    """Data that is missing, damaged or does not fit the model. The text says which file or command is needed."""
+    """Error for data that is missing, damaged or does not fit the model.
+
+    The message says which file or command is needed.
+    """
 
 
 class ReadError(MupaxFailure):
-    """Data that the machine does not give, for the time being or for good. The text says what it answers."""
+    """Error for data that the machine cannot read, now or for good. The message has the cause."""
 
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Turns what the machine refuses while data are read into an error of the data.
+    """Raise `ReadError` in place of an `OSError` in the block.
 
     Raises:
-        ReadError: in place of an OSError.
+        ReadError: The block raised an `OSError`.
     """
     try:
         yield
@@ -119,7 +137,7 @@ def reading() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a simple model reaches on the same evaluation examples, to print beside a trained one."""
+    """Result of a simple model on the same evaluation examples, to compare a trained model with."""
 
     name: str
     value: float
@@ -132,131 +150,175 @@ class Data(abc.ABC):
 
     A batch is a dict of arrays for B examples:
 
-    * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
-    * images: `inputs` float32 [B, H, W, C], in [-1, 1] unless data.pixels says otherwise, `targets` int32 [B], `weights` float32 [B].
-    * tokens under data.document_mask: also `segments`, with data.reset_positions `positions`, int32 [B, T] (`text.batches.batch_of`).
-    * text with noise, for encoder and decoder: `mupax.train.data.text.denoising.Denoising`.
+    * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B,
+      T].
+    * tokens under data.document_mask: also `segments` int32 [B, T], and `positions` int32 [B, T]
+      under data.reset_positions (`text.batches.batch_of`).
+    * images: `inputs` float32 [B, H, W, C] (in [-1, 1] unless data.pixels says otherwise),
+      `targets` int32 [B], `weights` float32 [B].
+    * span corruption for an encoder-decoder: `mupax.train.data.text.denoising.Denoising`.
     """
 
     kind: ClassVar[Literal["tokens", "images"]]
     config: DataConfig
-    """Sizes of batches, over all processes, and how many evaluation examples to use."""
+    """Data settings. Batch sizes count rows over all processes."""
     _: dataclasses.KW_ONLY
     facts: dict[str, Any]
-    """`digest` and sizes, ready for JSON; the name and the classes' are added. A run resumes only on data of the same digest."""
+    """JSON record of the data: `digest`, sizes, and (added here) the name and the class names.
+
+    A run resumes only on data with the same digest.
+    """
     train_size: int | None
-    """Training examples per epoch (sequences or images); None where only reading all of them would tell."""
+    """Number of training examples per epoch (sequences or images).
+
+    None if only reading all of the data would tell.
+    """
     eval_size: int
-    """Evaluation examples: all there are when it is made, then those in use."""
+    """Number of evaluation examples.
+
+    The constructor takes the number that exists and lowers it to data.eval_examples.
+    """
     threads: int = 2
-    """How many make batches ahead of time, each a batch."""
+    """Number of threads that make batches ahead of time, one batch each."""
     class_names: list[str] | None = None
-    """A name per label; None for tokens."""
+    """Name of each label. None for tokens."""
     tokenizer: Any = None
-    """What made the tokens (`data.text.tokenizer`); None for images."""
+    """Tokenizer that made the tokens (`data.text.tokenizer`). None for images."""
     bytes_per_token: float | None = 1.0
-    """Bytes of text per evaluation target that counts; nats per byte = nats per target / this. None where targets are no text."""
+    """Mean bytes of text per evaluation target with a weight. None if the targets are not text.
+
+    Nats per byte are nats per target divided by this number.
+    """
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Mean bytes of text per evaluation target; None for images, and where targets are no text."""
+        """Mean bytes of text per evaluation target. None for images and if targets are not text."""
         return self.bytes_per_token if self.kind == "tokens" else None
 
     def __post_init__(self) -> None:
-        names = {} if self.class_names is None else {"class_names": list(self.class_names)}
-        self.facts = {"name": self.config.name, **self.facts, **names}
+        # The order of the keys is the order in which they are recorded.
+        facts = {"name": self.config.name, **self.facts}
+        if self.class_names is not None:
+            facts["class_names"] = list(self.class_names)
+        self.facts = facts
+
         self.eval_size = min(self.eval_size, self.config.eval_examples or self.eval_size)
         self.batch_size = self.config.batch_size
         self.eval_batch_size = self.config.eval_batch_size or self.batch_size
 
     @abc.abstractmethod
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        """Training batch k, or the given rows of it: a pure function of (seed, k, batch_size).
+        """Return rows of training batch k, a pure function of (seed, k, batch_size).
 
         Args:
-            k: from 0, counted from the start of the run and on through all epochs.
-            rows: of the global batch; all of them unless given.
+            k: Number of the batch, from 0 at the start of the run and on through all epochs.
+            rows: Rows of the global batch. The default is all rows.
         """
 
     @abc.abstractmethod
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        """Evaluation batch j, or the given rows of it. Rows past the last example have weight 0.
+        """Return rows of evaluation batch j. Rows past the last example have weight 0.
 
         Args:
-            j: from 0, in the one order that every evaluation has.
-            rows: of the global batch; all of them unless given.
+            j: Number of the batch, from 0. The order is the same in every evaluation.
+            rows: Rows of the global batch. The default is all rows.
         """
 
     def train_batches(self, start: int, *rows: slice) -> Generator[Batch, None, None]:
-        """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those.
+        """Yield training batches without end. Threads make them ahead of time.
+
+        Closing the generator ends the threads.
 
         Args:
-            start: number of the first.
-            *rows: parts of each batch, joined in this order; the whole unless given.
+            *rows: Parts of each batch, which are concatenated in this order. The default is all
+                rows.
         """
         with self.preparing():
             yield from self._ahead(self.train_batch, rows, start, _FOREVER)
 
     def preparing(self) -> contextlib.AbstractContextManager[object]:
-        """What goes on while training batches are taken: nothing, unless they are prepared meanwhile."""
+        """Return the context that is held open while training batches are read.
+
+        It does nothing by default. Streaming sources run their tokenizer thread in it.
+        """
         return contextlib.nullcontext()
 
     def eval_batches(self, *rows: slice) -> Generator[Batch, None, None]:
-        """Every evaluation example once, in whole batches or these parts of them; what the last one lacks has weight 0."""
+        """Yield batches that have every evaluation example once. Threads make them ahead of time.
+
+        The last batch has as many rows as the others. Rows past the last example have weight 0.
+
+        Args:
+            *rows: Parts of each batch, which are concatenated in this order. The default is all
+                rows.
+        """
         count = -(-self.eval_size // self.eval_batch_size)
         return self._ahead(self.eval_batch, rows, 0, count)
 
     def references(self) -> list[Reference]:
-        """Simple models trained on this training data, measured on these evaluation examples; cached on disk."""
+        """Return results of simple models on the evaluation examples.
+
+        The models are trained on the training data. Their results are cached on disk. A data set
+        without such models returns an empty list.
+        """
         return []
 
     def _ahead(
-        self, batch: Callable[[int, slice], Batch], rows: tuple[slice, ...], start: int, stop: int
+        self,
+        make_batch: Callable[[int, slice], Batch],
+        rows: tuple[slice, ...],
+        start: int,
+        stop: int,
     ) -> Generator[Batch, None, None]:
-        """Batches start, …, stop - 1 in order, prefetched by grain threads; the threads end with the iterator."""
+        """Yield batches start to stop - 1 in order. grain threads make them ahead of time.
+
+        The threads end with the generator.
+        """
         import grain
         import numpy as np
 
-        def joined(k: int) -> Batch:
-            parts = [batch(k, part) for part in rows or (ALL_ROWS,)]
-            return (
-                parts[0]
-                if len(parts) == 1
-                else {x: np.concatenate([part[x] for part in parts]) for x in parts[0]}
-            )
+        def join_parts(k: int) -> Batch:
+            parts = [make_batch(k, part_rows) for part_rows in rows or (ALL_ROWS,)]
+            if len(parts) == 1:
+                return parts[0]
+            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-        options = grain.ReadOptions(
-            num_threads=self.threads, prefetch_buffer_size=max(self.threads, _BATCHES_AHEAD)
-        )
-        with contextlib.closing(
-            iter(grain.MapDataset.range(start, stop).map(joined).to_iter_dataset(options))
-        ) as batches:
+        buffer_size = max(self.threads, _BATCHES_AHEAD)
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=buffer_size)
+        dataset = grain.MapDataset.range(start, stop).map(join_parts).to_iter_dataset(options)
+        with contextlib.closing(iter(dataset)) as batches:
             yield from batches
 
 
 class Prefetch(Generic[S, T]):
-    """The batches of a source in its order, each put on the devices by a thread before it is asked for.
+    """Iterator over the batches of a source that a thread has already put on the devices.
 
-    What goes wrong in the thread is raised by `next`, after the batches before it, as it was raised there. Close it, or
-    use it as a context manager: then the source is closed too, by the thread.
+    An error in the thread is raised by `next` unchanged, after the batches before it. Close the
+    iterator, or use it as a context manager. Then the thread closes the source, too.
 
     Args:
-        source: batches on the host.
-        put: sends one to the devices.
-        depth: batches that may wait there, at least 1. The thread has one more in its hands.
+        put: Function that puts a batch on the devices.
+        depth: Number of batches that may wait on the devices, at least 1. The thread holds one
+            more.
     """
 
     def __init__(
         self, source: Generator[S, None, None], put: Callable[[S], T], depth: int = DEPTH
     ) -> None:
-        self._source, self._put = source, put
+        self._source = source
+        self._put = put
+        # A batch is in a tuple, so that an exception can be told from a batch.
         self._queue: queue.Queue[tuple[T] | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Whether `next` answers at once, after waiting at most so long for it."""
+        """Return whether `next` would answer without waiting.
+
+        Args:
+            seconds: Longest time to wait until a batch or an error is there. The default is 0.
+        """
         with self._queue.not_empty:
             return self._queue.not_empty.wait_for(lambda: bool(self._queue.queue), seconds)
 
@@ -266,16 +328,18 @@ class Prefetch(Generic[S, T]):
     def __next__(self) -> T:
         item = self._queue.get()
         if isinstance(item, Exception):
-            self._queue.put(item)  # Nothing comes after it: the next call ends in the same way.
+            # Nothing comes after an error, so the next call must raise the same error again.
+            self._queue.put(item)
             raise item
         return item[0]
 
     def close(self) -> None:
-        """End the thread and the source. Closing twice does nothing more."""
+        """End the thread and the source. A second call does nothing."""
         self._stop.set()
-        until = time.monotonic() + _PATIENCE_S
-        while self._thread.is_alive() and time.monotonic() < until:
-            with contextlib.suppress(queue.Empty):  # The thread may wait for room.
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            # The thread may wait for a free place in the queue.
+            with contextlib.suppress(queue.Empty):
                 self._queue.get_nowait()
             self._thread.join(0.01)
 
@@ -286,6 +350,7 @@ class Prefetch(Generic[S, T]):
         self.close()
 
     def _run(self) -> None:
+        """Put batches into the queue, and the error or `StopIteration` that ends them."""
         last: Exception = StopIteration()
         try:
             with contextlib.closing(self._source):

@@ -1,4 +1,7 @@
-"""Mixtures of texts as a command line writes them: NAME=SOURCE:WEIGHT. Imports no JAX."""
+"""Parser of mixtures on the command line, NAME=SOURCE:WEIGHT each. Imports no JAX.
+
+data.mix, `mupax data` and the tokenizer command read mixtures with it.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,40 @@ from mupax.train.config.checks import check_place
 from mupax.train.data.interface import DataError
 
 NAME = "mix"
-"""data.name of a mixture."""
+"""Value of data.name for a mixture."""
 BLOCK = 10_000
-"""Examples that a mixture's shares are exact over; a share below one of them is none."""
+"""Number of examples over which shares are exact. Each text must have one of them at least."""
 
 
 class Part(NamedTuple):
     """One text of a mixture."""
 
     source: str
-    """As a data.name: text:PATH, records:PATH, python_corpus or another text."""
+    """Value of data.name: text:PATH, records:PATH, python_corpus or another text."""
     count: int
-    """Examples of every `BLOCK`."""
+    """Number of examples out of `BLOCK`."""
 
 
 def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
-    """Texts by name, in the order written; their counts, by largest remainders of the weights, add up to `BLOCK`.
+    """Return the texts of a mixture by name, in the order in which they are written.
+
+    Weights are normalized and rounded by largest remainders, so that the counts add up to `BLOCK`.
 
     Args:
-        words: NAME=SOURCE:WEIGHT each.
-        flag: what an error calls them.
+        flag: Name of the words in error messages.
 
     Raises:
-        DataError: a word of another form, a name twice, or a weight too small to be seen.
-        ConfigError: a bucket that cannot be read.
+        DataError: A word has another form, a name occurs twice, or a weight is too small to count.
+        ConfigError: A source is in a bucket that cannot be read.
     """
-    sources, weights = {}, {}
+    sources: dict[str, str] = {}
+    weights: dict[str, float] = {}
     for word in words:
         name, equals, rest = word.partition("=")
         source, colon, number = rest.rpartition(":")
         weight = _number(number)
-        if not (equals and colon and source and re.fullmatch(r"[\w.-]+", name)) or weight is None:
+        is_complete = equals and colon and source and re.fullmatch(r"[\w.-]+", name)
+        if not is_complete or weight is None:
             raise DataError(
                 f"{flag} {word} is not NAME=SOURCE:WEIGHT; write it as code=text:src:0.3"
             )
@@ -54,12 +60,10 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
         if source.partition(":")[0] == NAME:
             raise DataError(f"{flag} {word} is a mixture in a mixture; write its texts in this one")
         check_place(f"{flag} {name}", source)
-        sources[name], weights[name] = source, weight
-    exact = {name: BLOCK * weight / sum(weights.values()) for name, weight in weights.items()}
-    counts = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
-    for name in by_remainder[: BLOCK - sum(counts.values())]:
-        counts[name] += 1
+        sources[name] = source
+        weights[name] = weight
+
+    counts = _counts(weights)
     for name, count in counts.items():
         if count == 0:
             raise DataError(
@@ -68,7 +72,18 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
     return {name: Part(source, counts[name]) for name, source in sources.items()}
 
 
+def _counts(weights: dict[str, float]) -> dict[str, int]:
+    """Return whole numbers in proportion to the weights that add up to `BLOCK`."""
+    exact = {name: BLOCK * weight / sum(weights.values()) for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: BLOCK - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
 def _number(text: str) -> float | None:
+    """Return a text as a number, or None if it is not one."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,7 @@
-"""Further sets that a run evaluates on, by name (`data.evaluate`): their evaluation examples, in the run's own tokens and classes."""
+"""Evaluation sets of `data.evaluate`, which a run evaluates in addition to its own data.
+
+A set has its source's evaluation examples, in the run's tokens and classes.
+"""
 
 from __future__ import annotations
 
@@ -10,80 +13,109 @@ from mupax.train.data import cache
 from mupax.train.data.interface import Data, DataError
 
 if TYPE_CHECKING:
+    from mupax.train.config.data import DataConfig
     from mupax.train.config.run import Config
 
 
 def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Data:
-    """A set, prepared if it is not; its evaluation examples are those that its source has as data of a run.
+    """Return the data of an evaluation set. Prepare it if needed.
+
+    Its evaluation examples are those that the source has as the data of a run.
 
     Args:
-        name: in `config.data.evaluation_sets`.
-        config: of the run.
-        data: of the run, whose tokenizer and classes the set must have.
-        note: told what takes time; the set's name stands before it.
+        name: Key of `config.data.evaluation_sets`.
+        data: Data of the run. The set must have the same tokenizer and classes.
+        note: Function that takes one line of text about work that takes long. The line begins with
+            the set's name.
 
     Raises:
-        DataError: the set is missing or damaged, or has other tokens or classes; the text begins with its name.
+        DataError: The set is missing or damaged, or has other tokens or classes. The message has
+            the set's name.
     """
-    run_data = config.data
-    place = run_data.evaluation_sets[name]
-    part = dataclasses.replace(run_data, name=place, evaluate=(), mix=(), stream=False)
-    if (path := getattr(data.tokenizer, "path", None)) is not None:
-        # The file that the run's data was opened with: bpe:SIZE would make another one of this text.
-        part = dataclasses.replace(
-            part, tokenizer=str(path), chat_template=data.config.chat_template
-        )
-    if place.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
-        part = dataclasses.replace(part, field=type(run_data).field)  # plain text has none
-    if place.startswith("chat:") and not run_data.name.startswith("chat:"):
-        part = dataclasses.replace(
-            part, field=type(run_data).field
-        )  # its messages are not where the texts of records are
+    source = config.data.evaluation_sets[name]
+    set_config = _set_config(source, config.data, data)
+
+    def note_of_set(text: str) -> None:
+        note(f"{name}: {text}")
+
     try:
-
-        def note_of_set(text: str) -> None:
-            note(f"{name}: {text}")
-
-        if place.startswith("images:"):
-            from mupax.train.data.sources import folders
-
-            folder = folders.to_evaluate(place, data.facts)
-            classes = data.class_names or folder.classes
-            _check_classes(classes, folder.classes, some=True)
-            folder = folder.labelled_as(classes)
-            loaded: Data = folders.opened(folder, part, config.model, config.data_seed, note_of_set)
+        if source.startswith("images:"):
+            loaded = _load_folder(source, set_config, config, data, note_of_set)
         else:
-            loaded = sources.load(part, config.model, seed=config.data_seed, note=note_of_set)
-        if (tokenizer := data.facts.get("tokenizer")) != (here := loaded.facts.get("tokenizer")):
-            raise DataError(
-                f"{place} is cut into tokens of {here}, and the run's data into those of {tokenizer}; leave it out"
-            )
+            loaded = sources.load(set_config, config.model, seed=config.data_seed, note=note_of_set)
+        _check_tokenizer(source, data, loaded)
         _check_classes(data.class_names, loaded.class_names)
     except DataError as error:
         raise DataError(f"data.evaluate {name}: {error}") from error
     return loaded
 
 
-def _check_classes(classes: list[str] | None, here: list[str] | None, some: bool = False) -> None:
-    """Refuse classes that are not the run's: label 3 would mean something else.
+def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
+    """Return the data settings of an evaluation set, made from those of the run."""
+    set_config = dataclasses.replace(run_data, name=source, evaluate=(), mix=(), stream=False)
+    tokenizer_path = getattr(data.tokenizer, "path", None)
+    if tokenizer_path is not None:
+        # The file that the run's data was opened with: bpe:SIZE would train another tokenizer here.
+        set_config = dataclasses.replace(
+            set_config, tokenizer=str(tokenizer_path), chat_template=data.config.chat_template
+        )
+    default_field = type(run_data).field
+    if source.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
+        # Plain text has no field.
+        set_config = dataclasses.replace(set_config, field=default_field)
+    if source.startswith("chat:") and not run_data.name.startswith("chat:"):
+        # The run's field has the texts of records, where conversations have no messages.
+        set_config = dataclasses.replace(set_config, field=default_field)
+    return set_config
+
+
+def _load_folder(
+    source: str, set_config: DataConfig, config: Config, data: Data, note: cache.Note
+) -> Data:
+    """Return a folder's images with the run's labels. The folder may have fewer classes."""
+    from mupax.train.data.sources import folders
+
+    folder = folders.to_evaluate(source, data.facts)
+    classes = data.class_names or folder.classes
+    _check_classes(classes, folder.classes, some=True)
+    folder = folder.labelled_as(classes)
+    return folders.opened(folder, set_config, config.model, config.data_seed, note)
+
+
+def _check_tokenizer(source: str, data: Data, loaded: Data) -> None:
+    """Raise an error if the set has another tokenizer than the run."""
+    run_tokenizer = data.facts.get("tokenizer")
+    set_tokenizer = loaded.facts.get("tokenizer")
+    if run_tokenizer != set_tokenizer:
+        raise DataError(
+            f"{source} is cut into tokens of {set_tokenizer}, and the run's data into those of "
+            f"{run_tokenizer}; leave it out"
+        )
+
+
+def _check_classes(
+    run_classes: list[str] | None, set_classes: list[str] | None, some: bool = False
+) -> None:
+    """Raise an error if the set has other classes than the run. Label 3 would mean something else.
 
     Args:
-        classes: of the run.
-        here: of the set.
-        some: whether the set may have fewer.
+        run_classes: Classes of the run. None skips the check.
+        set_classes: Classes of the set, None for text.
+        some: True if the set may have fewer classes than the run.
     """
-    if some and classes is not None and here is not None:
+    if some and run_classes is not None and set_classes is not None:
         from mupax.train.data.sources.folders import nfc
 
-        if set(map(nfc, here)) <= set(map(nfc, classes)):
+        if set(map(nfc, set_classes)) <= set(map(nfc, run_classes)):
             return
-    if classes is not None and here != classes:
-        shown = (
-            ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
-            for names in (here or ["unknown"], classes)
-        )
+    if run_classes is not None and set_classes != run_classes:
         raise DataError(
-            "its classes are {}, and those of the run {}; give it the same classes, or leave it out".format(
-                *shown
-            )
+            f"its classes are {_listed(set_classes or ['unknown'])}, and those of the run "
+            f"{_listed(run_classes)}; give it the same classes, or leave it out"
         )
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first eight names, for a message."""
+    listed = ", ".join(names[:8])
+    return f"{listed} …" if len(names) > 8 else listed

@@ -1,4 +1,7 @@
-"""Text with noise, what is to be made of it, and the text itself, beside one another: `mupax data show NAME`."""
+"""Command `mupax data show NAME`: examples of span corruption, side by side with the original text.
+
+`mupax.train.reuse.generate.denoised` prints a model's answers with the same functions.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,19 @@ class Show:
     """Measure what count models and copying reach on 512 examples."""
 
     def run(self) -> int:
-        """0."""
+        """Print the examples and return 0."""
         from mupax.train.config.checks import at_least
         from mupax.train.config.data import DataConfig
         from mupax.train.data.text.denoising import denoising
         from mupax.train.data.text.noise import NOISES
 
         at_least("--", self, 1, "examples")
-        fields = {"rate": self.rate, "mean_span": self.mean_span}
-        noise = NOISES[self.noise](
-            **{name: value for name, value in fields.items() if value is not None}
-        )
+        noise_fields: dict[str, float] = {}
+        if self.rate is not None:
+            noise_fields["rate"] = self.rate
+        if self.mean_span is not None:
+            noise_fields["mean_span"] = self.mean_span
+        noise = NOISES[self.noise](**noise_fields)
         config = DataConfig(
             name=self.name,
             batch_size=max(self.examples, 64),
@@ -69,45 +74,49 @@ class Show:
             f"windows of {tokens} tokens; {inputs} inputs, {targets} targets; {data.vocab_size} ids\n"
         )
         print(examples_text(data, self.examples))
-        for reference in data.references() if self.baselines else ():
-            terminal.say(f"{reference.name:8} {reference.value:.4f} {reference.unit}")
+        if self.baselines:
+            for reference in data.references():
+                terminal.say(f"{reference.name:8} {reference.value:.4f} {reference.unit}")
         return 0
 
 
 def examples_text(data: Denoising, count: int, width: int = 80) -> str:
-    """The first evaluation examples, in columns: the input with noise, the target, and the text.
+    """Return the first evaluation examples in columns: corrupted input, target and original text.
 
     Args:
-        data: whose they are.
-        count: how many, at most a batch.
-        width: characters of a line.
+        count: Number of examples, at most a batch.
+        width: Characters per line. The default is 80.
     """
-    pieces, names = data.tokenizer.pieces(), data.ids.names()
+    pieces = data.tokenizer.pieces()
+    names = data.ids.names()
     batch = data.eval_batch(0)
     blocks = []
     for i in range(min(count, len(batch["inputs"]))):
         inputs = batch["inputs"][i][batch["input_mask"][i] > 0]
         targets = batch["targets"][i][batch["weights"][i] > 0]
-        text = (
-            restored(inputs, targets, data.ids)
-            if data.noise.name == "sentinels"
-            else targets[1:-1].tolist()
-        )
-        columns = {"input": inputs, "target": targets, "text": text}
-        blocks.append(
-            side_by_side(
-                {name: visible(ids, pieces, names) for name, ids in columns.items()}, width
-            )
-        )
+        if data.noise.name == "sentinels":
+            text = restored(inputs, targets, data.ids)
+        else:
+            # Infilling has the complete text as target, between its begin and its end token.
+            text = targets[1:-1].tolist()
+        columns = {
+            "input": visible(inputs, pieces, names),
+            "target": visible(targets, pieces, names),
+            "text": visible(text, pieces, names),
+        }
+        blocks.append(side_by_side(columns, width))
     return "\n".join(blocks)
 
 
 def restored(inputs: np.ndarray, targets: np.ndarray, ids: SpecialIds) -> list[int]:
-    """A window of text as one example under sentinels has it: each sentinel of the inputs replaced by its span of the targets.
+    """Return the text of an example: its inputs with each sentinel replaced by its target span.
+
+    Tokens after eos and targets before the first sentinel are left out.
 
     Args:
-        inputs, targets: of one example, or a model's targets; what stands behind eos or is of no sentinel is left out.
-        ids: of eos and sentinels.
+        inputs: int [tokens], inputs of the example.
+        targets: int [tokens], targets of the example or of a model.
+        ids: Ids of eos and of the sentinels.
     """
     spans: dict[int, list[int]] = {}
     span: list[int] = []
@@ -116,53 +125,73 @@ def restored(inputs: np.ndarray, targets: np.ndarray, ids: SpecialIds) -> list[i
             span = spans.setdefault(token, [])
         else:
             span.append(token)
-    return [
-        token
-        for i in _before(inputs, ids.eos)
-        for token in (spans.get(i, []) if i in ids.sentinels else [i])
-    ]
+
+    text: list[int] = []
+    for token in _before(inputs, ids.eos):
+        if token in ids.sentinels:
+            text += spans.get(token, [])
+        else:
+            text.append(token)
+    return text
 
 
 def _before(tokens: np.ndarray, end: int) -> list[int]:
+    """Return the tokens before the first `end`, or all if there is none."""
     listed = tokens.tolist()
     return listed[: listed.index(end)] if end in listed else listed
 
 
 def visible(ids: Iterable[int], pieces: list[str], names: Mapping[int, str]) -> list[str]:
-    """What to print for each token: spaces, line ends and control bytes as signs, bytes of other scripts in hexadecimal.
+    """Return a printable word for each token.
+
+    Spaces, line ends and control bytes are signs. Bytes of other scripts are hexadecimal.
 
     Args:
-        ids: the tokens.
-        pieces: what each id of the tokenizer stands for.
-        names: what to print for ids that stand for no text.
+        pieces: Text of each id of the tokenizer.
+        names: Word for each id that stands for no text.
     """
-    return [names[i] if i in names else "".join(map(_sign, pieces[i])) for i in map(int, ids)]
+    words = []
+    for token in map(int, ids):
+        if token in names:
+            words.append(names[token])
+        else:
+            words.append("".join(map(_sign, pieces[token])))
+    return words
 
 
 def _sign(character: str) -> str:
+    """Return a printable form of one character of a piece."""
     if character < " ":
+        # U+2400 and up are pictures of the control characters.
         return _SIGNS.get(character, chr(0x2400 + ord(character)))
-    return (
-        f"<{ord(character):02x}>"
-        if "\x7f" < character < "\xa1"
-        else _SIGNS.get(character, character)
-    )
+    if "\x7f" < character < "\xa1":
+        return f"<{ord(character):02x}>"
+    return _SIGNS.get(character, character)
 
 
 def side_by_side(columns: Mapping[str, list[str]], width: int = 80) -> str:
-    """Columns of the same width under their titles, each a stream of words, none of them broken if it fits in a line.
+    """Return columns of words with their titles, as lines of text.
+
+    All columns have the same width. A word is only broken if it does not fit in a line.
 
     Args:
-        columns: title to what stands in it.
-        width: characters of a line at most.
+        width: Most characters per line. The default is 80.
     """
-    each = (width - 2 * (len(columns) - 1)) // len(columns)
-    filled = [[title, "-" * each, *_lines(words, each)] for title, words in columns.items()]
-    rows = itertools.zip_longest(*filled, fillvalue="")
-    return "\n".join("  ".join(f"{cell:{each}}" for cell in row).rstrip() for row in rows) + "\n"
+    gaps = 2 * (len(columns) - 1)
+    column_width = (width - gaps) // len(columns)
+    filled = []
+    for title, words in columns.items():
+        filled.append([title, "-" * column_width, *_lines(words, column_width)])
+
+    lines = []
+    for row in itertools.zip_longest(*filled, fillvalue=""):
+        line = "  ".join(f"{cell:{column_width}}" for cell in row)
+        lines.append(line.rstrip())
+    return "\n".join(lines) + "\n"
 
 
 def _lines(words: list[str], width: int) -> list[str]:
+    """Return the words without spaces between them, in lines of at most `width` characters."""
     lines = [""]
     for word in words:
         for part in textwrap.wrap(word, width) or [""]:

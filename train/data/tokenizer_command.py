@@ -1,4 +1,7 @@
-"""A tokenizer of one's own texts: `mupax data tokenizer SOURCES --size N --out FILE`."""
+"""Command `mupax data tokenizer SOURCES --size N --out FILE`: train a tokenizer on one's own texts.
+
+`sources/training_texts.py` reads the texts.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,29 @@ if TYPE_CHECKING:
 class TrainTokenizer:
     """Train a byte-level BPE tokenizer on texts and conversations, and write it as tokenizer.json.
 
-    SOURCES are any texts that --data.name takes: text:PATH, records:PATH, chat:PATH, hf:NAME, python_corpus. Written as
-    NAME=SOURCE:WEIGHT, each has its share of the training bytes, as in --data.mix. At most 256 MB of the training part of the
-    texts are read. Use the file with `mupax train lm-tiny --data.tokenizer FILE`.
+    SOURCES are any texts that --data.name takes: text:PATH, records:PATH, chat:PATH, hf:NAME,
+    python_corpus. Written as NAME=SOURCE:WEIGHT, each has its share of the training bytes, as in
+    --data.mix. At most 256 MB of the training part of the texts are read. Use the file with
+    `mupax train lm-tiny --data.tokenizer FILE`.
     """
 
     sources: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="SOURCES")]
     """Texts, or NAME=SOURCE:WEIGHT each."""
     size: Annotated[int, conf.arg(metavar="N")]
-    """Tokens at most: the 256 bytes, the separator `<|endoftext|>` and the tokens of a chat template among them."""
+    """Tokens at most: the 256 bytes, the separator `<|endoftext|>` and the tokens of a chat
+    template among them."""
     out: Annotated[str, conf.arg(metavar="FILE")]
     """The tokenizer.json to write; one that is there already is left alone."""
     field: str = "text"
     """Of records: the field or column that has the text."""
     chat_template: Annotated[str | None, conf.arg(metavar="FILE")] = None
-    """Of chat:PATH: a template of jinja2. Its special tokens, such as `<|im_end|>`, are single tokens of the tokenizer."""
+    """Of chat:PATH: a template of jinja2. Its special tokens, such as `<|im_end|>`, are single
+    tokens of the tokenizer."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
 
     def run(self) -> int:
-        """Train and write the tokenizer; return 0."""
+        """Train the tokenizer, write it and return 0."""
         from mupax.train.data.interface import DataError
         from mupax.train.data.text import named_tokenizers
         from mupax.train.data.text.tokenizer import SEPARATOR, Subwords
@@ -51,20 +57,20 @@ class TrainTokenizer:
             )
         file = self._file()
         texts = self._texts()
+
         documents = texts.read()
         first = next(documents, None)
         if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
-        library = named_tokenizers.train_bpe(
-            itertools.chain([first], documents), self.size, texts.special
-        )
+        all_documents = itertools.chain([first], documents)
+        library = named_tokenizers.train_bpe(all_documents, self.size, texts.special)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"cannot write --out {file}: {error}") from error
-        disk.write_whole(
-            file, library.to_str(pretty=True)
-        )  # `save` takes no path that is not UTF-8
+        # The library's `save` refuses a path that is not UTF-8.
+        disk.write_whole(file, library.to_str(pretty=True))
+
         encoder = Subwords(file)
         special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
         terminal.say(
@@ -76,7 +82,7 @@ class TrainTokenizer:
         return 0
 
     def _file(self) -> Path:
-        """Return the file to write, which is not there yet."""
+        """Return the file to write, after a check that it is new and has the suffix .json."""
         from mupax.train.config.checks import check_local
 
         check_local("--out", self.out)
@@ -92,9 +98,13 @@ class TrainTokenizer:
         return file
 
     def _data_flags(self) -> str:
-        """Return the flags of a run that reads the sources, or the first where they have no weights."""
-        read = self.sources if self._is_mixture() else self.sources[:1]
-        flags = ["--data.mix" if self._is_mixture() else "--data.name", *read]
+        """Return flags of a run on the sources, or on the first one if they have no weights."""
+        if self._is_mixture():
+            read = self.sources
+            flags = ["--data.mix", *read]
+        else:
+            read = self.sources[:1]
+            flags = ["--data.name", *read]
         if self.field != "text" and not read[0].startswith(("text:", "chat:")):
             flags += ["--data.field", self.field]
         if self.chat_template and any("chat:" in source for source in read):
@@ -102,6 +112,7 @@ class TrainTokenizer:
         return shlex.join(flags)
 
     def _is_mixture(self) -> bool:
+        """Return whether the sources have weights. Raise `UsageError` if only some have."""
         weighted = [word for word in self.sources if "=" in word.partition(":")[0]]
         if weighted and len(weighted) != len(self.sources):
             plain = next(word for word in self.sources if word not in weighted)
@@ -111,7 +122,7 @@ class TrainTokenizer:
         return bool(weighted)
 
     def _texts(self) -> TrainingTexts:
-        """Return the texts of all sources as one."""
+        """Return the training texts of all sources, in the shares of their weights."""
         from mupax.train.config.data import DataConfig
         from mupax.train.data import mix
         from mupax.train.data.interface import DataError
@@ -126,6 +137,7 @@ class TrainTokenizer:
             parts = mix.parts(words, "the source")
             weights = {name: part.count for name, part in parts.items()}
         else:
+            # Each source once, in their order.
             parts = {source: mix.Part(source, 1) for source in dict.fromkeys(words)}
             words = [f"{i}={source}:1" for i, source in enumerate(parts)]
         kinds = {part.source.partition(":")[0] for part in parts.values()}
@@ -146,14 +158,13 @@ class TrainTokenizer:
             data_dir=self.data_dir,
             tokenizer=f"bpe:{self.size}",
         )
-        # Any text fits this model: only its kind is asked for.
+        # Any text fits this model. The readers only ask for its kind.
         model = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31)
         texts = {}
         for name, part in parts.items():
             try:
-                texts[name] = training_texts.opened(
-                    training_texts.part_config(config, part.source), model, terminal.say
-                )
+                part_config = training_texts.part_config(config, part.source)
+                texts[name] = training_texts.opened(part_config, model, terminal.say)
             except DataError as error:
                 raise DataError(f"{name}: {error}" if weights else str(error)) from error
         return training_texts.weighted(texts, weights)

@@ -1,7 +1,8 @@
-"""Conversations in tokens, each of which says whether it is trained on: by a chat template, and what of it is an answer.
+"""Encoder of conversations: a chat template makes text, and each token says whether it is a target.
 
-V tokens of the tokenizer. Id i stands for a token that is read and no target, V + i for the same token as a target, 2 V and
-2 V + 1 for the end of a conversation, read or a target too. So the packed file, its digests and its resumption are those of text.
+With a vocabulary of V tokens, id i is token i that is read only, and V + i is the same token as a
+target. Ids 2 V and 2 V + 1 end a conversation, read only or as a target. So conversations are
+packed, digested and resumed in the same way as text.
 """
 
 from __future__ import annotations
@@ -23,71 +24,76 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 Span = tuple[int, int]
-"""Characters [start, stop)."""
+"""First character, and the character after the last."""
 LossOn = Literal["answers", "all"]
 _UNSEEN = frozenset(("weight", PARTS))
-"""Fields that say what is trained on, as `templates.checked` leaves them. The template does not see them."""
+"""Fields of checked messages that say what is trained on. The template does not see them."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """Conversation as text, with the parts that are trained on."""
 
     text: str
     special: list[int]
-    """Where the template's special tokens begin, if those that messages quote are plain text."""
+    """Places where special tokens of the template begin, if quoted ones are plain text."""
     trained: list[Span] | None
-    """Characters that are trained on; None if all are."""
+    """Characters that are trained on. None if all are."""
 
 
 class ChatTokens:
-    """What makes tokens of conversations, in the place of a tokenizer.
+    """Encoder of conversations, used in place of a tokenizer.
 
     Args:
-        encoder: of their text.
-        template: makes text of them.
-        loss_on: which tokens are trained on.
+        template: Chat template that makes text of messages.
+        loss_on: `answers` trains on the answers of assistants, `all` on every token.
     """
 
     def __init__(self, encoder: Any, template: Template, loss_on: LossOn) -> None:
-        self.encoder, self.template, self.loss_on = encoder, template, loss_on
+        self.encoder = encoder
+        self.template = template
+        self.loss_on = loss_on
         fields = [template.source, dict(template.tokens), loss_on]
         if encoder.variant:
             fields.append(encoder.variant)
-        named = json.dumps(fields, sort_keys=True)
-        self.key = f"{encoder.key}-chat-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+        described = json.dumps(fields, sort_keys=True)
+        digest = hashlib.sha256(described.encode()).hexdigest()
+        self.key = f"{encoder.key}-chat-{digest[:16]}"
         self.variant = encoder.variant
         self._special = quoting.pattern(encoder.special)
         self.vocab_size = 2 * encoder.vocab_size + 2
-        # Where the template writes nothing after an answer, its end is learned by what ends a conversation.
+        # If the template writes nothing after an answer, the end of a conversation is a target, so
+        # that a model learns to end.
         ends_by_itself = template.marks_answers or template.ending
         self.separator = 2 * encoder.vocab_size + (loss_on == "all" or not ends_by_itself)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each conversation, int32 [length].
+        """Return the ids of each conversation, int32 [length].
 
         Args:
-            texts: JSON of messages.
+            texts: JSON of the messages of each conversation.
 
         Raises:
-            DataError: the template refuses them, or does not tell which part is an answer.
+            DataError: The template refuses the messages, or does not tell which part is an answer.
         """
-        rendered = [self.rendered(json.loads(text)) for text in texts]
-        tokens = self.encoder.spans(
-            [one.text for one in rendered], [one.special for one in rendered]
+        all_rendered = [self.rendered(json.loads(text)) for text in texts]
+        encoded = self.encoder.spans(
+            [rendered.text for rendered in all_rendered],
+            [rendered.special for rendered in all_rendered],
         )
-        return [
-            ids + self.encoder.vocab_size * self._targets(ids.size, places, one.trained)
-            for (ids, places), one in zip(tokens, rendered, strict=True)
-        ]
+        conversations = []
+        for (ids, places), rendered in zip(encoded, all_rendered, strict=True):
+            is_target = self._targets(ids.size, places, rendered.trained)
+            conversations.append(ids + self.encoder.vocab_size * is_target)
+        return conversations
 
     def prompt(self, messages: Sequence[Any]) -> tuple[str, np.ndarray]:
-        """Return a conversation with the beginning of the next answer, as text and as ids, int32 [length].
+        """Return a conversation with the beginning of the next answer, as text and as int32 ids.
 
         Args:
-            messages: as `templates.checked` gives them.
+            messages: Result of `templates.checked`.
 
         Raises:
-            DataError: the template refuses them, or the text cannot be encoded.
+            DataError: The template refuses the messages, or the text cannot be encoded.
         """
         shown = [self._quoted(message) for message in shown_to_template(messages)]
         text, special, _ = self._read(self.template.render(shown, prompt=True), [])
@@ -95,33 +101,35 @@ class ChatTokens:
         return text, ids
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return how often each special token stands in the content of messages.
-
-        Args:
-            text: JSON of messages.
-        """
+        """Return the count of each special token in the contents of messages."""
         contents = [message["content"] for message in json.loads(text)] if text else []
         return self.encoder.quoted("\n".join(contents).encode())
 
     def rendered(self, messages: Sequence[Any]) -> Rendered:
-        """Return the text of a conversation, and the parts of it that are trained on.
+        """Return a conversation as text, with the parts of it that are trained on.
+
+        Args:
+            messages: Result of `templates.checked`.
 
         Raises:
-            DataError: as `encode`.
+            DataError: The template refuses the messages, or does not tell which part is an answer.
         """
         shown = [self._quoted(message) for message in shown_to_template(messages)]
         masked = [i for i, message in enumerate(messages) if not _UNSEEN.isdisjoint(message)]
         if self.loss_on == "all" and not masked:
             text, special, _ = self._read(self.template.render(shown, prompt=False), [])
             return Rendered(text, special, None)
+
         quoted_text, quoted_answers = self._answers(shown, bool(masked) or self.loss_on == "all")
         text, special, spans = self._read(quoted_text, [span for _, span in quoted_answers])
         answers = [(i, span) for (i, _), span in zip(quoted_answers, spans, strict=True)]
         if self.loss_on == "answers":
-            trained = [
-                part for i, answer in answers for part in self._trained(messages[i], answer, text)
-            ]
+            trained: list[Span] = []
+            for i, answer in answers:
+                trained += self._trained(messages[i], answer, text)
             return Rendered(text, special, trained)
+
+        # Everything is trained on but the untrained parts of masked messages.
         by_message = dict(answers)
         context: list[Span] = []
         for i in masked:
@@ -133,7 +141,7 @@ class ChatTokens:
         return Rendered(text, special, _without([(0, len(text))], context))
 
     def _quoted(self, value: Any) -> Any:
-        """Return a message with `QUOTE` in every special token of its strings, where these are plain text."""
+        """Return a message with `QUOTE` in its special tokens, if quoted ones are plain text."""
         if not self.variant:
             return value
         if isinstance(value, str):
@@ -145,34 +153,33 @@ class ChatTokens:
         return value
 
     def _read(self, text: str, spans: Sequence[Span]) -> tuple[str, list[int], list[Span]]:
-        """Return a rendered text without `QUOTE`, where its special tokens begin, and spans of it.
+        """Remove `QUOTE` from a rendered text.
 
         Args:
-            text: rendered from messages that are `_quoted`.
-            spans: of its characters.
+            text: Text rendered from messages that are `_quoted`.
+            spans: Characters of `text`.
+
+        Returns:
+            The text, the places where its special tokens begin, and the spans in it.
         """
         quotes = np.array([match.start() for match in re.finditer(QUOTE, text)], np.int64)
 
         def place(i: int) -> int:
             return i - int(np.searchsorted(quotes, i))
 
-        special = (
-            [place(token.start()) for token in self._special.finditer(text)] if self.variant else []
-        )
-        return (
-            text.replace(QUOTE, ""),
-            special,
-            [(place(start), place(stop)) for start, stop in spans],
-        )
+        special = []
+        if self.variant:
+            special = [place(token.start()) for token in self._special.finditer(text)]
+        moved_spans = [(place(start), place(stop)) for start, stop in spans]
+        return text.replace(QUOTE, ""), special, moved_spans
 
     def _answers(
         self, messages: Sequence[Any], by_message: bool
     ) -> tuple[str, list[tuple[int, Span]]]:
-        """Return the text, and each answer's message and characters.
+        """Return the text, and the number of the message and the characters of each answer.
 
         Args:
-            messages: as the template sees them.
-            by_message: whether the number of an answer's message must be right.
+            by_message: True if the number of each answer's message must be right.
         """
         indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.marks_answers:
@@ -181,36 +188,39 @@ class ChatTokens:
                 return text, [*zip(indices, marked, strict=True)]
             if by_message:
                 raise DataError(
-                    f"the chat template {self.template.name} marks {len(marked)} answers of {len(indices)} messages, so one "
-                    "that is not trained on cannot be told; put {% generation %} around every answer in a copy, for "
-                    "--data.chat-template"
+                    f"the chat template {self.template.name} marks {len(marked)} answers of "
+                    f"{len(indices)} messages, so one that is not trained on cannot be told; put "
+                    "{% generation %} around every answer in a copy, for --data.chat-template"
                 )
             return text, [(0, span) for span in marked]
+
+        # Without marks, an answer is what rendering one message more adds to the text.
         text = self.template.render(messages, prompt=False)
         answers = []
         for i in indices:
             before = self.template.render(messages[:i], prompt=True)
             after = self.template.render(messages[: i + 1], prompt=False)
             self._check_beginnings(before, after, text)
-            # What an answer ends with is its last word; the line end after it is the template's.
-            answers.append(
-                (i, (len(before), len(after.rstrip() if self.template.ending else after)))
-            )
+            # If the template ends an answer with a token, the white space after it is no target.
+            answer_end = len(after.rstrip()) if self.template.ending else len(after)
+            answers.append((i, (len(before), answer_end)))
         return text, answers
 
     def _message(self, messages: Sequence[Any], i: int, text: str) -> Span:
-        """Return the characters of message `i`, which is no answer."""
+        """Return the characters of message i, which is no answer."""
         before = self.template.render(messages[:i], prompt=False) if i else ""
         after = self.template.render(messages[: i + 1], prompt=False)
         self._check_beginnings(before, after, text)
         return len(before), len(after)
 
     def _check_beginnings(self, before: str, after: str, text: str) -> None:
+        """Raise an error unless `before` begins `after` and `after` begins `text`."""
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"the chat template {self.template.name} writes the beginning of a conversation otherwise than the whole, so an "
-                "answer in it cannot be told from the rest; put {% generation %} and {% endgeneration %} around answers in a copy, "
-                "for --data.chat-template, or write --data.loss-on all"
+                f"the chat template {self.template.name} writes the beginning of a conversation "
+                "otherwise than the whole, so an answer in it cannot be told from the rest; put "
+                "{% generation %} and {% endgeneration %} around answers in a copy, for "
+                "--data.chat-template, or write --data.loss-on all"
             )
 
     def _trained(self, message: Any, span: Span, text: str) -> list[Span]:
@@ -222,24 +232,30 @@ class ChatTokens:
             return [span]
         content = message["content"]
         start = text.find(content, *span)
-        if start < 0:  # most templates take white space off
+        if start < 0:
+            # Most templates strip white space.
             content = content.strip()
             start = text.find(content, *span) - message["content"].find(content)
             if content not in text[slice(*span)]:
                 raise DataError(
-                    f"the chat template {self.template.name} changes a content that has {PARTS}, so its parts cannot be told; "
-                    f"take {PARTS} out of the record"
+                    f"the chat template {self.template.name} changes a content that has {PARTS}, so "
+                    f"its parts cannot be told; take {PARTS} out of the record"
                 )
-        return _without(
-            [span],
-            [(start + part["begin_offset"], start + part["end_offset"] + 1) for part in context],
-        )
+        cut = [(start + part["begin_offset"], start + part["end_offset"] + 1) for part in context]
+        return _without([span], cut)
 
     def _targets(self, count: int, places: np.ndarray, spans: list[Span] | None) -> np.ndarray:
-        """Which tokens have a character of an answer, bool [count]."""
+        """Return which tokens have a character that is trained on, bool [count].
+
+        Args:
+            places: int [count, 2], first character of each token and the one after its last.
+            spans: Characters that are trained on. None if all are.
+        """
         if spans is None:
             return np.ones(count, bool)
-        starts, stops = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
+        starts = places[:, 0]
+        # A token without characters counts as one character.
+        stops = np.maximum(places[:, 1], places[:, 0] + 1)
         targets = np.zeros(count, bool)
         for start, stop in spans:
             targets |= (starts < stop) & (stops > start)
@@ -247,21 +263,16 @@ class ChatTokens:
 
 
 def prompt_encoder(tokenizer: Any, template: Template, config: DataConfig) -> ChatTokens:
-    """Return what encodes the prompts of chats as a model was trained on them.
+    """Return an encoder of prompts that reads messages as the model's training did.
 
     Args:
-        tokenizer: the model's, opened.
-        template: of the chat.
-        config: data of the run, whose `special_tokens` says what a message that quotes `<|im_end|>` means.
+        config: Data settings of the run. `special_tokens` says whether a quoted `<|im_end|>` in a
+            message is plain text.
     """
-    if (
-        config.special_tokens == "text"
-        and isinstance(tokenizer, Subwords)
-        and not tokenizer.variant
-    ):
-        tokenizer = Subwords(
-            tokenizer.path, config.separator, "text", template.special_tokens_at_end
-        )
+    quotes_are_text = config.special_tokens == "text"
+    if quotes_are_text and isinstance(tokenizer, Subwords) and not tokenizer.variant:
+        ending = template.special_tokens_at_end
+        tokenizer = Subwords(tokenizer.path, config.separator, "text", ending)
     return ChatTokens(tokenizer, template, "answers")
 
 
@@ -269,34 +280,36 @@ def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return messages without the fields that say what is trained on.
 
     Args:
-        messages: as `templates.checked` gives them.
+        messages: Result of `templates.checked`.
     """
-    return [
-        {name: value for name, value in message.items() if name not in _UNSEEN}
-        for message in messages
-    ]
+    shown = []
+    for message in messages:
+        shown.append({name: value for name, value in message.items() if name not in _UNSEEN})
+    return shown
 
 
 def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:
-    """Return the spans without the characters of other spans."""
-    left = [*spans]
+    """Return the spans without the characters of the cut ones."""
+    remaining = [*spans]
     for first, last in cut:
-        parts = [
-            part
-            for start, stop in left
-            for part in ((start, min(stop, first)), (max(start, last), stop))
-        ]
-        left = [(start, stop) for start, stop in parts if start < stop]
-    return left
+        parts: list[Span] = []
+        for start, stop in remaining:
+            parts.append((start, min(stop, first)))
+            parts.append((max(start, last), stop))
+        remaining = [(start, stop) for start, stop in parts if start < stop]
+    return remaining
 
 
 def _unmarked(marked: str) -> tuple[str, list[Span]]:
-    """A marked text without its marks, and where they stood."""
-    parts, spans, length = [], [], 0
-    for i, part in enumerate(marked.split(MARKS[0])):
-        answer, mark, rest = part.partition(MARKS[1]) if i else ("", "", part)
-        if i and mark:
+    """Return a marked text without its marks, and the characters between each pair of marks."""
+    before_first, *marked_parts = marked.split(MARKS[0])
+    texts = [before_first]
+    spans: list[Span] = []
+    length = len(before_first)
+    for part in marked_parts:
+        answer, mark, rest = part.partition(MARKS[1])
+        if mark:
             spans.append((length, length + len(answer)))
-        parts += [answer, rest]
+        texts += [answer, rest]
         length += len(answer) + len(rest)
-    return "".join(parts), spans
+    return "".join(texts), spans

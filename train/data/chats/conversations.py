@@ -1,7 +1,8 @@
-"""Batches of conversations: a window holds whole ones, one after the other, and the loss is taken where their tokens say so.
+"""Batches of conversations: windows of complete conversations, with a loss on chosen tokens.
 
-A window has seq_len + 1 tokens. Conversations fill it in their order as long as they fit; what is left of it is no target. One that is longer
-than a window is cut at its end, and one of which no target is left is left out.
+A window has seq_len + 1 tokens. Conversations fill a window in their order as long as they fit. The
+rest of the window is no target. A conversation longer than a window is cut at its end. A
+conversation without a target in its window is left out.
 """
 
 from __future__ import annotations
@@ -21,88 +22,91 @@ from mupax.train.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
+# Text with many kinds of characters, which shows whether tokens keep all bytes.
 _SAMPLE = "The quick brown Fox (42 years old)\n  says: naïve déjà vu, 日本!"
 
 
 class Windows(NamedTuple):
-    """Which conversations each window of one side holds."""
+    """Conversations of each window of one side."""
 
     tokens: np.ndarray
-    """All ids as `ChatTokens` makes them, [count]."""
+    """Ids of `ChatTokens` of all conversations, [count]."""
     spans: np.ndarray
-    """First token of each conversation and the one after its last, in windows' order: int64 [conversations, 2]."""
+    """First token of each conversation and the one after its last, int64 [conversations, 2]."""
     first: np.ndarray
-    """Number of the first conversation of each window, and after the last how many there are: int64 [windows + 1]."""
+    """Number of each window's first conversation, then the number of all, [windows + 1]."""
     cut: int
-    """Conversations that are longer than a window."""
+    """Number of conversations that are longer than a window."""
     without_target: int
-    """Of those and the others, which were left out because none of their targets is in the window."""
+    """Number of conversations that were left out because no target is in their window."""
 
     @property
     def count(self) -> int:
-        """Windows."""
+        """Number of windows."""
         return len(self.first) - 1
 
 
 def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Windows:
-    """The windows of one side.
+    """Divide the conversations of one side into windows.
 
     Args:
-        tokens: ids as `ChatTokens` makes them, [count].
-        vocab: V of the tokenizer.
-        separator: token that ends a text in it; a conversation that ends with it has it once.
-        size: tokens of a window.
+        tokens: Ids of `ChatTokens`, [count].
+        separator: Token of the tokenizer that ends a text.
+        size: Number of tokens of a window.
     """
+    # Ids 2 V and 2 V + 1 end a conversation.
     stops = np.flatnonzero(tokens >= 2 * vocab) + 1
     starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)
-    # Its own end stands in the place of the one that packing adds.
+    # A conversation that ends with the separator has it once: its own, not the one that packing
+    # adds.
     doubled = (stops - starts > 1) & (tokens[np.maximum(stops - 2, 0)] % vocab == separator)
-    lengths = np.minimum(stops - starts - doubled, size)
-    cut = int(((stops - starts - doubled) > size).sum())
+    full_lengths = stops - starts - doubled
+    lengths = np.minimum(full_lengths, size)
+    cut = int((full_lengths > size).sum())
+
     targets = np.concatenate([[0], np.cumsum(_is_target(np.asarray(tokens), vocab))])
+    # The first token of a conversation is never predicted.
     useful = targets[starts + lengths] > targets[np.minimum(starts + 1, starts + lengths)]
-    spans, first, room = [], [], 0
+    spans: list[tuple[int, int]] = []
+    first: list[int] = []
+    tokens_left = 0
     for start, length in zip(starts[useful].tolist(), lengths[useful].tolist(), strict=True):
-        if length > room:
+        if length > tokens_left:
             first.append(len(spans))
-            room = size
+            tokens_left = size
         spans.append((start, start + length))
-        room -= length
+        tokens_left -= length
     first.append(len(spans))
     return Windows(
-        tokens,
-        np.array(spans, np.int64).reshape(-1, 2),
-        np.array(first),
-        cut,
-        len(starts) - len(spans),
+        tokens=tokens,
+        spans=np.array(spans, np.int64).reshape(-1, 2),
+        first=np.array(first),
+        cut=cut,
+        without_target=len(starts) - len(spans),
     )
 
 
 def spells_text(encoder: Tokenizer) -> bool:
-    """Return whether the tokens of a text have its bytes, each exactly one token's."""
+    """Return whether each byte of a text belongs to exactly one of its tokens."""
     (ids,) = encoder.encode([_SAMPLE.encode()])
     size = int(encoder.token_bytes()[ids].sum()) - int(encoder.adds_space)
     return size == len(_SAMPLE.encode())
 
 
 def _is_target(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """Return which ids of `ChatTokens` are targets, bool of their shape."""
     return ((tokens >= vocab) & (tokens < 2 * vocab)) | (tokens == 2 * vocab + 1)
 
 
 class Conversations(Data):
-    """Windows of conversations.
+    """Batches of windows of conversations.
 
     Args:
-        config: sizes of batches.
-        train: packed conversations to train on.
-        eval_: those to evaluate on.
-        tokens: made them.
-        seq_len: T, tokens predicted per window.
-        seed: of the order.
-        facts: more to record about the data.
+        config: Data settings: sizes of batches and document mask.
+        seq_len: T, number of predicted tokens per window.
 
     Raises:
-        DataError: a side has no conversation with a target.
+        DataError: A side has no conversation with a target.
     """
 
     kind = "tokens"
@@ -119,40 +123,42 @@ class Conversations(Data):
         facts: dict[str, Any],
     ) -> None:
         encoder = tokens.encoder
-        self._vocab, self._separator, self._size = (
-            encoder.vocab_size,
-            encoder.separator,
-            seq_len + 1,
-        )
-        sides = [
-            windows(side.tokens, self._vocab, self._separator, self._size)
-            for side in (train, eval_)
-        ]
-        self.train_windows, self.eval_windows = sides
-        for name, side in zip(("training", "evaluation"), sides, strict=True):
+        self._vocab = encoder.vocab_size
+        self._separator = encoder.separator
+        self._size = seq_len + 1
+        self.train_windows = windows(train.tokens, self._vocab, self._separator, self._size)
+        self.eval_windows = windows(eval_.tokens, self._vocab, self._separator, self._size)
+        for name, side in (("training", self.train_windows), ("evaluation", self.eval_windows)):
             if not side.count:
                 raise DataError(
-                    f"the {name} part of {config.name} has no answer within {seq_len} tokens; records are split by their content, or by "
-                    "train and eval in their files' names: give more records, or a larger model.seq_len"
+                    f"the {name} part of {config.name} has no answer within {seq_len} tokens; "
+                    "records are split by their content, or by train and eval in their files' names: "
+                    "give more records, or a larger model.seq_len"
                 )
-        counts = {"train_records": len(sides[0].spans), "eval_records": len(sides[1].spans)}
-        counts["eval_tokens"] = len(eval_.tokens)
         super().__init__(
             config,
-            facts={**facts, "tokenizer": encoder.key, "train_tokens": len(train.tokens), **counts},
-            train_size=sides[0].count,
-            eval_size=sides[1].count,
+            facts={
+                **facts,
+                "tokenizer": encoder.key,
+                "train_tokens": len(train.tokens),
+                "train_records": len(self.train_windows.spans),
+                "eval_records": len(self.eval_windows.spans),
+                "eval_tokens": len(eval_.tokens),
+            },
+            train_size=self.train_windows.count,
+            eval_size=self.eval_windows.count,
             tokenizer=encoder,
             bytes_per_token=None,
         )
-        self._shuffle = interface.Shuffle(sides[0].count, seed)
-        self._eval_shuffle = interface.Shuffle(sides[1].count, 0, interface.EVALUATION)
+        self._shuffle = interface.Shuffle(self.train_windows.count, seed)
+        # Seed 0: the evaluation examples must not depend on the run's seed.
+        self._eval_shuffle = interface.Shuffle(self.eval_windows.count, 0, interface.EVALUATION)
         if spells_text(encoder):
             counted = self.counted(self.eval_size)
             self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     def counted(self, examples: int) -> Counted:
-        """Count the targets of the first evaluation examples, and the bytes of text that they stand for."""
+        """Count the targets of the first evaluation examples and the bytes of their text."""
         side = self.eval_windows
         vocab = self._vocab
         ids = np.asarray(side.tokens)
@@ -166,6 +172,8 @@ class Conversations(Data):
             spans = side.spans[side.first[number] : side.first[number + 1]]
             first = spans[:, 0].copy()
             last = spans[:, 1]
+            # A window's first token is not predicted, and with a document mask no conversation's
+            # first.
             unpredicted = slice(None) if self.config.document_mask else slice(1)
             first[unpredicted] += 1
             targets += int((targets_before[last] - targets_before[first]).sum())
@@ -179,42 +187,55 @@ class Conversations(Data):
         return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
-        """Return training examples by their numbers, counted from the start of the run and on through all epochs."""
-        windows = self._shuffle(indices)[1]
-        return self._batch(self.train_windows, windows, len(windows))
+        """Return training examples as a batch.
+
+        Args:
+            indices: Numbers of examples, counted from the start of the run and on through all
+                epochs.
+        """
+        _, numbers = self._shuffle(indices)
+        return self._batch(self.train_windows, numbers, len(numbers))
 
     def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return evaluation examples by their numbers; those past the last one have weight 0."""
-        inside = [i for i in indices if i < self.eval_size]
-        return self._batch(self.eval_windows, self._eval_shuffle(inside)[1], len(indices))
+        """Return evaluation examples as a batch. Examples past the last one have weight 0.
+
+        Args:
+            indices: Numbers of examples, ascending from 0.
+        """
+        existing = [i for i in indices if i < self.eval_size]
+        _, numbers = self._eval_shuffle(existing)
+        return self._batch(self.eval_windows, numbers, len(indices))
 
     def _batch(self, side: Windows, numbers: Iterable[int], count: int) -> Batch:
-        """`count` windows, of which those after the numbers are empty."""
+        """Return these windows as a batch of `count` rows. The other rows are empty."""
         tokens = np.full((count, self._size), self._separator, np.int32)
         targets = np.zeros((count, self._size), bool)
         records = np.zeros((count, self._size), np.int32)
         places = np.zeros((count, self._size), np.int32)
         for row, number in enumerate(numbers):
-            end, spans = 0, side.spans[side.first[number] : side.first[number + 1]].tolist()
+            spans = side.spans[side.first[number] : side.first[number + 1]].tolist()
+            end = 0
             for record, (start, stop) in enumerate(spans):
-                ids, at = (
-                    np.asarray(side.tokens[start:stop], np.int32),
-                    slice(end, end + stop - start),
-                )
-                tokens[row, at] = np.where(
+                ids = np.asarray(side.tokens[start:stop], np.int32)
+                columns = slice(end, end + stop - start)
+                # Ids up to 2 V are a token, as a target or not. The others end a conversation.
+                tokens[row, columns] = np.where(
                     ids < 2 * self._vocab, ids % self._vocab, self._separator
                 )
-                targets[row, at] = _is_target(ids, self._vocab)
-                records[row, at], places[row, at] = record, np.arange(len(ids))
-                end = at.stop
-            records[row, end:], places[row, end:] = len(spans), np.arange(self._size - end)
+                targets[row, columns] = _is_target(ids, self._vocab)
+                records[row, columns] = record
+                places[row, columns] = np.arange(len(ids))
+                end = columns.stop
+            # The rest of the window is a document of its own.
+            records[row, end:] = len(spans)
+            places[row, end:] = np.arange(self._size - end)
+
         weights = targets[:, 1:].astype(np.float32)
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
         if self.config.document_mask:
-            batch |= {
-                "weights": weights * (records[:, 1:] == records[:, :-1]),
-                "segments": records[:, :-1],
-            }
+            # The first token of a conversation cannot be predicted from the one before.
+            batch["weights"] = weights * (records[:, 1:] == records[:, :-1])
+            batch["segments"] = records[:, :-1]
             if self.config.reset_positions:
                 batch["positions"] = places[:, :-1]
         return batch

@@ -1,4 +1,7 @@
-"""Conversations from JSON lines and Parquet: a field that has messages, as JSON in place of a text."""
+"""Readers of conversations in JSON lines and Parquet. A document is the JSON of its messages.
+
+`records/user_files.py` reads chat:PATH with them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from mupax.train.data.records.lines import Lines, content_of
 from mupax.train.data.records.tables import Table
 
 FIELD = "messages"
-"""Which has them unless data.field says otherwise."""
+"""Default name of the field with messages."""
 
 
 @dataclasses.dataclass
 class ChatLines(Lines):
-    """A file of JSON lines that hold messages."""
+    """File of JSON lines that have messages."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Lines that were left out because no assistant speaks in them, or none that is trained on."""
+    """Places of lines that were left out because they have no answer to train on."""
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
         if row.get("tools"):
@@ -34,10 +37,10 @@ class ChatLines(Lines):
 
 @dataclasses.dataclass
 class ChatTable(Table):
-    """A Parquet file with a column of messages."""
+    """Parquet file with a column of messages."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Rows that were left out because no assistant speaks in them, or none that is trained on."""
+    """Places of rows that were left out because they have no answer to train on."""
     kind: ClassVar[str] = "messages"
 
     @staticmethod
@@ -52,8 +55,11 @@ class ChatTable(Table):
 
 
 def in_folder(path: Path) -> bool:
-    """Whether a file, or the first file of records in a folder, holds messages."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    """Return whether a file, or the first file of records in a folder, has messages."""
+    if path.is_file():
+        files = [path]
+    else:
+        files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
         suffixes = {suffix.lower() for suffix in file.suffixes}
         try:
@@ -71,16 +77,19 @@ def in_folder(path: Path) -> bool:
 def _content(
     value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]
 ) -> bytes:
-    """Return the messages as JSON; nothing where no assistant has an answer to train on, which is noted."""
+    """Return the messages as JSON.
+
+    Without an answer to train on, return nothing and add the place to `without_answer`.
+    """
     if not isinstance(value, list):
+        # Raises the error of a record whose field is missing or of another type.
         content_of(None if isinstance(value, str) else value, where, field, text_fields)
     try:
         messages = templates.checked(value)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    if not any(
-        message["role"] == "assistant" and message.get("weight") != 0 for message in messages
-    ):
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not any(message.get("weight") != 0 for message in answers):
         without_answer[where] = None
         return b""
     return content_of(json.dumps(messages, ensure_ascii=False), where, field, text_fields)

@@ -1,7 +1,8 @@
-"""Where chat templates run: jinja2's sandbox, with bounds on how long they loop and on how large a text they make.
+"""Sandbox of jinja2 for chat templates, with bounds on loops and on the size of texts.
 
-A template is a stranger's program. The sandbox of jinja2 keeps it from Python's own attributes; it does not keep it from
-`'x' * 10**10` or from three loops in one another. Loops, calls and what makes texts longer are counted here, per rendering.
+A template is a program of somebody else. The sandbox of jinja2 keeps it from Python's own
+attributes, but not from `'x' * 10**10` or from three nested loops. So this file counts loops, calls
+and the sizes of texts in each rendering.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import jinja2
 from jinja2 import ext, nodes, sandbox, visitor
 
 _MOST_TURNS = 2_000_000
-"""Of all loops and calls of a rendering."""
+"""Most turns of all loops and calls of a rendering."""
 _TURNS_PER_CALL = 20
-"""A call of a macro takes as much time."""
+"""Turns that a call counts for, because a call of a macro takes as much time."""
 _LARGEST = 32 * 2**20
-"""Characters of a text, or items of a list, that an operation may make."""
+"""Most characters of a text, or items of a list, that an operation may make."""
 _MOST_WRITTEN = 256 * 2**20
-"""Characters that all operations of a rendering may make, large ones and small ones together."""
+"""Most characters that all operations of a rendering may make together."""
 _MOST_BITS = 4096
-"""Of a number."""
+"""Most bits of a number."""
 _LONGEST_SOURCE = 2**20
-"""Characters of a template; real ones have some thousand."""
+"""Most characters of a template. Real templates have some thousand."""
 _WIDTHS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 """Methods of texts whose result is as wide as their argument says."""
 _WIDE_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
@@ -35,7 +36,7 @@ _WIDE_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "trun
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """A template that loops or writes beyond all need."""
+    """Error for a template that loops or writes more than the bounds allow."""
 
 
 class _Spent(threading.local):
@@ -49,19 +50,20 @@ _SPENT = _Spent()
 
 
 def begin() -> None:
-    """Begin a rendering, or the compilation of a template: nothing is used yet."""
+    """Set the counters of this thread to zero, before a rendering or a compilation."""
     _SPENT.turns = 0
     _SPENT.written = 0
 
 
 def _turn(count: int = 1) -> None:
+    """Count turns of a loop. Raise an error above the bound."""
     _SPENT.turns += count
     if _SPENT.turns > _MOST_TURNS:
         raise TemplateLimitError(f"it loops more than {_MOST_TURNS:,} times")
 
 
 def _written(size: int) -> None:
-    """Count a text or list before it is made."""
+    """Count a text or list before it is made. Raise an error above the bounds."""
     if size > _LARGEST:
         raise TemplateLimitError(
             f"it makes a text or list of {size:,}, and {_LARGEST:,} is the most"
@@ -72,20 +74,22 @@ def _written(size: int) -> None:
 
 
 def _size(value: Any) -> int:
+    """Return the length of a value, or 0 if it has none."""
     return len(value) if isinstance(value, Sized) else 0
 
 
 def _is_sequence(value: Any) -> bool:
+    """Return whether `*` repeats a value and `+` extends it."""
     return isinstance(value, (str, bytes, list, tuple))
 
 
 def _widest(values: Any) -> int:
-    """Return the largest number among arguments."""
+    """Return the largest absolute value among whole numbers, or 0 if there are none."""
     return max((abs(value) for value in values if isinstance(value, int)), default=0)
 
 
 def _written_out(parts: Any) -> str:
-    """Return the texts that a template writes as one."""
+    """Join the texts that a template writes."""
     texts = []
     for part in parts:
         _SPENT.written += len(part)
@@ -96,18 +100,19 @@ def _written_out(parts: Any) -> str:
 
 
 class Environment(sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with bounds."""
+    """Sandbox of jinja2 that counts loops and sizes."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(_written_out)
     marks: str
-    """What is put before and after an answer."""
+    """Two characters, put before and after an answer."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counting().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is str and type(right) is str:  # nearly all of them
+        # Nearly all operations are of this kind, so they are handled first and without calls.
+        if operator == "+" and type(left) is str and type(right) is str:
             text = left + right
             _SPENT.written += len(text)
             if len(text) > _LARGEST or _SPENT.written > _MOST_WRITTEN:
@@ -131,7 +136,8 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
         _turn(_TURNS_PER_CALL)
-        method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
+        # The sandbox wraps `format`.
+        method = getattr(function, "__wrapped__", function)
         text = getattr(method, "__self__", None)
         name = getattr(method, "__name__", "")
         if isinstance(text, str):
@@ -145,13 +151,13 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
-    """Refuse a call of a text's method that would make a much longer text."""
+    """Count the result of a text's method before the call. Raise an error above the bounds."""
     if name in _WIDTHS:
-        _written(
-            max(
-                len(text), _widest(args) * (max(1, text.count("\t")) if name == "expandtabs" else 1)
-            )
-        )
+        repeats = 1
+        if name == "expandtabs":
+            # Each tab becomes as wide as the argument says.
+            repeats = max(1, text.count("\t"))
+        _written(max(len(text), _widest(args) * repeats))
     elif name == "replace" and len(args) >= 2:
         _check_replacement(text, args[0], args[1])
     elif name == "join" and args and isinstance(args[0], (list, tuple, range)):
@@ -161,12 +167,17 @@ def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_replacement(text: Any, before: Any, after: Any) -> None:
+    """Count the result of `replace` before it is made."""
     if isinstance(text, str) and isinstance(before, str) and isinstance(after, str):
-        _written(len(text) + text.count(before) * max(0, len(after) - len(before)))
+        growth = text.count(before) * max(0, len(after) - len(before))
+        _written(len(text) + growth)
 
 
 def _check_format(form: str, values: tuple[Any, ...]) -> None:
-    """Refuse a form with a width of millions: its digits are looked at, and so are numbers that stand for `*`."""
+    """Raise an error if a format string asks for a width of millions.
+
+    The width is a number of more than six digits in the string, or a value for `*`.
+    """
     digits = 0
     number = ""
     for character in form:
@@ -178,7 +189,7 @@ def _check_format(form: str, values: tuple[Any, ...]) -> None:
 
 
 def _counted(items: Any) -> Any:
-    """Return what a loop goes through, counted; what has no length is counted as it comes."""
+    """Count the items of a loop and return them. Items without a length are counted one by one."""
     if isinstance(items, Sized):
         _turn(len(items))
         return items
@@ -186,30 +197,31 @@ def _counted(items: Any) -> Any:
 
 
 def _counting(items: Any) -> Iterator[Any]:
+    """Yield the items and count each of them."""
     for item in items:
         _turn()
         yield item
 
 
 def _joined(*values: Any) -> str:
-    """Return values as one text; what `~` does."""
+    """Join values as texts, as the operator `~` does."""
     texts = [str(value) for value in values]
     _written(sum(map(len, texts)))
     return "".join(texts)
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses to make a much longer text."""
+    """Return a filter that counts its result, before it is made where that is possible."""
 
     @functools.wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:
         _turn()
         values = [*args, *kwargs.values()]
         if name in _WIDE_FILTERS:
-            _written(
-                _widest(values)
-                * (1 + sum(value.count("\n") for value in values if isinstance(value, str)))
-            )
+            texts = [value for value in values if isinstance(value, str)]
+            line_ends = sum(text.count("\n") for text in texts)
+            # A filter such as `indent` widens every line.
+            _written(_widest(values) * (1 + line_ends))
         elif name == "replace":
             texts = [value for value in values if isinstance(value, str)]
             if len(texts) >= 3:
@@ -228,6 +240,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_join(values: list[Any]) -> None:
+    """Count the separators of `join` before the text is made."""
     lists = [value for value in values if isinstance(value, (list, tuple, range))]
     separators = [value for value in values if isinstance(value, str)]
     if lists and separators:
@@ -235,7 +248,7 @@ def _check_join(values: list[Any]) -> None:
 
 
 class _Counting(visitor.NodeTransformer):
-    """Puts a filter that counts around what every loop goes through, and in the place of every `~`."""
+    """Transformer that puts counting filters around the items of loops and in place of `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -249,7 +262,7 @@ class _Counting(visitor.NodeTransformer):
 
 
 class Generation(ext.Extension):
-    """`{% generation %}`: what is in it is an answer."""
+    """Extension of jinja2 for `{% generation %}`, which has an answer in it."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -265,42 +278,43 @@ class Generation(ext.Extension):
 
 @functools.cache
 def environment(dated: bool, marks: str) -> Environment:
-    """Return where templates run, with the settings, filters and functions that `transformers` gives them.
+    """Return the sandbox of templates, with the settings, filters and functions of `transformers`.
 
     Args:
-        dated: whether they may ask for today's date.
-        marks: two characters, put before and after what a template says is an answer.
+        dated: True if templates may ask for today's date.
+        marks: Two characters, put before and after what is in `{% generation %}`.
     """
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **how: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **how})
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    place = Environment(
+    sandboxed = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
-    place.marks = marks
-    place.filters["tojson"] = to_json
+    sandboxed.marks = marks
+    sandboxed.filters["tojson"] = to_json
     for name in (*_WIDE_FILTERS, "format", "join", "replace"):
-        place.filters[name] = _bounded(name, place.filters[name])
-    place.filters["_counted"] = _counted
-    place.filters["_joined"] = _joined
-    place.globals["raise_exception"] = refuse
+        sandboxed.filters[name] = _bounded(name, sandboxed.filters[name])
+    sandboxed.filters["_counted"] = _counted
+    sandboxed.filters["_joined"] = _joined
+    sandboxed.globals["raise_exception"] = refuse
     if dated:
-        place.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return place
+        sandboxed.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return sandboxed
 
 
 def compiled(source: str, dated: bool, marks: str) -> jinja2.Template:
-    """Return a template, compiled.
+    """Compile a template.
 
     Args:
-        dated, marks: as `environment` takes them.
+        dated: True if the template may ask for today's date.
+        marks: Two characters, put before and after what is in `{% generation %}`.
 
     Raises:
-        TemplateError: it is no jinja2, or too large.
+        TemplateError: The source is not a template of jinja2, or is too large.
     """
     if len(source) > _LONGEST_SOURCE:
         raise TemplateLimitError(

@@ -1,7 +1,8 @@
-"""A conversation as text: a source's chat template, rendered by jinja2 in its sandbox as `transformers` does.
+"""Chat templates: conversations as text, rendered by jinja2 in its sandbox as `transformers` does.
 
-The template lies beside tokenizer.json: chat_template.jinja, or `chat_template` of tokenizer_config.json. It is a stranger's
-program, so it runs where it can change nothing and reach no attribute of Python's own.
+The template is next to tokenizer.json, as chat_template.jinja or as `chat_template` in
+tokenizer_config.json. It is a program of somebody else. So it runs where it can change nothing and
+read no attribute of Python's own (`sandbox.py`).
 """
 
 from __future__ import annotations
@@ -17,66 +18,78 @@ from typing import Any
 from mupax.disk import JsonError, path_of, read_json
 from mupax.train.data.interface import DataError
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
 ASSETS = "assets.json"
-"""Beside the tokenizer of a run (`mupax.train.data.assets`)."""
+"""File next to the tokenizer of a run (`mupax.train.data.assets`)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
-"""What begins and ends an answer in a marked text: of no text, by Unicode's rule, and refused in messages."""
+"""Characters that begin and end an answer in a marked text.
+
+By Unicode's rule they are no characters of a text, and messages that have them are refused.
+"""
 _CONTENT = "\ufdd2"
+"""Content of messages that show what a template writes around a content."""
 QUOTE = "\ufdd3"
-"""Stands within a special token that a message quotes, until the template has been rendered."""
+"""Character put into special tokens that a message quotes, until the template is rendered."""
 WEIGHTS = ("weight", "train", "training", "loss")
-"""Fields of a message that say whether it is trained on: OpenAI and Mistral; axolotl; axolotl's older name; ms-swift and XTuner."""
+"""Fields of a message that say whether it is trained on.
+
+They are those of OpenAI and Mistral, of axolotl, of older versions of axolotl, and of ms-swift and
+XTuner.
+"""
 PARTS = "train_detail"
-"""Field of a message with the parts of its content that are trained on, as axolotl has it."""
+"""Field of a message with the parts of its content that are trained on, as in axolotl."""
 
 _SPECIAL = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?[A-Za-z_][\w:-]*>|\[/?[A-Z][A-Z_]*\]")
-"""Tokens as ChatML and Llama 3 write them, DeepSeek, Gemma and Llama 2, and Mistral."""
+"""Special tokens as in ChatML and Llama 3, DeepSeek, Gemma and Llama 2, and Mistral."""
 
 Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A chat template.
+    """Chat template, compiled when it is made.
 
     Raises:
-        DataError: when it is made: it is no jinja2.
+        DataError: The source is not a template of jinja2.
     """
 
     source: str
-    """The template itself."""
+    """Text of the template."""
     name: str
-    """What an error calls it."""
+    """Name of the template in error messages."""
     tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What it may name, such as bos_token."""
+    """Special tokens that the template may name, by names such as bos_token."""
     dated: bool = False
-    """Whether it may ask for today's date; without, texts are the same on every day."""
+    """True if the template may ask for today's date. Otherwise texts are the same on every day."""
 
     def __post_init__(self) -> None:
+        # Compiled here, so that a wrong template is an error before anything is rendered.
         _ = self._compiled
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
-            messages: with `role` and `content`, as `checked` gives them.
-            prompt: whether what begins an answer follows.
+            messages: Result of `checked`: messages with `role` and `content`.
+            prompt: True adds the beginning of the next answer.
 
         Raises:
-            DataError: the template refuses these messages, or fails.
+            DataError: The template refuses these messages, or fails.
         """
-        return self.marked(messages, prompt=prompt).translate(dict.fromkeys(map(ord, MARKS)))
+        without_marks = dict.fromkeys(map(ord, MARKS))
+        return self.marked(messages, prompt=prompt).translate(without_marks)
 
     def marked(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The same with the first of `MARKS` before and the second after what the template has in `{% generation %}`.
+        """Return the text of a conversation with `MARKS` around the parts in `{% generation %}`.
 
         Args:
-            messages, prompt: as `render` takes them.
+            messages: Result of `checked`: messages with `role` and `content`.
+            prompt: True adds the beginning of the next answer.
 
         Raises:
-            DataError: as `render`.
+            DataError: The template refuses these messages, or fails.
         """
         from mupax.train.data.chats import sandbox
 
@@ -85,53 +98,60 @@ class Template:
             return self._compiled.render(
                 messages=list(messages), add_generation_prompt=prompt, **self.tokens
             )
-        except Exception as error:  # of a program that is not ours
+        # A template is a program of somebody else, which may raise anything.
+        except Exception as error:
             raise DataError(
                 f"the chat template {self.name} takes no such messages: {error!s:.300}"
             ) from error
 
     @property
     def marks_answers(self) -> bool:
-        """Whether it says by itself what an answer is."""
+        """True if the template marks answers by `{% generation %}`."""
         return "generation" in self._tags
 
     @functools.cached_property
     def ending(self) -> str:
-        """What follows an answer's content, without white space around it; empty where nothing but space does."""
+        """Text that the template writes after an answer's content, stripped. It may be empty."""
         question = {"role": "user", "content": "?"}
         try:
             text = self.render([question, {"role": "assistant", "content": _CONTENT}], prompt=False)
         except DataError:
             return ""
-        return text.rpartition(_CONTENT)[2].strip() if _CONTENT in text else ""
+        if _CONTENT not in text:
+            return ""
+        return text.rpartition(_CONTENT)[2].strip()
 
     def with_tokens(self, tokens: Mapping[str, str]) -> str:
-        """Return the template's source for a reader who gives it other tokens. It renders the same text.
+        """Return the template's source for a program that passes other tokens, with the same text.
 
-        Tokens that differ are set at the start. A token that this template has not stays undefined.
+        Tokens that differ are set at the start. A token that this template does not have stays
+        undefined.
 
         Args:
-            tokens: what the reader gives, by name, such as bos_token.
+            tokens: Tokens that the other program passes, by names such as bos_token.
         """
         from jinja2 import meta
 
-        named = meta.find_undeclared_variables(_environment(self.dated).parse(self.source))
+        parsed = _environment(self.dated).parse(self.source)
+        variables = meta.find_undeclared_variables(parsed)
         lines = []
-        for name in sorted(name for name in named if name.endswith("_token")):
-            ours = self.tokens.get(name)
-            if ours != tokens.get(name):
-                value = (
-                    "a_name_of_nothing" if ours is None else json.dumps(ours, ensure_ascii=False)
-                )
-                lines.append(
-                    f"{{% set {name} = {value} %}}\n"
-                )  # jinja2 takes the line end away (trim_blocks)
+        for name in sorted(variables):
+            token = self.tokens.get(name)
+            if not name.endswith("_token") or token == tokens.get(name):
+                continue
+            # A variable that does not exist makes the token undefined.
+            value = "a_name_of_nothing"
+            if token is not None:
+                value = json.dumps(token, ensure_ascii=False)
+            # jinja2 removes the line end (trim_blocks).
+            lines.append(f"{{% set {name} = {value} %}}\n")
         return "".join(lines) + self.source
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Tokens such as `<|im_end|>` that the template writes around messages, in their order."""
-        tokens = {}
+        """Special tokens that the template writes around messages, such as `<|im_end|>`."""
+        # A dict, because a set has no order.
+        tokens: dict[str, None] = {}
         for roles in (
             ("user", "assistant"),
             ("system", "user", "assistant"),
@@ -141,10 +161,13 @@ class Template:
             for prompt in (False, True):
                 try:
                     text = self.render(conversation, prompt=prompt)
-                except DataError:  # a template without a role for system or tool
+                except DataError:
+                    # The template has no role for system or tool.
                     continue
                 tokens |= dict.fromkeys(_SPECIAL.findall(text))
-                tokens |= {token: None for token in self.tokens.values() if token and token in text}
+                for token in self.tokens.values():
+                    if token and token in text:
+                        tokens[token] = None
         return tuple(tokens)
 
     @property
@@ -154,17 +177,20 @@ class Template:
 
     @functools.cached_property
     def _tags(self) -> set[str]:
+        """Names of the template's tags, such as `for` and `generation`."""
         lexed = _environment(self.dated).lex(self.source)
         after_begin = False
         tags = set()
-        for _, kind, value in lexed:
-            if kind == "name" and after_begin:
+        for _, token_type, value in lexed:
+            if token_type == "name" and after_begin:
                 tags.add(value)
-            after_begin = kind == "block_begin" or (after_begin and kind == "whitespace")
+            is_space = token_type == "whitespace"
+            after_begin = token_type == "block_begin" or (after_begin and is_space)
         return tags
 
     @functools.cached_property
     def _compiled(self) -> Any:
+        """Template of jinja2."""
         import jinja2
 
         from mupax.train.data.chats import sandbox
@@ -180,22 +206,27 @@ class Template:
 
 
 def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Template | None:
-    """The chat template of a tokenizer, None where there is none.
+    """Return the chat template of a tokenizer, or None if there is none.
 
     Args:
-        tokenizer: data.tokenizer; of a path, what lies beside the file counts.
-        file: of a template, in place of that one.
-        dated: whether it may ask for today's date.
+        tokenizer: Value of data.tokenizer. Templates next to it count if it is a path.
+        file: File of a template to use instead. None looks next to the tokenizer.
+        dated: True if the template may ask for today's date.
 
     Raises:
-        DataError: the file is not there, is damaged, or holds no template.
+        DataError: The file is missing or damaged, or is not a template.
     """
     folder = path_of(tokenizer).parent if tokenizer.endswith(".json") else None
-    fields = _fields(folder / CONFIG) if folder and (folder / CONFIG).is_file() else {}
+    fields: Mapping[str, Any] = {}
+    if folder and (folder / CONFIG).is_file():
+        fields = _fields(folder / CONFIG)
     tokens = special_tokens(tokenizer)
-    path = (
-        path_of(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
-    )
+
+    path: Path | None = None
+    if file:
+        path = path_of(file)
+    elif folder and (folder / FILE).is_file():
+        path = folder / FILE
     if path is not None:
         try:
             text = path.read_text()
@@ -204,27 +235,28 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
                 f"no chat template at {path}: {error}. Write the path of a file of jinja2"
             ) from error
         return Template(text, str(path), tokens, dated)
-    text = fields.get("chat_template")
-    if isinstance(text, list):  # several by name
-        by_name = {
-            each.get("name"): each.get("template") for each in text if isinstance(each, dict)
-        }
-        text = by_name.get("default")
-    return (
-        Template(text, str(folder / CONFIG), tokens, dated)
-        if folder and isinstance(text, str)
-        else None
-    )
+
+    source = fields.get("chat_template")
+    if isinstance(source, list):
+        # Several templates, each with a name.
+        named = [entry for entry in source if isinstance(entry, dict)]
+        by_name = {entry.get("name"): entry.get("template") for entry in named}
+        source = by_name.get("default")
+    if folder and isinstance(source, str):
+        return Template(source, str(folder / CONFIG), tokens, dated)
+    return None
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:
-    """Return the special tokens that a template may name, such as bos_token, from files beside a tokenizer.json.
+    """Return the special tokens that a template may name, by names such as bos_token.
+
+    They are in files next to a tokenizer.json.
 
     Args:
-        tokenizer: data.tokenizer. Without a path there are none.
+        tokenizer: Value of data.tokenizer. If it is not a path, there are no tokens.
 
     Raises:
-        DataError: such a file is damaged.
+        DataError: A file next to the tokenizer is damaged.
     """
     if not tokenizer.endswith(".json"):
         return {}
@@ -232,10 +264,12 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
     fields: Mapping[str, Any] = {}
     if (folder / CONFIG).is_file():
         fields = _fields(folder / CONFIG)
-    elif (folder / ASSETS).is_file():  # a run's own folder
+    elif (folder / ASSETS).is_file():
+        # The folder of a run, which has its tokens in assets.json.
         described = _fields(folder / ASSETS).get("chat_template")
-        own = described.get("tokens") if isinstance(described, dict) else None
-        fields = own if isinstance(own, dict) else {}
+        run_tokens = described.get("tokens") if isinstance(described, dict) else None
+        if isinstance(run_tokens, dict):
+            fields = run_tokens
     tokens: dict[str, str] = {}
     for name, value in fields.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -245,13 +279,12 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Messages with a role and text, in order; a content in parts of text is joined.
+    """Check messages and return them with a role and a text each.
 
-    Args:
-        messages: as JSON has them.
+    A content of several texts is joined, and fields that say what is trained on become `weight`.
 
     Raises:
-        DataError: they are no such list; the text says which message is wrong.
+        DataError: The value is not a list of messages. The error says which message is wrong.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError('messages are a list of at least one {"role": ..., "content": ...}')
@@ -259,16 +292,19 @@ def checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
+    """Check one message and return it."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise DataError(f"{where} has the role {role!r:.40}; write one of {', '.join(ROLES)}")
+
     content = message.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content  # pyright: ignore
+        texts: list[Any] = []
+        for part in content:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            texts.append(part.get("text") if is_text else None)
+        if all(isinstance(text, str) for text in texts):
+            content = "".join(texts)
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
@@ -279,26 +315,29 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD3); remove it"
         )
-    fields = {name: value for name, value in message.items() if value is not None} | {
-        "content": content
-    }
+
+    fields = {name: value for name, value in message.items() if value is not None}
+    fields["content"] = content
     trained = [_is_trained(fields.pop(name), name, where) for name in WEIGHTS if name in fields]
     if PARTS in fields:
         _check_parts(fields[PARTS], len(content), where)
-    return fields if all(trained) else {**fields, "weight": 0}
+    if not all(trained):
+        fields["weight"] = 0
+    return fields
 
 
 def _is_trained(value: Any, name: str, where: str) -> bool:
     """Return a 0 or 1 of a record as a bool."""
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise DataError(
-            f"{where} has the {name} {value!r:.40}; write 0 (context, not trained on) or 1, or take it out of the record"
+            f"{where} has the {name} {value!r:.40}; write 0 (context, not trained on) or 1, or take it "
+            "out of the record"
         )
     return bool(value)
 
 
 def _check_parts(parts: Any, length: int, where: str) -> None:
-    """Refuse a `train_detail` that does not name parts of a content of `length` characters."""
+    """Raise an error if a `train_detail` does not name parts of a content of this length."""
     form = '{"begin_offset": 0, "end_offset": 9, "train": false}'
     if not isinstance(parts, list):
         raise DataError(f"{where} has the {PARTS} {parts!r:.40}; write a list of {form}")
@@ -308,12 +347,14 @@ def _check_parts(parts: Any, length: int, where: str) -> None:
         last = fields.get("end_offset")
         if type(first) is not int or type(last) is not int or not 0 <= first <= last < length:
             raise DataError(
-                f"{where} has the {PARTS} {part!r:.80}; write {form}, with characters of its content from 0 to {length - 1}"
+                f"{where} has the {PARTS} {part!r:.80}; write {form}, with characters of its content "
+                f"from 0 to {length - 1}"
             )
         _is_trained(fields.get("train"), f"{PARTS} train", where)
 
 
 def _fields(path: Path) -> Mapping[str, Any]:
+    """Return the fields of a JSON file. Raise `DataError` if it is damaged."""
     try:
         return read_json(path)
     except JsonError as error:
@@ -321,7 +362,7 @@ def _fields(path: Path) -> Mapping[str, Any]:
 
 
 def _environment(dated: bool) -> Any:
-    """Return where templates run."""
+    """Return the sandbox of jinja2 in which templates run."""
     from mupax.train.data.chats import sandbox
 
     return sandbox.environment(dated, MARKS)

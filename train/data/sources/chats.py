@@ -1,15 +1,18 @@
-"""Opens a user's conversations: rendered by a chat template, tokenized and packed in the cache."""
+"""Loader of a user's conversations: rendered by a chat template, tokenized and packed in the cache.
+
+The folder data/chats/ has the template, the tokens of answers and the batches.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mupax.disk import path_of
 from mupax.train.data import cache
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import ChatTokens
-from mupax.train.data.chats.conversations import Conversations
+from mupax.train.data.chats.conversations import Conversations, Windows
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import contents, duplicates, splits, user_files
@@ -27,32 +30,25 @@ if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
 
 _NAMED = 5
+"""Number of left-out records that a message lists."""
 
 
 def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Conversations:
-    """A user's conversations, a file or a folder of JSON lines and Parquet, as batches.
+    """Load a user's conversations as batches, from a file or folder of JSON lines and Parquet.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is chat:PATH.
+    The arguments are those of `mupax.train.data.load`. `config.name` is chat:PATH.
 
     Raises:
-        DataError: there is no template, it cannot tell answers, or what is there does not fit.
+        DataError: There is no chat template, the template does not tell what an answer is, or the
+            files cannot be read or do not fit the model.
     """
     model = language_model(config.name, model)
     template = templates.find(config.tokenizer, config.chat_template)
-    ending = template.special_tokens_at_end if template else ()
-    encoder = named_tokenizers.opened(
-        config.tokenizer, config.separator, config.special_tokens, ending
-    )
-    if isinstance(encoder, tokenizer.Ids):
-        raise DataError(
-            f"data.tokenizer is {config.tokenizer}, a number of ids and no words; write bytes, bpe:SIZE, or the path of a "
-            "tokenizer.json"
-        )
+    encoder = _given_tokenizer(config, template)
     if template is None:
         raise DataError(
-            f"there is no chat template beside data.tokenizer {config.tokenizer}; write one in jinja2, and its file as "
-            "--data.chat-template FILE"
+            f"there is no chat template beside data.tokenizer {config.tokenizer}; write one in "
+            "jinja2, and its file as --data.chat-template FILE"
         )
     if encoder is None:
         texts = training_texts.opened(config, model, note)
@@ -60,32 +56,36 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             config, texts.key, model.vocab_size, texts.read, note, texts.special
         )
     check_vocabulary(config, encoder, model)
+
     field = FIELD if config.field == type(config).field else config.field
-    path = path_of(config.name.partition(":")[2])
-    skip_broken = config.on_broken == "skip"
     files = user_files.files(
-        path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits
+        path_of(config.name.partition(":")[2]),
+        "chat",
+        field,
+        None,
+        note,
+        skip_broken=config.on_broken == "skip",
+        limits=config.limits,
     )
     tokens = ChatTokens(encoder, template, config.loss_on)
-    # The version of the reading: caches made before messages had weights hold other targets.
-    every = contents.digest([path for _, path in files.every()], note)
-    content = cache.digest(every, field, "weights", *files.reading())
+    # "weights" is the version of the reading: caches made before messages had weights hold other
+    # targets.
+    all_content = contents.digest([path for _, path in files.every()], note)
+    content = cache.digest(all_content, field, "weights", *files.reading())
     key = f"chat-{content}"
     files.broken.keep_in(key)
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
-    broken = note_broken(files, note)
+
+    facts: dict[str, Any] = {"files": len(files.every()), **note_broken(files, note)}
     if files.sides:
         duplicates.report(sides, tokens.separator, note)
-    without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
-    if without:
-        more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
-        note(
-            f"left out {len(without)} records, in which no assistant speaks that is trained on: "
-            f"{', '.join(without[:_NAMED])}{more}"
-        )
+    _note_without_answer(files, note)
     counts = [side.quoted for side in sides.values()]
     quoted = quoting.note_counts(note, config.name, counts, config.special_tokens)
+    if quoted:
+        facts["special_tokens_in_text"] = quoted
     digest = cache.digest(tokens.key, *(sides[side].digest for side in packing.SIDES))
+    template_digest = hashlib.sha256(template.source.encode()).hexdigest()
     conversations = Conversations(
         config,
         sides["train"],
@@ -93,23 +93,48 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         tokens,
         seq_len=model.seq_len,
         seed=seed,
-        facts={
-            "digest": digest,
-            "files": len(files.every()),
-            **broken,
-            **({"special_tokens_in_text": quoted} if quoted else {}),
-            "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
-        },
+        facts={"digest": digest, **facts, "chat_template": template_digest},
     )
-    for name, side in (
-        ("training", conversations.train_windows),
-        ("evaluation", conversations.eval_windows),
-    ):
-        lost = f"; {side.cut} longer than {model.seq_len + 1} tokens were cut" if side.cut else ""
-        lost += (
-            f"; {side.without_target} left out, without a token of an answer in it"
-            if side.without_target
-            else ""
-        )
-        note(f"{name}: {len(side.spans):,} conversations in {side.count:,} windows{lost}")
+    _note_windows("training", conversations.train_windows, model.seq_len, note)
+    _note_windows("evaluation", conversations.eval_windows, model.seq_len, note)
     return conversations
+
+
+def _given_tokenizer(
+    config: DataConfig, template: templates.Template | None
+) -> tokenizer.Tokenizer | None:
+    """Return the tokenizer that a config names, or None if it is still to be trained."""
+    ending = template.special_tokens_at_end if template else ()
+    encoder = named_tokenizers.opened(
+        config.tokenizer, config.separator, config.special_tokens, ending
+    )
+    if isinstance(encoder, tokenizer.Ids):
+        raise DataError(
+            f"data.tokenizer is {config.tokenizer}, a number of ids and no words; write bytes, "
+            "bpe:SIZE, or the path of a tokenizer.json"
+        )
+    return encoder
+
+
+def _note_without_answer(files: user_files.Files, note: cache.Note) -> None:
+    """Tell the user which records were left out because they have no answer to train on."""
+    unanswered: list[str] = []
+    for _, file in files.records:
+        unanswered += file.without_answer  # pyright: ignore
+    if not unanswered:
+        return
+    more = f" and {len(unanswered) - _NAMED} more" if len(unanswered) > _NAMED else ""
+    note(
+        f"left out {len(unanswered)} records, in which no assistant speaks that is trained on: "
+        f"{', '.join(unanswered[:_NAMED])}{more}"
+    )
+
+
+def _note_windows(name: str, side: Windows, seq_len: int, note: cache.Note) -> None:
+    """Tell the user how many conversations a side has, and how many were cut or left out."""
+    lost = ""
+    if side.cut:
+        lost += f"; {side.cut} longer than {seq_len + 1} tokens were cut"
+    if side.without_target:
+        lost += f"; {side.without_target} left out, without a token of an answer in it"
+    note(f"{name}: {len(side.spans):,} conversations in {side.count:,} windows{lost}")

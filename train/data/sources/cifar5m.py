@@ -1,7 +1,8 @@
-"""CIFAR-5M (Nakkiran et al. 2021) from its own files, read a few images at a time: an npz is a zip of arrays, of 3 GB each.
+"""Loader of CIFAR-5M (Nakkiran et al. 2021) from its own npz files, read a few images at a time.
 
-`numpy.load` would hold a whole array in memory. Here the array is read as a stream, and whatever is not what the data
-set says it is (array names, shapes, dtypes, lengths) is an error; nothing is unpickled.
+An npz is a zip of arrays, here of 3 GB each, and `numpy.load` would hold a complete array in
+memory. This file reads the arrays as streams instead. Names, shapes, dtypes and lengths of the
+arrays are checked, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 SOURCE = "https://storage.googleapis.com/gresearch/cifar5m/"
 PARTS = [f"part{i}" for i in range(6)]
-"""The last is to test on."""
+"""Names of the parts. The last one has the test images."""
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 IMAGE_SHAPE = (32, 32, 3)
 _IMAGES_AT_ONCE = 4096
@@ -40,16 +41,17 @@ _IMAGES_AT_ONCE = 4096
 def cifar5m(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """CIFAR-5M as batches: parts 0 to 4 to train on, part 5 to test on.
+    """Load CIFAR-5M as batches. Parts 0 to 4 are for training and part 5 is for evaluation.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them.
+    The arguments are those of `mupax.train.data.load`.
     """
     vision = images.vision_model(config.name, model, CLASSES)
     images.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
-    sources = [
-        builders.Source(builder, "train") for builder in prepared_parts(config.data_dir, note)
-    ]
+    parts = prepared_parts(config.data_dir, note)
+    sources = [builders.Source(builder, "train") for builder in parts]
+    marks: list[bytes] = []
+    for source in sources:
+        marks += _marks(source)
     return images.ImageData(
         config,
         published.labelled(sources[:-1], "image", "label", vision.channels),
@@ -57,36 +59,39 @@ def cifar5m(
         views=(images.shift_and_flip, images.as_is),
         seed=seed,
         class_names=CLASSES,
-        facts={"digest": cache.digest(*(part for source in sources for part in _marks(source)))},
+        facts={"digest": cache.digest(*marks)},
     )
 
 
 def _marks(source: Sequence) -> list[bytes]:
-    """What tells a part of CIFAR-5M from any other: its length, first and last image."""
-    return [
-        len(source).to_bytes(8, "little"),
-        *(source[i]["image"].tobytes() for i in (0, len(source) - 1)),
-    ]
+    """Return bytes that identify a part of CIFAR-5M: its length, first image and last image."""
+    length = len(source).to_bytes(8, "little")
+    first = source[0]["image"].tobytes()
+    last = source[len(source) - 1]["image"].tobytes()
+    return [length, first, last]
 
 
 def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
-    """TFDS builders of all parts, each prepared from `partN.npz` in the data folder; one that is prepared needs no npz.
+    """Return TFDS builders of all parts. Prepare parts if needed.
+
+    A part is prepared from `partN.npz` in the data folder. A prepared part needs no npz.
 
     Args:
-        data_dir: data.data_dir, of the npz and of what is prepared; None is the folder of data sets in the cache.
-        note: told what takes time.
+        data_dir: Folder of the npz files and of prepared data. None is the folder in the cache.
+        note: Function that takes one line of text about work that takes long.
 
     Raises:
-        DataError: a part is neither prepared nor there as npz, said before any is prepared.
+        DataError: A part is neither prepared nor there as npz. Nothing is prepared then.
     """
     base = cache.data_sets(data_dir)
-    version = "1.0.0/dataset_info.json"
-    files = {
-        part: base / f"{part}.npz"
-        for part in PARTS
-        if not (base / "cifar5m" / part / version).exists()
-    }
-    if missing := [file.name for file in files.values() if not file.exists()]:
+    files: dict[str, Path] = {}
+    for part in PARTS:
+        prepared = base / "cifar5m" / part / "1.0.0/dataset_info.json"
+        if not prepared.exists():
+            files[part] = base / f"{part}.npz"
+
+    missing = [file.name for file in files.values() if not file.exists()]
+    if missing:
         raise DataError(
             f"cifar5m needs {', '.join(missing)} in {base}; get them from {SOURCE}, "
             "or set data.data_dir to the folder that has them"
@@ -98,14 +103,14 @@ def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
 
 
 class Cifar5m(tfds.core.GeneratorBasedBuilder):
-    """One part of CIFAR-5M, 32 x 32 colour images of CIFAR-10's classes made by a diffusion model.
+    """TFDS builder of one part of CIFAR-5M.
 
-    A builder config per part: TFDS prepares a config in full or not at all, so a preparation that was stopped goes on
-    with the part it was at.
+    The images are 32 x 32 and in colour, of CIFAR-10's classes, and made by a diffusion model. Each
+    part is a builder config. TFDS prepares a config completely or not at all, so a preparation that
+    was stopped goes on with the part that was not finished.
 
     Args:
-        source: the part's npz; only preparing needs it.
-        **kwargs: of a TFDS builder.
+        source: npz file of the part. Only preparing needs it.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -132,24 +137,26 @@ class Cifar5m(tfds.core.GeneratorBasedBuilder):
 
 
 def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
-    """(image uint8 [32, 32, 3], label) of every image in a part, in bounded memory.
+    """Yield every image of a part, uint8 [32, 32, 3], and its label. Memory is bounded.
 
     Raises:
-        DataError: the file is not whole, or is not a part of CIFAR-5M.
+        DataError: The file is damaged or is not a part of CIFAR-5M.
     """
     again = f"get it again from {SOURCE}{path.name}"
     try:
         with zipfile.ZipFile(path) as archive, contextlib.ExitStack() as stack:
             for name in "XY":
                 _check_ratio(archive.getinfo(f"{name}.npy"))
-            streams = [stack.enter_context(archive.open(f"{name}.npy")) for name in "XY"]
-            (shape, x_dtype), (label_shape, y_dtype) = map(_header, "XY", streams)
+            x_stream = stack.enter_context(archive.open("X.npy"))
+            y_stream = stack.enter_context(archive.open("Y.npy"))
+            shape, x_dtype = _header("X", x_stream)
+            label_shape, y_dtype = _header("Y", y_stream)
             if shape[1:] != IMAGE_SHAPE or label_shape != shape[:1]:
                 raise ValueError(f"has X {shape} and Y {label_shape}, not (N, 32, 32, 3) and (N,)")
             for first in range(0, shape[0], _IMAGES_AT_ONCE):
                 count = min(_IMAGES_AT_ONCE, shape[0] - first)
-                x = _read(streams[0], x_dtype, (count, *IMAGE_SHAPE))
-                y = _read(streams[1], y_dtype, (count,))
+                x = _read(x_stream, x_dtype, (count, *IMAGE_SHAPE))
+                y = _read(y_stream, y_dtype, (count,))
                 if y.min() < 0 or y.max() >= len(CLASSES):
                     raise ValueError(f"has labels outside 0 to {len(CLASSES) - 1}")
                 yield from zip(x, map(int, y), strict=True)
@@ -160,18 +167,19 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def _check_ratio(member: zipfile.ZipInfo) -> None:
-    """Refuse an array that unpacks to much more than its size on disk, as no images do."""
+    """Raise an error if an array unpacks to much more than its size on disk. Images never do."""
     if member.file_size > max(WINDOW_BYTES, DEFAULT_LIMITS.ratio * member.compress_size):
         raise ValueError(f"has an array of {member.file_size:,} bytes in {member.compress_size:,}")
 
 
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of the array `name` of a part; the stream is then at its first value."""
+    """Return the shape and dtype of an array. The stream is then at its first value."""
     try:
         shape, fortran, dtype = array_header(stream)
     except (OSError, zipfile.BadZipFile, zlib.error):
         raise
-    except Exception as error:  # NumPy parses the header as Python
+    # NumPy parses the header as Python, so a damaged header may raise anything.
+    except Exception as error:
         raise ValueError(f"has no array {name}: {error}") from error
     if fortran or dtype.kind not in "iu" or (name == "X" and dtype != "uint8"):
         raise ValueError(f"has an array {name} of {dtype}, not of whole numbers in C order")
@@ -179,8 +187,9 @@ def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _read(stream: IO[bytes], dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """The next values of an array, of this shape."""
-    data = stream.read(math.prod(shape) * dtype.itemsize)
-    if len(data) != math.prod(shape) * dtype.itemsize:
+    """Read the next values of an array and return them in this shape."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    data = stream.read(num_bytes)
+    if len(data) != num_bytes:
         raise ValueError("ends too early")
     return np.frombuffer(data, dtype).reshape(shape)

@@ -1,9 +1,10 @@
 """Handwritten digits, split at random or by writer, with logistic regression as the reference.
 
-Every writer filled the same form: 130 digits in a fixed order, in the data as 14 runs of it with a few digits missing.
-The runs are therefore known from the labels alone. The split by writer tests on the last three forms: image 1415, where
-the twelfth form begins (it starts 0123456789 three times, as each does), to the end; 382 of 1,797 images. UCI counts 13
-writers for 14 forms, so two forms may be of one hand; which, is not recorded.
+Every writer filled the same form of 130 digits in a fixed order. The data has 14 of these forms in
+a row, with a few digits missing, so the labels alone tell where a form begins. The split by writer
+tests on the last three forms. These are images 1415 to 1796: 382 of 1,797. Image 1415 begins the
+twelfth form, because every form starts with 0123456789 three times. UCI counts 13 writers for 14
+forms, so two forms may be by one writer. Which ones is not recorded.
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ if TYPE_CHECKING:
 
 CLASSES = [str(digit) for digit in range(10)]
 FIRST_TEST_FORM = 1415
-_SIZE, _WHITE = 8, 16
+_SIZE = 8
+_WHITE = 16
 
 
 class DigitData(images.ImageData):
-    """Digits, with logistic regression on the same split beside them."""
+    """Digits whose reference is logistic regression on the same split."""
 
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
-        train, test = (
-            [self.train[i] for i in range(len(self.train))],
-            [self.eval[i] for i in chosen],
-        )
+        train = [self.train[i] for i in range(len(self.train))]
+        test = [self.eval[i] for i in chosen]
         score = cache.remembered(
             f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)}
         )
@@ -44,12 +44,16 @@ class DigitData(images.ImageData):
 def logistic_accuracy(
     train: Iterable[tuple[np.ndarray, int]], test: Iterable[tuple[np.ndarray, int]]
 ) -> float:
-    """Accuracy on test images of multinomial logistic regression on pixels in [0, 1], L2 with C = 10.
+    """Return the accuracy of multinomial logistic regression on test images.
+
+    Features are pixels in [0, 1]. The penalty is L2 with C = 10.
 
     Args:
-        train, test: (pixels [8, 8, 1] from 0 to 16, label) each.
+        train: Pairs of pixels [8, 8, 1] from 0 to 16 and a label.
+        test: Pairs of pixels [8, 8, 1] from 0 to 16 and a label.
     """
-    (x, y), (x_test, y_test) = (map(np.array, zip(*pairs, strict=True)) for pairs in (train, test))
+    x, y = _stacked(train)
+    x_test, y_test = _stacked(test)
     weights = images.fit_logistic(
         x.reshape(len(x), -1) / _WHITE, y, inverse_penalty=10, iterations=2000
     )
@@ -57,21 +61,27 @@ def logistic_accuracy(
     return float((predicted == y_test).mean())
 
 
-def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
-    """The digits as batches, split as data.split says: at random but always alike (builders.py), or by writer.
+def _stacked(pairs: Iterable[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pixels [N, 8, 8, 1] and the labels [N] of pairs."""
+    pixels, labels = zip(*pairs, strict=True)
+    return np.array(pixels), np.array(labels)
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them.
+
+def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
+    """Load the digits as batches, split as data.split says.
+
+    The random split is the same for all seeds (`records/builders.py`). The arguments are those of
+    `mupax.train.data.load`.
     """
     images.check_size("digits", images.vision_model("digits", model, CLASSES), _SIZE, channels=1)
     from mupax.train.data.records import builders
 
-    source = builders.Source(builders.embedded(builders.Digits, config.data_dir, note), "train")
+    builder = builders.embedded(builders.Digits, config.data_dir, note)
+    source = builders.Source(builder, "train")
     records = [source[i] for i in range(len(source))]
-    x, y, held_out = (
-        np.array([record[key] for record in records]) for key in ("image", "label", "held_out")
-    )
-    y = y.astype(np.int32)
+    x = np.array([record["image"] for record in records])
+    y = np.array([record["label"] for record in records]).astype(np.int32)
+    held_out = np.array([record["held_out"] for record in records])
     test = by_writer(y) if config.split == "writer" else held_out
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())
     return DigitData(
@@ -87,10 +97,13 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
 
 
 def by_writer(labels: np.ndarray) -> np.ndarray:
-    """Test images of the split by writer, bool [N]: the last three forms.
+    """Return which images are the test images of the split by writer, bool [N].
+
+    Args:
+        labels: int [N], labels in the order of the data.
 
     Raises:
-        DataError: no form starts there, so these are not the digits this was written for.
+        DataError: No form begins at `FIRST_TEST_FORM`, so the digits are in another order.
     """
     if not np.array_equal(labels[FIRST_TEST_FORM : FIRST_TEST_FORM + 30], np.arange(30) % 10):
         raise DataError("these digits are in another order; use data.split random")

@@ -1,7 +1,9 @@
-"""A user's own images, a folder per class, read in place: data.name `images:PATH`.
+"""Loader of a user's own images, a folder per class, read in place: data.name `images:PATH`.
 
-Either PATH/CLASS/*.png, split by the hash of the path within PATH as text is (at least one of each class on each side),
-or PATH/train/CLASS/… and PATH/val/CLASS/…, split as given; `records/split_names.py` lists the names of splits.
+The files are PATH/CLASS/*.png, split by the hash of the path within PATH, with at least one image
+of each class on each side. Or they are PATH/train/CLASS/... and PATH/val/CLASS/..., split as the
+folders say. `records/split_names.py` lists the names of splits. A part is a folder such as train
+that has folders of classes.
 """
 
 from __future__ import annotations
@@ -52,14 +54,19 @@ _NO_PICTURES = frozenset(
     }
     | {".mpeg", ".mpg", ".palm", ".pcd", ".pdf", ".ps", ".pxr", ".wmf"}
 )
-"""Suffixes that Pillow registers for documents, films and containers, some of which it only writes."""
+"""Suffixes of documents, films and containers that Pillow registers, some only for writing."""
 _MODES = {1: "L", 3: "RGB"}
 _LISTED = 8
+"""Number of names that a message lists."""
 _SAMPLED = 512
-"""Headers that are read to infer the channels and the size of a folder's images; the first of a bucket are fewer."""
+"""Number of headers that are read to infer the channels and the size of a folder's images."""
 _SAMPLED_REMOTE = 32
+"""Number of headers for a folder in a bucket, where reading is slow."""
 _SCAN_SIDE = 64
-"""Pixels on a side that the scan draws a JPEG at: all of the file is unpacked, and few pixels are computed."""
+"""Fewest pixels on a side at which the scan decodes a JPEG.
+
+The complete file is unpacked, but few pixels are computed.
+"""
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -69,23 +76,26 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
     8: lambda pixels: np.rot90(pixels),
 }
-"""What makes the pixels of an image upright, by the orientation in its EXIF data."""
+"""Function that turns an image upright, by the orientation in its EXIF data."""
 _PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF": 2.0, "WEBP": 3.0}
-"""Times as much memory as PNG that decoding a pixel takes."""
+"""Memory for decoding a pixel, relative to PNG, by format."""
 _PROGRESSIVE_WEIGHT = 1.25
-"""A progressive JPEG has the coefficients of all its pixels in memory."""
+"""Memory for decoding a pixel of a progressive JPEG, whose coefficients are all held in memory."""
 _MOST_BYTES_IN_MEMORY = 2**28
-"""Fitted images of a folder that are kept in memory, at most, so that epochs decode none again."""
+"""Most bytes of fitted images that are kept in memory, so that later epochs decode none again."""
 _LARGE_PIXELS = 2**24
+"""Number of pixels above which only one image is open at a time."""
 _LARGE_IMAGES = threading.RLock()
 _BAND_PIXELS = 2**22
+"""Number of pixels of a band. Large images are converted band by band."""
 _PIL_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _Labelled = list[tuple[str, Path, int]]
+"""Images as tuples of a name within the folder, a file and a label."""
 
 
 @functools.cache
 def suffixes() -> frozenset[str]:
-    """Endings, in lower case, of the image files that this Pillow reads."""
+    """Return the suffixes, in lower case, of the image files that the installed Pillow reads."""
     return frozenset(Image.registered_extensions()) - _NO_PICTURES
 
 
@@ -95,52 +105,57 @@ def is_image(name: str) -> bool:
 
 
 def not_an_image(name: str) -> str:
-    """Return why a file of this name is not read as an image."""
+    """Return the reason for which a file of this name is not read as an image."""
     return f"{Path(name).suffix or 'a file without ending'} is no kind of image that is read"
 
 
 class Folder(NamedTuple):
-    """The images of a folder by class: what is trained on and what evaluates."""
+    """Images of a folder by class, split into a training and an evaluation side."""
 
     train: _Labelled
     eval: _Labelled
     classes: list[str]
-    """Names in NFC, sorted; a label is a place among them."""
+    """Names of classes in NFC, sorted. A label is an index of this list."""
     notes: list[str]
-    """Lines for the user: how the folder is split, and what is left out of it."""
+    """Lines for the user about the split and the files that are left out."""
 
     @property
     def digest(self) -> str:
-        """A name of the data, made of the files' names and sizes: copies have the same, and large folders are quick."""
-        sides = (("train", self.train), ("eval", self.eval))
-        named = [(f"{side}/{name}", file) for side, files in sides for name, file, _ in files]
-        return cache.digest(*(f"{name}:{file.stat().st_size}" for name, file in named))
+        """Digest of the files' names and sizes. Copies of a folder have the same digest.
+
+        Contents are not read, so that large folders are quick.
+        """
+        parts: list[str] = []
+        for side, files in (("train", self.train), ("eval", self.eval)):
+            for name, file, _ in files:
+                parts.append(f"{side}/{name}:{file.stat().st_size}")
+        return cache.digest(*parts)
 
     def labelled_as(self, classes: Sequence[str]) -> Folder:
-        """Return the same images with labels that count among other classes.
+        """Return the same images with labels that are indices of other classes.
 
         Args:
-            classes: of a model, in its order; every class of the folder is one of them.
+            classes: Classes of a model in its order. They must include all classes of the folder.
         """
-        places = {nfc(name): label for label, name in enumerate(classes)}
-        labels = [places[name] for name in self.classes]
+        label_of = {nfc(name): label for label, name in enumerate(classes)}
+        labels = [label_of[name] for name in self.classes]
 
-        def moved(files: _Labelled) -> _Labelled:
+        def relabelled(files: _Labelled) -> _Labelled:
             return [(name, file, labels[label]) for name, file, label in files]
 
-        train = moved(self.train)
-        eval_ = train if self.eval is self.train else moved(self.eval)
+        train = relabelled(self.train)
+        # An evaluation alone has one list for both sides, which must stay one list.
+        eval_ = train if self.eval is self.train else relabelled(self.eval)
         return self._replace(train=train, eval=eval_, classes=[*classes])
 
 
 class Files:
-    """Image files with labels, decoded when they are asked for.
+    """Image files with labels, decoded each time that one is asked for.
 
     Args:
-        files: (name, path, label) each.
+        files: Tuples of a name, a file and a label.
         channels: 1 for grey, 3 for colour.
-        background: behind transparent pixels, as `data.pixels.background` names it.
-        limits: bounds on an image.
+        background: Colour behind transparent pixels, as `data.pixels.background` names it.
     """
 
     def __init__(
@@ -162,58 +177,61 @@ class Files:
         return self.at_least(i, None)
 
     def at_least(self, i: int, side: int | None) -> tuple[np.ndarray, int]:
-        """Return an image, perhaps scaled down, and its label.
+        """Return image i, perhaps scaled down, and its label.
 
         Args:
-            i: number of the image.
-            side: pixels that both sides keep at least; all that there are unless given.
+            i: Index of the image, from 0.
+            side: Fewest pixels that both sides keep. None returns the full image.
         """
         _, path, label = self.files[i]
-        return decoded(path, self._channels, str(path), self._background, side, self._limits), label
+        pixels = decoded(path, self._channels, str(path), self._background, side, self._limits)
+        return pixels, label
 
 
 class KeptFiles:
-    """Image files with labels, as evaluation fits them, each decoded once and then kept in memory.
+    """Image files with labels, fitted as in evaluation. Each is decoded once and kept in memory.
 
     Args:
-        files: image files of any size.
-        view: fits an image; draws no numbers.
-        size: pixels on a side of a fitted image.
+        view: View that fits an image and draws no random numbers.
+        size: Pixels on a side of a fitted image.
     """
 
     def __init__(self, files: Files, view: images.View, size: int, channels: int) -> None:
         self._files = files
         self._view = view
         self._pixels = np.zeros((len(files), size, size, channels), np.uint8)
-        self._is_there = np.zeros(len(files), bool)
+        self._is_decoded = np.zeros(len(files), bool)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        if not self._is_there[i]:  # two threads may decode the same image, to the same pixels
+        # Two threads may decode the same image. Both then write the same pixels.
+        if not self._is_decoded[i]:
             image, _ = self._files[i]
             self._pixels[i] = self._view([image], np.zeros((1, images.NUMBERS)))[0]
-            self._is_there[i] = True
+            self._is_decoded[i] = True
         return self._pixels[i], self._files.files[i][2]
 
 
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterator[Image.Image]:
-    """Open an image and read its header. Whatever PIL raises on it, also in the block, becomes a DataError with its name.
+    """Open an image and read its header. Hold the image open in the block.
 
-    Only one large image is open at a time, however many threads decode.
+    Any error of PIL, in the block too, becomes a DataError with the image's name. Only one large
+    image is open at a time, in all threads.
     """
     _prepare_pil(limits)
     with contextlib.ExitStack() as stack:
         try:
-            content = (
-                file if isinstance(file, (Path, io.BytesIO)) else io.BytesIO(file.read_bytes())
-            )
+            # PIL opens no file in a bucket.
+            is_local = isinstance(file, (Path, io.BytesIO))
+            content = file if is_local else io.BytesIO(file.read_bytes())
             image = stack.enter_context(Image.open(content))
             if image.mode in ("I", "F"):
                 raise ValueError(
-                    f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits"
+                    f"its values have 32 bits and no range (mode {image.mode}); "
+                    "save it with 8 or 16 bits"
                 )
             if _checked_pixels(image, name, limits) > _LARGE_PIXELS:
                 stack.enter_context(_LARGE_IMAGES)
@@ -222,9 +240,11 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             raise
         except Image.DecompressionBombError as error:
             raise DataError(
-                f"cannot read the image {name}: {error}. Scale it down, or write --data.limits.megapixels 1000"
+                f"cannot read the image {name}: {error}. "
+                "Scale it down, or write --data.limits.megapixels 1000"
             ) from error
-        # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError or EOFError.
+        # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError
+        # or EOFError.
         except Exception as error:
             raise DataError(
                 f"cannot read the image {name}: {error}. Remove or repair it"
@@ -232,7 +252,11 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
 
 
 def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
-    """Return the pixels of an opened image; raises LimitError where decoding them would take too much memory."""
+    """Return the number of pixels of an opened image.
+
+    Raises:
+        LimitError: Decoding the image would take too much memory.
+    """
     width, height = image.size
     weight = _PIXEL_WEIGHTS.get(image.format or "", 1.0)
     if image.format == "JPEG" and image.info.get("progressive"):
@@ -243,14 +267,15 @@ def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
 
 
 def _prepare_pil(limits: LimitsConfig) -> None:
-    """Let PIL open images as large as the limits say, and ignore its warnings of palettes, EXIF data and large images.
+    """Let PIL open images as large as the limits allow, and ignore its warnings.
 
-    The warnings name no file, and what matters of them is an error here.
+    The warnings are about palettes, EXIF data and large images, and name no file. Those that matter
+    are errors here.
     """
-    # No catch_warnings: it changes the process's filters and puts them back, and threads decode side by side.
+    # No catch_warnings: it restores the filters of the process while other threads still decode.
     if _PIL_WARNINGS not in warnings.filters:
         warnings.filterwarnings("ignore", module=r"PIL\.")
-    # PIL has a bound of its own, somewhat above the usual limit: who raises the limit means both.
+    # PIL has a bound of its own, a little above the default limit. Raise both.
     if limits.megapixels > DEFAULT_LIMITS.megapixels and Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, limits.megapixels * 10**6)
 
@@ -266,33 +291,38 @@ def decoded(
     """Return the pixels of an image file, upright, uint8 [h, w, channels].
 
     Args:
-        file: the file or its content.
         channels: 1 for grey, 3 for colour.
-        name: what an error calls it.
-        background: a colour behind transparent pixels; none leaves out the transparency alone.
-        side: a JPEG may be drawn smaller, by a factor of 2, 4 or 8, if both sides keep as many pixels; that is quicker. All
-            pixels unless given.
-        limits: bounds on its pixels.
+        name: Name of the image in error messages.
+        background: Colour behind transparent pixels. `none` ignores the transparency. The default
+            is white.
+        side: Fewest pixels that both sides keep. A JPEG may be decoded smaller by a factor of 2, 4
+            or 8, which is faster. None keeps all pixels.
+        limits: Bounds on the number of pixels.
 
     Raises:
-        DataError: it is damaged, too large, of values without a range or no image that PIL knows.
+        DataError: The image is damaged, too large, of values without a range, or unknown to PIL.
     """
     with _opened(file, name, limits) as image:
         return _pixels(image, channels, background, side)
 
 
 def _pixels(image: Image.Image, channels: int, background: str, side: int | None) -> np.ndarray:
-    """Return the pixels of an opened image, as `decoded` does."""
+    """Return the pixels of an opened image, upright, uint8 [h, w, channels]."""
     if side is not None:
         image.draft(None, (side, side))
-    image.load()  # before EXIF data are asked for: PIL turns TIFF files itself as it loads them
+    # Before the orientation is read, because PIL turns TIFF files itself when it loads them.
+    image.load()
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # EXIF data that cannot be read say nothing of the image
+    except Exception:
+        # Damaged EXIF data do not make the image itself unreadable.
         orientation = None
+
     has_background = background != "none" and image.has_transparency_data
     if has_background and image.mode in ("RGBA", "LA"):
-        has_background = image.getextrema()[-1] != (255, 255)  # opaque pixels stay as they are
+        # An image whose pixels are all opaque stays as it is.
+        has_background = image.getextrema()[-1] != (255, 255)
+
     width, height = image.size
     pixels = np.empty((height, width, channels), np.uint8)
     # In bands, so that a large image is never held in several modes at once.
@@ -303,51 +333,53 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
         band = _eight_bits(band)
         if has_background:
             band = _on_background(band, background)
-        pixels[top:bottom] = np.asarray(band.convert(_MODES[channels])).reshape(
-            bottom - top, width, channels
-        )
-    # Not ImageOps.exif_transpose: it writes the EXIF data anew and fails on values that cameras write and PIL cannot.
+        converted = np.asarray(band.convert(_MODES[channels]))
+        pixels[top:bottom] = converted.reshape(bottom - top, width, channels)
+
+    # Not ImageOps.exif_transpose: it writes the EXIF data anew, and PIL cannot write all values
+    # that cameras write.
     turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image with 8 bits a value."""
-    if image.mode.startswith("I;16"):  # convert would clip at 255
+    """Return an image with 8 bits per value."""
+    # `convert` would clip 16 bits at 255.
+    if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     return image
 
 
 def _on_background(image: Image.Image, background: str) -> Image.Image:
     """Return an image with transparency over a colour."""
-    picture = image.convert("RGBA")
-    return Image.alpha_composite(
-        Image.new("RGBA", picture.size, ImageColor.getrgb(background)), picture
-    )
+    foreground = image.convert("RGBA")
+    plain = Image.new("RGBA", foreground.size, ImageColor.getrgb(background))
+    return Image.alpha_composite(plain, foreground)
 
 
 def decoding_threads() -> int:
-    """Threads that decode images: the cores, up to 16 (each holds a batch)."""
+    """Return the number of threads that decode images: one per core, up to 16."""
+    # Each thread holds a batch in memory.
     return min(os.cpu_count() or 2, 16)
 
 
 def own_images(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """A user's images as batches, cropped and scaled to the model's size.
+    """Load a user's images as batches, cropped and scaled to the model's size.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is images:PATH.
+    The arguments are those of `mupax.train.data.load`. `config.name` is images:PATH.
     """
     return opened(split(folder_of(config.name)), config, model, seed, note)
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder that a data.name images:PATH means; raises DataError where there is none."""
+    """Return the folder of a data.name images:PATH. Raise `DataError` if there is none."""
     path = path_of(name.removeprefix("images:"))
     if not path.is_dir():
         raise DataError(
-            f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class"
+            f"no folder {path}; write data.name as images:PATH, with a folder that has a folder "
+            "per class"
         )
     return path
 
@@ -355,68 +387,51 @@ def folder_of(name: str) -> Path:
 def opened(
     folder: Folder, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """Return the images of a folder as batches, after every image was decoded once.
+    """Return the images of a folder as batches. Decode every image once to find broken ones.
 
     Args:
-        folder: of `split` or `held_out`.
-        config, model, seed, note: as `mupax.train.data.load` takes them.
+        folder: Result of `split`, `held_out` or `to_evaluate`.
+        model: Model settings that the images must fit.
+        seed: Seed of the order and of augmentation.
+        note: Function that takes one line of text about work that takes long, and about the folder.
 
     Raises:
-        DataError: classes or channels that the model has not, or broken images, unless `config.on_broken` is skip.
+        DataError: The model has other classes or channels, or images are broken and
+            `config.on_broken` is stop.
     """
-    train, eval_, classes, lines = folder
+    classes = folder.classes
     vision = images.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
     pixels = config.pixels.resolved(vision.image_size)
     pixels.check(vision.image_size, vision.channels)
-    for line in lines:
+    for line in folder.notes:
         note(line)
-    # An evaluation alone has the same files on both sides.
+
+    # An evaluation alone has the same files on both sides, which are scanned once.
+    scanned_eval = [] if folder.train is folder.eval else folder.eval
     scan = _scanned(
-        train,
-        [] if train is eval_ else eval_,
-        vision.channels,
-        pixels.background,
-        config.limits,
-        note,
+        folder.train, scanned_eval, vision.channels, pixels.background, config.limits, note
     )
-    if broken := scan.broken:
-        if config.on_broken == "stop":
-            first = next(iter(broken.values()))
-            raise DataError(
-                f"{first} ({len(broken)} of {scan.count} are broken), or add --data.on-broken skip"
-            )
-        note(
-            f"left out, as broken: {len(broken)} of {scan.count} images: {_listed(sorted(broken))}"
-        )
-        before = {label for _, _, label in train}
-        evaluates_only = train is eval_
-        train = [item for item in train if str(item[1]) not in broken]
-        eval_ = [item for item in eval_ if str(item[1]) not in broken]
-        empty = sorted(before - {label for _, _, label in train})
-        if empty and not evaluates_only:
-            raise DataError(
-                f"class {classes[empty[0]]} in {config.name} has no whole image to train on; repair some of its images"
-            )
-        if not eval_:
-            raise DataError(f"{config.name} has no whole image to evaluate on; repair some")
+    if scan.broken:
+        folder = _without_broken(folder, config, scan, note)
     for line in scan.cautions(vision.channels, pixels.background):
         note(line)
-    facts: dict[str, str | int] = {"digest": folder._replace(train=train, eval=eval_).digest}
-    if broken:
-        facts["broken_images"] = len(broken)
+
+    facts: dict[str, str | int] = {"digest": folder.digest}
+    if scan.broken:
+        facts["broken_images"] = len(scan.broken)
     if scan.copies:
         facts["copied_images"] = scan.copies
+
     size = vision.image_size
     fitted = crops.fitted(pixels, size)
     views = crops.training(config, size), fitted
-    train_files = Files(train, vision.channels, pixels.background, config.limits)
-    eval_files = Files(eval_, vision.channels, pixels.background, config.limits)
+    train_files = Files(folder.train, vision.channels, pixels.background, config.limits)
+    eval_files = Files(folder.eval, vision.channels, pixels.background, config.limits)
     jitter = config.transforms.jitter
-    if (
-        jitter is not None
-        and (len(train) + len(eval_)) * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY
-    ):
+    num_images = len(folder.train) + len(folder.eval)
+    fits_in_memory = num_images * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY
+    if jitter is not None and fits_in_memory:
         train_files = KeptFiles(train_files, fitted, size, vision.channels)
         eval_files = KeptFiles(eval_files, fitted, size, vision.channels)
         views = crops.Jitter(jitter, config.transforms.mirror), images.as_is
@@ -433,46 +448,75 @@ def opened(
     )
 
 
+def _without_broken(folder: Folder, config: DataConfig, scan: _Scan, note: cache.Note) -> Folder:
+    """Return a folder without its broken images.
+
+    Raises:
+        DataError: `config.on_broken` is stop, or a class or a side has no image left.
+    """
+    broken = scan.broken
+    if config.on_broken == "stop":
+        first = next(iter(broken.values()))
+        raise DataError(
+            f"{first} ({len(broken)} of {scan.count} are broken), or add --data.on-broken skip"
+        )
+    note(f"left out, as broken: {len(broken)} of {scan.count} images: {_listed(sorted(broken))}")
+
+    train = [item for item in folder.train if str(item[1]) not in broken]
+    eval_ = [item for item in folder.eval if str(item[1]) not in broken]
+    labels_before = {label for _, _, label in folder.train}
+    empty = sorted(labels_before - {label for _, _, label in train})
+    # An evaluation alone, which has one list for both sides, may lose a class.
+    if empty and folder.train is not folder.eval:
+        raise DataError(
+            f"class {folder.classes[empty[0]]} in {config.name} has no whole image to train on; "
+            "repair some of its images"
+        )
+    if not eval_:
+        raise DataError(f"{config.name} has no whole image to evaluate on; repair some")
+    return folder._replace(train=train, eval=eval_)
+
+
 class _Scan(NamedTuple):
     """Findings of decoding every image of a folder once."""
 
     count: int
-    """Images that were decoded."""
+    """Number of decoded images."""
     evaluated: int
-    """Images of them on the side that evaluates."""
+    """Number of decoded images on the evaluation side."""
     broken: dict[str, DataError]
-    """By path, why an image cannot be decoded."""
+    """Error of each image that cannot be decoded, by path."""
     colour: int
-    """Images in colour."""
+    """Number of images in colour."""
     hidden: int
-    """Images of one colour over the background, though their transparency is of several values."""
+    """Number of images of one colour over the background whose transparency has several levels."""
     copies: int
-    """Images that evaluate and whose bytes are those of an image that trains."""
+    """Number of evaluation images with the bytes of a training image."""
 
     def cautions(self, channels: int, background: str) -> list[str]:
-        """Return lines on what is likely not meant.
+        """Return lines that warn the user of likely mistakes.
 
         Args:
-            channels: that the model reads.
-            background: behind transparent pixels.
+            channels: Number of channels that the model reads.
+            background: Colour behind transparent pixels, or `none`.
         """
         lines = []
         if channels == 1 and self.colour:
             lines.append(
-                f"caution: {self.colour} of {self.count} images are in colour, and the model reads grey; "
-                "--model.channels 3 reads colour"
+                f"caution: {self.colour} of {self.count} images are in colour, and the model reads "
+                "grey; --model.channels 3 reads colour"
             )
         if self.hidden:
-            other = "white" if background in ("black", "none") else "black"
+            contrast = "white" if background in ("black", "none") else "black"
             over = "without their transparency" if background == "none" else f"over {background}"
             lines.append(
-                f"caution: {self.hidden} of {self.count} images are of a single colour {over}: their picture is in the "
-                f"transparency; --data.pixels.background {other} may show it"
+                f"caution: {self.hidden} of {self.count} images are of a single colour {over}: their "
+                f"picture is in the transparency; --data.pixels.background {contrast} may show it"
             )
         if self.copies:
             lines.append(
-                f"caution: {self.copies} of {self.evaluated} images to evaluate on are exact copies of images to train on, "
-                "so that their scores say little"
+                f"caution: {self.copies} of {self.evaluated} images to evaluate on are exact copies of "
+                "images to train on, so that their scores say little"
             )
         return lines
 
@@ -486,7 +530,7 @@ class _Look(NamedTuple):
 
 
 def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _Look:
-    """Decode an image as training does."""
+    """Decode an image as training does, and return what is found."""
     try:
         with _opened(path, str(path), limits) as image:
             colour = _has_colour(image)
@@ -501,7 +545,7 @@ def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _
 
 
 def _has_levels_of_transparency(image: Image.Image) -> bool:
-    """Return whether an image with transparency has pixels of more than one level of it."""
+    """Return whether the transparency of an image has more than one level."""
     width, height = image.size
     rows = max(1, _BAND_PIXELS // width)
     levels: set[Any] = set()
@@ -512,7 +556,7 @@ def _has_levels_of_transparency(image: Image.Image) -> bool:
 
 
 def _has_colour(image: Image.Image) -> bool:
-    """Return whether an image may hold more than greys, by its header and its palette."""
+    """Return whether an image may have colours, by its header and its palette."""
     if image.mode in ("P", "PA"):
         colours = np.array(image.getpalette("RGB") or [], np.uint8).reshape(-1, 3)
         return bool((colours != colours[:, :1]).any())
@@ -527,111 +571,130 @@ def _scanned(
     limits: LimitsConfig,
     note: cache.Note,
 ) -> _Scan:
-    """Decode every image once: a file to refuse is better named now than in mid-run.
+    """Decode every image once, so that a broken file is named now and not in the middle of a run.
 
-    What was whole stays known by its name and content. What was broken is looked at again, for it may be repaired.
+    Findings are cached by names and contents. Broken images are decoded again, because they may
+    have been repaired.
     """
     files = [*train, *eval_]
-    stats = [path.stat() for _, path, _ in files]
-    content = contents.digest([path for _, path, _ in files], note)
+    paths = [path for _, path, _ in files]
+    stats = [path.stat() for path in paths]
+    content = contents.digest(paths, note)
     digest = cache.digest(f"{len(train)}:{channels}:{background}:{limits.megapixels}", content)
     prefix = "broken:"
 
-    def looks(paths: list[Path]) -> dict[str, _Look]:
+    def look_at(chosen_paths: list[Path]) -> dict[str, _Look]:
         def look(path: Path) -> _Look:
             return _look(path, channels, background, limits)
 
         with ThreadPool(decoding_threads()) as pool:
-            results = pool.imap(look, paths, chunksize=64)
-            return {str(path): result for path, result in zip(paths, results, strict=True)}
+            results = pool.imap(look, chosen_paths, chunksize=64)
+            return {str(path): result for path, result in zip(chosen_paths, results, strict=True)}
 
-    def numbers() -> dict[str, float]:
+    def compute() -> dict[str, float]:
         note(f"decoding {len(files)} images, to find broken ones")
-        all_looks = looks([path for _, path, _ in files])
+        looks = look_at(paths)
         sizes = [stat.st_size for stat in stats]
-        return {
-            "colour": float(sum(look.colour for look in all_looks.values())),
-            "hidden": float(sum(look.hidden for look in all_looks.values())),
+        numbers = {
+            "colour": float(sum(look.colour for look in looks.values())),
+            "hidden": float(sum(look.hidden for look in looks.values())),
             "copies": float(_copies(train, eval_, sizes)),
-            **{f"{prefix}{path}": 1.0 for path, look in all_looks.items() if look.error},
         }
+        for path, look in looks.items():
+            if look.error:
+                numbers[f"{prefix}{path}"] = 1.0
+        return numbers
 
-    scanned = cache.remembered(f"scanned-{digest}", numbers)
-    suspects = [path for _, path, _ in files if f"{prefix}{path}" in scanned]
-    broken = (
-        {path: look.error for path, look in looks(suspects).items() if look.error}
-        if suspects
-        else {}
+    numbers = cache.remembered(f"scanned-{digest}", compute)
+    suspects = [path for path in paths if f"{prefix}{path}" in numbers]
+    broken: dict[str, DataError] = {}
+    if suspects:
+        for path, look in look_at(suspects).items():
+            if look.error:
+                broken[path] = look.error
+    return _Scan(
+        count=len(files),
+        evaluated=len(eval_),
+        broken=broken,
+        colour=int(numbers.get("colour", 0)),
+        hidden=int(numbers.get("hidden", 0)),
+        copies=int(numbers.get("copies", 0)),
     )
-    counts = {name: int(scanned.get(name, 0)) for name in ("colour", "hidden", "copies")}
-    return _Scan(len(files), len(eval_), broken, **counts)
 
 
 def _copies(train: _Labelled, eval_: _Labelled, sizes: Sequence[int]) -> int:
-    """Return how many evaluation images have the bytes of a training image. Only files of one size are read.
+    """Return the number of evaluation images with the bytes of a training image.
 
     Args:
-        sizes: in bytes, of the training images and then of the others.
+        sizes: Bytes of each training image, then of each evaluation image.
     """
     train_sizes = sizes[: len(train)]
     eval_sizes = sizes[len(train) :]
+    # Only files with a size that occurs on both sides are read.
     shared_sizes = set(train_sizes) & set(eval_sizes)
 
-    def contents(files: _Labelled, lengths: Sequence[int]) -> Iterator[bytes]:
-        paths = [
-            path
-            for (_, path, _), length in zip(files, lengths, strict=True)
-            if length in shared_sizes
-        ]
+    def digests(files: _Labelled, lengths: Sequence[int]) -> Iterator[bytes]:
+        paths = []
+        for (_, path, _), length in zip(files, lengths, strict=True):
+            if length in shared_sizes:
+                paths.append(path)
         with ThreadPool(decoding_threads()) as pool:
             yield from pool.imap(_content_digest, paths, chunksize=64)
 
-    trained = set(contents(train, train_sizes)) - {b""}
-    return sum(content in trained for content in contents(eval_, eval_sizes))
+    train_digests = set(digests(train, train_sizes)) - {b""}
+    return sum(digest in train_digests for digest in digests(eval_, eval_sizes))
 
 
 def _content_digest(path: Path) -> bytes:
+    """Return a digest of a file's content, or nothing if the file cannot be read."""
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
-    except OSError:  # the scan has named it
+    except OSError:
+        # The scan has already named the file as broken.
         return b""
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+    """Return the first names and the number of the others, for a message."""
+    listed = ", ".join(names[:_LISTED])
+    if len(names) <= _LISTED:
+        return listed
+    return f"{listed} and {len(names) - _LISTED} more"
 
 
 def check_channels(name: str, channels: int) -> None:
-    """Refuse a number of channels that no decoded image has.
+    """Raise an error if images cannot be decoded to this number of channels.
 
     Args:
-        name: what an error calls the data.
-        channels: that the model reads.
+        name: Name of the data for error messages.
+        channels: Number of channels that the model reads.
 
     Raises:
-        DataError: neither 1 (grey) nor 3 (colour).
+        DataError: The number is neither 1 (grey) nor 3 (colour).
     """
     if channels not in _MODES:
         raise DataError(
-            f"the model reads {channels} channels and {name} has pictures; write --model.channels 3, or 1 for grey"
+            f"the model reads {channels} channels and {name} has pictures; write --model.channels 3, "
+            "or 1 for grey"
         )
 
 
 def nfc(name: str) -> str:
-    """Return a name as one sequence of characters: macOS writes é as two, and others as one."""
+    """Return a name in Unicode's form NFC, because macOS writes é as two characters."""
     return unicodedata.normalize("NFC", name)
 
 
 class _Part(NamedTuple):
-    """One folder of class folders."""
+    """Folder of class folders."""
 
     classes: dict[str, _Labelled]
-    """Files by class, whose labels are not known yet (-1); a class folder without images has none."""
+    """Files by class, with the label -1 until all classes are known. A class may have no file."""
     skipped: dict[str, str]
+    """Reason of each file or folder that is left out, by name."""
 
     @property
     def size(self) -> int:
+        """Number of images."""
         return sum(len(files) for files in self.classes.values())
 
 
@@ -639,8 +702,8 @@ def _part(root: Path, path: Path) -> _Part:
     """Return the images of the class folders in `path`.
 
     Args:
-        root: folder that names of images begin in.
-        path: the root, or a part of it.
+        root: Folder to which names of images are relative.
+        path: `root`, or a folder in it.
     """
     listing = files_below(path)
     prefix = "" if path == root else f"{nfc(path.relative_to(root).as_posix())}/"
@@ -658,7 +721,7 @@ def _part(root: Path, path: Path) -> _Part:
         else:
             classes[nfc(name.partition("/")[0])].append((prefix + nfc(name), file, -1))
     for name, reason in listing.skipped.items():
-        # Without it another class would take its label, and no line would stand out.
+        # Without this folder another class would get its label, and no message would tell.
         if "/" not in name and reason.startswith("cannot be read"):
             raise DataError(
                 f"{path / name} {reason}; make it readable or take it out of the folder"
@@ -667,14 +730,14 @@ def _part(root: Path, path: Path) -> _Part:
 
 
 def _folder_names(path: Path) -> list[str]:
-    """Return the names of the visible folders in a folder, without links to a folder that holds it."""
+    """Return the sorted names of visible folders in a folder, without links to its parents."""
     try:
         names = [sub.name for sub in path.iterdir() if not is_hidden(sub.name) and sub.is_dir()]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if not is_remote(path):
-        here = path.resolve()
-        names = [name for name in names if not here.is_relative_to((path / name).resolve())]
+        real_path = path.resolve()
+        names = [name for name in names if not real_path.is_relative_to((path / name).resolve())]
     return sorted(names)
 
 
@@ -691,53 +754,65 @@ def _parts(root: Path, names: Sequence[str]) -> _Part:
 
 
 def split(path: Path) -> Folder:
-    """Return the images of a folder, split as its top-level folders are named, else by the hash of each path.
+    """Return the images of a folder, split by the names of its top-level folders or by hash.
+
+    If all top-level folders have names of splits, such as train and val, they are the split.
+    Otherwise they are classes, and the hash of each path splits the images.
 
     Raises:
-        DataError: the folder has no images by class, or two parts for one purpose.
+        DataError: The folder has no images by class, or two parts have the same purpose.
     """
     names = _folder_names(path)
     if not names:
         raise DataError(
-            f"{path} has no folders in it; images:PATH takes a folder that has a folder of images per class"
+            f"{path} has no folders in it; images:PATH takes a folder that has a folder of images "
+            "per class"
         )
-    if not all(split_of(name) for name in names):
-        words = [name for name in names if split_of(name)]
-        ordinary = [name for name in names if not split_of(name)]
-        purposes = {split_of(name) for name in words}
-        notes = []
-        if "train" in purposes and len(purposes) > 1:
-            notes.append(
-                f"caution: {', '.join(words)} are classes here and no parts, since {_listed(ordinary)} is no name of a part; "
-                "take it out of the folder if they are parts"
-            )
-        return _split_by_hash(path, _part(path, path), notes)
-    # Test images as competitions give them out have no classes.
+    if all(split_of(name) for name in names):
+        return _split_by_names(path, names)
+
+    words = [name for name in names if split_of(name)]
+    ordinary = [name for name in names if not split_of(name)]
+    purposes = {split_of(name) for name in words}
+    notes = []
+    if "train" in purposes and len(purposes) > 1:
+        notes.append(
+            f"caution: {', '.join(words)} are classes here and no parts, since {_listed(ordinary)} is "
+            "no name of a part; take it out of the folder if they are parts"
+        )
+    return _split_by_hash(path, _part(path, path), notes)
+
+
+def _split_by_names(path: Path, names: list[str]) -> Folder:
+    """Return the images of a folder whose top-level folders are all named like splits."""
+    # Test images of competitions have no folders of classes.
     labelled = [name for name in names if _folder_names(path / name)]
-    notes = [
-        f"{path / name} is not used: it has no folders of classes"
-        for name in names
-        if name not in labelled
-    ]
+    unlabelled = [name for name in names if name not in labelled]
+    notes = [f"{path / name} is not used: it has no folders of classes" for name in unlabelled]
     training = [name for name in labelled if split_of(name) == "train"]
     if not training:
         raise DataError(
-            f"{path} has the folders {', '.join(names)}, which are names of parts, and no folder of classes to train on; "
-            "put folders of classes into train/, or give the classes other names"
+            f"{path} has the folders {', '.join(names)}, which are names of parts, and no folder of "
+            "classes to train on; put folders of classes into train/, or give the classes other names"
         )
     parts = by_name(labelled, str(path))
     if parts is None:
         return _split_by_hash(path, _parts(path, training), notes)
+
     train = _parts(path, parts.train)
     eval_ = _parts(path, parts.evaluation)
-    where = ", ".join(str(path / name) for name in parts.evaluation)
+    eval_folders = ", ".join(str(path / name) for name in parts.evaluation)
     _check_filled(train, path / parts.train[0])
-    if unknown := sorted(eval_.classes.keys() - train.classes.keys()):
-        there = ", ".join(str(path / name) for name in parts.train)
-        raise DataError(f"{where} has class folders that {there} has not: {', '.join(unknown[:5])}")
+    unknown = sorted(eval_.classes.keys() - train.classes.keys())
+    if unknown:
+        train_folders = ", ".join(str(path / name) for name in parts.train)
+        raise DataError(
+            f"{eval_folders} has class folders that {train_folders} has not: {', '.join(unknown[:5])}"
+        )
     if not eval_.size:
         raise DataError(
-            f"{where} has no image to evaluate on; put images into its folders of classes, or remove it"
+            f"{eval_folders} has no image to evaluate on; put images into its folders of classes, or "
+            "remove it"
         )
     classes = [*train.classes]
     notes = [f"{path}: {parts.describe()}", *notes, *summary(train.skipped | eval_.skipped)]
@@ -745,19 +820,20 @@ def split(path: Path) -> Folder:
 
 
 def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
-    """Return the images of one part, some of each class held out by the hash of their paths."""
+    """Return the images of one part. The hash of their paths holds out some of each class."""
     _check_filled(part, path)
     train: _Labelled = []
     eval_: _Labelled = []
     for label, (name, files) in enumerate(part.classes.items()):
         if len(files) < 2:
             raise DataError(
-                f"class folder {path / name} has one image; give it at least two, to train and to test"
+                f"class folder {path / name} has one image; give it at least two, to train and to "
+                "test"
             )
-        ranked = sorted(
-            ((item, file, label) for item, file, _ in files), key=lambda item: corpus.rank(item[0])
-        )
-        # Ranks below the share are the hash split; one of each class at least on either side.
+        labelled = [(item, file, label) for item, file, _ in files]
+        ranked = sorted(labelled, key=lambda item: corpus.rank(item[0]))
+        # The side depends on the rank, so the first ones are the evaluation side. Each side gets at
+        # least one image of each class.
         count = sum(corpus.side(item) == "eval" for item, _, _ in ranked)
         count = min(max(count, 1), len(ranked) - 1)
         eval_ += ranked[:count]
@@ -765,77 +841,81 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
     classes = [*part.classes]
     if len(classes) == 1:
         raise DataError(
-            f"{path} has one class folder, {classes[0]}, and nothing to tell it from; put the other classes beside it"
+            f"{path} has one class folder, {classes[0]}, and nothing to tell it from; put the other "
+            "classes beside it"
         )
     return Folder(sorted(train), sorted(eval_), classes, [*notes, *summary(part.skipped)])
 
 
 def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
-    """Return the images of a folder that no run was trained on, to evaluate on: all, or its test or validation part.
+    """Return the evaluation images of a folder that no run was trained on.
+
+    These are all images, or those of its test or validation part if the top-level folders are
+    parts.
 
     Args:
-        path: an existing folder.
-        classes: of the model, where they have names.
+        classes: Names of the model's classes. None if they have no names.
 
     Raises:
-        DataError: the folder has no images by class.
+        DataError: The folder has no images by class.
     """
     names = _folder_names(path)
     model_classes = set(map(nfc, classes or ()))
-    parts = (
-        bool(names)
-        and all(split_of(name) for name in names)
-        and not model_classes.issuperset(map(nfc, names))
-    )
-    if not parts:
-        part = _part(path, path)
-        where = f"all {{count}} images of {path}"
-    else:
+    are_classes = model_classes.issuperset(map(nfc, names))
+    if names and all(split_of(name) for name in names) and not are_classes:
         labelled = [name for name in names if _folder_names(path / name)]
-        by_name(labelled, str(path))  # refuses two parts for one purpose
+        # Raises an error if two parts have the same purpose.
+        by_name(labelled, str(path))
         chosen: list[str] = []
         for purpose in ("test", "validation", "train"):
             chosen = chosen or [name for name in labelled if split_of(name) == purpose]
         part = _parts(path, chosen)
+        place = ", ".join(str(path / name) for name in chosen)
         unused = [name for name in names if name not in chosen]
-        where = f"all {{count}} images of {', '.join(str(path / name) for name in chosen)}"
         if unused:
-            where += f"; {', '.join(unused)} is not used"
+            place += f"; {', '.join(unused)} is not used"
+    else:
+        part = _part(path, path)
+        place = str(path)
     if not part.size:
         raise DataError(f"{path} has no folder of images per class; give a folder that has one")
     filled = _Part({name: files for name, files in part.classes.items() if files}, part.skipped)
     files = _numbered(filled, [*filled.classes])
-    notes = [f"evaluating on {where.format(count=f'{len(files):,}')}", *summary(part.skipped)]
+    notes = [f"evaluating on all {len(files):,} images of {place}", *summary(part.skipped)]
+    # One list for both sides says that nothing is trained on.
     return Folder(files, files, [*filled.classes], notes)
 
 
 def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
-    """Return the images that a model is evaluated on: the held-out ones of the folder that it was trained on, or all of another.
+    """Return the images that a model is evaluated on.
+
+    These are the held-out images if the model was trained on this folder or a copy, and otherwise
+    those of `held_out`.
 
     Args:
-        name: images:PATH.
-        run: facts that the run recorded of its data; none for weights without a run.
+        run: Facts that the run recorded of its data. Empty for weights without a run.
 
     Raises:
-        DataError: the folder has no images by class.
+        DataError: The folder has no images by class.
     """
     path = folder_of(name)
     trained_on = str(run.get("name", ""))
     if not trained_on.startswith("images:"):
         return held_out(path, run.get("class_names"))
-    before = path_of(trained_on.removeprefix("images:"))
-    own = name == trained_on or (
-        not is_remote(path) and before.exists() and path.resolve() == before.resolve()
-    )
+
+    trained_path = path_of(trained_on.removeprefix("images:"))
+    is_own = name == trained_on
+    if not is_own and not is_remote(path) and trained_path.exists():
+        is_own = path.resolve() == trained_path.resolve()
     try:
         folder = split(path)
     except DataError:
-        if own:
+        if is_own:
             raise
-        return held_out(
-            path, run.get("class_names")
-        )  # one class, or one image of a class, can be evaluated on
-    if not own and folder.digest != run.get("digest"):  # a copy of the run's folder has its digest
+        # A folder that cannot be split, with one class say, can be evaluated on.
+        return held_out(path, run.get("class_names"))
+    # A copy of the run's folder has its digest.
+    if not is_own and folder.digest != run.get("digest"):
         return held_out(path, run.get("class_names"))
     total = len(folder.train) + len(folder.eval)
     line = f"evaluating on the {len(folder.eval):,} held-out images of {path}, which has {total:,}"
@@ -843,23 +923,23 @@ def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
 
 
 def without_images(folder: Folder, classes: Sequence[str]) -> list[str]:
-    """Return a line that names classes of a model that a folder has no images of, if there are any."""
-    there = set(folder.classes)
-    missing = [name for name in classes if nfc(name) not in there]
+    """Return a line that names the model's classes without images in a folder, or no line."""
+    folder_classes = set(folder.classes)
+    missing = [name for name in classes if nfc(name) not in folder_classes]
     return [f"there are no images of {_listed(missing)}"] if missing else []
 
 
 def _numbered(part: _Part, classes: Sequence[str]) -> _Labelled:
-    """Return the images of a part, sorted by name, with their places among the classes as labels."""
+    """Return the images of a part, sorted by name, with indices of `classes` as labels."""
     labels = {name: label for label, name in enumerate(classes)}
-    return sorted(
-        (item, file, labels[name])
-        for name, files in part.classes.items()
-        for item, file, _ in files
-    )
+    numbered: _Labelled = []
+    for name, files in part.classes.items():
+        numbered += [(item, file, labels[name]) for item, file, _ in files]
+    return sorted(numbered)
 
 
 def _check_filled(part: _Part, path: Path) -> None:
+    """Raise an error if a class of the part in `path` has no image."""
     for name, files in part.classes.items():
         if not files:
             raise DataError(
@@ -868,10 +948,13 @@ def _check_filled(part: _Part, path: Path) -> None:
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes of a model for a folder of images, by its classes and by headers of a sample of its files.
+    """Return the sizes of a model for a folder of images.
+
+    They follow from the classes and from the headers of a sample of the files. The result is None
+    if there is no such folder.
 
     Args:
-        config: whose name is images:PATH; a folder that is not there has no sizes.
+        config: Data settings. `config.name` is images:PATH.
     """
     path = path_of(config.name.removeprefix("images:"))
     if not path.is_dir():
@@ -879,17 +962,18 @@ def sizes(config: DataConfig) -> ImageSizes | None:
     folder = split(path)
     files = [file for _, file, _ in sorted([*folder.train, *folder.eval])]
     most = _SAMPLED_REMOTE if is_remote(path) else _SAMPLED
-    places = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
+    indices = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
     with ThreadPool(decoding_threads()) as pool:
-        sampled = pool.map(lambda place: _header(files[place], config.limits), places)
+        sampled = pool.map(lambda index: _header(files[index], config.limits), indices)
     headers = [header for header in sampled if header is not None]
-    if not headers:  # all broken, which the run says
+    if not headers:
+        # All are broken. The run raises an error when it loads the data.
         return ImageSizes(len(folder.classes), 3, None, train_images=len(folder.train))
-    colour = any(header.colour for header in headers)
-    shorter = sorted(header.shorter for header in headers)
-    channels = 3 if colour else 1
-    side = shorter[len(shorter) // 2]
-    return ImageSizes(len(folder.classes), channels, side, train_images=len(folder.train))
+    has_colour = any(header.colour for header in headers)
+    channels = 3 if has_colour else 1
+    shorter_sides = sorted(header.shorter for header in headers)
+    median_side = shorter_sides[len(shorter_sides) // 2]
+    return ImageSizes(len(folder.classes), channels, median_side, train_images=len(folder.train))
 
 
 class _Header(NamedTuple):
@@ -898,9 +982,11 @@ class _Header(NamedTuple):
     shorter: int
     """Pixels on the shorter side."""
     colour: bool
+    """True if the image may have colours."""
 
 
 def _header(path: Path, limits: LimitsConfig) -> _Header | None:
+    """Return the header of an image file, or None if it is broken."""
     try:
         with _opened(path, str(path), limits) as image:
             return _Header(min(image.size), _has_colour(image))

@@ -1,8 +1,9 @@
-"""Grey images in IDX files, the format of MNIST and its relatives: `idx:FOLDER`, or `fashion`, Debian's Fashion-MNIST.
+"""Loaders of grey images in IDX files, the format of MNIST: `idx:FOLDER`, and `fashion` of Debian.
 
-A folder has train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each with or
-without .gz. A file is two zero bytes, the type of its values (8: uint8), how many dimensions it has, each dimension's size as
-four bytes, most significant first, and the values in rows (Y. LeCun, "The IDX file format").
+A folder has train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+t10k-labels-idx1-ubyte, each with or without .gz. A file has two zero bytes, the type of its values
+(8 is uint8), the number of dimensions, the size of each dimension as four bytes, most significant
+first, and the values in row-major order (Y. LeCun, "The IDX file format").
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's and Ubuntu's package dataset-fashion-mnist puts its files."""
+"""Folder of the files of dataset-fashion-mnist, a package of Debian and Ubuntu."""
 FASHION = (
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
@@ -36,14 +37,17 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-"""Images and labels to train on, images and labels to test."""
+"""Files of training images, training labels, test images and test labels."""
 _BYTES = 8
 _UNCHECKED_BYTES = 1 << 28
-"""Of an array, which is held in memory. A larger one has to be in a file of its size: a tenth of what the ratio allows."""
+"""Bytes of an array up to which its file may be packed at any ratio.
+
+A larger array may be at most limits.ratio / 10 times as large as its file.
+"""
 
 
 class _Greys:
-    """Labelled grey images of two arrays.
+    """Labelled grey images in two arrays.
 
     Args:
         pixels: uint8 [N, h, w].
@@ -64,56 +68,55 @@ class _Greys:
 def fashion(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """Fashion-MNIST (Xiao et al. 2017), 60,000 photographs of clothes and 10,000 to test, as batches.
+    """Load Fashion-MNIST (Xiao et al. 2017): 60,000 training and 10,000 test images of clothes.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.data_dir` is the folder of its files, Debian's unless
-            given.
+    The arguments are those of `mupax.train.data.load`. `config.data_dir` is the folder of the
+    files. The default is `DEBIAN`.
     """
     folder = path_of(config.data_dir) if config.data_dir else DEBIAN
     if not (folder / FILES[0]).exists() and not (folder / f"{FILES[0]}.gz").exists():
         raise DataError(
-            f"Fashion-MNIST is not in {folder}; `apt-get install dataset-fashion-mnist` puts it there on Debian and Ubuntu (31 MB), or "
-            "write data.name as idx:FOLDER with a folder that has its four IDX files"
+            f"Fashion-MNIST is not in {folder}; `apt-get install dataset-fashion-mnist` puts it "
+            "there on Debian and Ubuntu (31 MB), or write data.name as idx:FOLDER with a folder that "
+            "has its four IDX files"
         )
-    # Clothes are as good in a mirror, which digits are not.
+    # Clothes may be mirrored, other than digits.
     return _open(config, model, seed, folder, list(FASHION), images.shift_and_flip)
 
 
 def own_files(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """The images of a folder of IDX files as batches; classes are named by their numbers.
+    """Load a folder of IDX files as batches. Classes are named by their numbers.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is idx:FOLDER.
+    The arguments are those of `mupax.train.data.load`. `config.name` is idx:FOLDER.
     """
-    return _open(
-        config, model, seed, path_of(config.name.removeprefix("idx:")), None, images.jitter
-    )
+    folder = path_of(config.name.removeprefix("idx:"))
+    return _open(config, model, seed, folder, None, images.jitter)
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes of a model for a folder of IDX files; `None` where the files are not there or not of squares.
+    """Return the sizes of a model for a folder of IDX files.
+
+    The result is None if files are missing or damaged, or if images are not square.
 
     Args:
-        config: whose name is idx:FOLDER.
+        config: Data settings. `config.name` is idx:FOLDER.
     """
     folder = path_of(config.name.removeprefix("idx:"))
     try:
-        pictures, labels, test_labels = (array(folder / FILES[i], config.limits) for i in (0, 1, 3))
-    except DataError:  # the run says it
+        pixels = array(folder / FILES[0], config.limits)
+        labels = array(folder / FILES[1], config.limits)
+        test_labels = array(folder / FILES[3], config.limits)
+    except DataError:
+        # The run raises this error when it loads the data.
         return None
-    if (
-        pictures.ndim != 3
-        or pictures.shape[1] != pictures.shape[2]
-        or not labels.size
-        or not test_labels.size
-    ):
+    if pixels.ndim != 3 or pixels.shape[1] != pixels.shape[2]:
         return None
-    return ImageSizes(
-        int(max(labels.max(), test_labels.max())) + 1, 1, pictures.shape[1], scaled=False
-    )
+    if not labels.size or not test_labels.size:
+        return None
+    num_classes = int(max(labels.max(), test_labels.max())) + 1
+    return ImageSizes(num_classes, 1, pixels.shape[1], scaled=False)
 
 
 def _open(
@@ -124,25 +127,29 @@ def _open(
     names: list[str] | None,
     view: images.View,
 ) -> images.ImageData:
+    """Return the images of a folder as batches.
+
+    Args:
+        names: Names of the classes. None names them by their numbers.
+    """
     x, y, x_test, y_test = (array(folder / name, config.limits) for name in FILES)
-    for pixels, labels, side in ((x, y, "train"), (x_test, y_test, "t10k")):
-        if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or not len(pixels):
-            raise DataError(
-                f"{folder} has {side} images {pixels.shape} and labels {labels.shape}; the files do not belong together"
-            )
-    classes = names or [str(label) for label in range(int(max(y.max(), y_test.max())) + 1)]
-    if max(y.max(), y_test.max()) >= len(classes):
+    _check_pair(folder, "train", x, y)
+    _check_pair(folder, "t10k", x_test, y_test)
+
+    largest = max(y.max(), y_test.max())
+    classes = names or [str(label) for label in range(int(largest) + 1)]
+    if largest >= len(classes):
         raise DataError(
-            f"{folder} has labels up to {max(y.max(), y_test.max())}, and {config.name} has {len(classes)} classes"
+            f"{folder} has labels up to {largest}, and {config.name} has {len(classes)} classes"
         )
     height, width = x.shape[1:]
     if height != width or x_test.shape[1:] != (height, width):
         raise DataError(
-            f"{folder} has images of {x.shape[1:]} and {x_test.shape[1:]} pixels; only squares of one size are read"
+            f"{folder} has images of {x.shape[1:]} and {x_test.shape[1:]} pixels; "
+            "only squares of one size are read"
         )
-    images.check_size(
-        config.name, images.vision_model(config.name, model, classes), height, channels=1
-    )
+    vision = images.vision_model(config.name, model, classes)
+    images.check_size(config.name, vision, height, channels=1)
     return images.ImageData(
         config,
         _Greys(x, y),
@@ -154,15 +161,25 @@ def _open(
     )
 
 
+def _check_pair(folder: Path, side: str, pixels: np.ndarray, labels: np.ndarray) -> None:
+    """Raise an error if images and labels do not belong together."""
+    is_pair = pixels.ndim == 3 and labels.ndim == 1 and len(pixels) == len(labels)
+    if not is_pair or not len(pixels):
+        raise DataError(
+            f"{folder} has {side} images {pixels.shape} and labels {labels.shape}; "
+            "the files do not belong together"
+        )
+
+
 def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
-    """The array of an IDX file of uint8.
+    """Return the array of an IDX file of uint8.
 
     Args:
-        path: of the file, without .gz, which may be there instead.
-        limits: bounds on what it may unpack to.
+        path: File without the suffix .gz. If it does not exist, the file with .gz is read.
 
     Raises:
-        DataError: there is none, or it is damaged, of another type or larger than the limits allow.
+        DataError: There is no such file, or it is damaged, of another type or larger than the
+            limits.
     """
     packed = path.with_name(f"{path.name}.gz")
     file = path if path.exists() or not packed.exists() else packed
@@ -179,34 +196,33 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
 
 
 def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> np.ndarray:
-    """Return the array of an opened file. No more of it is unpacked than its header says.
-
-    Args:
-        stored_bytes: its size on disk.
-        limits: bounds on what it may unpack to.
-    """
+    """Return the array of an opened file. Unpack no more than its header says, and one byte."""
     header = stream.read(4)
     if len(header) < 4 or header[:2] != b"\0\0":
         raise DataError(
-            f"{file} is no IDX file: it begins with {header.hex() or 'nothing'}, not with two zero bytes"
+            f"{file} is no IDX file: it begins with {header.hex() or 'nothing'}, not with two zero "
+            "bytes"
         )
     kind, dimensions = header[2:4]
     if kind != _BYTES:
         raise DataError(
             f"{file} has values of IDX type {kind:#x}; only uint8 ({_BYTES:#x}) is read"
         )
+
     sizes = stream.read(4 * dimensions)
-    shape = tuple(
-        int.from_bytes(sizes[start : start + 4], "big") for start in range(0, len(sizes), 4)
-    )
+    starts = range(0, len(sizes), 4)
+    shape = tuple(int.from_bytes(sizes[start : start + 4], "big") for start in starts)
     size = math.prod(shape)
     if size > max(_UNCHECKED_BYTES, limits.ratio * stored_bytes // 10):
         raise bounds.too_packed(str(file), 10 * size, stored_bytes, limits)
+
+    # One byte more than the array has shows that a file is too long.
     content = stream.read(size + 1)
-    start = 4 + len(sizes)
+    header_bytes = 4 + len(sizes)
     if len(sizes) != 4 * dimensions or len(content) != size:
         more = " or more" if len(content) > size else ""
         raise DataError(
-            f"{file} is not whole: {shape} values want {start + size} bytes, and it has {start + len(content)}{more}"
+            f"{file} is not whole: {shape} values want {header_bytes + size} bytes, and it has "
+            f"{header_bytes + len(content)}{more}"
         )
     return np.frombuffer(content, np.uint8).reshape(shape)

@@ -1,4 +1,7 @@
-"""Opens several texts as one: `data.mix`."""
+"""Loader of data.mix: several texts as one.
+
+`data/mix.py` parses the texts, and `text/mixture.py` makes the batches.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,38 @@ from mupax.zoo.families import ModelConfig, TokenModel
 
 
 def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Mixture:
-    """The texts of `config.mix` in their shares, each prepared if it is not.
+    """Load the texts of `config.mix` as one, each with its share of the examples.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is mix.
+    A text is prepared if needed. The arguments are those of `mupax.train.data.load`, and
+    `config.name` is mix.
 
     Raises:
-        DataError: there are none, one is no text, does not fit, or has another tokenizer; its name stands before the reason.
+        DataError: There are no texts, or one is not text, does not fit or has another tokenizer.
+            The message has its name.
     """
     model = language_model(config.name, model)
     if not config.mix:
         raise DataError(
-            "data.name mix has no texts; write them as --data.mix code=text:src:0.3 prose=records:books:0.7"
+            "data.name mix has no texts; write them as "
+            "--data.mix code=text:src:0.3 prose=records:books:0.7"
         )
-    parts, texts = mix.parts(config.mix), {}
+    parts = mix.parts(config.mix)
     if named_tokenizers.bpe_size(config.tokenizer) is not None:
+        # All parts must have one tokenizer, so it is trained on all of them and then named by its
+        # path.
         config = dataclasses.replace(config, tokenizer=_trained_tokenizer(config, model, note))
+
+    texts: dict[str, TextWindows | Conversations] = {}
     for name, part in parts.items():
         try:
-            text = sources.load(
-                training_texts.part_config(config, part.source), model, seed=seed, note=note
-            )
+            part_config = training_texts.part_config(config, part.source)
+            text = sources.load(part_config, model, seed=seed, note=note)
         except DataError as error:
             raise DataError(f"data.mix {name}: {error}") from error
         if not isinstance(text, TextWindows | Conversations):
             raise DataError(f"data.mix {name}: {part.source} is no text; leave it out")
         texts[name] = text
+
     for name, part in parts.items():
         tokens = texts[name].facts.get("train_tokens")
         count = "a stream" if tokens is None else f"{tokens:,} tokens"
@@ -55,7 +64,7 @@ def _trained_tokenizer(config: DataConfig, model: TokenModel, note: cache.Note) 
     """Return the path of a tokenizer that is trained on the parts of a mixture, each by its weight.
 
     Raises:
-        DataError: a part cannot be read, or the model has no room for the tokens.
+        DataError: A part cannot be read, or the tokenizer has more tokens than the model.
     """
     texts = training_texts.opened(config, model, note)
     encoder = opened_tokenizer(config, texts.key, model.vocab_size, texts.read, note, texts.special)

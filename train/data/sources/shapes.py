@@ -1,13 +1,15 @@
-"""An endless set of images: one striped shape in clutter, rendered from (seed, index) by numpy alone.
+"""Endless data set of images of one striped shape in clutter, rendered by numpy alone.
 
-A class is one of five shapes with one of two directions of its stripes. Everything else is left to chance: place, size,
-tilt and proportions, colours, which of shape and ground is lighter, the stripes' phase and wavelength, light from a side,
-noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So a pixel
-tells next to nothing by itself, and a shape or its stripes alone only half; a model finds the stripes first, then shapes.
+A class is one of five shapes with one of two directions of its stripes. Everything else is random:
+place, size, tilt and proportions, colours, which of shape and ground is lighter, the stripes' phase
+and wavelength, light from a side, noise, dabs that hide parts, and fainter stripes behind in any
+direction. All shapes have the same area. A pixel by itself therefore tells next to nothing, and a
+shape or its stripes alone tell only half. A model learns the stripes first, then the shapes.
 
-docs/evidence/shapes.json says how hard that is for a linear model and how fast images are drawn, docs/evidence/vision/larger.json what vision
-transformers make of them. Image `index` of a stream is a function of (seed, stream, index), up to the
-last bit of the sines of this machine's numpy, and no two indices start from the same random state.
+docs/evidence/shapes.json has the accuracy of a linear model and the speed of rendering.
+docs/evidence/vision/larger.json has the accuracies of vision transformers. Image `index` of a
+stream is a function of (seed, stream, index), up to the last bit of the sines of this machine's
+numpy. No two indices start from the same random state.
 
 Shapes: B images, P = SIZE * SIZE pixels in rows, C = 3 colours.
 """
@@ -29,28 +31,36 @@ if TYPE_CHECKING:
 
 SIZE = 32
 VERSION = "shapes-1"
-"""Names what is drawn; a change of any image is a new version."""
+"""Version of the images. A change of any image needs a new version."""
 SHAPES = ("disc", "square", "triangle", "ring", "cross")
 CLASSES = [f"{shape}, {texture}" for shape in SHAPES for texture in ("level", "upright")]
-TRAIN, EVAL = 0, 1
+TRAIN = 0
+EVAL = 1
 LENGTH = 2**40
-"""Images of a stream: more than any run sees, few enough for every index to fit an int64 and a float's mantissa."""
+"""Number of images of a stream.
+
+It is more than any run sees, and small enough that every index fits an int64 and a float's
+mantissa.
+"""
 EVAL_IMAGES = 10_000
-"""Evaluation images, the same for every seed; data.eval_examples takes the first so many, or more."""
+"""Default number of evaluation images. They are the same for every seed."""
 _EVAL_SEED = 0
 LINEAR_IMAGES = 20_000
-"""Images that the linear model beside a run is fitted to."""
+"""Number of images that the linear reference model is fitted to."""
 _DABS = 4
-_CHUNK = 32  # images drawn at once: their pixels fit in a core's cache
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step
+# Images that are drawn at once. Their pixels fit into the cache of a core.
+_CHUNK = 32
+# Step of SplitMix64.
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class EndlessData(LabelledData):
-    """Striped shapes: image i of a run is image i of its seed's stream, and no image comes twice.
+    """Batches of striped shapes without end. No training image comes twice.
+
+    Image i of a run is image i of the stream of its seed.
 
     Args:
-        config: sizes of batches, and how many evaluation images.
-        seed: seed of the training stream.
+        config: Data settings: sizes of batches and number of evaluation images.
     """
 
     def __init__(self, config: DataConfig, seed: int) -> None:
@@ -73,10 +83,10 @@ class EndlessData(LabelledData):
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
-        counts = indices < self.eval_size
-        # A row past the end shows the first image again, at weight 0.
-        inputs, targets = _batch(_EVAL_SEED, EVAL, np.where(counts, indices, 0))
-        return {"inputs": inputs, "targets": targets, "weights": counts.astype(np.float32)}
+        exists = indices < self.eval_size
+        # A row past the end shows the first image again, with weight 0.
+        inputs, targets = _batch(_EVAL_SEED, EVAL, np.where(exists, indices, 0))
+        return {"inputs": inputs, "targets": targets, "weights": exists.astype(np.float32)}
 
     def references(self) -> list[Reference]:
         key = cache.digest(VERSION, f"{LINEAR_IMAGES} {self.eval_size}")
@@ -87,13 +97,16 @@ class EndlessData(LabelledData):
 
 
 def linear_accuracy(train_images: int, eval_images: int) -> float:
-    """Accuracy on evaluation images of multinomial logistic regression on pixels, fitted to training images of seed 0.
+    """Return the accuracy of multinomial logistic regression on pixels of evaluation images.
+
+    The model is fitted to training images of seed 0.
 
     Args:
-        train_images, eval_images: how many, the first of each stream.
+        train_images: Number of training images, the first of their stream.
+        eval_images: Number of evaluation images, the first of their stream.
     """
     x, y = _batch(0, TRAIN, np.arange(train_images))
-    # Weak pixels want a strong penalty: without one the many weights fit chance alone.
+    # A pixel tells little. Without a strong penalty the many weights would fit noise.
     weights = images.fit_logistic(x.reshape(len(x), -1), y, inverse_penalty=1e-4, iterations=100)
     correct = 0.0
     for start in range(0, eval_images, 5000):
@@ -105,10 +118,9 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
 def striped_shapes(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> EndlessData:
-    """The endless set of striped shapes as batches; there is nothing to augment and nothing to prepare.
+    """Load the endless set of striped shapes. Nothing is augmented and nothing is prepared.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them.
+    The arguments are those of `mupax.train.data.load`.
     """
     vision = images.vision_model("shapes", model, CLASSES)
     images.check_size("shapes", vision, SIZE, channels=3)
@@ -116,91 +128,104 @@ def striped_shapes(
 
 
 def _batch(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [b, H, W, C] in [-1, 1] and int32 [b]."""
+    """Return images float32 [B, H, W, C] in [-1, 1] and labels int32 [B]."""
     raw, labels = render(seed, stream, indices)
     return normalized(raw.astype(np.float32), WHOLE), labels
 
 
 def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [B, 32, 32, 3] and labels int32 [B], each whatever the others are.
+    """Render images, uint8 [B, 32, 32, 3], and return them with their labels, int32 [B].
+
+    An image depends on the seed, the stream and its own index alone.
 
     Args:
-        seed, stream: with the index, all that an image depends on; the stream is `TRAIN` or `EVAL`.
+        stream: `TRAIN` or `EVAL`.
         indices: int64 [B], in [0, LENGTH).
     """
     images_BHWC = np.empty((len(indices), SIZE, SIZE, 3), np.uint8)
     labels = np.empty(len(indices), np.int32)
     for start in range(0, len(indices), _CHUNK):
-        here = slice(start, start + _CHUNK)
-        labels[here], pixels_BPC = _draw(_Random(seed, stream, indices[here]))
-        images_BHWC[here] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
+        chunk = slice(start, start + _CHUNK)
+        random = _Random(seed, stream, indices[chunk])
+        chunk_labels, pixels_BPC = _draw(random)
+        labels[chunk] = chunk_labels
+        images_BHWC[chunk] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
     return images_BHWC, labels
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood 2014; constants of Stafford's variant 13) of uint64 of any shape."""
+    """Apply the finalizer of SplitMix64 to uint64 of any shape.
+
+    See Steele, Lea and Flood (2014). The constants are those of Stafford's variant 13.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class _Random:
-    """The random numbers of some images: SplitMix64 from a state each, taken in the same order for all.
+    """Random numbers of some images, from one SplitMix64 generator per image.
 
-    The states of different indices are different, since mixing is one to one.
+    Different indices have different states, because `_mix` is one to one.
     """
 
     def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
         key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
-        self._states_B, self._offset = _mix(indices.astype(np.uint64) ^ key), 0
+        self._states_B = _mix(indices.astype(np.uint64) ^ key)
+        self._offset = 0
 
     def words(self, count: int) -> np.ndarray:
-        """uint64 [B, count]."""
-        steps = np.arange(self._offset + 1, self._offset + count + 1, dtype=np.uint64) * np.uint64(
-            _GOLDEN
-        )
+        """Draw uint64 [B, count]."""
+        first = self._offset + 1
+        numbers = np.arange(first, first + count, dtype=np.uint64)
         self._offset += count
-        return _mix(self._states_B[:, None] + steps)
+        return _mix(self._states_B[:, None] + numbers * np.uint64(_GOLDEN))
 
     def uniform(self, low: float, high: float, *shape: int) -> np.ndarray:
-        """float32 [B, *shape] in [low, high)."""
-        unit = (self.words(math.prod(shape)) >> np.uint64(40)).astype(np.float32) * np.float32(
-            2**-24
-        )
+        """Draw float32 [B, *shape] in [low, high)."""
+        # float32 has 24 bits of mantissa.
+        bits = (self.words(math.prod(shape)) >> np.uint64(40)).astype(np.float32)
+        unit = bits * np.float32(2**-24)
         return (np.float32(low) + np.float32(high - low) * unit).reshape(-1, *shape)
 
     def bytes(self, *shape: int) -> np.ndarray:
-        """uint8 [B, *shape]; the product of shape is a multiple of 8."""
-        return self.words(math.prod(shape) // 8).astype("<u8").view(np.uint8).reshape(-1, *shape)
+        """Draw uint8 [B, *shape]. The product of `shape` must be a multiple of 8."""
+        words = self.words(math.prod(shape) // 8)
+        # Little-endian on every machine, so that images do not depend on it.
+        return words.astype("<u8").view(np.uint8).reshape(-1, *shape)
 
 
 def _draw(rng: _Random) -> tuple[np.ndarray, np.ndarray]:
-    """Labels int32 [B] and pixels uint8 [B, P, C]."""
+    """Draw images. Return their labels, int32 [B], and their pixels, uint8 [B, P, C]."""
     label_B = (rng.uniform(0, len(CLASSES), 1)[:, 0]).astype(np.int32)
     line = np.arange(SIZE, dtype=np.float32) - np.float32((SIZE - 1) / 2)
-    y_P, x_P = np.repeat(line, SIZE)[None], np.tile(line, SIZE)[None]
+    y_P = np.repeat(line, SIZE)[None]
+    x_P = np.tile(line, SIZE)[None]
 
-    ground_BPC = _striped(rng, x_P, y_P, rng.uniform(0, 2 * np.pi, 1), contrast=(0.0, 0.08))
+    # The order of draws is part of the data set: every draw moves the generators.
+    ground_angle_B1 = rng.uniform(0, 2 * np.pi, 1)
+    ground_BPC = _striped(rng, x_P, y_P, ground_angle_B1, contrast=(0.0, 0.08))
     across_B1 = np.float32(np.pi / 2) * (label_B[:, None] % 2 == 0)
-    figure_BPC = _striped(
-        rng, x_P, y_P, across_B1 + rng.uniform(-0.3, 0.3, 1), contrast=(0.25, 0.4)
-    )
+    figure_angle_B1 = across_B1 + rng.uniform(-0.3, 0.3, 1)
+    figure_BPC = _striped(rng, x_P, y_P, figure_angle_B1, contrast=(0.25, 0.4))
     inside_BP = _inside(rng, x_P, y_P, label_B // 2)
     ground_BPC += inside_BP[..., None] * (figure_BPC - ground_BPC)
+
     for _ in range(_DABS):
-        x, y = (rng.uniform(-SIZE / 2, SIZE / 2, 1) for _ in range(2))
+        x = rng.uniform(-SIZE / 2, SIZE / 2, 1)
+        y = rng.uniform(-SIZE / 2, SIZE / 2, 1)
         over_BP = _soft((x_P - x) ** 2 + (y_P - y) ** 2, rng.uniform(1, 2.5, 1) ** 2, 0.25)
         ground_BPC += over_BP[..., None] * (rng.uniform(0.2, 0.8, 1, 3) - ground_BPC)
 
-    angle, slope, level = (
-        rng.uniform(0, 2 * np.pi, 1),
-        rng.uniform(0, 0.015, 1),
-        rng.uniform(0.85, 1.1, 1),
-    )
+    angle = rng.uniform(0, 2 * np.pi, 1)
+    slope = rng.uniform(0, 0.015, 1)
+    level = rng.uniform(0.85, 1.1, 1)
     light_BP = level + slope * (np.cos(angle) * x_P + np.sin(angle) * y_P)
     ground_BPC *= (255 * light_BP)[..., None]
+
     strength = rng.uniform(0.0, 0.15, 1, 1)
-    ground_BPC += strength * (rng.bytes(SIZE * SIZE, 3).astype(np.float32) - np.float32(127.5))
+    noise = rng.bytes(SIZE * SIZE, 3).astype(np.float32) - np.float32(127.5)
+    ground_BPC += strength * noise
     return label_B, np.clip(ground_BPC, 0, 255).astype(np.uint8)
 
 
@@ -211,11 +236,15 @@ def _striped(
     angle_B1: np.ndarray,
     contrast: tuple[float, float],
 ) -> np.ndarray:
-    """Stripes of two colours over the whole image, float32 [B, P, C]; the colours vary along the angle."""
+    """Return stripes of two colours over a complete image, float32 [B, P, C].
+
+    The colours change along the angle.
+    """
     k = 2 * np.pi / rng.uniform(4, 6.5, 1)
-    wave_BP = np.sin(
-        (k * np.cos(angle_B1)) * x_P + (k * np.sin(angle_B1)) * y_P + rng.uniform(0, 2 * np.pi, 1)
-    )
+    k_x = k * np.cos(angle_B1)
+    k_y = k * np.sin(angle_B1)
+    wave_BP = np.sin(k_x * x_P + k_y * y_P + rng.uniform(0, 2 * np.pi, 1))
+    # Clipped, a sine is a stripe with soft edges.
     np.clip(3 * wave_BP, -1, 1, out=wave_BP)
     mean_BC = rng.uniform(0.35, 0.65, 1) + rng.uniform(-0.12, 0.12, 3)
     towards_BC = rng.uniform(*contrast, 1) * rng.uniform(0.4, 1.6, 3)
@@ -223,26 +252,35 @@ def _striped(
 
 
 def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray) -> np.ndarray:
-    """How much of each pixel the shape covers, float32 [B, P] in [0, 1]; every shape has the same area."""
-    centre_x, centre_y = (rng.uniform(-4, 4, 1) for _ in range(2))
-    angle, stretch = rng.uniform(-0.3, 0.3, 1), np.exp(rng.uniform(-0.15, 0.15, 1))
-    size = rng.uniform(12, 18, 1)  # the root of the area, in pixels
-    x_BP, y_BP = x_P - centre_x, y_P - centre_y
-    cos, sin = np.cos(angle) / size, np.sin(angle) / size
-    u_BP, v_BP = (cos * x_BP + sin * y_BP) * stretch, (cos * y_BP - sin * x_BP) / stretch
-    far_BP = np.empty_like(u_BP)
-    for which, distance in enumerate((_disc, _square, _triangle, _ring, _cross)):
-        here = shape_B == which
-        far_BP[here] = distance(u_BP[here], v_BP[here])
-    return _soft(far_BP * size, np.float32(0), 1.0)
+    """Return the share of each pixel that the shape covers, float32 [B, P]."""
+    centre_x = rng.uniform(-4, 4, 1)
+    centre_y = rng.uniform(-4, 4, 1)
+    angle = rng.uniform(-0.3, 0.3, 1)
+    stretch = np.exp(rng.uniform(-0.15, 0.15, 1))
+    size = rng.uniform(12, 18, 1)  # Square root of the area, in pixels.
+
+    # (u, v) are coordinates in which the shape has area 1 and is upright.
+    x_BP = x_P - centre_x
+    y_BP = y_P - centre_y
+    cos = np.cos(angle) / size
+    sin = np.sin(angle) / size
+    u_BP = (cos * x_BP + sin * y_BP) * stretch
+    v_BP = (cos * y_BP - sin * x_BP) / stretch
+
+    distance_BP = np.empty_like(u_BP)
+    for shape, signed_distance in enumerate((_disc, _square, _triangle, _ring, _cross)):
+        is_shape = shape_B == shape
+        distance_BP[is_shape] = signed_distance(u_BP[is_shape], v_BP[is_shape])
+    return _soft(distance_BP * size, np.float32(0), 1.0)
 
 
 def _soft(value: np.ndarray, edge: Any, sharpness: float) -> np.ndarray:
-    """1 below the edge, 0 above it, and linear over 1 / sharpness between."""
+    """Return 1 for values below the edge and 0 above, with a linear ramp of width 1 / sharpness."""
     return np.clip(np.float32(sharpness) * (edge - value) + np.float32(0.5), 0, 1)
 
 
-# Signed distances, about, to the edge of a shape of area 1 about the origin; negative inside.
+# Each function below returns roughly the signed distance from the points (u, v) to the edge of a
+# shape of area 1 about the origin. It is negative inside of the shape.
 
 
 def _disc(u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -264,6 +302,9 @@ def _ring(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _cross(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    arm, width = np.sqrt(1 / (4 * (2 * 0.36 - 0.36**2))), 0.36
-    longer, shorter = np.maximum(np.abs(u), np.abs(v)), np.minimum(np.abs(u), np.abs(v))
+    width = 0.36
+    # The arm for which the area is 1.
+    arm = np.sqrt(1 / (4 * (2 * 0.36 - 0.36**2)))
+    longer = np.maximum(np.abs(u), np.abs(v))
+    shorter = np.minimum(np.abs(u), np.abs(v))
     return np.maximum(longer - np.float32(arm), shorter - np.float32(width * arm))

@@ -1,4 +1,7 @@
-"""Opens text that is tokenized while it is trained on: data sets of `datasets`, and a user's own files under data.stream."""
+"""Loaders of text that is tokenized while it is trained on.
+
+These are data sets of the package `datasets`, and a user's own files with data.stream.
+"""
 
 from __future__ import annotations
 
@@ -21,49 +24,52 @@ if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
 
 EVAL_TOKENS = 1 << 20
-"""Of evaluation text, which is tokenized before the first step, unless data.eval_examples says how much is wanted."""
+"""Evaluation tokens, which are made before the first step, unless data.eval_examples is set."""
 
 
 class Corpus(NamedTuple):
-    """What a stream is made of."""
+    """Documents of a stream, opened but not yet tokenized."""
 
     key: str
-    """Names the content in the cache of this host."""
+    """Name of the content in the cache of this host."""
     identity: str
-    """Names it on every host."""
+    """Name of the content that is the same on every host."""
     lanes: Sequence[Documents]
+    """Training documents of each lane."""
     train: Documents
-    """All of the lanes' documents."""
+    """Training documents of all lanes."""
     held_out: Documents
+    """Evaluation documents."""
     facts: dict[str, Any]
     has_bytes: bool = True
-    """Whether all of it is text, so that tokens can be counted in bytes."""
+    """True if all of the content is text and not ids, so that tokens can be counted in bytes."""
     broken: BrokenLog | None = None
-    """What is left out as broken, as far as it was read."""
+    """Log of documents that are left out as broken. It has those read so far."""
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Stream:
-    """A user's text, records and token ids as they are tokenized.
+    """Load a user's text, records and token ids as a stream.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is text:PATH or records:PATH.
+    The arguments are those of `mupax.train.data.load`. `config.name` is text:PATH or records:PATH.
     """
     read, key = text.user_text(config, model, note)
     by_file = splits.by_file(read)
-    train, held_out = ([file for file in by_file if side in file.sides] for side in splits.SIDES)
+    train_side, eval_side = splits.SIDES
+    train = [file for file in by_file if train_side in file.sides]
+    held_out = [file for file in by_file if eval_side in file.sides]
     duplicates.report_files(train, held_out, note)
+
+    sizes = (f"{name} {file.stat().st_size}" for name, file in read.every())
+    identity = cache.digest(*sizes, config.field, *read.reading())
+    shares = files.lanes(train, config.batch_size)
+    (all_train,) = files.lanes(train, 1)
+    (all_held_out,) = files.lanes(held_out, 1)
     corpus = Corpus(
         key=key,
-        identity=cache.digest(
-            *(f"{name} {file.stat().st_size}" for name, file in read.every()),
-            config.field,
-            *read.reading(),
-        ),
-        lanes=[
-            files.FileDocuments(share, "train") for share in files.lanes(train, config.batch_size)
-        ],
-        train=files.FileDocuments(files.lanes(train, 1)[0], "train"),
-        held_out=files.FileDocuments(files.lanes(held_out, 1)[0], "eval"),
+        identity=identity,
+        lanes=[files.FileDocuments(share, "train") for share in shares],
+        train=files.FileDocuments(all_train, "train"),
+        held_out=files.FileDocuments(all_held_out, "eval"),
         facts={"files": len(by_file)},
         has_bytes=not read.ids,
         broken=read.broken,
@@ -72,14 +78,16 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 
 
 def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Stream:
-    """A data set that `datasets` reads, streamed.
+    """Load a data set of the package `datasets` as a stream.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is hf:NAME[@REVISION][:SUBSET] or hf:FOLDER.
+    The arguments are those of `mupax.train.data.load`. `config.name` is hf:NAME[@REVISION][:SUBSET]
+    or hf:FOLDER.
     """
     text.language_model(config.name, model)
-    named_tokenizers.opened(config.tokenizer, config.separator)  # before the network is asked
-    source, field = hub.opened(config.name, config.limits), config.field
+    # A wrong tokenizer must be refused before the network is asked.
+    named_tokenizers.opened(config.tokenizer, config.separator)
+    source = hub.opened(config.name, config.limits)
+    field = config.field
     note(source.line)
     key = cache.digest(source.key, field)
     broken = BrokenLog()
@@ -100,47 +108,56 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 def _opened(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note, corpus: Corpus
 ) -> Stream:
-    """The stream of a corpus, its evaluation text tokenized.
+    """Return the stream of a corpus, with its evaluation text and first training text tokenized.
 
     Raises:
-        DataError: the tokenizer, the text or the model does not fit.
+        DataError: The tokenizer, the text or the model does not fit.
     """
     model = text.language_model(config.name, model)
 
     def texts() -> Iterator[bytes]:
-        chunks = corpus.train.after(None)
-        return (
-            content for chunk, _ in chunks for content, _ in chunk if isinstance(content, bytes)
-        )
+        for chunk, _ in corpus.train.after(None):
+            for content, _ in chunk:
+                if isinstance(content, bytes):
+                    yield content
 
     encoder = text.opened_tokenizer(config, corpus.key, model.vocab_size, texts, note)
     text.check_vocabulary(config, encoder, model)
     folder = cache.folder(cache.root() / "streams" / f"{corpus.key}-{encoder.key}{encoder.variant}")
+
     evaluation = StreamShard(folder / "eval", corpus.held_out, encoder)
-    eval_tokens = (
-        EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
-    )
+    eval_tokens = EVAL_TOKENS
+    if config.eval_examples is not None:
+        eval_tokens = config.eval_examples * model.seq_len + 1
     held_out = evaluation.first(eval_tokens, note)
+
     count = len(corpus.lanes)
-    lanes = [
-        StreamShard(folder / f"train-{i}-of-{count}", each, encoder)
-        for i, each in enumerate(corpus.lanes)
-    ]
-    beginning = lanes[0].first(1, note)  # what is wrong with every record is wrong with the first
+    lanes = []
+    for i, documents in enumerate(corpus.lanes):
+        lanes.append(StreamShard(folder / f"train-{i}-of-{count}", documents, encoder))
+    # An error that every record has is raised here, before the run starts.
+    beginning = lanes[0].first(1, note)
     if lanes[0].ended:
         check_length(config, "training", len(beginning.tokens), 2 * model.seq_len, model.seq_len)
-    for line in corpus.broken.summary() if corpus.broken is not None else ():
-        note(f"so far: {line}")
-    some = [held_out.quoted, beginning.quoted]
-    quoted = quoting.note_counts(
-        note, f"{config.name}, as far as it is read,", some, config.special_tokens
-    )
+
+    if corpus.broken is not None:
+        for line in corpus.broken.summary():
+            note(f"so far: {line}")
+    counts = [held_out.quoted, beginning.quoted]
+    name_so_far = f"{config.name}, as far as it is read,"
+    quoted = quoting.note_counts(note, name_so_far, counts, config.special_tokens)
     separators.check(config, encoder, held_out.tokens, note, is_text=corpus.has_bytes)
     note(
-        f"{config.name} is tokenized while it is trained on, in {count} lane{'s' if count > 1 else ''}; "
-        f"{len(held_out.tokens):,} tokens of it to evaluate on"
+        f"{config.name} is tokenized while it is trained on, in {count} "
+        f"lane{'s' if count > 1 else ''}; {len(held_out.tokens):,} tokens of it to evaluate on"
     )
-    digest = cache.digest("stream", corpus.identity, encoder.key, evaluation.first(1, note).digest)
+
+    # The first step's digest names the evaluation text, however much of it is used.
+    first_step = evaluation.first(1, note)
+    digest = cache.digest("stream", corpus.identity, encoder.key, first_step.digest)
+    facts = {"digest": digest, "lanes": count, **corpus.facts}
+    if quoted:
+        facts["special_tokens_in_text"] = quoted
     return Stream(
         config,
         lanes,
@@ -148,12 +165,7 @@ def _opened(
         encoder,
         seq_len=model.seq_len,
         seed=seed,
-        facts={
-            "digest": digest,
-            "lanes": count,
-            **corpus.facts,
-            **({"special_tokens_in_text": quoted} if quoted else {}),
-        },
+        facts=facts,
         has_bytes=corpus.has_bytes,
         note=note,
     )

@@ -1,4 +1,7 @@
-"""Opens text data by name: `python_corpus` and a user's own files, tokenized and packed in the cache."""
+"""Loaders of text: `python_corpus` and a user's own files, tokenized and packed in the cache.
+
+Other loaders of text use `opened_tokenizer` and the checks of this file.
+"""
 
 from __future__ import annotations
 
@@ -22,42 +25,44 @@ if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
 
 
-_UNKNOWN, _LOOKED_AT = 0.01, 1 << 20
-"""Share of unknown tokens above which it is said, and among how many."""
+_UNKNOWN = 0.01
+"""Share of unknown tokens above which the user is warned."""
+_LOOKED_AT = 1 << 20
+"""Number of training tokens among which unknown ones are counted."""
 
 
 def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
-    """The documents of a TFDS data source, a record each, read one by one, as `packing.Documents` has them.
+    """Return the documents of a TFDS data source, one per record, as `packing.Documents` has them.
 
     Args:
-        source: gives records by index.
-        feature: name of the text in a record, str or bytes.
+        source: Records by index. They are read one by one, when they are asked for.
+        feature: Name of the text in a record, which is a str or bytes.
     """
 
-    def part(record: Mapping[str, Any]) -> list[tuple[bytes, bool]]:
+    def documents_of(record: Mapping[str, Any]) -> list[tuple[bytes, bool]]:
         content = record[feature]
-        return [(content.encode() if isinstance(content, str) else bytes(content), True)]
+        encoded = content.encode() if isinstance(content, str) else bytes(content)
+        return [(encoded, True)]
 
-    return grain.MapDataset.source(source).map(part)
+    return grain.MapDataset.source(source).map(documents_of)
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """The text of the Python standard library as batches.
+    """Load the text of the Python standard library as batches.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them.
+    The arguments are those of `mupax.train.data.load`.
     """
     language_model(config.name, model)
-    return open_text(config, model, seed, note, *python_documents(config, note))
+    key, documents, facts = python_documents(config, note)
+    return open_text(config, model, seed, note, key, documents, facts)
 
 
 def python_documents(
     config: DataConfig, note: cache.Note
 ) -> tuple[str, Callable[[], packing.Documents], dict[str, Any]]:
-    """Return the key, the documents and the facts of the Python standard library.
+    """Return the cache key, the documents and the facts of the Python standard library.
 
-    Args:
-        config, note: as `mupax.train.data.load` takes them.
+    The arguments are those of `mupax.train.data.load`.
     """
     files = corpus.python_files()
     content = corpus.content_digest(files)
@@ -73,10 +78,12 @@ def python_documents(
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """A user's text, records and token ids, a file or a folder, as batches. Nothing is copied but the tokens.
+    """Load a user's text, records and token ids as batches.
 
-    Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is text:PATH or records:PATH.
+    They are in a file or a folder, and are read in place. Only the tokens are copied, into the
+    cache.
+
+    The arguments are those of `mupax.train.data.load`. `config.name` is text:PATH or records:PATH.
     """
     files, key = user_text(config, model, note)
     facts = {"files": len(files.every())}
@@ -86,18 +93,19 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 def user_text(
     config: DataConfig, model: ModelConfig, note: cache.Note
 ) -> tuple[user_files.Files, str]:
-    """A user's text, records and token ids, and a name of their content in the cache.
+    """Return a user's text, records and token ids, and a key that names their content in the cache.
 
-    Args:
-        config, model, note: as `own_files` has them.
+    The arguments are those of `own_files`.
 
     Raises:
-        DataError: what is there cannot be read, or does not fit the tokenizer.
+        DataError: Files cannot be read, or do not fit the tokenizer.
     """
     language_model(config.name, model)
     kind, _, path = config.name.partition(":")
     encoder = named_tokenizers.opened(config.tokenizer, config.separator)
-    vocab_size = encoder.vocab_size if encoder and config.tokenizer != "bytes" else None
+    vocab_size = None
+    if encoder and config.tokenizer != "bytes":
+        vocab_size = encoder.vocab_size
     files = user_files.files(
         path_of(path),
         kind,
@@ -108,40 +116,52 @@ def user_text(
         is_utf8=config.tokenizer != "bytes",
         limits=config.limits,
     )
-    if isinstance(encoder, tokenizer.Ids) and (entries := [*files.text, *files.records]):
+
+    texts = [*files.text, *files.records]
+    if isinstance(encoder, tokenizer.Ids) and texts:
         raise DataError(
-            f"{entries[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
-            f"{path}, or write data.tokenizer as the path of the tokenizer.json that made the ids"
+            f"{texts[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and "
+            f"no words; take it out of {path}, or write data.tokenizer as the path of the "
+            "tokenizer.json that made the ids"
         )
     if config.field != type(config).field and not files.records:
         raise DataError(
             f"data.field {config.field} is of records, and {path} has none; leave it out"
         )
-    every = files.every()
-    # A stream begins before all of its text is read.
-    named = (
-        corpus.stat_digest(every)
-        if config.stream
-        else contents.digest([path for _, path in every], note)
-    )
-    key = f"text-{named}"
-    if files.records or files.ids:  # plain text has no field
-        key = f"records-{cache.digest(key, config.field, kind)}"
-    if reading := files.reading():
-        key = f"{key.partition('-')[0]}-{cache.digest(key, *reading)}"
+
+    key = _content_key(config, kind, files, note)
     files.broken.keep_in(f"{key}-utf8" if files.is_utf8 else key)
     return files, key
 
 
+def _content_key(config: DataConfig, kind: str, files: user_files.Files, note: cache.Note) -> str:
+    """Return the key of a user's files in the cache: a digest of contents and ways of reading."""
+    all_files = files.every()
+    if config.stream:
+        # A stream begins before all of its text is read, so it is named by names and sizes.
+        content = corpus.stat_digest(all_files)
+    else:
+        content = contents.digest([path for _, path in all_files], note)
+
+    key = f"text-{content}"
+    if files.records or files.ids:
+        # Plain text has no field.
+        key = f"records-{cache.digest(key, config.field, kind)}"
+    reading = files.reading()
+    if reading:
+        prefix = key.partition("-")[0]
+        key = f"{prefix}-{cache.digest(key, *reading)}"
+    return key
+
+
 def language_model(name: str, model: ModelConfig) -> TokenModel:
-    """The model, if it reads text.
+    """Return the model settings if the model reads text.
 
     Args:
-        name: what an error calls the data.
-        model: of the run.
+        name: Name of the data for error messages.
 
     Raises:
-        DataError: it reads images.
+        DataError: The model reads images.
     """
     if not isinstance(model, TokenModel):
         raise DataError(
@@ -160,20 +180,19 @@ def open_text(
     facts: dict[str, Any],
     files: user_files.Files | None = None,
 ) -> TokenData:
-    """Text data from documents by side of the split, prepared if it is not in the cache.
+    """Return text data made from documents. Tokenize and pack them if they are not in the cache.
 
     Args:
-        config: tokenizer and batches.
-        model: whose vocabulary and sequence length the text must fit.
-        seed: seed of the order.
-        note: told what takes time.
-        key: names the corpus and its content.
-        documents: called only if something must be prepared from them.
-        facts: more to record about the corpus.
-        files: that the documents are from, if they are a user's.
+        model: Model settings that the text must fit: vocabulary and sequence length.
+        note: Function that takes one line of text about work that takes long.
+        key: Name of the corpus and its content in the cache.
+        documents: Function that returns the documents by side of the split. It is called only if
+            something must be prepared.
+        facts: Facts to record about the corpus, in addition to its digest.
+        files: User's files that the documents are from. None for a corpus that is not a user's.
 
     Raises:
-        DataError: the tokenizer, the text or the model does not fit.
+        DataError: The tokenizer, the text or the model does not fit.
     """
     model = language_model(config.name, model)
 
@@ -184,26 +203,20 @@ def open_text(
     encoder = opened_tokenizer(config, key, model.vocab_size, texts, note)
     check_vocabulary(config, encoder, model)
     sides = packing.prepared(key, documents, encoder, note)
+
     if files is not None:
         facts = facts | note_broken(files, note)
-        if (
-            files.text or files.ids or files.sides
-        ):  # records that are split by content have a text on one side only
+        # Records that are split by content have equal texts on one side only.
+        if files.text or files.ids or files.sides:
             duplicates.report(sides, encoder.separator, note)
-    some = sides["train"].tokens[:_LOOKED_AT]
-    if (
-        encoder.unknown is not None
-        and (share := float(np.mean(some == encoder.unknown)) if len(some) else 0.0) > _UNKNOWN
-    ):
-        note(
-            f"caution: {share:.0%} of the tokens of {config.name} are the one for what {config.tokenizer} does not know"
-        )
-    if quoted := quoting.note_counts(
-        note, config.name, [side.quoted for side in sides.values()], config.special_tokens
-    ):
+    _note_unknown(config, encoder, sides["train"].tokens[:_LOOKED_AT], note)
+    counts = [side.quoted for side in sides.values()]
+    quoted = quoting.note_counts(note, config.name, counts, config.special_tokens)
+    if quoted:
         facts = {**facts, "special_tokens_in_text": quoted}
     has_bytes = files is None or not files.ids
     separators.check(config, encoder, sides["train"].tokens, note, is_text=has_bytes)
+
     digest = cache.digest(encoder.key, *(sides[side].digest for side in packing.SIDES))
     return TokenData(
         config,
@@ -217,12 +230,26 @@ def open_text(
     )
 
 
+def _note_unknown(
+    config: DataConfig, encoder: tokenizer.Tokenizer, tokens: np.ndarray, note: cache.Note
+) -> None:
+    """Warn the user if many of the tokens are the tokenizer's unknown token."""
+    if encoder.unknown is None or not len(tokens):
+        return
+    share = float(np.mean(tokens == encoder.unknown))
+    if share > _UNKNOWN:
+        note(
+            f"caution: {share:.0%} of the tokens of {config.name} are the one for what "
+            f"{config.tokenizer} does not know"
+        )
+
+
 def note_broken(files: user_files.Files, note: cache.Note) -> dict[str, int]:
-    """Tell the user what was left out as broken, and return its number as facts of the data.
+    """Tell the user what was left out as broken, and return the count as facts of the data.
 
     Args:
-        files: as far as they are read.
-        note: told a line per kind of entry.
+        files: User's files, of which those read so far are counted.
+        note: Function that takes one line of text per kind of broken entry.
     """
     for line in files.broken.summary():
         note(line)
@@ -230,20 +257,15 @@ def note_broken(files: user_files.Files, note: cache.Note) -> dict[str, int]:
 
 
 def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: TokenModel) -> None:
-    """Refuse a tokenizer that has more tokens than the model.
-
-    Args:
-        config: names it.
-        encoder: it, opened.
-        model: of the run.
+    """Raise an error if the tokenizer has more tokens than the model.
 
     Raises:
-        DataError: it has.
+        DataError: The tokenizer has more tokens. The message says what to write.
     """
     if encoder.vocab_size > model.vocab_size:
         raise DataError(
-            f"tokenizer {config.tokenizer} has {encoder.vocab_size} tokens and the model {model.vocab_size}; "
-            f"write --model.vocab-size {encoder.vocab_size}"
+            f"tokenizer {config.tokenizer} has {encoder.vocab_size} tokens and the model "
+            f"{model.vocab_size}; write --model.vocab-size {encoder.vocab_size}"
         )
 
 
@@ -255,35 +277,37 @@ def opened_tokenizer(
     note: cache.Note,
     special: Sequence[str] = (),
 ) -> tokenizer.Tokenizer:
-    """The tokenizer of a config; bpe:SIZE is trained on the first training documents and kept in the cache.
+    """Return the tokenizer that a config names.
+
+    bpe:SIZE is trained on the training documents and kept in the cache.
 
     Args:
-        config: names it.
-        key: names the corpus and its content.
-        vocab_size: of the model.
-        texts: gives the training documents.
-        note: told what takes time.
-        special: tokens of bpe:SIZE that are no text, beside the separator.
+        key: Name of the corpus and its content in the cache.
+        vocab_size: Number of tokens of the model.
+        note: Function that takes one line of text about work that takes long.
+        special: Tokens of bpe:SIZE that stand for no text, in addition to the separator.
 
     Raises:
-        DataError: there is no such tokenizer, or the model has no room for it.
+        DataError: There is no such tokenizer, or bpe:SIZE has more tokens than the model.
     """
-    if encoder := named_tokenizers.opened(
-        config.tokenizer, config.separator, config.special_tokens
-    ):
+    encoder = named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens)
+    if encoder:
         return encoder
+
     size = named_tokenizers.bpe_size(config.tokenizer)
     assert size is not None
-    if size > vocab_size:  # before minutes of training
+    # Refused here, and not by `check_vocabulary` after minutes of training.
+    if size > vocab_size:
         raise DataError(
-            f"data.tokenizer {config.tokenizer} and a model of {vocab_size} tokens; write --model.vocab-size {size}"
+            f"data.tokenizer {config.tokenizer} and a model of {vocab_size} tokens; "
+            f"write --model.vocab-size {size}"
         )
     path = cache.root() / "tokenizers" / f"bpe{size}-{key}.json"
     if not path.exists():
         with cache.lock(path.parent, path.stem, note):
+            # Another process may have trained it meanwhile.
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
-                disk.write_whole(
-                    path, named_tokenizers.train_bpe(texts(), size, special).to_str(pretty=True)
-                )
+                library = named_tokenizers.train_bpe(texts(), size, special)
+                disk.write_whole(path, library.to_str(pretty=True))
     return tokenizer.Subwords(path, config.separator, config.special_tokens)

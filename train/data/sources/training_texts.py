@@ -1,4 +1,7 @@
-"""Training texts of any source, for a tokenizer that is trained on them (`bpe:SIZE`, `mupax data tokenizer`)."""
+"""Training texts of any source, for a tokenizer that is trained on them.
+
+data.tokenizer `bpe:SIZE` and the command `mupax data tokenizer` use them.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +29,30 @@ if TYPE_CHECKING:
 
 
 class TrainingTexts(NamedTuple):
-    """Documents of the training part of a source."""
+    """Training documents of a source, which can be read several times."""
 
     key: str
-    """Names the content in the cache."""
+    """Name of the content in the cache."""
     read: Callable[[], Iterator[bytes]]
-    """Yields the documents in UTF-8; every call begins with the first."""
+    """Function that yields the documents in UTF-8. Each call begins with the first document."""
     special: tuple[str, ...] = ()
-    """What a chat template writes around messages: tokens that are no text, each of which is a single token."""
+    """Special tokens of a chat template around messages. Each is one token of a tokenizer."""
 
 
 def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> TrainingTexts:
     """Return the training texts of the source that a config names.
 
-    Args:
-        config, model, note: as `mupax.train.data.load` takes them.
+    The arguments are those of `mupax.train.data.load`.
 
     Raises:
-        DataError: the source is missing, holds no text, or is a chat without a template.
+        DataError: The source is missing, is not text, or has conversations and no chat template.
     """
     text.language_model(config.name, model)
     kind = config.name.partition(":")[0]
     if source(config.name).task == "images":
         raise DataError(f"data {config.name!r} is images; a tokenizer is trained on text")
     if kind == mix.NAME:
-        parts = mix.parts(config.mix)
-        texts = {}
-        for name, part in parts.items():
-            try:
-                texts[name] = opened(part_config(config, part.source), model, note)
-            except DataError as error:
-                raise DataError(f"data.mix {name}: {error}") from error
-        return weighted(texts, {name: part.count for name, part in parts.items()})
+        return _mixture(config, model, note)
     if kind == "python_corpus":
         key, documents, _ = text.python_documents(config, note)
         return TrainingTexts(key, lambda: _training_part(documents()))
@@ -74,34 +69,45 @@ def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> Training
     return TrainingTexts(key, lambda: _training_part(documents()))
 
 
-def part_config(config: DataConfig, name: str) -> DataConfig:
-    """Return the config of one part of a mixture.
+def _mixture(config: DataConfig, model: ModelConfig, note: cache.Note) -> TrainingTexts:
+    """Return the training texts of data.mix as one, each with its share of the bytes."""
+    parts = mix.parts(config.mix)
+    texts = {}
+    for name, part in parts.items():
+        try:
+            texts[name] = opened(part_config(config, part.source), model, note)
+        except DataError as error:
+            raise DataError(f"data.mix {name}: {error}") from error
+    return weighted(texts, {name: part.count for name, part in parts.items()})
 
-    `data.field` names the text of records. Beside them, a chat has its messages where they usually are, and plain text
-    has no field.
+
+def part_config(config: DataConfig, name: str) -> DataConfig:
+    """Return the data settings of one part of a mixture.
+
+    In a mixture, `data.field` names the text of records. A chat in a mixture with other kinds
+    therefore has its messages in the usual field, and plain text has no field.
 
     Args:
-        config: of the mixture.
-        name: source of the part.
+        name: Source of the part, as data.name takes it.
     """
     part = dataclasses.replace(config, name=name, mix=(), eval_examples=None)
     kinds = {other.source.partition(":")[0] for other in mix.parts(config.mix).values()}
     kind, _, path = name.partition(":")
-    usual = type(config).field
+    usual_field = type(config).field
     if kind == "chat" and kinds != {"chat"}:
-        return dataclasses.replace(part, field=usual)
-    if kind == "text" and config.field != usual and not _has_records(path, config.field):
-        return dataclasses.replace(part, field=usual)
+        return dataclasses.replace(part, field=usual_field)
+    if kind == "text" and config.field != usual_field and not _has_records(path, config.field):
+        return dataclasses.replace(part, field=usual_field)
     return part
 
 
 def _has_records(path: str, field: str) -> bool:
+    """Return whether a file or folder has records that can be read."""
     try:
-        return bool(
-            user_files.files(path_of(path), "records", field, None, lambda line: None).records
-        )
+        files = user_files.files(path_of(path), "records", field, None, lambda line: None)
     except DataError:
         return False
+    return bool(files.records)
 
 
 def weighted(
@@ -110,46 +116,52 @@ def weighted(
     """Return several texts as one.
 
     Args:
-        texts: by name.
-        weights: share of the bytes that each text has. A small text is read again until the others are through. Without
-            weights each text is read once.
+        weights: Share of the bytes of each text, by name. A small text is read again until all
+            others have been read. With None each text is read once.
     """
-    shares = [f"{name} {texts[name].key} {weights[name] if weights else ''}" for name in texts]
-    special = dict.fromkeys(token for name in texts for token in texts[name].special)
+    keys = [f"{name} {texts[name].key} {weights[name] if weights else ''}" for name in texts]
+    special: dict[str, None] = {}
+    for part in texts.values():
+        special |= dict.fromkeys(part.special)
 
     def read() -> Iterator[bytes]:
-        return _interleaved(
-            [texts[name] for name in texts],
-            [weights[name] if weights else 1 for name in texts],
-            bool(weights),
-        )
+        shares = [weights[name] if weights else 1 for name in texts]
+        return _interleaved([*texts.values()], shares, bool(weights))
 
-    return TrainingTexts(f"mix-{cache.digest(*shares)}", read, tuple(special))
+    return TrainingTexts(f"mix-{cache.digest(*keys)}", read, tuple(special))
 
 
 def _interleaved(
     texts: Sequence[TrainingTexts], weights: Sequence[int], repeat: bool
 ) -> Iterator[bytes]:
-    """Yield the documents of several texts so that each text has its share of the bytes at any time."""
+    """Yield the documents of several texts, each with its share of the bytes at any time.
+
+    Args:
+        repeat: True reads a text again at its end, until every text has been read once.
+    """
     readers = [part.read() for part in texts]
     sizes = [0] * len(texts)
     unfinished = set(range(len(texts)))
-    left = [*range(len(texts))]
-    while unfinished and left:
-        i = min(left, key=lambda number: sizes[number] / weights[number])
+    readable = [*range(len(texts))]
+    while unfinished and readable:
+        # The text that is farthest behind its share.
+        i = min(readable, key=lambda number: sizes[number] / weights[number])
         document = next(readers[i], None)
         if document is not None:
             sizes[i] += len(document)
             yield document
             continue
+
         unfinished.discard(i)
+        # A text without any bytes would be read again without end.
         if repeat and sizes[i]:
             readers[i] = texts[i].read()
         else:
-            left.remove(i)
+            readable.remove(i)
 
 
 def _training_part(documents: Documents) -> Iterator[bytes]:
+    """Yield the texts of the training side. Documents of token ids are left out."""
     parts = documents["train"]
     for i in range(len(parts)):
         for content, _ in parts[i]:
@@ -158,26 +170,33 @@ def _training_part(documents: Documents) -> Iterator[bytes]:
 
 
 def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
-    """Return conversations as a chat template writes them, cut at its special tokens."""
+    """Return rendered conversations, split at the special tokens of their chat template."""
     template = templates.find(config.tokenizer, config.chat_template)
     if template is None:
         raise DataError(
-            f"{config.name} has no chat template; write one in jinja2, and its file as --data.chat-template FILE"
+            f"{config.name} has no chat template; write one in jinja2, and its file as "
+            "--data.chat-template FILE"
         )
     field = FIELD if config.field == type(config).field else config.field
-    path = path_of(config.name.partition(":")[2])
-    skip_broken = config.on_broken == "skip"
     files = user_files.files(
-        path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits
+        path_of(config.name.partition(":")[2]),
+        "chat",
+        field,
+        None,
+        note,
+        skip_broken=config.on_broken == "skip",
+        limits=config.limits,
     )
-    every = contents.digest([path for _, path in files.every()], note)
-    key = cache.digest(every, field, template.source, *map(str, template.tokens.items()))
+    content = contents.digest([path for _, path in files.every()], note)
+    key = cache.digest(content, field, template.source, *map(str, template.tokens.items()))
     return TrainingTexts(
         f"chat-{key}", lambda: _written(template, splits.sides(files)), template.special_tokens
     )
 
 
 def _written(template: Template, documents: Documents) -> Iterator[bytes]:
+    """Yield the texts between special tokens of the rendered conversations."""
+    # "(?!)" matches nothing: a template without special tokens is not cut.
     cut = re.compile("|".join(map(re.escape, template.special_tokens)) or "(?!)")
     for messages in _training_part(documents):
         conversation = template.render(shown_to_template(json.loads(messages)), prompt=False)
@@ -187,6 +206,7 @@ def _written(template: Template, documents: Documents) -> Iterator[bytes]:
 
 
 def _hub(config: DataConfig) -> TrainingTexts:
+    """Return the training texts of a data set of the package `datasets`."""
     from mupax.train.data.streams import hub
 
     data_set = hub.opened(config.name, config.limits)

@@ -1,10 +1,11 @@
-"""Batches of a text that is tokenized while it is trained on: windows of seq_len + 1 tokens, in an order that no timing changes.
+"""Batches of a text that is tokenized while it is trained on, in an order that no timing changes.
 
-Rows of a batch are divided among the lanes, so that a process reads, and tokenizes, those of its own rows alone. A lane's windows
-come in pools of so many in its order, each pool in a random order of its own: a window is known as soon as its pool is there.
-After its last window a lane begins again, cut at another offset.
+Examples are windows of seq_len + 1 tokens. Rows of a batch are divided among the lanes, so that a
+process reads and tokenizes only the lanes of its own rows. A pool is a fixed number of successive
+windows of a lane, and each pool has a random order of its own. A window can therefore be read as
+soon as its pool is tokenized. After its last window a lane begins again, cut at another offset.
 
-`TokenizerThread` tokenizes windows before they are waited for.
+`TokenizerThread` tokenizes windows before training waits for them.
 """
 
 from __future__ import annotations
@@ -28,32 +29,34 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 _PATIENCE_S = 5.0
-"""How long the end waits for a source that is stuck."""
+"""Seconds that the end of a run waits for a source that is stuck."""
 
 _POOL = 4096
-"""Windows of all lanes' pools together."""
+"""Number of windows in one pool of every lane together."""
 _POOLS_AHEAD = 4
+"""Number of pools that are tokenized before training waits for them."""
 
 
 class TokenizerThread:
-    """Thread that tokenizes ahead of the batches, the shard that is farthest behind first.
+    """Thread that tokenizes ahead of the batches, the lane that is farthest behind first.
 
-    What it cannot do is left to who waits for it, and raised there.
+    An error ends the thread. The training loop meets the same error when it waits for the tokens.
 
     Args:
-        lanes: that may be asked for.
+        lanes: Lanes that `want` may name.
     """
 
     def __init__(self, lanes: Sequence[StreamShard]) -> None:
-        self._lanes, self._targets = lanes, dict[int, int]()
-        self._changed, self._stopped = threading.Event(), threading.Event()
+        self._lanes = lanes
+        self._targets: dict[int, int] = {}
+        self._changed = threading.Event()
+        self._stopped = threading.Event()
 
     def want(self, lane: int, tokens: int) -> None:
-        """Asks for so many tokens of a lane.
+        """Ask for tokens of a lane. The thread makes them later.
 
         Args:
-            lane: its number.
-            tokens: from its first.
+            tokens: Number of tokens, counted from the start of the lane.
         """
         if tokens > self._targets.get(lane, 0):
             self._targets[lane] = tokens
@@ -61,7 +64,7 @@ class TokenizerThread:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The thread, until the block ends."""
+        """Run the thread until the block ends."""
         self._stopped.clear()
         thread = threading.Thread(target=self._run, name="tokenizing", daemon=True)
         thread.start()
@@ -75,35 +78,42 @@ class TokenizerThread:
     def _run(self) -> None:
         with contextlib.suppress(MupaxError, OSError):
             while not self._stopped.is_set():
+                # Cleared before the targets are read, so that a later target is not missed.
                 self._changed.clear()
-                lacks = [
-                    (self._lanes[i].tokens / target, i) for i, target in [*self._targets.items()]
-                ]
-                behind = [
-                    (share, i) for share, i in lacks if share < 1 and not self._lanes[i].ended
-                ]
-                if not behind:
+                lane = self._farthest_behind()
+                if lane is None:
                     self._changed.wait()
-                elif not self._lanes[min(behind)[1]].grow():
+                elif not lane.grow():
+                    # Another process works on this lane.
                     self._stopped.wait(POLL_S)
+
+    def _farthest_behind(self) -> StreamShard | None:
+        """Return the lane with the smallest share of its target, or None if no lane is behind."""
+        behind: list[tuple[float, int]] = []
+        # A copy, because `want` may add a lane meanwhile.
+        for i, target in [*self._targets.items()]:
+            share = self._lanes[i].tokens / target
+            if share < 1 and not self._lanes[i].ended:
+                behind.append((share, i))
+        if not behind:
+            return None
+        _, number = min(behind)
+        return self._lanes[number]
 
 
 class Stream(TextWindows):
-    """Windows of lanes that grow.
+    """Batches of windows of a text whose lanes grow while they are read.
 
     Args:
-        config: sizes of batches; the lanes divide data.batch_size.
-        lanes: of the training text.
-        eval_: packed evaluation text.
-        tokenizer: made the tokens.
-        seq_len: T, tokens predicted per window.
-        seed: seed of the order and of the offsets.
-        facts: more to record about the corpus.
-        has_bytes: whether all of it was text, and not ids, whose bytes are not known.
-        note: told what takes long.
+        config: Data settings. The number of lanes divides data.batch_size.
+        tokenizer: Tokenizer that made the tokens.
+        seq_len: T, number of predicted tokens per window.
+        seed: Seed of the order and of the offsets.
+        has_bytes: True if the corpus is text and not ids, whose bytes are unknown.
+        note: Function that takes one line of text about work that takes long.
 
     Raises:
-        DataError: the evaluation text is too short.
+        DataError: The evaluation text is too short.
     """
 
     def __init__(
@@ -128,13 +138,15 @@ class Stream(TextWindows):
             train_size=None,
             has_bytes=has_bytes,
         )
-        self._lanes, self._seed, self._note = lanes, seed, note
+        self._lanes = lanes
+        self._seed = seed
+        self._note = note
         self._pool = max(1, _POOL // len(lanes))
-        self._ahead_of = TokenizerThread(lanes)
+        self._tokenizer_thread = TokenizerThread(lanes)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        with self._ahead_of.running():
+        with self._tokenizer_thread.running():
             yield
 
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
@@ -142,36 +154,50 @@ class Stream(TextWindows):
         return np.array(tokens, np.int32).reshape(-1, self._seq_len + 1)
 
     def _window(self, i: int) -> np.ndarray:
-        rows = self.batch_size // len(self._lanes)
+        """Return the tokens [T + 1] of training example i. Tokenize them if needed."""
+        # Each lane has the same number of successive rows of every batch.
+        rows_per_lane = self.batch_size // len(self._lanes)
         k, row = divmod(i, self.batch_size)
-        number, place = row // rows, k * rows + row % rows
-        lane, length = self._lanes[number], self._seq_len
+        number, lane_row = divmod(row, rows_per_lane)
+        place = k * rows_per_lane + lane_row
+        lane = self._lanes[number]
+        length = self._seq_len
+
         needed = self._tokens(place // self._pool)
         if not lane.ended:
-            self._ahead_of.want(number, needed + self._tokens(_POOLS_AHEAD))
+            self._tokenizer_thread.want(number, needed + self._tokens(_POOLS_AHEAD))
             lane.until(needed, self._note)
-        epoch, pool_size = 0, self._pool
         if lane.tokens < needed:
             check_length(self.config, "training", lane.tokens, 2 * length, length)
+
+        epoch = 0
+        pool_size = self._pool
         if lane.ended:
             windows = (lane.tokens - length) // length
             epoch, place = divmod(place, windows)
+            # The last pool of an epoch has the windows that are left.
             pool_size = min(self._pool, windows - place // self._pool * self._pool)
-        pool, place = divmod(place, self._pool)
-        window = pool * self._pool + self._order(number, epoch, pool, pool_size)[place]
-        start = window * length + (self._offset(number, epoch) if epoch else 0)
+        pool, place_in_pool = divmod(place, self._pool)
+        order = self._order(number, epoch, pool, pool_size)
+        window = pool * self._pool + order[place_in_pool]
+        offset = self._offset(number, epoch) if epoch else 0
+        start = window * length + offset
         return lane.read(start, start + length + 1)
 
     def _tokens(self, pool: int) -> int:
-        """How many tokens a lane must have before a pool is whole; then it has its windows in every epoch."""
+        """Return the number of tokens that a lane must have for all windows of a pool.
+
+        One window more is counted, so that the pool has its windows at any offset of an epoch.
+        """
         return ((pool + 1) * self._pool + 1) * self._seq_len
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  the data lives as long as the run
     def _order(self, lane: int, epoch: int, pool: int, size: int) -> np.ndarray:
+        """Return the order of a pool's windows, a permutation of `size` numbers."""
         return interface.rng(self._seed, interface.POOLS, lane, epoch, pool).permutation(size)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def _offset(self, lane: int, epoch: int) -> int:
-        return int(
-            interface.rng(self._seed, interface.WINDOWS, lane, epoch).integers(self._seq_len)
-        )
+        """Return the token at which an epoch's first window begins."""
+        rng = interface.rng(self._seed, interface.WINDOWS, lane, epoch)
+        return int(rng.integers(self._seq_len))

@@ -1,4 +1,7 @@
-"""A user's own files as lanes: each has whole files, of about as much text as any other's."""
+"""User's own files as lanes of a stream: complete files, and about as much text in every lane.
+
+`sources/streams.py` makes lanes of these documents.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,33 @@ from mupax.train.data.records.splits import FileParts
 from mupax.train.data.streams.lanes import Chunk
 
 MOST_LANES = 64
+"""Largest number of lanes."""
 _UNEVEN = 1.1
-"""The largest lane beside an even share, above which fewer lanes are made: a small one is through its text sooner."""
+"""Largest size of a lane, as a multiple of an even share. Otherwise fewer lanes are made.
+
+With uneven lanes, a small one would have read all of its text before the others.
+"""
 _CHUNK_BYTES = 1 << 18
 
 
 class FileDocuments:
-    """The documents of files, one after the other, of one side of the split. A position is [file, part, documents of it].
+    """Documents of files, one file after the other, of one side of the split.
+
+    A position is [file, part, number of documents of the part].
 
     Args:
-        files: in order.
-        side: of the split.
+        side: Side of the split, train or eval.
     """
 
     def __init__(self, files: Sequence[FileParts], side: str) -> None:
-        self._files, self._side = files, side
+        self._files = files
+        self._side = side
 
     def after(self, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Chunks of the documents behind a position, and the position after each.
+        """Yield chunks of the documents after a position, each with the position after it.
 
         Args:
-            position: as the chunk before has it; None at the beginning.
+            position: Position that came with a chunk. None is the beginning.
         """
         first_file, first_part, first = position or (0, 0, 0)
         for i in range(first_file, len(self._files)):
@@ -44,38 +53,51 @@ class FileDocuments:
             first_part = 0
 
 
-def _chunks(documents: Chunk, file: int, part: int, first: int) -> Iterator[tuple[Chunk, Any]]:
-    chunk, size = [], 0
+def _chunks(
+    documents: Chunk, file: int, part: int, first: int
+) -> Iterator[tuple[Chunk, list[int]]]:
+    """Yield the documents of a part from number `first` on, in chunks with their positions."""
+    chunk: Chunk = []
+    size = 0
     for count, (content, ends) in enumerate(documents[first:], first + 1):
         chunk.append((content, ends))
         size += len(content)
         if size >= _CHUNK_BYTES and count < len(documents):
             yield chunk, [file, part, count]
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     yield chunk, [file, part + 1, 0]
 
 
 def lanes(files: Sequence[FileParts], batch_size: int) -> list[list[FileParts]]:
-    """Files by lane, in the order of a hash of their names; as many lanes as divide the batch and are about even.
+    """Return the files of each lane, in the order of a hash of their names.
+
+    The number of lanes divides the batch size. It is the largest for which lanes are about even.
 
     Args:
-        files: of one side of the split.
-        batch_size: over all processes.
+        files: Files of one side of the split.
     """
     sizes = {file.name: file.path.stat().st_size for file in files}
-    even, divisor = sum(sizes.values()), math.gcd(batch_size, MOST_LANES)
-    for count in (n for n in range(divisor, 1, -1) if divisor % n == 0):
-        shares = [(0, i) for i in range(count)]
-        of: list[list[FileParts]] = [[] for _ in range(count)]
-        for file in sorted(files, key=lambda file: (-sizes[file.name], file.name)):
-            size, i = heapq.heappop(shares)
-            of[i].append(file)
-            heapq.heappush(shares, (size + sizes[file.name], i))
-        if max(shares)[0] * count <= _UNEVEN * even:
-            return [_shuffled(lane) for lane in of]
+    total = sum(sizes.values())
+    largest_first = sorted(files, key=lambda file: (-sizes[file.name], file.name))
+    divisor = math.gcd(batch_size, MOST_LANES)
+    for count in range(divisor, 1, -1):
+        if divisor % count:
+            continue
+        # Each file goes to the lane that is the smallest so far.
+        heap = [(0, i) for i in range(count)]
+        by_lane: list[list[FileParts]] = [[] for _ in range(count)]
+        for file in largest_first:
+            size, i = heapq.heappop(heap)
+            by_lane[i].append(file)
+            heapq.heappush(heap, (size + sizes[file.name], i))
+
+        largest, _ = max(heap)
+        if largest * count <= _UNEVEN * total:
+            return [_shuffled(lane) for lane in by_lane]
     return [_shuffled(files)]
 
 
 def _shuffled(files: Sequence[FileParts]) -> list[FileParts]:
-    """In an order that is no order of the names: what stands together in a folder may be alike."""
+    """Return files in the order of a hash, because neighbours in a folder may be alike."""
     return sorted(files, key=lambda file: (corpus.rank(file.name), file.name))

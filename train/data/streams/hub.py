@@ -1,4 +1,8 @@
-"""Data sets as the package `datasets` has them: of the Hugging Face hub, streamed, or a folder of Parquet or JSON lines in its layout."""
+"""Data sets of the package `datasets`: streamed from the Hugging Face hub, or in a folder.
+
+A folder has Parquet, JSON lines or other files in the layout of the hub. `sources/streams.py` makes
+batches of them.
+"""
 
 from __future__ import annotations
 
@@ -36,91 +40,122 @@ _ABOUT = {
     "dataset_dict.json",
     "state.json",
 }
-"""Files that `datasets` keeps beside data."""
-_CHUNK_BYTES, _CHUNK_ROWS = 1 << 18, 1000
+"""Files with facts about a data set, which are not data."""
+_CHUNK_BYTES = 1 << 18
+_CHUNK_ROWS = 1000
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
 _CHECKED_BYTES = 64 * 2**20
-"""Of a file on disk, which is read once before `datasets` reads it. To read larger ones twice would take long."""
+"""Largest file whose unpacked size is checked. The check reads the file, which takes time."""
 _TIMEOUT_S = 10.0
+# Errors by name, because the packages that define them are optional and load slowly.
+_NOT_FOUND = {
+    "RepositoryNotFoundError",
+    "GatedRepoError",
+    "RevisionNotFoundError",
+    "DatasetNotFoundError",
+}
+_UNREACHABLE = {"HTTPError", "HfHubHTTPError", "TransportError", "ClientError"}
 _SHOWN = 300
+"""Number of characters of an error that a message shows."""
 
 
 class DataSet(NamedTuple):
-    """An opened data set."""
+    """Data set of the package `datasets`, opened."""
 
     name: str
-    """As data.name has it."""
+    """Value of data.name."""
     splits: dict[str, Any]
-    """`train` and `eval`, each a `datasets.IterableDataset`; without `eval` a record's text tells its side."""
+    """`datasets.IterableDataset` of `train` and perhaps `eval`.
+
+    Without `eval`, each record is for training or evaluation by a hash of its text.
+    """
     revision: str
-    """The commit of the hub, or a digest of the names and sizes of a folder's files: the same on every host."""
+    """Commit on the hub, or a digest of a folder's names and sizes. It is the same on all hosts."""
     key: str
-    """Names the content in the cache."""
+    """Name of the content in the cache."""
     line: str
-    """What is trained on, evaluated on and not used, for the user."""
+    """Line for the user that says which splits are trained on, evaluated on and not used."""
 
 
 def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
-    """The data set of a data.name, hf:NAME[@REVISION][:SUBSET] or hf:FOLDER[:SUBSET].
+    """Open the data set of a data.name.
 
     Args:
-        limits: bounds on what files of a folder unpack to.
+        name: hf:NAME[@REVISION][:SUBSET] or hf:FOLDER[:SUBSET].
+        limits: Bounds on the unpacked size of files of a folder.
 
     Raises:
-        LimitError: a file of the folder unpacks to much more than its size.
-        DataError: the package is missing, there is no such data set or subset, or it cannot be reached.
+        LimitError: A file of the folder unpacks to much more than its size.
+        DataError: The package is missing, the data set or the subset does not exist, or the hub
+            does not answer.
     """
     place, subset = _place(name)
-    where = str(place) if isinstance(place, Path) else place[0]
     extras.require("hf", f"data.name {name}", DataError)
     import datasets  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
     options: dict[str, Any] = {"streaming": True}
-    split = None
+    file_split = None
     if isinstance(place, Path):
-        hidden_too = {
-            file.relative_to(place).as_posix(): file for file in place.rglob("*") if file.is_file()
-        }
+        path = str(place)
         visible = dict(listing.files_below(place).files)
-        files = sorted((hidden_too | visible).items())
-        revision = cache.digest(
-            *(f"{file_name} {file.stat().st_size}" for file_name, file in files)
-        )
+        all_files = _all_files(place) | visible
+        files = sorted(all_files.items())
+        sizes = (f"{file_name} {file.stat().st_size}" for file_name, file in files)
+        revision = cache.digest(*sizes)
         key = corpus.stat_digest(files)
         _check_files([file for _, file in files], limits)
-        split = None if subset or _declares_splits(place) else _file_split(visible, name)
-        if split is not None:
-            options["data_files"] = _files_by_split(split, visible)
+        if not subset and not _declares_splits(place):
+            file_split = _file_split(visible, name)
+        if file_split is not None:
+            options["data_files"] = _files_by_split(file_split, visible)
     else:
-        revision = key = _commit(name, *place)
+        path, hub_revision = place
+        # All hosts must read the same commit.
+        revision = _commit(name, path, hub_revision)
+        key = revision
         options["revision"] = revision
     with _asking(name):
-        every = datasets.load_dataset(where, subset, **options)
-    assert isinstance(every, datasets.IterableDatasetDict)
-    if split is not None:
+        loaded = datasets.load_dataset(path, subset, **options)
+    assert isinstance(loaded, datasets.IterableDatasetDict)
+
+    if file_split is not None:
         train = "train"
         held_out = "eval"
-        line = split.line
+        line = file_split.line
         reading = ["split by file names"]
     else:
-        train, held_out = _chosen([*map(str, every)], name)
-        unused = [other for other in map(str, every) if other not in (train, held_out)]
-        line = split_names.SplitNames(
-            [train], [held_out or "a part of it by hash"], unused
-        ).describe()
-        usual = train == "train" and held_out in ("validation", "test", None)
-        reading = (
-            [] if usual else [f"{train}, {held_out}"]
-        )  # earlier versions evaluated on another split
-    splits = {"train": every[train]} | ({"eval": every[held_out]} if held_out else {})
-    return DataSet(
-        name, splits, revision, cache.digest(where, subset or "", key, *reading), f"{name}: {line}"
-    )
+        names = [*map(str, loaded)]
+        train, held_out = _chosen(names, name)
+        unused = [split for split in names if split not in (train, held_out)]
+        eval_names = [held_out or "a part of it by hash"]
+        line = split_names.SplitNames([train], eval_names, unused).describe()
+        # Earlier versions evaluated on another split. Only the usual splits keep the key of their
+        # cache.
+        is_usual = train == "train" and held_out in ("validation", "test", None)
+        reading = [] if is_usual else [f"{train}, {held_out}"]
+
+    splits = {"train": loaded[train]}
+    if held_out:
+        splits["eval"] = loaded[held_out]
+    cache_key = cache.digest(path, subset or "", key, *reading)
+    return DataSet(name, splits, revision, cache_key, f"{name}: {line}")
+
+
+def _all_files(folder: Path) -> dict[str, Path]:
+    """Return all files of a folder by their relative paths, hidden ones included."""
+    files: dict[str, Path] = {}
+    for file in folder.rglob("*"):
+        if file.is_file():
+            files[file.relative_to(folder).as_posix()] = file
+    return files
 
 
 def _check_files(files: list[Path], limits: LimitsConfig) -> None:
-    """Refuse small files that unpack to much: `datasets` holds a row group or a line in memory, whatever its size."""
+    """Raise an error if a small file unpacks to much more than its size.
+
+    `datasets` holds a row group or a line in memory, whatever its size.
+    """
     for file in files:
         suffix = file.suffix.lower()
         if file.stat().st_size > _CHECKED_BYTES:
@@ -135,6 +170,7 @@ def _check_files(files: list[Path], limits: LimitsConfig) -> None:
 
 
 def _check_archive(file: Path, limits: LimitsConfig) -> None:
+    """Raise an error if a zip file unpacks to much more than its size."""
     try:
         with zipfile.ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
@@ -149,46 +185,45 @@ def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dic
     """Return the files of each split, as `datasets` takes them."""
     by_split: dict[str, list[str]] = {"train": [], "eval": []}
     for file_name, side in split.sides.items():
-        by_split[side].append(
-            str(files[file_name].absolute())
-        )  # `datasets` takes others from FOLDER
+        # `datasets` would read a relative path from the folder of the data set.
+        by_split[side].append(str(files[file_name].absolute()))
     return by_split
 
 
 def _declares_splits(folder: Path) -> bool:
-    """Return whether the folder says by itself which files are which split: in its README.md, or as a saved data set."""
+    """Return whether a folder itself says which files are which split.
+
+    The README.md may name the files of splits, or the folder may be a saved data set.
+    """
     readme = folder / "README.md"
-    names_files = readme.is_file() and bool(
-        re.search(r"(?m)^\s*-?\s*(configs|data_files)\s*:", readme.read_text("utf-8", "replace"))
-    )
-    return (
-        names_files
-        or (folder / "dataset_dict.json").is_file()
-        or (folder / "dataset_info.json").is_file()
-    )
+    if readme.is_file():
+        text = readme.read_text("utf-8", "replace")
+        if re.search(r"(?m)^\s*-?\s*(configs|data_files)\s*:", text):
+            return True
+    return (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file()
 
 
 def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | None:
-    """Return the split of the data files of a folder by their names, or `None` if `datasets` is to find it."""
-    data_files = [
-        file_name
-        for file_name, file in files.items()
-        if file.name not in _ABOUT and _DATA_SUFFIXES & {suffix.lower() for suffix in file.suffixes}
-    ]
+    """Return the split of data files by their names, or None to let `datasets` find it."""
+    data_files = []
+    for file_name, file in files.items():
+        suffixes = {suffix.lower() for suffix in file.suffixes}
+        if file.name not in _ABOUT and _DATA_SUFFIXES & suffixes:
+            data_files.append(file_name)
     return split_names.file_split(data_files, name)
 
 
 def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
-    """Return the split that is trained on and the one that is evaluated on, `None` where no name tells one.
+    """Return the names of the training split and of the evaluation split, which may be None.
 
-    A data set of the hub has splits that its user cannot rename, so the usual name comes first, and no name is refused.
+    Users cannot rename the splits of a data set on the hub. So the usual name comes first, and a
+    split with an unknown name is no error.
 
     Args:
-        splits: all names.
-        name: of the data set, for the message.
+        name: Name of the data set for the message.
 
     Raises:
-        DataError: several splits may be the training part, or none.
+        DataError: No split has the name of a training split, or several have one.
     """
     train = splits[0] if len(splits) == 1 else _named(splits, "train")
     if train is None:
@@ -198,8 +233,12 @@ def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
 
 
 def _named(splits: list[str], part: split_names.Split) -> str | None:
-    """Return the split of a part: the usual name, another word for it, or the only name that has such a word in it."""
-    words = [part, *(word for word, word_part in split_names.WORDS.items() if word_part == part)]
+    """Return the name of the split that is a part of the data, or None if no name tells.
+
+    The usual name comes first, then other words for the part, then the only name that contains one.
+    """
+    words: list[str] = [part]
+    words += [word for word, word_part in split_names.WORDS.items() if word_part == part]
     for word in words:
         if word in splits:
             return word
@@ -208,14 +247,15 @@ def _named(splits: list[str], part: split_names.Split) -> str | None:
 
 
 class HubDocuments:
-    """The documents of a share of a data set. A position is what `IterableDataset.state_dict` says.
+    """Documents of a share of a data set. A position is a value of `IterableDataset.state_dict`.
 
     Args:
-        data_set: opened.
         split: `train` or `eval`.
-        field: that has the text.
-        shard: number of the share, and of how many; of whole files, which are those with the numbers shard[0], shard[0] + shard[1], ….
-        broken: counts records without text. All records have fields of one type, so there are no other broken ones.
+        field: Name of the text in a record.
+        shard: Number of the share and number of shares. A share has the files with the numbers
+            shard[0], shard[0] + shard[1], and so on. The default is all files.
+        broken: Log that counts records without text. No other record is broken, because fields have
+            the same type in all records.
     """
 
     def __init__(
@@ -226,18 +266,26 @@ class HubDocuments:
         shard: tuple[int, int] = (0, 1),
         broken: BrokenLog | None = None,
     ) -> None:
-        self._data_set, self._field, self._shard = data_set, field, shard
+        self._data_set = data_set
+        self._field = field
+        self._shard = shard
         self._broken = broken or BrokenLog()
-        if split == "eval" and "eval" not in data_set.splits:
-            self._broken = BrokenLog()  # who reads the training side counts these records
-        self._side = None if "eval" in data_set.splits else split
-        self._split = split if self._side is None else "train"
+        if "eval" in data_set.splits:
+            self._split = split
+            self._side = None
+        else:
+            # Both sides read the split `train`, and a hash of the text tells the side.
+            self._split = "train"
+            self._side = split
+            if split == "eval":
+                # The training side already counts these records.
+                self._broken = BrokenLog()
 
     def after(self, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Chunks of the documents behind a position, and the position after each.
+        """Yield chunks of the documents after a position, each with the position after it.
 
         Args:
-            position: as the chunk before has it; None at the beginning.
+            position: Position that came with a chunk. None is the beginning.
         """
         number, count = self._shard
         rows = self._data_set.splits[self._split].shard(count, number, contiguous=False)
@@ -254,7 +302,8 @@ class HubDocuments:
         ended = False
         while not ended:
             chunk: Chunk = []
-            size = row_count = 0
+            size = 0
+            row_count = 0
             ended = True
             with self._broken.part(f"{place} {position}", "record") as tally:
                 for row in rows_left:
@@ -270,38 +319,47 @@ class HubDocuments:
                     if size >= _CHUNK_BYTES or row_count >= _CHUNK_ROWS:
                         ended = False
                         break
+
             position = rows.state_dict()
             yield chunk, position
 
     def _text(self, row: dict[str, Any]) -> bytes:
         """Return the text of a record, without NUL characters, which separate documents."""
         value = row.get(self._field)
-        texts = [name for name in row if isinstance(row[name], str)]
-        value = value.replace("\0", "") if isinstance(value, str) else value
-        return content_of(value, f"a record of {self._data_set.name}", self._field, texts)
+        if isinstance(value, str):
+            value = value.replace("\0", "")
+        text_fields = [name for name in row if isinstance(row[name], str)]
+        return content_of(value, f"a record of {self._data_set.name}", self._field, text_fields)
 
 
 def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
-    """A folder of this machine, or (name, revision) on the hub; and the subset."""
+    """Return the place of a data set and the subset.
+
+    The place is a folder of this machine, or the name and the revision of a data set on the hub.
+    """
     rest = name.partition(":")[2]
+    # A folder's name may have a colon, so the complete text is tried first.
     before, _, after = rest.rpartition(":")
     for word, subset in ((rest, None), (before, after)):
-        if word and (path := Path(word).expanduser()).is_dir():
+        path = Path(word).expanduser()
+        if word and path.is_dir():
             return path, subset
     if Path(rest).expanduser().is_file():
         raise DataError(
             f"{rest} is a file; write records:{rest}, or hf: with the folder that it is in"
         )
-    named = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::(.+))?", rest)
-    if not named or rest.startswith("."):
+
+    matched = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::(.+))?", rest)
+    if not matched or rest.startswith("."):
         raise DataError(
-            f"no folder {rest or name}; write data.name as hf:NAME[:SUBSET] of the Hugging Face hub, or hf:FOLDER"
+            f"no folder {rest or name}; write data.name as hf:NAME[:SUBSET] of the Hugging Face "
+            "hub, or hf:FOLDER"
         )
-    return (named[1], named[2]), named[3]
+    return (matched[1], matched[2]), matched[3]
 
 
 def _commit(name: str, repository: str, revision: str | None) -> str:
-    """The commit that a revision of a data set on the hub is now, so that all hosts read the same."""
+    """Return the commit that a revision of a data set on the hub names now."""
     from huggingface_hub import HfApi
 
     with _asking(name):
@@ -312,43 +370,33 @@ def _commit(name: str, repository: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> Iterator[None]:
-    """Turns what `datasets` and the hub raise into an error of the data.
+    """Raise an error of the data in place of any error of `datasets` and the hub.
 
     Args:
-        name: of the data set, as data.name has it.
-        unreachable: raised where the network or the disk does not answer.
+        unreachable: Class of the error if the network or the disk does not answer.
     """
     try:
         yield
     except (DataError, ReadError):
         raise
-    except Exception as error:  # each of their parts raises what it likes
+    # The libraries behind `datasets` raise errors of many classes.
+    except Exception as error:
         reason = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        if kinds & {
-            "RepositoryNotFoundError",
-            "GatedRepoError",
-            "RevisionNotFoundError",
-            "DatasetNotFoundError",
-        }:
+        class_names = {base.__name__ for base in type(error).__mro__}
+        if class_names & _NOT_FOUND:
             raise DataError(
-                f"the hub has no data set of {name} that may be read: {reason}. Look up its name; if it asks for "
-                "an account, run `hf auth login`"
+                f"the hub has no data set of {name} that may be read: {reason}. Look up its name; if "
+                "it asks for an account, run `hf auth login`"
             ) from error
-        if isinstance(error, OSError) or kinds & {
-            "HTTPError",
-            "HfHubHTTPError",
-            "TransportError",
-            "ClientError",
-        }:
+        if isinstance(error, OSError) or class_names & _UNREACHABLE:
             raise unreachable(
-                f"{name} cannot be read: {reason}. Is there a network? Otherwise run `hf download NAME --repo-type dataset "
-                "--local-dir FOLDER` where there is one, and write data.name as hf:FOLDER"
+                f"{name} cannot be read: {reason}. Is there a network? Otherwise run `hf download NAME "
+                "--repo-type dataset --local-dir FOLDER` where there is one, and write data.name as "
+                "hf:FOLDER"
             ) from error
+
         folder = Path(name.removeprefix("hf:")).expanduser()
-        advice = (
-            f". Write data.name as records:{folder}, which names the file and line"
-            if folder.is_dir()
-            else ""
-        )
+        advice = ""
+        if folder.is_dir():
+            advice = f". Write data.name as records:{folder}, which names the file and line"
         raise DataError(f"`datasets` cannot read {name}: {reason}{advice}") from error

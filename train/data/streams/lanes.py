@@ -1,16 +1,16 @@
-"""Packed text that grows while it is read. A corpus is divided into lanes, each a share of its files in a fixed order.
+"""Packed text that grows while it is read. A corpus has lanes, each a share of its files.
 
-    FOLDER/train-3-of-8.bin      ids of the lane's documents in order, each document ended by the separator
-    FOLDER/train-3-of-8.jsonl    a line after every step: how far it is, and where its documents go on
-    FOLDER/train-3-of-8.lock     held by the process that does a step
+    FOLDER/train-3-of-8.bin      ids of the lane's documents in order, each ended by the separator
+    FOLDER/train-3-of-8.jsonl    one line per step: the size so far and the position of its
+    documents FOLDER/train-3-of-8.lock     held by the process that does a step
 
-What a lane holds is a function of its documents alone: who tokenizes it, when, and after how many kills makes no difference.
+The content of a lane is a function of its documents alone. It does not matter which process
+tokenizes them, when, or after how many kills.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import fcntl
 import json
 import os
@@ -30,100 +30,110 @@ from mupax.train.data.interface import DataError, reading
 from mupax.train.data.text import packing, shares
 from mupax.train.data.text.tokenizer import Encoder
 
-_FIRST_BYTES, _STEP_BYTES = 1 << 18, 1 << 22
-"""Of text in a lane's first steps, so that training begins soon, and in later ones, which are an eighth of what is done."""
+_FIRST_BYTES = 1 << 18
+"""Fewest bytes of text per step. First steps are small, so that training begins soon."""
+_STEP_BYTES = 1 << 22
+"""Most bytes of text per step. Steps are an eighth of the text so far, up to this number."""
 POLL_S = 0.05
-"""How often it is looked whether another process is done."""
+"""Seconds between looks at a lane that another process works on."""
 _NOTE_SECONDS = 10.0
 
 Chunk = list[tuple[bytes | np.ndarray, bool]]
-"""(Text as bytes or ids as an array, whether a document ends with it) of some documents."""
+"""Pairs of content (text as bytes, or ids as an array) and a bool that a document ends with it."""
 
 
 class Documents(Protocol):
-    """The documents of a lane, in order."""
+    """Documents of a lane, in a fixed order."""
 
     def after(self, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Chunks from a position on (None: from the first), each with the position after it, which JSON can hold."""
+        """Yield chunks of documents, each with the position after it.
+
+        Args:
+            position: Position from which to go on. None begins with the first document. Positions
+                are values that JSON can hold.
+        """
         ...
 
 
 class Step(NamedTuple):
-    """A line of progress: what the lane has after a step."""
+    """Line of progress: size and position of a lane after a step."""
 
     tokens: int
+    """Number of tokens of the lane so far."""
     text_bytes: int
+    """Bytes of text of the lane so far."""
     crc: int
-    """Of the step's ids as bytes."""
+    """CRC-32 of the bytes of this step's ids."""
     ended: bool
-    """Whether there are no more documents."""
+    """True if there are no more documents."""
     position: Any
+    """Position after this step's documents."""
     quoted: dict[str, int] | None = None
-    """How often each special token stands in the texts of this step; None where an older version did it."""
+    """Count of each special token in this step's texts. None if an older version did the step."""
 
 
 class StreamShard:
-    """One shard of a corpus: its share of the files, in a fixed order, and the tokens that are made of them so far.
+    """Lane of a corpus: documents of a share of its files, and the tokens made of them so far.
 
     Args:
-        path: of its files, without their endings; its folder is there.
-        documents: that it is made of.
-        encoder: tokenizes them.
+        path: Path of the lane's files without their suffixes, in a folder that exists.
     """
 
     def __init__(self, path: Path, documents: Documents, encoder: Encoder) -> None:
-        self._bin, self._lines, self._lock = (
-            path.with_name(f"{path.name}.{end}") for end in ("bin", "jsonl", "lock")
-        )
-        self._documents, self._encoder = documents, encoder
+        self._bin = path.with_name(f"{path.name}.bin")
+        self._lines = path.with_name(f"{path.name}.jsonl")
+        self._lock = path.with_name(f"{path.name}.lock")
+        self._documents = documents
+        self._encoder = encoder
         self._dtype = np.dtype(packing.id_type(encoder))
         self._steps: list[Step] = []
+        # For each step, whether its ids in the file are known to have the right checksum.
         self._intact: list[bool] = []
-        self._at = 0
+        # Bytes of the file of lines that `_steps` has.
+        self._lines_bytes = 0
         self._reader: Iterator[tuple[Chunk, Any]] | None = None
-        self._reader_at: Any = None
+        self._reader_position: Any = None
         self._mutex = threading.Lock()
 
     @property
     def tokens(self) -> int:
-        """How many there are by now, as far as this process knows."""
+        """Number of tokens so far, as far as this process knows."""
         return self._steps[-1].tokens if self._steps else 0
 
     @property
     def ended(self) -> bool:
-        """Whether no more will come."""
+        """True if no more tokens will come."""
         return bool(self._steps) and self._steps[-1].ended
 
     def first(self, tokens: int, note: cache.Note) -> packing.PackedCorpus:
-        """The lane's beginning up to the step that has so many tokens, or all of it.
+        """Return the beginning of the lane, up to the first step with enough tokens.
 
         Args:
-            tokens: at least.
-            note: told what takes long.
+            tokens: Fewest tokens to return. A lane that ends earlier is returned completely.
+            note: Function that takes one line of text about work that takes long.
 
         Raises:
-            DataError, ReadError: as `until`.
+            DataError: A document cannot be read, or the cache cannot be written.
+            ReadError: The source of the documents does not answer.
         """
         self.until(tokens, note)
-        steps = self._steps[
-            : bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens) + 1
-        ]
+        last = bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens)
+        steps = self._steps[: last + 1]
         digest = cache.digest(*(f"{step.tokens} {step.crc}" for step in steps))
         quoted = sum((Counter(step.quoted or {}) for step in steps), Counter())
-        return packing.PackedCorpus(
-            self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest, dict(quoted)
-        )
+        ids = self.read(0, steps[-1].tokens)
+        return packing.PackedCorpus(ids, steps[-1].text_bytes, digest, dict(quoted))
 
     def until(self, tokens: int, note: cache.Note) -> None:
-        """Returns when there are so many tokens, or all that there will be.
+        """Wait until the lane has this many tokens or has ended. Tokenize if no other process does.
 
         Args:
-            tokens: from the lane's first.
-            note: told what takes long.
+            tokens: Number of tokens, counted from the start of the lane.
+            note: Function that takes one line of text about work that takes long.
 
         Raises:
-            DataError: a document cannot be read, or the cache not be written.
-            ReadError: what is read is elsewhere, and does not answer.
+            DataError: A document cannot be read, or the cache cannot be written.
+            ReadError: The source of the documents does not answer.
         """
         noted = time.monotonic()
         while self.tokens < tokens and not self.ended:
@@ -132,11 +142,16 @@ class StreamShard:
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
                 note(
-                    f"tokenizing {self._bin.stem}: {self.tokens:,} of the {tokens:,} tokens that training waits for"
+                    f"tokenizing {self._bin.stem}: {self.tokens:,} of the {tokens:,} tokens that "
+                    "training waits for"
                 )
 
     def grow(self) -> bool:
-        """Takes what other processes have done, or else does one more step; no where another one is doing that."""
+        """Read the steps of other processes, or do one more step if there are none.
+
+        Returns:
+            False if another process is doing a step.
+        """
         try:
             with self._mutex, self._lock.open("a") as lock:
                 try:
@@ -149,95 +164,118 @@ class StreamShard:
                 return True
         except OSError as error:
             raise DataError(
-                f"cannot write {self._bin}: {error.strerror or error}. Make room (what is done is kept), or set MUPAX_DATA "
-                "to a folder on a disk of this machine"
+                f"cannot write {self._bin}: {error.strerror or error}. Make room (what is done is "
+                "kept), or set MUPAX_DATA to a folder on a disk of this machine"
             ) from error
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids [start, stop), as far as they are there.
+        """Return the ids from `start` to `stop` - 1, as far as they exist.
 
         Args:
-            start, stop: within the lane's tokens.
+            start: Index of a token of the lane.
+            stop: Index of a token of the lane.
 
         Raises:
-            DataError: the file is not what was written.
+            DataError: The file is not what was written.
         """
         first = bisect.bisect_right(self._steps, start, key=lambda step: step.tokens)
-        for i in range(
-            first,
-            min(
-                len(self._steps),
-                bisect.bisect_left(self._steps, stop, key=lambda step: step.tokens) + 1,
-            ),
-        ):
+        last = bisect.bisect_left(self._steps, stop, key=lambda step: step.tokens)
+        for i in range(first, min(len(self._steps), last + 1)):
             if not self._intact[i]:
-                begin = self._steps[i - 1].tokens if i else 0
-                self._intact[i] = (
-                    zlib.crc32(self._ids(begin, self._steps[i].tokens).tobytes())
-                    == self._steps[i].crc
-                )
-                if not self._intact[i]:
-                    raise DataError(
-                        f"{self._bin} is not what was written; delete {self._lines}, and it is made again"
-                    )
+                self._check(i)
         return self._ids(start, stop)
 
+    def _check(self, i: int) -> None:
+        """Compare the ids of step i in the file with their checksum."""
+        begin = self._steps[i - 1].tokens if i else 0
+        ids = self._ids(begin, self._steps[i].tokens)
+        self._intact[i] = zlib.crc32(ids.tobytes()) == self._steps[i].crc
+        if not self._intact[i]:
+            raise DataError(
+                f"{self._bin} is not what was written; delete {self._lines}, and it is made again"
+            )
+
     def _ids(self, start: int, stop: int) -> np.ndarray:
-        return np.fromfile(
-            self._bin, self._dtype, stop - start, offset=start * self._dtype.itemsize
-        )
+        """Read ids from the file, without a check."""
+        offset = start * self._dtype.itemsize
+        return np.fromfile(self._bin, self._dtype, stop - start, offset=offset)
 
     def _refresh(self) -> bool:
-        """Takes in the lines that are new, as far as the file has their tokens; whether there are some."""
+        """Read new lines whose tokens are in the file. Return whether there were any."""
         if not self._lines.exists():
-            self._steps, self._intact, self._at = [], [], 0
+            self._steps = []
+            self._intact = []
+            self._lines_bytes = 0
             return False
+
         before = len(self._steps)
-        size = self._bin.stat().st_size // self._dtype.itemsize if self._bin.exists() else 0
+        tokens_in_file = 0
+        if self._bin.exists():
+            tokens_in_file = self._bin.stat().st_size // self._dtype.itemsize
         with self._lines.open("rb") as lines:
-            lines.seek(self._at)
+            lines.seek(self._lines_bytes)
             for line in lines:
-                with contextlib.suppress(disk.JsonError, TypeError):
+                # A process that was killed may have left half a line, or a line without its tokens.
+                try:
                     step = Step(**disk.json_object(line, "a line"))
-                    if line.endswith(b"\n") and self.tokens <= step.tokens <= size:
-                        self._intact.append(False)
-                        self._steps.append(step)
-                        self._at += len(line)
-                        continue
-                break
+                    is_valid = self.tokens <= step.tokens <= tokens_in_file
+                except (disk.JsonError, TypeError):
+                    break
+                if not line.endswith(b"\n") or not is_valid:
+                    break
+                self._intact.append(False)
+                self._steps.append(step)
+                self._lines_bytes += len(line)
         return len(self._steps) > before
 
     def _pack(self) -> None:
-        """Does the step after the last, the lock held."""
+        """Do the step after the last one. The caller holds the lock."""
         done = self._steps[-1] if self._steps else Step(0, 0, 0, False, None)
         position = done.position
-        if self._reader is None or self._reader_at != position:
+        if self._reader is None or self._reader_position != position:
             self._reader = self._documents.after(position)
-        reader, self._reader = self._reader, None  # one that fails is not asked again
+        reader = self._reader
+        # A reader that fails below must not be asked again.
+        self._reader = None
+
         size = min(max(done.text_bytes // 8, _FIRST_BYTES), _STEP_BYTES)
-        documents, total, ended = [], 0, False
+        documents = []
+        total = 0
+        ended = False
         while total < size and not ended:
             with reading():
                 chunk, position = next(reader, (None, position))
             ended = chunk is None
             documents += shares.documents_of(chunk or [])
             total += sum(len(content) for content, _ in chunk or [])
-        ids = np.concatenate(
-            [np.zeros(0, self._dtype), *shares.encoded(documents, self._encoder)]
-        ).astype(self._dtype)
-        tokens = done.tokens + len(ids)
-        text_bytes = done.text_bytes + sum(each.text_bytes + each.ends for each in documents)
-        quoted = shares.quoted(documents, self._encoder)
-        step = Step(tokens, text_bytes, zlib.crc32(ids.tobytes()), ended, position, quoted)
+
+        encoded = shares.encoded(documents, self._encoder)
+        ids = np.concatenate([np.zeros(0, self._dtype), *encoded]).astype(self._dtype)
+        text_bytes = done.text_bytes + sum(
+            document.text_bytes + document.ends for document in documents
+        )
+        step = Step(
+            tokens=done.tokens + len(ids),
+            text_bytes=text_bytes,
+            crc=zlib.crc32(ids.tobytes()),
+            ended=ended,
+            position=position,
+            quoted=shares.quoted(documents, self._encoder),
+        )
+
+        # The tokens come first: a line whose tokens are missing is not read.
         _write(self._bin, done.tokens * self._dtype.itemsize, ids.tobytes())
-        self._at = _write(self._lines, self._at, f"{json.dumps(step._asdict())}\n".encode())
-        self._intact.append(True)  # before the step: a thread that reads takes no lock
+        line = f"{json.dumps(step._asdict())}\n".encode()
+        self._lines_bytes = _write(self._lines, self._lines_bytes, line)
+        # Before the step, because a thread that reads takes no lock.
+        self._intact.append(True)
         self._steps.append(step)
-        self._reader, self._reader_at = reader, position
+        self._reader = reader
+        self._reader_position = position
 
 
 def _write(path: Path, start: int, content: bytes) -> int:
-    """Writes what the file then ends with, from byte `start` on; the size that it has then."""
+    """Replace everything from byte `start` on by the content, and return the file's new size."""
     with path.open("ab") as file:
         file.truncate(start)
         file.write(content)
