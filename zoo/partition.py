@@ -56,6 +56,8 @@ class Layout:
     gradient_dtype: str | None = None
     """Type in which `exchange` sends gradients (`mesh.gradient_dtype`). `None` does not use it."""
     exchange: Callable[..., jax.Array]
+    matrix_dtype: Any = None
+    """Type in which an optimizer exchanges and orthogonalizes matrices. `None` keeps theirs."""
     room: int | None = None
     """Bytes of a device that a loss may use without raising the step's peak memory."""
     policy: Callable[..., bool] | None = None

@@ -21,7 +21,7 @@ import optax
 from mupax.presets import VECTORS, Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import TOLERANCE, hyperparams, resolve
-from mupax.train.core.optimizer import build, dimension_numbers, first_step
+from mupax.train.core.optimizer import build, first_step, hidden_matrices
 from mupax.zoo.definition import Arrays, Definition
 
 LATER = (10, 100, 1000, 10_000, 100_000, 1_000_000)
@@ -72,7 +72,7 @@ def check_chain(
     # is the user's choice.
     matrices = {}
     if preset.family(optimizer) == "muon":
-        matrices = dimension_numbers(definition.specs)
+        matrices = hidden_matrices(definition.specs)
     if preset.family(optimizer) in ("adam", "muon"):
         eps = {name: values for name, values in factors.eps.items() if name not in matrices}
         _check_eps(update, grads, params, eps)

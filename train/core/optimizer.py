@@ -23,14 +23,15 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, MuonState
 
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import ADAPTERS
 from mupax.table import function_of
 from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.orthogonalize import orthogonalize
 from mupax.zoo.configs import ConfigError
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 Specs = Mapping[str, ParamSpec]
 
@@ -110,16 +111,13 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         config: `momentum` is for the matrices, `b1` and `b2` for the other parameters.
         specs: Specs of the trained parameters. Their roles tell which are hidden matrices.
     """
-    orthogonalized = dimension_numbers(specs)
-    matrices = optax.contrib.scale_by_muon(
-        beta=config.momentum, weight_dimension_numbers=orthogonalized
-    )
-    blank: Any = matrices.init({})
+    matrix_specs = hidden_matrices(specs)
+    beta = config.momentum
     adam_direction = adam(config, specs)
 
     def init(params: optax.Params) -> ScaleByMuonState:
         def second_moment(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
-            if path[-1].key in orthogonalized:
+            if path[-1].key in matrix_specs:
                 return optax.MaskedNode()
             return jnp.zeros_like(w)
 
@@ -127,15 +125,22 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         return ScaleByMuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), nu)
 
     def matrices_of(tree: Mapping) -> dict:
-        return {name: leaf for name, leaf in tree.items() if name in orthogonalized}
+        return {name: leaf for name, leaf in tree.items() if name in matrix_specs}
 
     def others_of(tree: Mapping) -> dict:
-        return {name: leaf for name, leaf in tree.items() if name not in orthogonalized}
+        return {name: leaf for name, leaf in tree.items() if name not in matrix_specs}
 
-    def update(updates, state, params=None, *, factors, hyper, **_):
+    def update(updates, state, params=None, *, factors, hyper, layout=ONE_DEVICE, **_):
         del params
-        muon_state: Any = MuonState(state.count, matrices_of(state.mu), blank.ns_coeffs)
-        matrix_updates, muon_state = cast("Any", matrices.update)(matrices_of(updates), muon_state)
+        grads = matrices_of(updates)
+        matrix_mu = optax.tree.update_moment(grads, matrices_of(state.mu), beta, 1)
+        count = optax.safe_increment(state.count)
+        # The next step's momentum, if it had this step's gradient again, as `optax.contrib` has it.
+        mu_hat = optax.tree.bias_correction(matrix_mu, beta, optax.safe_increment(count))
+        grad_hat = optax.tree.bias_correction(grads, beta, count)
+        nesterov = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, grad_hat)
+        matrix_updates = orthogonalize(nesterov, matrix_specs, layout=layout)
+
         adam_state: Any = optax.ScaleByAdamState(
             state.count, others_of(state.mu), others_of(state.nu)
         )
@@ -144,7 +149,7 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         )
 
         directions = {**matrix_updates, **other_updates}
-        mu = {**muon_state.mu, **adam_state.mu}
+        mu = {**matrix_mu, **adam_state.mu}
         nu = {**state.nu, **adam_state.nu}
         # Results have the order of the names in `updates`.
         directions = {name: directions[name] for name in updates}
@@ -154,20 +159,13 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
     return optax.GradientTransformationExtraArgs(cast("Any", init), cast("Any", update))
 
 
-def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
-    """Return the dimensions by which Muon orthogonalizes each hidden matrix.
+def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
+    """Return the specs of the matrices that Muon orthogonalizes.
 
-    A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") are batch axes.
+    A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
     """
     not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
-    numbers = {}
-    for name, spec in specs.items():
-        if spec.role in not_hidden:
-            continue
-        fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
-        fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
-        numbers[name] = MuonDimensionNumbers(fan_in, fan_out)
-    return numbers
+    return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
 
 
 def stored(
@@ -384,6 +382,7 @@ def apply_gradients(
     hyper: OptimizerHyperparams,
     rounding_seed: Any = None,
     step: Any = None,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer state after one update.
 
@@ -396,14 +395,17 @@ def apply_gradients(
         rounding_seed: uint32 [], if arrays are stored in bfloat16. All arithmetic is then in
             float32, and arrays that are stored in bfloat16 are rounded stochastically.
         step: Number of optimizer steps done, int32 []. Only the rounding reads it.
+        layout: Placement of the parameters. Only Muon reads it.
     """
     if rounding_seed is None:
-        updates, opt_state = tx.update(grads, opt_state, params, factors=factors, hyper=hyper)
+        updates, opt_state = tx.update(
+            grads, opt_state, params, factors=factors, hyper=hyper, layout=layout
+        )
         return optax.apply_updates(params, updates), opt_state
 
     wide_grads, wide_state, wide_params = widened((grads, opt_state, params))
     updates, new_state = tx.update(
-        wide_grads, wide_state, wide_params, factors=factors, hyper=hyper
+        wide_grads, wide_state, wide_params, factors=factors, hyper=hyper, layout=layout
     )
     new_params = optax.apply_updates(wide_params, updates)
     return narrowed((new_params, new_state), (params, opt_state), Rounding(rounding_seed, step))

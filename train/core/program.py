@@ -543,6 +543,7 @@ def assemble(
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     layout.check_experts(config.model)
+    layout.matrix_dtype = jnp.dtype(config.model.compute.dtype)
 
     # Model and optimizer.
     model = definition(config.model)

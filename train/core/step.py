@@ -472,6 +472,7 @@ def make_train_step(
                 hyper=hyper,
                 rounding_seed=step_inputs.rounding_seed,
                 step=state.step,
+                layout=layout,
             )
             if ema is not None:
                 all_params = {**state.params, **new_params}
