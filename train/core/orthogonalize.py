@@ -281,7 +281,11 @@ def _orthogonalize_one_each(
         x = jax.lax.all_to_all(x, split.s, 0, 0)
     x = x.reshape(num_s * part_s, num_t * part_t)
 
+    # The barriers keep the compiler from fusing the exchange or a transposition into the
+    # iterations, where it would round differently on different meshes.
+    x = jax.lax.optimization_barrier(x)
     x = newton_schulz(x, coefficients)
+    x = jax.lax.optimization_barrier(x)
 
     # Send the results back in the opposite order.
     x = x.reshape(num_s, part_s, num_t * part_t)

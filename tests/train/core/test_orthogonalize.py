@@ -1,0 +1,246 @@
+"""Muon's matrices are orthogonalized alike on every mesh, and no iteration communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from mupax.presets import ParamSpec
+from mupax.train.config.run import MeshConfig, parse_rules
+from mupax.train.core.optimizer import hidden_matrices
+from mupax.train.core.orthogonalize import (
+    ITERATIONS,
+    newton_schulz,
+    orthogonalize,
+    sides,
+)
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.definition import definition
+from mupax.zoo.partition import ONE_DEVICE
+
+pytestmark = pytest.mark.core
+
+# Three layers do not fill eight devices, and the MLP is wider than the model.
+SCANNED = DecoderConfig(
+    width=64, depth=3, num_heads=4, num_kv_heads=2, head_dim=16, mlp_ratio=2, vocab_size=32, seq_len=8,
+    compute=ComputeConfig(layers="scan"),
+)  # fmt: skip
+MODELS = {
+    "scanned": SCANNED,
+    # Eight layers fill them: every parameter is a stack of its own.
+    "eight layers": dataclasses.replace(SCANNED, depth=8),
+    "unrolled": dataclasses.replace(SCANNED, compute=ComputeConfig(layers="unrolled")),
+    "experts": dataclasses.replace(SCANNED, experts=4, active_experts=2, expert_dim=32),
+}
+MESHES = {
+    "fsdp 8": MeshConfig(fsdp=8, data=1),
+    "data 2, fsdp 4": MeshConfig(data=2, fsdp=4),
+    "fsdp 4, tensor 2": MeshConfig(fsdp=4, tensor=2, data=1),
+    "data 2, fsdp 2, tensor 2": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+
+
+@functools.cache
+def specs_of(model: str) -> dict[str, ParamSpec]:
+    return hidden_matrices(definition(MODELS[model]).specs)
+
+
+@functools.cache
+def momenta(model: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    abstract = definition(MODELS[model]).abstract
+    return {
+        name: rng.standard_normal(abstract[name].shape).astype(np.float32)
+        for name in specs_of(model)
+    }
+
+
+def layout_of(mesh: MeshConfig, devices: int = 8) -> MeshLayout:
+    return MeshLayout(make_mesh(mesh, jax.devices()[:devices]), parse_rules(mesh.rules))
+
+
+def orthogonalized(model: str, layout: MeshLayout) -> dict[str, jax.Array]:
+    specs = specs_of(model)
+    placed = {
+        name: jax.device_put(array, layout.sharding(specs[name].axes, array.shape))
+        for name, array in momenta(model).items()
+    }
+    results = jax.jit(functools.partial(orthogonalize, specs=specs, layout=layout))(placed)
+    for name, result in results.items():
+        assert result.sharding.is_equivalent_to(placed[name].sharding, result.ndim), name
+    return results
+
+
+@functools.cache
+def on_one_device(model: str) -> dict[str, np.ndarray]:
+    results = orthogonalized(model, layout_of(MeshConfig(data=1), devices=1))
+    return {name: np.asarray(result) for name, result in results.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_mesh_has_the_bits_of_one_device(model: str, mesh: str) -> None:
+    results = orthogonalized(model, layout_of(MESHES[mesh]))
+    for name, expected in on_one_device(model).items():
+        np.testing.assert_array_equal(np.asarray(results[name]), expected, err_msg=name)
+
+
+def test_experts_stay_on_their_devices() -> None:
+    layout = layout_of(MeshConfig(fsdp=4, experts=2, data=1))
+    results = orthogonalized("experts", layout)
+    for name, expected in on_one_device("experts").items():
+        np.testing.assert_array_equal(np.asarray(results[name]), expected, err_msg=name)
+
+
+def test_a_rule_of_the_users_own_may_split_the_inner_dimension_of_a_side() -> None:
+    mesh = MeshConfig(fsdp=4, tensor=2, data=1, rules=("head_dim=tensor", "heads=none"))
+    layout = layout_of(mesh)
+    placed_by_rule = layout.sharding(("embed", "heads", "head_dim"), (64, 4, 16)).spec
+    assert placed_by_rule[2] == "tensor"
+    specs = specs_of("scanned")
+    placed = {
+        name: jax.device_put(array, layout.sharding(specs[name].axes, array.shape))
+        for name, array in momenta("scanned").items()
+    }
+    results = jax.jit(functools.partial(orthogonalize, specs=specs, layout=layout))(placed)
+    for name, expected in on_one_device("scanned").items():
+        np.testing.assert_array_equal(np.asarray(results[name]), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("model", ["scanned", "unrolled", "experts"])
+def test_one_device_agrees_with_optax(model: str) -> None:
+    """optax transposes tall matrices, which rounds in another order."""
+    specs = specs_of(model)
+    numbers: Any = {}
+    for name, spec in specs.items():
+        fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
+        fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
+        numbers[name] = MuonDimensionNumbers(fan_in, fan_out)
+    # Without momentum the direction is the orthogonalized gradient.
+    tx = scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers)
+    arrays: Any = momenta(model)
+    expected: Any = tx.update(arrays, tx.init(arrays))[0]
+    for name, result in on_one_device(model).items():
+        np.testing.assert_allclose(result, expected[name], atol=3e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+def test_singular_vectors_stay_and_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    u, _, vt = np.linalg.svd(x, full_matrices=False)
+    inside = u.T @ np.asarray(newton_schulz(jnp.asarray(x))) @ vt.T
+    values = np.diag(inside)
+    np.testing.assert_allclose(inside - np.diag(values), 0, atol=1e-4)
+    assert (values > 0.3).all()
+    assert (values < 1.3).all()
+
+
+def test_zeros_stay_zeros() -> None:
+    """A matrix that fills a stack, or whose gradient is zero, is no NaN."""
+    assert not np.asarray(newton_schulz(jnp.zeros((4, 6)))).any()
+
+
+def test_the_dtype_of_the_layout_is_the_one_that_is_exchanged() -> None:
+    layout = layout_of(MESHES["fsdp 8"])
+    layout.matrix_dtype = jnp.bfloat16
+    results = orthogonalized("scanned", layout)
+    for name, expected in on_one_device("scanned").items():
+        assert results[name].dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(results[name]), expected, atol=0.06, err_msg=name)
+    assert any(
+        not np.array_equal(np.asarray(results[name]), expected)
+        for name, expected in on_one_device("scanned").items()
+    )
+    # A CPU's compiler would widen them again.
+    exchanged = re.findall(
+        r"stablehlo\.all_to_all.*-> tensor<[\dx]*x(\w+)>", lowered(layout).as_text()
+    )
+    assert set(exchanged) == {"bf16"}
+
+
+# Collectives
+
+
+def lowered(layout: MeshLayout) -> Any:
+    specs = specs_of("scanned")
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=layout.sharding(specs[name].axes, array.shape)
+        )
+        for name, array in momenta("scanned").items()
+    }
+    program = jax.jit(functools.partial(orthogonalize, specs=specs, layout=layout))
+    return program.lower(shapes)
+
+
+def collectives_inside(text: str) -> list[str]:
+    """Return the lines of collectives whose operation is part of the iterations."""
+    return [
+        line
+        for line in text.splitlines()
+        if f"{ITERATIONS}/" in line and any(f" {name}" in line for name in COLLECTIVES)
+    ]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_iteration_communicates(mesh: str) -> None:
+    text = lowered(layout_of(MESHES[mesh])).compile().as_text()
+    assert f"{ITERATIONS}/" in text
+    assert " all-to-all(" in text
+    assert collectives_inside(text) == []
+
+
+def test_control_iterations_on_split_matrices_communicate() -> None:
+    layout = layout_of(MESHES["fsdp 8"])
+    sharding = layout.sharding(("embed", None), (64, 32))
+    shape = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+    text = jax.jit(newton_schulz).lower(shape).compile().as_text() or ""
+    assert collectives_inside(text)
+
+
+# Sides and shares
+
+
+def test_the_side_that_fsdp_splits_comes_first_whichever_is_larger() -> None:
+    layout = layout_of(MESHES["fsdp 8"])
+    specs = specs_of("scanned")
+    for name, spec in specs.items():
+        dimensions = sides(spec, layout)
+        assert spec.axes[dimensions.s[0]] == "embed", name
+        assert [spec.axes[i] for i in dimensions.stack] == ["layers"], name
+    # Without rules the fan-in comes first.
+    for spec in specs.values():
+        first = sides(spec, ONE_DEVICE).s
+        assert tuple(spec.axes[i] for i in first) == tuple(spec.fan_in)
+
+
+class OtherSlice:
+    """Device of another slice, for a mesh that nothing is run on."""
+
+    def __init__(self, device: Any, slice_index: int) -> None:
+        self.slice_index = slice_index
+        self.platform = device.platform
+
+
+@pytest.mark.parametrize(("slices", "repeated"), [((0, 0), False), ((0, 1), True)])
+def test_slices_repeat_the_work_that_devices_of_one_slice_share(
+    slices: tuple[int, int], repeated: bool
+) -> None:
+    from mupax.train.core import orthogonalize as module
+
+    grid = np.array(
+        [[OtherSlice(device, index) for device in jax.devices()[:2]] for index in slices]
+    )
+    mesh: Any = type("Mesh", (), {"axis_names": ("data", "fsdp"), "devices": grid})
+    assert module._crosses_islands(mesh, "data") is repeated
+    assert module._crosses_islands(mesh, "fsdp") is False
