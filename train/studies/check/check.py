@@ -152,7 +152,9 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
     words = {"vocab_size": "vocabulary", "seq_len": "context", "target_len": "output length"}
     for name in limits:
         model_size = getattr(model, name)
-        if name != "vocab_size" and name not in written and model_size is not None:
+        if model_size is None:
+            continue
+        if name != "vocab_size" and name not in written:
             new_sizes[name] = min(new_sizes[name], affordable)
         if model_size != new_sizes[name]:
             notes.append(_size_note(words[name], name, new_sizes[name], model_size))

@@ -77,7 +77,7 @@ class Curve:
         return float(min(distances, default=STEP))
 
     def window(self) -> np.ndarray:
-        """Return a mask of the rates in the fit, bool [R]. It is empty if every rate diverged.
+        """Return a mask of the rates in the fit, bool [R]. All are false if every rate diverged.
 
         The mask depends on the first seeds alone, so that later seeds do not move it.
         """
