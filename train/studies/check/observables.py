@@ -374,8 +374,9 @@ def _cross(
         bias: Relative position bias of self-attention, or `None`.
     """
     h_BTD = block.add_branch(h_BTD, 0, block.attention(attended_BTD, None, bias))
+    zeros_BTD = jnp.zeros_like(h_BTD)
     out_BTD = block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS)
-    return block.add_branch(jnp.zeros_like(h_BTD), 1, out_BTD)
+    return block.add_branch(zeros_BTD, 1, out_BTD)
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:
