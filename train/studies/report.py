@@ -1,4 +1,4 @@
-"""Report of a study: its answer, what to type next, then tables; on the terminal, as JSON and as a page of HTML."""
+"""Report of a study, on the terminal and as an HTML page: answers, what to type next, tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pre { padding: .6rem; overflow-x: auto } .transfers { color: #00704a } .drifts {
 
 
 class Step(NamedTuple):
-    """A sentence on what to do next, and the command that does it; the command is empty where none can be written."""
+    """Sentence on what to do next, and the command that does it. Without a command it is ""."""
 
     sentence: str
     command: str = ""
@@ -32,15 +32,15 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A table with its title and what is said of it.
+    """Table with a title, and sentences below it.
 
     Attributes:
-        rows: cells, the head first.
-        title: line above the table.
-        lines: sentences below the table.
-        left: heads of the columns that align left; all unless given.
-        picture: PNG that a page shows above the table.
-        verdict: word by which a page colours the first of the lines.
+        rows: Cells of the table. The first row has the heads of the columns.
+        title: Line above the table.
+        lines: Sentences below the table.
+        left: Heads of the columns that are aligned left; all by default.
+        picture: PNG file that a page shows above the table.
+        verdict: Verdict that gives the first sentence its colour on a page.
     """
 
     rows: Sequence[Sequence[str]]
@@ -59,13 +59,12 @@ class Section:
             terminal.say(f"  {line}")
 
     def html(self) -> str:
-        """Return the section as a part of a page."""
-        parts = [f"<h2>{html.escape(self.title)}</h2>"]
+        """Return the section as HTML."""
+        title = html.escape(self.title)
+        parts = [f"<h2>{title}</h2>"]
         if self.picture is not None:
             picture = base64.b64encode(self.picture.read_bytes()).decode()
-            parts.append(
-                f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{picture}">'
-            )
+            parts.append(f'<img alt="{title}" src="data:image/png;base64,{picture}">')
         parts.append(html_table(self.rows))
         for line in self.lines[:1]:
             parts.append(f'<p class="{self.verdict}"><b>{html.escape(line)}</b></p>')
@@ -78,10 +77,10 @@ class Report:
     """Report of a study.
 
     Attributes:
-        answers: what the study says, a paragraph each.
-        steps: what to type next.
-        sections: tables, after the answers.
-        remarks: sentences below the tables.
+        answers: Answers of the study, a paragraph each.
+        steps: What to type next.
+        sections: Tables below the answers.
+        remarks: Sentences below the tables.
     """
 
     answers: Sequence[str]
@@ -90,7 +89,7 @@ class Report:
     remarks: Sequence[str] = ()
 
     def show(self) -> None:
-        """Print the report, no line wider than the terminal but commands to copy."""
+        """Print the report. Only commands to copy may be wider than the terminal."""
         for answer in self.answers:
             terminal.say(answer)
         for sentence, command in self.steps:
@@ -108,13 +107,10 @@ class Report:
     def write_page(
         self, path: Path, title: str, command: str, facts: Iterable[tuple[str, Any]]
     ) -> None:
-        """Write one page of HTML that opens without a server or a network.
+        """Write one HTML page that opens without a server or a network.
 
         Args:
-            path: of the page.
-            title: above the answers.
-            command: that made the report.
-            facts: name and value of what else the numbers come from.
+            facts: (name, value) of all else that the numbers come from.
         """
         body = [f"<h1>{html.escape(title)}</h1>"]
         body += [f'<p class="answer">{html.escape(answer)}</p>' for answer in self.answers]
@@ -138,13 +134,16 @@ class Report:
 
 
 def html_table(rows: Iterable[Iterable[Any]]) -> str:
-    """Return rows of cells as a table of HTML."""
-    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    """Return rows of cells as an HTML table."""
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
 def write_json(path: Path | str, content: Any) -> Path:
-    """Write plain values as JSON into a folder that is made where it is missing, and return the path."""
+    """Write plain values as JSON, and make the folder if it is missing. Return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, json.dumps(content, indent=1) + "\n")
@@ -152,12 +151,7 @@ def write_json(path: Path | str, content: Any) -> Path:
 
 
 def finite(value: float, digits: int | None = None) -> float | None:
-    """Return the value as JSON has it, rounded where digits are given, or None where it is not finite.
-
-    Args:
-        value: any number.
-        digits: after the point.
-    """
+    """Return a value for JSON: rounded if digits are given, `None` if it is not finite."""
     if not math.isfinite(value):
         return None
     return value if digits is None else round(float(value), digits)

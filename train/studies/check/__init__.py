@@ -1,1 +1,1 @@
-"""The coordinate check: what a preset does as one size grows, measured and held against theory."""
+"""Coordinate check: effects of a preset as one size grows, measured and held against theory."""

@@ -1,15 +1,21 @@
-"""Rates for a model that nobody wrote a preset for: every layer takes an equal part off the loss, features move at speed 1.
+"""Learning rates for a model without a preset: equal parts of the loss decay, features at speed 1.
 
-The desiderata of Chizat and Netrapalli 2023 (arXiv 2311.18718), solved at a reference initialization (`mupax.train.studies.check.feature_speed`
-measures them). Balanced contributions and loss decay: rate_l = 1 / (L <∇_l, u_l>), L layers with the embedding and the
-readout, u_l the optimizer's first update at unit rate (SGD ∇_l, so 1 / (L ‖∇_l‖²) as in the source; derived here: Adam and Lion
-sign ∇_l, so 1 / (L ‖∇_l‖₁); Muon nearly the nuclear norm). Feature learning: ‖b‖_rms = 1 / (m cos θ) at the last layer,
-reached by scaling the readout.
+These are the desiderata of Chizat and Netrapalli 2023 (arXiv 2311.18718), solved at a reference
+initialization. `mupax.train.studies.check.feature_speed` measures them.
 
-At these rates a step at peak_lr p takes p nats off the loss to first order, whatever the model: start near p = 0.1.
-The theory is for SGD and a first step; query and key gradients that wake up later are not foreseen: over `mup`'s their rates
-grow about as head_dim (of `vit-proxy` from 16 to 64 by exponents of +0.9 to +1.3), and over-drive attention later. Signal propagation is
-the reference's business: for a deep one take branches of depth^-1/2, without which cos θ falls with depth.
+* Balance and loss decay: rate_l = 1 / (L <∇_l, u_l>), for L layers with the embedding and the
+  readout, and u_l the optimizer's first update at unit rate. SGD has u_l = ∇_l and the source's
+  1 / (L ‖∇_l‖²). Derived here: Adam and Lion have sign ∇_l, so 1 / (L ‖∇_l‖₁), and Muon has nearly
+  the nuclear norm.
+* Feature learning: ‖b‖_rms = 1 / (m cos θ) at the last layer. A scale of the readout reaches it.
+
+At these rates a step at peak_lr p takes p nats off the loss to first order, for every model. Start
+near p = 0.1.
+
+The theory is for SGD and a first step. It does not foresee gradients of queries and keys that grow
+later. Relative to `mup`, rates of queries and keys grow about as head_dim (exponents +0.9 to +1.3
+for `vit-proxy` from 16 to 64) and over-drive attention later. Signal propagation depends on the
+reference. For a deep model choose branches of depth^-1/2, because cos θ falls with depth otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,14 +50,20 @@ from mupax.train.studies.check.feature_speed import (
 from mupax.zoo.definition import Arrays, Definition, normals
 
 _CLOSE = 0.01
-"""The output scale is right when the last feature's speed is this near 1."""
+"""Greatest distance of the last feature's speed from 1."""
 _ROUNDS = 20
+"""Most output scales that are tried."""
 _ROUNDING = 1e-6
-"""A gradient below this share of the total is round-off, and a rate from it would be noise."""
+"""Share of the total gradient below which a gradient is round-off, and its rate noise."""
 
 
 class Parts(NamedTuple):
-    """‖∇‖, and <∇, u> in nats per unit of rate, of each (group, layer): group to float32 [layers], or [1] outside the stack."""
+    """Gradients of each group in each layer, float32 [layers] or [1] outside of stacks.
+
+    Attributes:
+        gradient: ‖∇‖ by group.
+        slope: <∇, u> by group, in nats per unit of learning rate.
+    """
 
     gradient: dict[str, jax.Array]
     slope: dict[str, jax.Array]
@@ -68,29 +80,34 @@ def balance(
 ) -> Measured:
     """Derive a preset from backward passes over one batch at the reference initialization.
 
-    Within a layer every group (`ParamSpec.group`) has an equal part too, so that gains and biases move at any size. The
-    formula gives the output scale from one pass exactly while logits are small; passes repeat until it holds.
+    Within a layer every group (`ParamSpec.group`) has an equal part, too, so that gains and biases
+    move at any size. The formula gives the output scale from one pass exactly while logits are
+    small. Passes repeat until the speed is right.
 
     Args:
-        definition: a ViT, an untied decoder or encoder-decoder, or one that `mupax.train.studies.check.feature_speed.of_model` can take apart.
-        batch: `inputs`, `targets`, `weights`; larger ones have less noise in the gradient.
-        config: the optimizer. Its rate, schedule, decay and clipping play no part.
-        reference: initialization, multipliers, eps and decay (lr * wd per group) come from here; `sp` unless given.
-        seed: of the initialization.
-        centered: train f - f at initialization.
+        definition: Definition of a ViT, an untied decoder or encoder-decoder, or of a model that
+            `mupax.train.studies.check.feature_speed.of_model` can take apart.
+        batch: `inputs`, `targets` and `weights`. A larger batch has less noise in the gradient.
+        config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
+        reference: Preset with the initialization, multipliers, eps and decay (lr * wd per group);
+            `sp` by default.
+        centered: Whether to train f - f at initialization.
 
     Returns:
-        A preset for this model at these sizes; its `table` can be saved and loaded (`mupax.presets.tuned.measured`).
+        A preset for this model at these sizes. Its `table` can be saved and loaded
+        (`mupax.presets.tuned.measured`).
 
     Raises:
-        PresetError: a tied readout, a parameter without gradient at this initialization (such as all below a readout of
-            zero), or two of one group that the reference gives different numbers.
+        PresetError: The readout is tied, a parameter has no gradient at this initialization (such
+            as all below a readout of zero), or two parameters of a group have different numbers in
+            the reference.
     """
     refuse_tied(definition)
     reference = reference or presets.get("sp")
     if reference.key_as_query:
         raise PresetError(
-            f"measured scales cannot start keys as queries, as {reference.label} does; write key_start=own"
+            f"measured scales cannot start keys as queries, as {reference.label} does; "
+            f"write key_start=own"
         )
     factors = resolve(reference, definition, config.name, "independent")
     params = jax.jit(lambda seed, stds: definition.initialize(seed, stds, normals))(
@@ -106,29 +123,30 @@ def balance(
             return descent(definition, factors._replace(lr=rates), config)(grads)
 
         speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
-        return (
-            speeds,
-            parts_of(definition, grads, unit(grads)),
-            balanced(definition, grads, unit(grads)),
-        )
+        parts = parts_of(definition, grads, unit(grads))
+        rates = balanced(definition, grads, unit(grads))
+        return speeds, parts, rates
 
     readouts = [name for name, spec in definition.specs.items() if spec.role is Role.READOUT]
-    scaled, scale, tried = factors, 1.0, []
+    scale = 1.0
+    tried: list[tuple[float, float]] = []
     for _ in range(_ROUNDS):
-        outputs = {name: (factors.multiplier[name] * scale).astype(np.float32) for name in readouts}
-        scaled = factors._replace(multiplier={**factors.multiplier, **outputs})
+        multipliers = dict(factors.multiplier)
+        for name in readouts:
+            multipliers[name] = (factors.multiplier[name] * scale).astype(np.float32)
+        scaled = factors._replace(multiplier=multipliers)
         speeds, parts, rates = measure(params, scaled, dict(batch))
-        speed = float(speeds.speed_rms[-1])
         _check_gradients(parts)
+
+        speed = float(speeds.speed_rms[-1])
         if abs(speed - 1) < _CLOSE:
-            break
+            return measured(_table(definition, scaled._replace(lr=rates), reference, config.name))
         tried.append((scale, speed))
         scale = next_scale(tried)
-    else:
-        raise PresetError(
-            f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})"
-        )
-    return measured(_table(definition, scaled._replace(lr=rates), reference, config.name))
+    raise PresetError(
+        f"no output scale makes the last feature move at speed 1 (at {tried[-1][0]:.3g} "
+        f"it is {tried[-1][1]:.3g})"
+    )
 
 
 def desiderata(
@@ -139,194 +157,256 @@ def desiderata(
     seed: int,
     centered: bool,
 ) -> list[Speeds]:
-    """cos θ and the four desiderata of every layer at each preset's initialization, under its rates at peak_lr 1.
+    """Measure every layer at each preset's initialization, under its rates at peak_lr 1.
 
     Args:
-        definition: as for `balance`; raises as there.
-        batch: `inputs`, `targets`, `weights`.
-        config: the optimizer; its rate, schedule, decay and clipping play no part.
-        *presets: whose initialization, multipliers and rates; one compiled program serves them all.
-        seed: of the initialization.
-        centered: the output is f - f at initialization.
+        definition: Definition as for `balance`. The same models are refused.
+        batch: `inputs`, `targets` and `weights`.
+        config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
+        *presets: Presets with initialization, multipliers and rates. One compiled program serves
+            them all.
+        centered: Whether the output is f - f at initialization.
     """
 
     @jax.jit
     def measure(stds: Arrays, factors: Factors, batch: Batch) -> Speeds:
         params = definition.initialize(jnp.uint32(seed), stds, normals)
-        return of_model(
-            definition,
-            params,
-            factors,
-            batch,
-            descent(definition, factors, config),
-            centered=centered,
-        )[0]
+        flow = descent(definition, factors, config)
+        speeds, _ = of_model(definition, params, factors, batch, flow, centered=centered)
+        return speeds
 
     factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
     stds = [init_stds(preset, definition) for preset in presets]
-    return [measure(own, one, dict(batch)) for own, one in zip(stds, factors, strict=True)]
+    speeds = []
+    for preset_stds, preset_factors in zip(stds, factors, strict=True):
+        speeds.append(measure(preset_stds, preset_factors, dict(batch)))
+    return speeds
 
 
 def next_scale(tried: Sequence[tuple[float, float]]) -> float:
-    """The output scale to try next, from pairs of (scale, speed of the last feature) in order, for a speed of 1.
+    """Return the output scale to try next, for a speed of 1.
 
-    Speed goes as scale^-1 while logits are small and more steeply beyond, where steps that trust the -1 swing from side to
-    side: two pairs tell the power.
+    Speed goes as scale^-1 while logits are small, and more steeply beyond. There, steps that trust
+    the -1 swing from side to side, so the power is taken from the last two pairs.
+
+    Args:
+        tried: (scale, speed of the last feature) of all passes so far, at least one.
     """
-    (scale, speed), power = tried[-1], -1.0
+    scale, speed = tried[-1]
+    power = -1.0
     if len(tried) > 1:
-        before, was = tried[-2]
-        power = min(max(math.log(speed / was) / math.log(scale / before), -4.0), -0.25)
+        last_scale, last_speed = tried[-2]
+        power = math.log(speed / last_speed) / math.log(scale / last_scale)
+        power = min(max(power, -4.0), -0.25)
     return scale * speed ** (-1 / power)
 
 
 def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Gradients by name to dw/dt = -lr u: the optimizer's first step, without clipping or decay, per unit of peak_lr.
+    """Return the function from gradients to dw/dt = -lr u, by name, per unit of peak_lr.
 
-    Args:
-        definition: of the model.
-        factors: of every parameter.
-        config: the optimizer.
+    u is the optimizer's first update, without clipping or decay.
     """
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
     hyper = chains.OptimizerHyperparams(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
-    return lambda grads: chains.first_step(
-        tx, config.name, grads, None, factors=factors, hyper=hyper
-    )[0]
+
+    def flow(grads: Arrays) -> Arrays:
+        updates, _ = chains.first_step(tx, config.name, grads, None, factors=factors, hyper=hyper)
+        return updates
+
+    return flow
 
 
 def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Gradients by name to u by name: the optimizer's own first update at rate 1.
+    """Return the function from gradients to u, the optimizer's first update at rate 1, by name.
 
     Args:
-        definition: of the model.
-        factors: of every parameter; their rates are left out.
-        config: the optimizer.
+        factors: Factors of every parameter. Their learning rates are ignored.
     """
-    flow = descent(definition, factors._replace(lr=dict.fromkeys(factors.lr, 1.0)), config)
+    unit_rates = dict.fromkeys(factors.lr, 1.0)
+    flow = descent(definition, factors._replace(lr=unit_rates), config)
     return lambda grads: {name: -step for name, step in flow(grads).items()}
 
 
 def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
-    """Rates by parameter at which each of L layers takes 1 / L off the loss, and each of its G groups 1 / (L G): 1 / (L G <∇, u>).
+    """Return learning rates at which all layers, and all groups of a layer, lower the loss equally.
 
-    A group in several layers, as the gains of an embedding's norm and of the last one, has at most that part in each of them, and a
-    layer's other groups share what it leaves.
+    Each of L layers takes 1 / L off the loss, and each of its G groups 1 / (L G), so its rate is
+    1 / (L G <∇, u>). A group in several layers, such as the gains of the embedding's norm and of
+    the last norm, has one rate and at most its part in each layer. The other groups of a layer
+    share the rest.
 
     Args:
-        definition: of the model.
-        grads: by name, in the parameters' shapes.
-        updates: by name, in the parameters' shapes, at rate 1.
+        updates: The optimizer's updates at rate 1, by parameter name.
     """
-    layers, groups = (
-        chain(definition),
-        {name: spec.group for name, spec in definition.specs.items()},
-    )
+    layers = chain(definition)
+    groups = {name: spec.group for name, spec in definition.specs.items()}
+    slopes = _slopes_by_layer(definition, grads, updates)
+
+    group_rates = _shared_rates(layers, groups, slopes)
+    shared_groups = set(group_rates)
+    rates: dict[str, list[jax.Array]] = {}
+    for layer, layer_slopes in zip(layers, slopes, strict=True):
+        taken_by_shared = sum(
+            group_rates[group] * layer_slopes[group]
+            for group in layer_slopes
+            if group in shared_groups
+        )
+        remainder = 1 / len(layers) - taken_by_shared
+        num_alone = len(layer_slopes.keys() - shared_groups)
+        layer_rates = dict(group_rates)
+        for group, slope in layer_slopes.items():
+            if group not in shared_groups:
+                layer_rates[group] = remainder / (num_alone * slope)
+        for name in layer:
+            rates.setdefault(name, []).append(layer_rates[groups[name]])
+
+    by_parameter = {}
+    for name, values in rates.items():
+        stacked = definition.specs[name].stacked
+        by_parameter[name] = jnp.stack(values) if stacked else values[0]
+    return by_parameter
+
+
+def _slopes_by_layer(definition: Definition, grads: Arrays, updates: Arrays) -> list[Arrays]:
+    """Return <∇, u> of every group, layer by layer of `chain`."""
     slopes: list[Arrays] = []
     for g, u in zip(split(definition, grads), split(definition, updates), strict=True):
-        slopes.append({})
+        layer_slopes: Arrays = {}
         for name in g:
+            group = definition.specs[name].group
             slope = jnp.sum(g[name].astype(jnp.float32) * u[name].astype(jnp.float32))
-            slopes[-1][groups[name]] = slopes[-1].get(groups[name], 0.0) + slope
-    outside = [{groups[name] for name, index in layer.items() if index is None} for layer in layers]
-    several = {
-        group
-        for at, here in enumerate(outside)
-        for group in here
-        if any(group in o for o in outside[:at])
-    }
-    shared = {
-        group: functools.reduce(
-            jnp.minimum,
-            [1 / (len(layers) * len(here) * here[group]) for here in slopes if group in here],
-        )
-        for group in several
-    }
-    rates: dict[str, list[jax.Array]] = {}
-    for layer, here in zip(layers, slopes, strict=True):
-        left = 1 / len(layers) - sum(
-            shared[group] * here[group] for group in here if group in shared
-        )
-        alone = {
-            group: left / (len(here.keys() - several) * slope)
-            for group, slope in here.items()
-            if group not in shared
-        }
-        for name in layer:
-            rates.setdefault(name, []).append((alone | shared)[groups[name]])
-    return {
-        name: jnp.stack(x) if definition.specs[name].stacked else x[0] for name, x in rates.items()
-    }
+            layer_slopes[group] = layer_slopes.get(group, 0.0) + slope
+        slopes.append(layer_slopes)
+    return slopes
+
+
+def _shared_rates(
+    layers: Sequence[Mapping[str, int | None]],
+    groups: Mapping[str, str],
+    slopes: Sequence[Arrays],
+) -> Arrays:
+    """Return the learning rate of every group that has parameters in several layers.
+
+    Groups of stacked parameters have a rate per layer and are not among them.
+
+    Args:
+        layers: Parameters of every layer, from `chain`.
+        slopes: <∇, u> of every group, layer by layer.
+    """
+    counts: dict[str, int] = {}
+    for layer in layers:
+        outside = [groups[name] for name, index in layer.items() if index is None]
+        for group in dict.fromkeys(outside):
+            counts[group] = counts.get(group, 0) + 1
+
+    rates = {}
+    for group, count in counts.items():
+        if count < 2:
+            continue
+        candidates = []
+        for layer_slopes in slopes:
+            if group in layer_slopes:
+                part = len(layers) * len(layer_slopes)
+                candidates.append(1 / (part * layer_slopes[group]))
+        rates[group] = functools.reduce(jnp.minimum, candidates)
+    return rates
 
 
 def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
-    """What each (group, layer) has of gradients by name and the optimizer's unit updates by name.
+    """Return gradient norms and slopes of each group in each layer.
 
     Args:
-        definition: of the model.
-        grads: in the parameters' shapes.
-        updates: in the parameters' shapes, at rate 1.
+        updates: The optimizer's updates at rate 1, by parameter name.
     """
     squares: dict[str, jax.Array] = {}
     slopes: dict[str, jax.Array] = {}
     for name, spec in definition.specs.items():
-        g, u = (x[name].astype(jnp.float32) for x in (grads, updates))
+        g = grads[name].astype(jnp.float32)
+        u = updates[name].astype(jnp.float32)
         layers = g.shape[0] if spec.stacked else 1
         for total, product in ((squares, g * g), (slopes, g * u)):
-            total[spec.group] = total.get(spec.group, jnp.zeros(layers)) + jnp.sum(
-                product.reshape(layers, -1), axis=1
-            )
-    return Parts({group: jnp.sqrt(square) for group, square in squares.items()}, slopes)
+            group_sums = total.get(spec.group, jnp.zeros(layers))
+            total[spec.group] = group_sums + jnp.sum(product.reshape(layers, -1), axis=1)
+    norms = {group: jnp.sqrt(square) for group, square in squares.items()}
+    return Parts(norms, slopes)
 
 
 def _check_gradients(parts: Parts) -> None:
+    """Raise PresetError if a parameter has no gradient from which a rate can be derived."""
     norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
     if not 0 < norm < math.inf:
         raise PresetError(
-            f"the gradient at the reference initialization has norm {norm}; start from another reference"
+            f"the gradient at the reference initialization has norm {norm}; "
+            f"start from another reference"
         )
     for group, norms in parts.gradient.items():
         for layer, part in enumerate(norms.tolist()):
-            if not part > _ROUNDING * norm or not float(parts.slope[group][layer]) > 0:
+            is_rounding = not part > _ROUNDING * norm
+            if is_rounding or not float(parts.slope[group][layer]) > 0:
                 raise PresetError(
-                    f"{group}, layer {layer}: no gradient at the reference initialization ({part:.1e} of {norm:.1e}), "
-                    "so no rate can be derived; start what multiplies it away from zero, or leave the parameter out"
+                    f"{group}, layer {layer}: no gradient at the reference initialization "
+                    f"({part:.1e} of {norm:.1e}), so no rate can be derived; start what multiplies "
+                    f"it away from zero, or leave the parameter out"
                 )
 
 
 def _table(definition: Definition, factors: Factors, reference: Preset, optimizer: str) -> Table:
-    scales: dict[str, Scales] = {}
-    columns = {
-        field: getattr(factors, field) for field in ("multiplier", "lr", "eps", "weight_decay")
+    """Return the table of a measured preset.
+
+    Raises:
+        PresetError: Two parameters of a group have different numbers.
+    """
+    columns: dict[str, Mapping[str, Any]] = {
+        "multiplier": factors.multiplier,
+        "lr": factors.lr,
+        "eps": factors.eps,
+        "weight_decay": factors.weight_decay,
+        "init_std": init_stds(reference, definition),
     }
-    columns["init_std"] = init_stds(reference, definition)
+    scales: dict[str, Scales] = {}
     for name, spec in definition.specs.items():
-        row = Scales(**{field: _plain(numbers[name]) for field, numbers in columns.items()})
+        numbers = {field: _number(column[name]) for field, column in columns.items()}
+        row = Scales(**numbers)
         if scales.setdefault(spec.group, row) != row:
             raise PresetError(
-                f"{name}: {reference.name} gives another of the group {spec.group} other numbers; give them roles apart"
+                f"{name}: {reference.name} gives another of the group {spec.group} other numbers; "
+                f"give them roles apart"
             )
-    kinds, sizes = {declared["kind"] for declared in definition.factors.values()}, definition.sizes
 
-    def residual(stack: Stack) -> tuple[tuple[tuple[float, float], ...], ...]:
-        return tuple(
-            tuple(
-                reference.residual_scale(sizes, layer, branch, stack) for branch in stack.branches
-            )
-            for layer in range(sizes[stack.axis])
-        )
-
+    sizes = definition.sizes
+    kinds = {declared["kind"] for declared in definition.factors.values()}
+    residual: tuple[tuple[tuple[float, float], ...], ...] = ()
+    encoder_residual: tuple[tuple[tuple[float, float], ...], ...] = ()
+    has_encoder = ENCODER.axis in sizes
+    if "branch" in kinds:
+        residual = _residual_scales(reference, sizes, CROSSED if has_encoder else OWN)
+    if has_encoder:
+        encoder_residual = _residual_scales(reference, sizes, ENCODER)
     return Table(
         scales=scales,
         logits=reference.logit_scale(sizes) if "logits" in kinds else 1.0,
-        residual=residual(CROSSED if ENCODER.axis in sizes else OWN) if "branch" in kinds else (),
-        encoder_residual=residual(ENCODER) if ENCODER.axis in sizes else (),
+        residual=residual,
+        encoder_residual=encoder_residual,
         sizes=dict(sizes),
         optimizer=optimizer,
         source=f"balanced from {reference.describe()}",
     )
 
 
-def _plain(numbers: Any) -> Number:
-    values = tuple(map(float, np.ravel(numbers)))
-    return values[0] if len(set(values)) == 1 else values
+def _residual_scales(
+    reference: Preset, sizes: Mapping[str, int], stack: Stack
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Return the residual scales of every layer and branch of a stack."""
+    layers = []
+    for layer in range(sizes[stack.axis]):
+        branches = [
+            reference.residual_scale(sizes, layer, branch, stack) for branch in stack.branches
+        ]
+        layers.append(tuple(branches))
+    return tuple(layers)
+
+
+def _number(values: Any) -> Number:
+    """Return one number if all layers have the same, otherwise a number per layer."""
+    numbers = tuple(map(float, np.ravel(values)))
+    return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -1,4 +1,4 @@
-"""`mupax presets balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule."""
+"""Command `mupax presets balance`: learning rates per layer for a model that no preset covers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ if TYPE_CHECKING:
     from mupax.train.studies.check.feature_speed import Speeds
 
 READ = ("--model", "--preset", "--optimizer", "--data", "--seed")
+"""Flags of a run that the command reads, with all fields under them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Rates per layer from one batch, for where no preset has a rule.
+    """Derive learning rates per layer from one batch, for models that no preset covers.
 
-    By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the four desiderata of every
-    block at initialization, derives the learning rates and the output scale that satisfy them, and writes them as a preset
-    that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `mupax models` gets
-    random inputs, Adam and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare with.
-    The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here too.
+    By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the
+    four desiderata of every block at initialization, derives the learning rates and the output
+    scale that satisfy them, and writes them as a preset that `--preset measured:PATH.json` names. A
+    recipe brings its data, optimizer and preset; a model of `mupax models` gets random inputs, Adam
+    and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare
+    with. The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here
+    too.
     """
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")]
@@ -42,11 +45,11 @@ class Balance:
     out: Annotated[Path, conf.arg(metavar="PATH.json")]
     """Where to write the measured preset."""
     optimizer: Annotated[str | None, conf.arg(metavar="NAME")] = None
-    """Whose rates; the recipe's, or adam for a model."""
+    """Optimizer to derive rates for; the recipe's, or adam for a model."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, derives, writes, measures again; 0 when done; raises as `configured`."""
+    """Run `mupax presets balance`: measure, derive, write, and measure again. Return 0."""
     args, rest = command_line.parse_known(
         Balance, "mupax presets balance", cli.with_file_first(argv)
     )
@@ -59,18 +62,19 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.studies.check import balance
     from mupax.zoo.definition import definition
 
-    console, model = terminal.console(), definition(config.model)
-    reference, batch = preset_of(config), batch_of(config, args.name, console)
+    console = terminal.console()
+    model = definition(config.model)
+    reference = preset_of(config)
+    batch = batch_of(config, args.name, console)
     start: Any = {"seed": config.seed, "centered": config.model.centered}
+
     table = balance.balance(model, batch, config.optimizer, reference=reference, **start).table
-    measured.save(
-        dataclasses.replace(table, source=f"{args.name}, {table.source}, seed {config.seed}"),
-        args.out,
-    )
-    again = presets.get(f"measured:{args.out}")
-    before, after = jax.device_get(
-        balance.desiderata(model, batch, config.optimizer, reference, again, **start)
-    )
+    source = f"{args.name}, {table.source}, seed {config.seed}"
+    measured.save(dataclasses.replace(table, source=source), args.out)
+    new_preset = presets.get(f"measured:{args.out}")
+    speeds = balance.desiderata(model, batch, config.optimizer, reference, new_preset, **start)
+    before, after = jax.device_get(speeds)
+
     _show(before, after, table, reference.describe())
     flags = shlex.join(["--preset", f"measured:{args.out}", "--preset.base", "None"])
     terminal.say(f"written to {args.out}; use it with {flags}")
@@ -78,15 +82,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configured(args: Balance, rest: Sequence[str]) -> Config:
-    """The run whose model, data, optimizer and reference are measured.
+    """Return the run whose model, data, optimizer and reference are measured.
 
     Args:
-        args: of the command.
-        rest: the words after those, flags of a run.
+        rest: Further words of the command line, the flags of a run.
 
     Raises:
-        UsageError: a flag that measuring does not read, or a folder that is not there.
-        ConfigError: no recipe or model has the name, or values that do not fit together.
+        UsageError: A flag that the command does not read, or a folder that does not exist.
+        ConfigError: No recipe or model has the name, or values do not fit together.
     """
     for word in rest:
         flag = word.partition("=")[0]
@@ -95,88 +98,109 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
             raise UsageError(f"balance does not read {flag}; {takes}")
     if not args.out.absolute().parent.is_dir():
         raise UsageError(
-            f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path"
+            f"--out {args.out}: there is no folder {args.out.parent}; "
+            f"make it, or write another path"
         )
 
-    def bare() -> Config:
+    def bare_run() -> Config:
         model = configs.get(args.name)
-        data = DataConfig(
-            name="random", batch_size=1, noise="infilling" if model.denoises else None
-        )
-        preset = PresetConfig(name="sp")
-        optimizer = OptimizerConfig(name="adam")
+        noise = "infilling" if model.denoises else None
         return Config(
-            recipe=args.name, model=model, data=data, preset=preset, optimizer=optimizer, steps=1
+            recipe=args.name,
+            model=model,
+            data=DataConfig(name="random", batch_size=1, noise=noise),
+            preset=PresetConfig(name="sp"),
+            optimizer=OptimizerConfig(name="adam"),
+            steps=1,
         )
 
-    start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare
-    chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
-    config = cli.parse(f"balance {args.name}", start, [*rest, *chosen]).config
+    start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare_run
+    optimizer_words = ["--optimizer.name", args.optimizer] if args.optimizer else []
+    config = cli.parse(f"balance {args.name}", start, [*rest, *optimizer_words]).config
     if config.data.document_mask:
         raise configs.ConfigError(
-            "balance measures windows whose tokens see all before them; leave data.document_mask out"
+            "balance measures windows whose tokens see all before them; "
+            "leave data.document_mask out"
         )
     return config
 
 
 def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
-    """The recipe's first training batch, or random inputs and labels for a model without data.
+    """Return the recipe's first training batch, or random inputs and labels for a model.
 
     Args:
-        config: of the run.
-        name: of its recipe, or of a model.
-        console: is told what is prepared.
+        name: Name of a recipe, or of a model without data.
+        console: Console for messages on the preparation of data.
     """
     from mupax.train import data
     from mupax.train.studies.check import check
 
     if not cli.is_recipe(name):
         return check.even_batch(config.model)
-    return data.load(
-        config.data, config.model, seed=config.data_seed, note=console.print
-    ).train_batch(0)
+    stream = data.load(config.data, config.model, seed=config.data_seed, note=console.print)
+    return stream.train_batch(0)
 
 
 def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
     """Print every layer before and after, the four desiderata, and the derived rates."""
+    layers = _layer_rows(before, after, table)
+    title = f"layers, before ({reference}) | after"
+    Section(layers, title, left=("layer",)).show()
+    goals = _goal_rows(before, after)
+    Section(goals, "desiderata, at peak_lr 1", left=goals[0]).show()
+    rates = _rate_rows(table)
+    Section(rates, f"derived rates, {table.optimizer}", left=("group",)).show()
+
+
+def _layer_rows(before: Speeds, after: Speeds, table: Table) -> list[list[str]]:
+    """Return a row per layer, with "before | after" in every cell."""
+    encoder_depth = table.sizes.get("encoder_layers", 0)
+    names = ["embedding"]
+    names += [f"encoder block {index}" for index in range(encoder_depth)]
+    names += [f"block {index}" for index in range(table.sizes["layers"])]
+    names += ["readout"]
+
+    column_pairs = [
+        (before.cosine, after.cosine),
+        (before.feature_rms, after.feature_rms),
+        (before.speed_rms, after.speed_rms),
+        (before.contribution / before.loss_decay, after.contribution / after.loss_decay),
+    ]
+    rows = [["layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"]]
+    for index, name in enumerate(names):
+        cells = [name]
+        for old, new in column_pairs:
+            # The readout has a part of the loss decay and no feature.
+            cells.append(f"{old[index]:.3g} | {new[index]:.3g}" if index < len(old) else "")
+        rows.append(cells)
+    return rows
+
+
+def _goal_rows(before: Speeds, after: Speeds) -> list[list[str]]:
+    """Return a row per desideratum: its name, its goal, and its value before and after."""
+    rows = [
+        ["", "wanted", "before", "after"],
+        ["signal propagation (feature rms)", "about 1"],
+        ["feature learning (speed rms, last)", "1"],
+        ["loss decay (nats)", "1"],
+        ["balance (largest part / smallest)", "1"],
+    ]
+    for speeds in (before, after):
+        feature_rms = speeds.feature_rms
+        rows[1].append(f"{min(feature_rms):.3g} to {max(feature_rms):.3g}")
+        rows[2].append(f"{speeds.speed_rms[-1]:.3g}")
+        rows[3].append(f"{speeds.loss_decay:.3g}")
+        rows[4].append(f"{max(speeds.contribution) / min(speeds.contribution):.3g}")
+    return rows
+
+
+def _rate_rows(table: Table) -> list[list[str]]:
+    """Return a row per group: its multiplier, and its learning rate in the outer layers."""
     import numpy as np
 
-    layers = [["layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"]]
-    columns = [
-        (s.cosine, s.feature_rms, s.speed_rms, s.contribution / s.loss_decay)
-        for s in (before, after)
-    ]
-    encoder = [f"encoder block {i}" for i in range(table.sizes.get("encoder_layers", 0))]
-    for i, name in enumerate(
-        ("embedding", *encoder, *(f"block {i}" for i in range(table.sizes["layers"])), "readout")
-    ):
-        pairs = zip(*columns, strict=True)
-        layers.append(
-            [name, *(f"{was[i]:.3g} | {now[i]:.3g}" if i < len(was) else "" for was, now in pairs)]
-        )
-
-    def feature_rms(s: Speeds) -> str:
-        return f"{min(s.feature_rms):.3g} to {max(s.feature_rms):.3g}"
-
-    goals = [["", "wanted", "before", "after"]]
-    for name, target, value in (
-        ("signal propagation (feature rms)", "about 1", feature_rms),
-        ("feature learning (speed rms, last)", "1", lambda s: f"{s.speed_rms[-1]:.3g}"),
-        ("loss decay (nats)", "1", lambda s: f"{s.loss_decay:.3g}"),
-        (
-            "balance (largest part / smallest)",
-            "1",
-            lambda s: f"{max(s.contribution) / min(s.contribution):.3g}",
-        ),
-    ):
-        goals.append([name, target, value(before), value(after)])
-    rates = [["group", "multiplier", "rate, first layer", "rate, last layer"]]
+    rows = [["group", "multiplier", "rate, first layer", "rate, last layer"]]
     for group, scales in sorted(table.scales.items()):
-        multiplier, lr = np.atleast_1d(scales.multiplier), np.atleast_1d(scales.lr)
-        rates.append([group, f"{multiplier[0]:.3g}", f"{lr[0]:.3g}", f"{lr[-1]:.3g}"])
-    for title, rows, left in (
-        (f"layers, before ({reference}) | after", layers, ("layer",)),
-        ("desiderata, at peak_lr 1", goals, goals[0]),
-        (f"derived rates, {table.optimizer}", rates, ("group",)),
-    ):
-        Section(rows, title, left=left).show()
+        multiplier = np.atleast_1d(scales.multiplier)
+        lr = np.atleast_1d(scales.lr)
+        rows.append([group, f"{multiplier[0]:.3g}", f"{lr[0]:.3g}", f"{lr[-1]:.3g}"])
+    return rows

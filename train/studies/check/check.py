@@ -1,11 +1,14 @@
-"""The coordinate check: grow one size, measure every size, and hold what is seen against the theory of the preset."""
+"""Coordinate check: grow one size of a model, measure every size, and judge slopes against theory.
+
+`study` is the complete check of one preset on any model. `mupax check` and tests of models use it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,162 +44,241 @@ __all__ = [
     "tokens",
 ]
 
-_WIDTH, _HEADS, _DEPTH, _POSITIONS, _VOCAB, _EXAMPLES = 64, 4, 2, 16, 64, 8
+_WIDTH = 64
+_HEADS = 4
+_DEPTH = 2
+_POSITIONS = 16
+_VOCAB = 64
+_EXAMPLES = 8
 _LONGEST = 512
+"""Longest context of a check. `own_inputs` shortens a longer one."""
 _LARGEST_VOCAB = 2**15
-"""Context and vocabulary above which `own_inputs` makes them smaller."""
+"""Largest vocabulary of a check. `own_inputs` makes a larger one smaller."""
 _LOGITS = 2**22
-"""Logits of a batch above which it makes the context smaller: at width 512 their products take half of the check's time."""
+"""Number of logits of a batch above which `own_inputs` shortens the context.
+
+At width 512 the products that make so many logits take half of the check's time.
+"""
 LEAST_GROWTH = 4
-"""How many times as large the largest size must be. What finite sizes add falls as 1/size: over the first doubling alone a slope
-strays by twice what it does over three, which is what allowances are measured over."""
+"""Least ratio of the largest to the smallest size.
+
+Effects of finite size fall as 1/size. Over the first doubling alone a slope strays twice as far as
+over three doublings, over which the allowances were measured.
+"""
+
+
+class CheckModel(NamedTuple):
+    """A model as a check can afford it.
+
+    Attributes:
+        model: Model with a smaller vocabulary and context, if necessary.
+        written: Names of the fields that keep their sizes in the check.
+        notes: Sentence on every field that was made smaller.
+    """
+
+    model: ModelConfig
+    written: set[str]
+    notes: list[str]
 
 
 def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerConfig:
-    """The model's structure at the check's smallest size: width 64, 4 heads, depth 2, 16 positions.
+    """Return the model's structure at width 64, 4 heads, depth 2 and 16 positions.
 
     Args:
-        model: whose structure.
-        written: fields of it that keep their sizes.
+        written: Names of fields that keep their sizes.
 
     Raises:
-        ConfigError: not a transformer, or sizes that do not fit together.
+        ConfigError: The model is no transformer, or the sizes do not fit together.
     """
     model = transformer(model, "growing one size")
-    inputs = {
-        "tokens": {"vocab_size": _VOCAB, "seq_len": _POSITIONS},
-        "images": {"image_size": 8, "patch_size": 2},
-    }
-    small = {
+    small: dict[str, int | None] = {
         "width": _WIDTH,
         "num_heads": _HEADS,
         "head_dim": None,
         "depth": _DEPTH,
-        **inputs[model.task],
     }
+    if model.task == "tokens":
+        small |= {"vocab_size": _VOCAB, "seq_len": _POSITIONS}
+    else:
+        small |= {"image_size": 8, "patch_size": 2}
     if model.denoises:
         small |= {"encoder_depth": None, "target_len": None}
-    if (
-        "distance" in model.sizes() and "seq_len" not in written
-    ):  # so that every row of a relative table is seen
+    if "distance" in model.sizes() and "seq_len" not in written:
+        # A batch then reads every row of the relative table.
         small |= {"distance_buckets": _POSITIONS // 2, "longest_distance": _POSITIONS}
-    small = {name: size for name, size in small.items() if name not in written}
-    heads, width = small.get("num_heads", model.num_heads), small.get("width", model.width)
+    changes: dict[str, Any] = {}
+    for name, size in small.items():
+        if name not in written:
+            changes[name] = size
+
+    heads = changes.get("num_heads", model.num_heads)
+    width = changes.get("width", model.width)
     if "num_kv_heads" not in written and model.num_kv_heads is not None:
-        small["num_kv_heads"] = max(1, heads * model.kv_heads // model.num_heads)
+        changes["num_kv_heads"] = max(1, heads * model.kv_heads // model.num_heads)
     if "mlp_ratio" not in written:
-        small["mlp_ratio"] = round(model.mlp_ratio * width) / width
-    # A few steps of small models: what takes time is compiling them.
+        # Hidden sizes are whole numbers.
+        changes["mlp_ratio"] = round(model.mlp_ratio * width) / width
+
+    # A few steps of small models: compiling takes the time, and a scan compiles fastest.
     compute = dataclasses.replace(model.compute, layers="scan")
-    return dataclasses.replace(model, compute=compute, centered=False, **small)
+    return dataclasses.replace(model, compute=compute, centered=False, **changes)
 
 
-def own_inputs(
-    model: ModelConfig, written: Collection[str] = ()
-) -> tuple[ModelConfig, set[str], list[str]]:
-    """Return a model to check in place of this one: with its vocabulary and context as far as a check can afford them.
+def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
+    """Return the model to check, with as much of its vocabulary and context as a check can afford.
 
     Args:
-        model: as the user has named it.
-        written: fields that the user has written, which are left as they are.
-
-    Returns:
-        The model, the fields of it that keep their sizes, and a sentence about each that was made smaller.
+        written: Names of fields that the user wrote. They are not changed.
     """
-    keeps = set(written)
-    notes = []
     if model.task == "images":
-        small = smallest(model, written)
-        for name in ("image_size", "patch_size"):
-            own = getattr(model, name)
-            used = getattr(small, name)
-            if own != used:
-                flag = name.replace("_", "-")
-                notes.append(
-                    f"{name.replace('_', ' ')} {used} in place of {own} (--model.{flag} {own} keeps it)"
-                )
-        return model, keeps, notes
+        notes = _image_notes(model, written)
+        return CheckModel(model, set(written), notes)
+
     limits = {"vocab_size": _LARGEST_VOCAB, "seq_len": _LONGEST}
     if model.denoises:
         limits["target_len"] = _LONGEST
-    sizes_used = {name: getattr(model, name) for name in limits}
-    for name, most in limits.items():
-        if name not in written and sizes_used[name] is not None:
-            sizes_used[name] = min(sizes_used[name], most)
-    longest = max(
-        size for name, size in sizes_used.items() if name != "vocab_size" and size is not None
-    )
-    affordable = _POSITIONS
-    while affordable < longest and _logits(sizes_used["vocab_size"], 2 * affordable) <= _LOGITS:
-        affordable *= 2
+    new_sizes = {name: getattr(model, name) for name in limits}
+    for name, limit in limits.items():
+        if name not in written and new_sizes[name] is not None:
+            new_sizes[name] = min(new_sizes[name], limit)
+
+    lengths = []
+    for name, size in new_sizes.items():
+        if name != "vocab_size" and size is not None:
+            lengths.append(size)
+    affordable = _affordable_length(new_sizes["vocab_size"], max(lengths))
+
+    notes = []
+    words = {"vocab_size": "vocabulary", "seq_len": "context", "target_len": "output length"}
     for name in limits:
-        own = getattr(model, name)
-        if name != "vocab_size" and name not in written and own is not None:
-            sizes_used[name] = min(sizes_used[name], affordable)
-        if own != sizes_used[name]:
-            word = {"vocab_size": "vocabulary", "seq_len": "context"}.get(name, "output length")
-            flag = name.replace("_", "-")
-            notes.append(
-                f"{word} {sizes_used[name]} in place of {own} (--model.{flag} {own} keeps it)"
-            )
-        keeps.add(name)
-    return dataclasses.replace(model, **sizes_used), keeps, notes
+        model_size = getattr(model, name)
+        if model_size is None:
+            continue
+        if name != "vocab_size" and name not in written:
+            new_sizes[name] = min(new_sizes[name], affordable)
+        if model_size != new_sizes[name]:
+            notes.append(_size_note(words[name], name, new_sizes[name], model_size))
+
+    small_model = dataclasses.replace(model, **new_sizes)
+    return CheckModel(small_model, {*written, *limits}, notes)
+
+
+def _image_notes(model: ModelConfig, written: Collection[str]) -> list[str]:
+    """Return a sentence on every size of images that the check makes smaller."""
+    small = smallest(model, written)
+    notes = []
+    for name in ("image_size", "patch_size"):
+        model_size = getattr(model, name)
+        new_size = getattr(small, name)
+        if model_size != new_size:
+            notes.append(_size_note(name.replace("_", " "), name, new_size, model_size))
+    return notes
+
+
+def _size_note(word: str, field: str, new_size: int, model_size: int) -> str:
+    """Return a sentence on a size that was made smaller, with the flag that keeps it."""
+    flag = field.replace("_", "-")
+    return f"{word} {new_size} in place of {model_size} (--model.{flag} {model_size} keeps it)"
+
+
+def _affordable_length(vocab_size: int, longest: int) -> int:
+    """Return the longest context by doubling whose logits a check can afford.
+
+    Args:
+        longest: Longest sequence of the model, in tokens.
+    """
+    length = _POSITIONS
+    while length < longest and _logits(vocab_size, 2 * length) <= _LOGITS:
+        length *= 2
+    return length
 
 
 def _logits(vocab_size: int, length: int) -> int:
-    """Return how many logits a batch of this context has."""
+    """Return the number of logits of a batch whose sequences have `length` tokens."""
     return examples(length) * length * vocab_size
 
 
 def grow(
     model: ModelConfig, axis: str, count: int, written: Collection[str] = ()
 ) -> list[TransformerConfig]:
-    """`count` models from the smallest on, one size doubling.
+    """Return `count` models from the smallest on, with one size doubling.
 
     Args:
-        model: whose structure.
-        axis: head_dim, heads, depth (an encoder's too, unless that is written), encoder_depth alone, width (heads and head_dim in
-            turn), mlp alone, or kv_heads alone (of 8 query heads).
-        count: how many.
-        written: fields of the model whose sizes the smallest has too.
+        axis: "head_dim", "heads", "depth" (with an encoder's, unless that is written),
+            "encoder_depth", "width" (heads and head_dim in turn), "mlp", "experts", "expert_dim" or
+            "kv_heads" (of 8 query heads).
+        written: Names of fields of the model that keep their sizes in the smallest model.
+
+    Raises:
+        ConfigError: No size has the name `axis`, or there are more key heads than query heads.
     """
     start = smallest(model, written)
     if axis == "kv_heads":
-        most = start.num_heads if "num_heads" in written else 2 * _HEADS
-        if 2 ** (count - 1) > most:
-            raise ConfigError(
-                f"key heads grow from 1 to {most}; write --sizes {most.bit_length()} or fewer"
-            )
-        return [dataclasses.replace(start, num_heads=most, num_kv_heads=2**k) for k in range(count)]
+        return _grow_key_heads(start, count, start.num_heads if "num_heads" in written else None)
     if axis not in sizes.AXES:
         raise ConfigError(
             f"no size is named {axis!r}; write {', '.join(sizes.AXES[:-1])} or {sizes.AXES[-1]}"
         )
-    if axis != "width":
-        return [sizes.grown(start, axis, sizes.of(start, axis) * 2**k) for k in range(count)]
-    wider = [sizes.grown(start, "heads", start.num_heads * 2 ** (k // 2)) for k in range(count)]
+
+    models = []
+    for k in range(count):
+        if axis == "width":
+            # Heads double at every second model, their dimension at the models between.
+            wider = sizes.grown(start, "heads", start.num_heads * 2 ** (k // 2))
+            head_dim = wider.heads_dim * 2 ** ((k + 1) // 2)
+            models.append(sizes.grown(wider, "head_dim", head_dim))
+        else:
+            models.append(sizes.grown(start, axis, sizes.of(start, axis) * 2**k))
+    return models
+
+
+def _grow_key_heads(
+    start: TransformerConfig, count: int, num_heads: int | None
+) -> list[TransformerConfig]:
+    """Return models with 1, 2, 4, ... key heads.
+
+    Args:
+        num_heads: Number of query heads in every model; 8 by default.
+    """
+    query_heads = 2 * _HEADS if num_heads is None else num_heads
+    if 2 ** (count - 1) > query_heads:
+        raise ConfigError(
+            f"key heads grow from 1 to {query_heads}; "
+            f"write --sizes {query_heads.bit_length()} or fewer"
+        )
     return [
-        sizes.grown(one, "head_dim", one.heads_dim * 2 ** ((k + 1) // 2))
-        for k, one in enumerate(wider)
+        dataclasses.replace(start, num_heads=query_heads, num_kv_heads=2**k) for k in range(count)
     ]
 
 
 def batch(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return what every size trains on, from a fixed seed: images of noise with random labels, or `tokens`."""
+    """Return the batch that every size trains on, from a fixed seed.
+
+    It has images of noise with random labels, or the tokens of `tokens`. An encoder-decoder also
+    gets a source with padding.
+
+    Args:
+        model: Smallest model, whose inputs have the shapes of all sizes.
+    """
     rng = np.random.default_rng(0)
-    outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+    outputs = model.sizes()[model.output_axis]
+    example = model.example()
     if model.task == "images":
-        shape = (2 * _EXAMPLES, *example)
+        shape = (2 * _EXAMPLES, *example["inputs"].shape)
         targets = rng.integers(0, outputs, shape[0]).astype(np.int32)
         inputs = rng.standard_normal(shape).astype(np.float32)
         return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+
+    length = example["inputs"].shape[0]
     if not model.denoises:
-        return tokens(outputs, example[0], examples(example[0]))
-    lengths = {name: field.shape[0] for name, field in model.example().items()}
+        return tokens(outputs, length, examples(length))
+
+    lengths = {name: field.shape[0] for name, field in example.items()}
     count = examples(max(lengths.values()))
     decoded = tokens(outputs, lengths["targets"], count)
-    source = _ranks(rng, outputs, (count, lengths["inputs"]))
-    mask = np.arange(lengths["inputs"]) < rng.integers(1, lengths["inputs"] + 1, (count, 1))
+    source = _zipf_tokens(rng, outputs, (count, lengths["inputs"]))
+    source_lengths = rng.integers(1, lengths["inputs"] + 1, (count, 1))
+    mask = np.arange(lengths["inputs"]) < source_lengths
     return {
         "inputs": source,
         "input_mask": mask.astype(np.int32),
@@ -207,87 +289,98 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return a batch as `batch` does, whose tokens are drawn evenly, in eight sequences: for studies that grow the context."""
+    """Return a batch as `batch` does, but of 8 sequences whose tokens are equally frequent.
+
+    Studies that grow the context use it.
+    """
     if model.task == "images":
         return batch(model)
+
     rng = np.random.default_rng(0)
     outputs = model.sizes()[model.output_axis]
-    example = model.example()["inputs"].shape
+    example = model.example()
+    length = example["inputs"].shape[0]
     if not model.denoises:
-        drawn = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
+        drawn = rng.integers(0, outputs, (_EXAMPLES, length + 1)).astype(np.int32)
         targets = drawn[:, 1:]
         return {
             "inputs": drawn[:, :-1],
             "targets": targets,
             "weights": np.ones(targets.shape, np.float32),
         }
-    shapes = {name: (_EXAMPLES, *field.shape) for name, field in model.example().items()}
-    fields = {
-        name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()
-    }
-    mask = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
-    return fields | {
-        "input_mask": mask.astype(np.int32),
-        "weights": np.ones(shapes["weights"], np.float32),
-    }
+
+    fields = {}
+    for name, field in example.items():
+        shape = (_EXAMPLES, *field.shape)
+        fields[name] = rng.integers(0, outputs, shape).astype(np.int32)
+    mask = np.arange(length) < rng.integers(1, length + 1, (_EXAMPLES, 1))
+    fields["input_mask"] = mask.astype(np.int32)
+    fields["weights"] = np.ones(fields["weights"].shape, np.float32)
+    return fields
 
 
 def examples(length: int) -> int:
-    """Return how many sequences of this length a batch has: 128 tokens' worth, and at least two."""
+    """Return the number of sequences in a batch: about 128 tokens in all, from 2 to 8 sequences."""
     return max(2, min(_EXAMPLES, _EXAMPLES * _POSITIONS // length))
 
 
 def tokens(vocab_size: int, length: int, count: int = 8) -> dict[str, np.ndarray]:
-    """Return a batch that a language model of any vocabulary and context can be checked on: `inputs`, `targets`, `weights`.
+    """Return `inputs`, `targets` and `weights` for a language model of any vocabulary and context.
 
-    Token i comes as often as 1 / (i + 1), as Zipf's law has it of words; targets are random. An update of a matrix is a sum
-    over tokens. It acts on each of K equally frequent ones by K^-1/2 of what it does to one alone, which is seen while the
-    width is small against K. Evenly drawn tokens have K = min(vocabulary, tokens of the batch), soon more than the smallest
-    width. By Zipf's law K (the inverse of the sum of squared frequencies) is 14 at a vocabulary of 64 and 73 at 32,000,
-    whatever the context.
+    Token i has a frequency proportional to 1 / (i + 1), which is Zipf's law of words. Targets are
+    random.
+
+    An update of a matrix is a sum over tokens. It acts on each of K equally frequent tokens by
+    K^-1/2 of its effect on a single one, which shows while the width is small against K. Evenly
+    drawn tokens have K = min(vocabulary, tokens of the batch), soon more than the smallest width.
+    Under Zipf's law K (the inverse of the sum of squared frequencies) is 14 at a vocabulary of 64
+    and 73 at 32,000, at any context.
 
     Args:
-        length: positions of a sequence.
-        count: sequences.
+        vocab_size: Number of different tokens.
+        length: Number of tokens in a sequence.
     """
     rng = np.random.default_rng(0)
-    inputs = _ranks(rng, vocab_size, (count, length))
+    inputs = _zipf_tokens(rng, vocab_size, (count, length))
     targets = rng.integers(0, vocab_size, inputs.shape).astype(np.int32)
     return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
 
 
-def _ranks(rng: np.random.Generator, vocab_size: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return tokens drawn by Zipf's law, int32."""
+def _zipf_tokens(rng: np.random.Generator, vocab_size: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random tokens whose frequencies follow Zipf's law, int32."""
     frequencies = 1 / np.arange(1.0, vocab_size + 1)
     drawn = rng.choice(vocab_size, size=shape, p=frequencies / frequencies.sum())
     return drawn.astype(np.int32)
 
 
 def digest(tree: Any) -> bytes:
-    """Hash of a tree of arrays: equal where names, shapes, dtypes and bytes are."""
+    """Return a hash of a pytree's structure and of its leaves' shapes, dtypes and bytes."""
     leaves, structure = jax.tree.flatten(tree)
-    parts = [
-        (np.shape(leaf), np.asarray(leaf).dtype.str, np.asarray(leaf).tobytes()) for leaf in leaves
-    ]
+    parts = []
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        parts.append((np.shape(leaf), array.dtype.str, array.tobytes()))
     return hashlib.sha256(repr((structure, parts)).encode()).digest()
 
 
 class Series:
-    """A model at growing sizes, ready to be measured under any preset.
+    """A model at growing sizes, to be measured under any preset.
 
-    Each size compiles once, whatever the number of steps and seeds, and trains once from a seed under equal numbers.
+    Each size compiles once, and trains once for a seed and equal numbers of a preset.
 
     Args:
-        definitions: the model at growing sizes.
-        config: optimizer; its schedule should be constant.
-        steps: optimizer steps.
+        config: Optimizer settings. The schedule should be constant.
+        steps: Number of optimizer steps.
     """
 
     def __init__(
         self, definitions: Sequence[Definition], config: OptimizerConfig, steps: int = STEPS[-1]
     ) -> None:
-        self.definitions, self.config, self.steps = list(definitions), config, steps
-        largest = max(definitions, key=lambda one: one.count())
+        self.definitions = list(definitions)
+        self.config = config
+        self.steps = steps
+
+        largest = max(definitions, key=lambda definition: definition.count())
         # Initial and trained parameters, their gradients, and at least one moment.
         fit.check_arrays(
             [largest.abstract] * 4,
@@ -302,61 +395,66 @@ class Series:
         self._recorded: dict[tuple[int, int, bytes], list[dict[str, np.ndarray]]] = {}
 
     def numbers(self, preset: Preset) -> list[tuple[factors.Factors, dict[str, np.ndarray]]]:
-        """All that a preset sets in the programs: factors and initial stds, a pair per size."""
-        name, decay = self.config.name, self.config.decay
-        return [
-            (factors.resolve(preset, d, name, decay), factors.init_stds(preset, d))
-            for d in self.definitions
-        ]
+        """Return the factors and initial stds that a preset gives every size."""
+        numbers = []
+        for definition in self.definitions:
+            size_factors = factors.resolve(preset, definition, self.config.name, self.config.decay)
+            numbers.append((size_factors, factors.init_stds(preset, definition)))
+        return numbers
 
     def measure(
         self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int = 4
     ) -> dict[str, np.ndarray]:
-        """Every observable at every size.
+        """Return every observable at every size, float64 [sizes, seeds, steps + 1].
 
-        Args:
-            preset: relative to the smallest size.
-            batch: one batch that every size takes.
-            seeds: initializations per size.
-
-        Returns:
-            Observable to float64 [sizes, seeds, steps + 1], over layers; and layer by layer (`LAYERS`) with an axis of layers, last,
-            or where sizes differ in depth (`ENDS`) of the one that has the least and the one that has the most.
+        Observables that are recorded layer by layer are root mean squares over layers. Their layers
+        are in the result, too: under the name `LAYERS` with a last axis of layers, or, if sizes
+        differ in depth, under `ENDS` with a last axis of the least and the greatest layer.
 
         Raises:
-            PresetError: the sizes show different observables, so no slope can be fitted.
+            PresetError: The sizes have different observables, so that no slope can be fitted.
         """
-        hyper = hyperparams(self.config, self.steps + 1)
-        recorded: list[dict[str, np.ndarray]] = []
-        for size, (program, (size_factors, stds)) in enumerate(
-            zip(self._programs, self.numbers(preset), strict=True)
-        ):
-            numbers = StepInputs(size_factors, hyper), stds, dict(batch)
-            # Equal numbers are equal trainings: of presets that are one rule along an axis, of all at the base.
-            trained = self._recorded.setdefault((size, self.steps, digest(numbers)), [])
-            for seed in range(len(trained), seeds):
-                trained.append(program(np.uint32(seed), *numbers, self.steps))
-            recorded.append(
-                {name: np.stack([one[name] for one in trained[:seeds]]) for name in trained[0]}
-            )
-        if any(one.keys() != recorded[0].keys() for one in recorded):
+        records = self._records(preset, batch, seeds)
+        if any(record.keys() != records[0].keys() for record in records):
             raise PresetError(
                 "the models to compare have different parameters; grow sizes only, not structure"
             )
+
         measured: dict[str, np.ndarray] = {}
-        for name in recorded[0]:
-            each = [np.asarray(one[name], np.float64) for one in recorded]
-            if each[0].ndim > 2 and len({one.shape for one in each}) == 1:
-                measured[LAYERS.format(name)] = np.stack(each)
-            elif each[0].ndim > 2:
-                measured[ENDS.format(name)] = np.stack(
-                    [np.stack([one.min(-1), one.max(-1)], -1) for one in each]
-                )
-            if each[0].ndim > 2:
-                each = [np.sqrt(np.mean(one**2, axis=-1)) for one in each]
-            measured[name] = np.stack(each)
+        for name in records[0]:
+            values = [np.asarray(record[name], np.float64) for record in records]
+            if values[0].ndim > 2:
+                if len({array.shape for array in values}) == 1:
+                    measured[LAYERS.format(name)] = np.stack(values)
+                else:
+                    ends = [np.stack([array.min(-1), array.max(-1)], -1) for array in values]
+                    measured[ENDS.format(name)] = np.stack(ends)
+                values = [np.sqrt(np.mean(array**2, axis=-1)) for array in values]
+            measured[name] = np.stack(values)
         groups.without_rounding(measured, self.definitions[0].specs)
         return measured
+
+    def _records(
+        self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int
+    ) -> list[dict[str, np.ndarray]]:
+        """Return every size's observables, [seeds, steps + 1] or [seeds, steps + 1, layers]."""
+        hyper = hyperparams(self.config, self.steps + 1)
+        records = []
+        sizes_with_programs = zip(self._programs, self.numbers(preset), strict=True)
+        for index, (program, (size_factors, stds)) in enumerate(sizes_with_programs):
+            data = (StepInputs(size_factors, hyper), stds, dict(batch))
+            # Presets that are one rule along an axis have equal numbers, and so have all presets at
+            # the base. They share their trainings.
+            key = (index, self.steps, digest(data))
+            trained = self._recorded.setdefault(key, [])
+            for seed in range(len(trained), seeds):
+                trained.append(program(np.uint32(seed), *data, self.steps))
+
+            stacked = {}
+            for name in trained[0]:
+                stacked[name] = np.stack([run[name] for run in trained[:seeds]])
+            records.append(stacked)
+        return records
 
 
 def study(
@@ -367,32 +465,36 @@ def study(
     seeds: int = 4,
     accept: Collection[str] = (),
 ) -> list[Finding]:
-    """The whole check of one preset on any model: measure at every size, fit, and hold against theory.
+    """Check one preset on any model: measure every size, fit slopes, and judge them.
 
     Args:
-        definitions: the model at sizes that grow evenly, from `mupax.zoo.definition.define`.
-        preset: relative to the smallest size.
-        config: optimizer; its schedule should be constant.
-        batch: `inputs`, `targets`, `weights` for every size (see `mupax.train.core.step`).
-        seeds: initializations per size.
-        accept: trouble that the preset's source wants (`mupax.train.studies.check.theory.of`).
+        definitions: Model at sizes that grow by equal factors, from `mupax.zoo.definition.define`.
+        config: Optimizer settings. The schedule should be constant.
+        batch: `inputs`, `targets` and `weights` for every size (see `mupax.train.core.step`).
+        accept: Troubles that the preset's source wants (`mupax.train.studies.check.theory.of`).
 
     Returns:
-        A finding per observable and step. `text` says what failed, and `require` raises an error that does.
+        A finding per observable and step. `text` says what failed, and `require` raises an error
+        if a finding failed.
 
     Raises:
-        PresetError: fewer than two models, or the largest is less than four times the smallest.
+        PresetError: Fewer than two models, or the largest is less than four times the smallest.
     """
     if len(definitions) < 2:
         raise PresetError(
-            "a slope needs models of growing size; give study at least three, each twice the one before"
+            "a slope needs models of growing size; "
+            "give study at least three, each twice the one before"
         )
     _, factor = theory.growth(definitions[0].sizes, definitions[-1].sizes)
     if factor < LEAST_GROWTH:
         raise PresetError(
-            f"the largest model is {factor:g} times the smallest, which cannot tell an exponent from what finite sizes add; "
-            f"give study models up to at least {LEAST_GROWTH} times, such as three, each twice the one before"
+            f"the largest model is {factor:g} times the smallest, which cannot tell an exponent "
+            f"from what finite sizes add; give study models up to at least {LEAST_GROWTH} times, "
+            f"such as three, each twice the one before"
         )
-    ratios = [factor ** (i / (len(definitions) - 1)) for i in range(len(definitions))]
+
+    doublings = len(definitions) - 1
+    ratios = [factor ** (index / doublings) for index in range(len(definitions))]
     expected = theory.of(preset, definitions[0], definitions[-1], config.name, accept=accept)
-    return judge(Series(definitions, config).measure(preset, batch, seeds), ratios, expected)
+    measured = Series(definitions, config).measure(preset, batch, seeds)
+    return judge(measured, ratios, expected)

@@ -1,4 +1,4 @@
-"""`mupax check MODEL|RECIPE`: measure what a preset does as one size grows, hold it against theory, and judge the theory."""
+"""Command `mupax check MODEL|RECIPE`: the coordinate check of a preset or of a joint rule."""
 
 from __future__ import annotations
 
@@ -25,23 +25,28 @@ from mupax.zoo import configs
 
 if TYPE_CHECKING:
     from mupax.train.studies.check.judge import Finding
+    from mupax.train.studies.check.theory import Expected
+    from mupax.zoo.definition import Definition
+    from mupax.zoo.transformer import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check(ConstantFlags):
-    """Two verdicts on a preset: does a program do what its table says as one size grows, and is the table any good.
+    """Check that a program does what its preset says as one size grows, and judge the preset.
 
-    Takes the structure of a model (norm, activation, positions, biases, grouped heads, ties) with its vocabulary and context
-    at a small width and depth, grows one size over a few doublings, trains every size for ten steps from several seeds on one
-    batch, and fits log-log slopes. The first line says what else was made smaller. A recipe brings its model, preset and
-    optimizer. --model.* change the structure, and a size so written is the smallest model's.
+    Takes the structure of a model (norm, activation, positions, biases, grouped heads, ties) with
+    its vocabulary and context at a small width and depth. Grows one size over a few doublings,
+    trains every size for ten steps from several seeds on one batch, and fits log-log slopes. The
+    first line says what else was made smaller. A recipe brings its model, preset and optimizer.
+    --model.* change the structure, and a size so written is the smallest model's.
 
-    Growing batch (at the same tokens) or tokens, it is a joint rule that is judged: a recipe's own optimizer takes all of its steps
-    on gradients of signal and noise, and --optimizer.*, --steps, --data.batch-size, --preset.base and --joint are those of the run.
+    --grow batch (at the same tokens) and --grow tokens judge a joint rule: a recipe's own optimizer
+    takes all of its steps on gradients of signal and noise, and --optimizer.*, --steps,
+    --data.batch-size, --preset.base and --joint are those of the run.
     """
 
     model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")] = "lm-proxy"
-    """A model of `mupax models`, a recipe or a config file (also `--config FILE`), for its structure."""
+    """A model of `mupax models`, a recipe or a config file (also `--config FILE`)."""
     preset: Annotated[str | None, conf.arg(aliases=("--preset.name",), metavar="NAME")] = None
     """A preset of `mupax presets`; the recipe's, or mup for a model."""
     grow: Literal[
@@ -57,18 +62,19 @@ class Check(ConstantFlags):
         "batch",
         "tokens",
     ] = "head_dim"
-    """Which size grows; width doubles heads and head_dim in turn, depth an encoder's too unless --model.encoder-depth is written,
-    experts the active ones too."""
+    """Size that grows. width doubles heads and head_dim in turn. depth also grows an encoder unless
+    --model.encoder-depth is written. experts also grows the number of active ones."""
     optimizer: Annotated[str | None, conf.arg(aliases=("--optimizer.name",), metavar="NAME")] = None
-    """Whose rates; the recipe's, or adam for a model."""
+    """Optimizer whose learning rates are checked; the recipe's, or adam for a model."""
     accept: tuple[Literal["lazy"], ...] = ()
-    """Judge a preset whose source wants a lazy limit by that: features may move less and less, as much as its source says."""
+    """Accept a lazy limit from a preset whose source wants one: features may move less as the model
+    grows, by as much as the source says."""
     peak_lr: Annotated[float | None, conf.arg(aliases=("--optimizer.peak-lr",), metavar="X")] = None
-    """Rate at base size; by optimizer unless given."""
+    """Learning rate at the smallest size; depends on the optimizer unless given."""
     sizes: Annotated[int, conf.arg(metavar="N")] = 4
-    """How many sizes, each twice the one before; three or more, or two where batch or tokens grow."""
+    """Number of sizes, each twice the one before; at least 3, or 2 where batch or tokens grow."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 4
-    """Initializations per size."""
+    """Number of initializations per size."""
     json: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Write verdict and slopes as JSON."""
     figure: Annotated[str | None, conf.arg(metavar="PATH")] = None
@@ -76,13 +82,55 @@ class Check(ConstantFlags):
     figure_panels: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Draw a panel per observable, its values against size (PNG)."""
     desiderata: Switch = False
-    """Which dimensions can be scaled, by mapping of a block at the first step under SGD, beside `mupax presets desiderata`."""
+    """Measure which dimensions can be scaled, mapping by mapping of a block, at the first step of
+    SGD. Theory is that of `mupax presets desiderata`."""
     dry_run: Switch = False
     """Print the sizes and what theory expects; measure nothing."""
 
 
+class _Page(NamedTuple):
+    """Lines that stand around the findings on the screen.
+
+    Attributes:
+        title: Line above the table.
+        subject: Beginning of the conclusion if the check passes.
+        following: Sentences on what to type next.
+    """
+
+    title: str
+    subject: str
+    following: list[str]
+
+
+class _Plan(NamedTuple):
+    """A check that is ready to run.
+
+    Attributes:
+        models: Model at growing sizes.
+        definitions: Their definitions.
+        notes: Sentence on every input that was made smaller.
+        preset: Rules, relative to the smallest size.
+        optimizer: Optimizer settings of the check.
+        expected: (observable, step) to what theory expects.
+        not_judged: Observables that theory says nothing about.
+        vanishing: Quantity that the preset's source lets vanish, to its exponent.
+    """
+
+    models: list[TransformerConfig]
+    definitions: list[Definition]
+    notes: list[str]
+    preset: Preset
+    optimizer: OptimizerConfig
+    expected: dict[tuple[str, int], Expected]
+    not_judged: tuple[str, ...]
+    vanishing: dict[str, float]
+
+
 def main(argv: Sequence[str]) -> int:
-    """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
+    """Run `mupax check`.
+
+    Return 0 if the program does what the table says and the table is good, otherwise 1.
+    """
     args, rest = command_line.parse_known(
         Check, "mupax check", with_group_constants(cli.with_file_first(argv))
     )
@@ -93,8 +141,10 @@ def main(argv: Sequence[str]) -> int:
     measures_sizes = not (args.desiderata or args.dry_run or args.grow in RUN_AXES)
     if args.sizes < 3 and measures_sizes:
         raise configs.ConfigError(
-            "two sizes cannot tell an exponent from what finite sizes add, which falls as 1/size; write --sizes 3 or more"
+            "two sizes cannot tell an exponent from what finite sizes add, which falls as 1/size; "
+            "write --sizes 3 or more"
         )
+
     if args.desiderata:
         from mupax.train.studies.desiderata import command
 
@@ -102,57 +152,28 @@ def main(argv: Sequence[str]) -> int:
             config, count=args.sizes, seeds=args.seeds, path=args.json, dry_run=args.dry_run
         )
     if args.grow in RUN_AXES:
-        return _joint_rule(args, config)
-    from mupax.presets.analysis.uneven import refuse_uneven
-    from mupax.train.studies.check import check, groups, theory
-    from mupax.zoo.definition import definition
+        return _check_joint_rule(args, config)
+    return _check_preset(args, config, rest)
+
+
+def _check_preset(args: Check, config: Config, rest: Sequence[str]) -> int:
+    """Check a preset as a size of the model grows. Return the exit code."""
+    from mupax.train.studies.check import check
 
     started = time.monotonic()
-    written = {word.partition("=")[0].removeprefix("--model.").replace("-", "_") for word in rest}
-    model, keeps, notes = check.own_inputs(config.model, written)
-    grown = check.grow(model, args.grow, args.sizes, keeps)
-    preset = relative(config.preset, grown[0])
-    optimizer = OptimizerConfig(name=config.optimizer.name, schedule="constant", eps=1e-12)
-    optimizer = dataclasses.replace(
-        optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr
-    )
-    definitions = [definition(one) for one in grown]
-    if grown[0].family not in configs.FAMILIES:
-        from mupax.train.studies.roles.models import refuse_wrong_declarations
-
-        refuse_wrong_declarations(grown[0])
-    refuse_uneven(preset, definitions[-1].sizes, optimizer.name)
-    expected = theory.of(
-        preset, definitions[0], definitions[-1], optimizer.name, accept=args.accept
-    )
-    not_judged = groups.not_judged(definitions[0].specs, expected)
-    growth, _ = theory.growth(definitions[0].sizes, definitions[-1].sizes)
-    vanishing = {
-        name: power.growth(growth)
-        for name, power in preset.vanishing.items()
-        if power.growth(growth)
-    }
-    terminal.say(_sizes_line(args.model, grown, notes))
+    plan = _plan(args, config, rest)
+    terminal.say(_sizes_line(args.model, plan.models, plan.notes))
     if args.dry_run:
-        for one in grown:
-            encoder = one.sizes().get("encoder_layers")
-            depth = f"depth {one.depth}" + (f", encoder {encoder}" if encoder else "")
-            terminal.say(f"width {one.width}, {one.num_heads} heads of {one.heads_dim}, {depth}")
-        for (name, step), slope in expected.items():
-            trouble = f", {slope.trouble}" if slope.trouble else ""
-            terminal.say(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")
-        for name in not_judged:
-            terminal.say(f"{name}: theory says nothing")
-        for name, exponent in vanishing.items():
-            terminal.say(f"{name}: its source lets it go as {exponent:+.2f}")
+        _print_plan(plan)
         return 0
+
+    preset = plan.preset
+    optimizer = plan.optimizer
     findings = check.study(
-        definitions, preset, optimizer, check.batch(grown[0]), args.seeds, args.accept
+        plan.definitions, preset, optimizer, check.batch(plan.models[0]), args.seeds, args.accept
     )
-    grew = (
-        f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
-    )
-    title = f"{args.model} under {preset.label}, {optimizer.name}, {grew}"
+    seconds = time.monotonic() - started
+    grew = f"growing {args.grow} {args.sizes - 1} times twofold ({seconds:.0f} s)"
     about = {
         "model": args.model,
         "preset": preset.name,
@@ -162,103 +183,166 @@ def main(argv: Sequence[str]) -> int:
         "grow": args.grow,
         "seeds": args.seeds,
         "accept": list(args.accept),
-        "vanishing": vanishing,
-        "sizes": [dataclasses.asdict(one) for one in grown],
+        "vanishing": plan.vanishing,
+        "sizes": [dataclasses.asdict(model) for model in plan.models],
     }
-    subject = f"{preset.name} follows its table as {_GROWN.get(args.grow, f'{args.grow} grows')}"
-    return _report(
-        args, findings, _Page(title, subject, _following(args, preset, findings)), not_judged, about
+    growth_words = _GROWTH_WORDS.get(args.grow, f"{args.grow} grows")
+    page = _Page(
+        title=f"{args.model} under {preset.label}, {optimizer.name}, {grew}",
+        subject=f"{preset.name} follows its table as {growth_words}",
+        following=_next_steps(args, preset, findings),
+    )
+    return _report(args, findings, page, plan.not_judged, about)
+
+
+def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
+    """Return models, preset, optimizer and theory of a check.
+
+    Args:
+        config: Run with the model, the preset and the optimizer.
+        rest: Flags of the run, which name the fields of the model that the user wrote.
+    """
+    from mupax.presets.analysis.uneven import refuse_uneven
+    from mupax.train.studies.check import check, groups, theory
+    from mupax.zoo.definition import definition
+
+    written = {word.partition("=")[0].removeprefix("--model.").replace("-", "_") for word in rest}
+    model, fixed_fields, notes = check.own_inputs(config.model, written)
+    models = check.grow(model, args.grow, args.sizes, fixed_fields)
+    preset = relative(config.preset, models[0])
+
+    name = config.optimizer.name
+    peak_lr = args.peak_lr or OPTIMIZERS[name].check_lr
+    # With a larger eps Adam's steps would depend on the size of gradients.
+    optimizer = OptimizerConfig(name=name, schedule="constant", eps=1e-12)
+    optimizer = dataclasses.replace(optimizer, peak_lr=peak_lr)
+
+    definitions = [definition(grown_model) for grown_model in models]
+    if models[0].family not in configs.FAMILIES:
+        from mupax.train.studies.roles.models import refuse_wrong_declarations
+
+        refuse_wrong_declarations(models[0])
+    first = definitions[0]
+    last = definitions[-1]
+    refuse_uneven(preset, last.sizes, name)
+
+    expected = theory.of(preset, first, last, name, accept=args.accept)
+    growth, _ = theory.growth(first.sizes, last.sizes)
+    vanishing = {}
+    for quantity, power in preset.vanishing.items():
+        if exponent := power.growth(growth):
+            vanishing[quantity] = exponent
+    return _Plan(
+        models=models,
+        definitions=definitions,
+        notes=notes,
+        preset=preset,
+        optimizer=optimizer,
+        expected=expected,
+        not_judged=groups.not_judged(first.specs, expected),
+        vanishing=vanishing,
     )
 
 
-_GROWN = {
+def _print_plan(plan: _Plan) -> None:
+    """Print the sizes of a check and what theory expects."""
+    for model in plan.models:
+        encoder = model.sizes().get("encoder_layers")
+        depth = f"depth {model.depth}"
+        if encoder:
+            depth += f", encoder {encoder}"
+        terminal.say(f"width {model.width}, {model.num_heads} heads of {model.heads_dim}, {depth}")
+    for (name, step), slope in plan.expected.items():
+        trouble = f", {slope.trouble}" if slope.trouble else ""
+        terminal.say(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")
+    for name in plan.not_judged:
+        terminal.say(f"{name}: theory says nothing")
+    for name, exponent in plan.vanishing.items():
+        terminal.say(f"{name}: its source lets it go as {exponent:+.2f}")
+
+
+_GROWTH_WORDS = {
     "heads": "heads grow",
     "experts": "experts grow",
     "kv_heads": "key heads grow",
     "mlp": "the MLP grows",
 }
-"""Sizes that are not said as they are written."""
+"""Grown sizes whose flag is not a word to print, or is a plural."""
 
 
-def _sizes_line(name: str, grown: Sequence[Any], notes: Sequence[str]) -> str:
-    """Return the first line of the output: which model is trained, and what of its inputs was made smaller."""
-    first = grown[0]
-    last = grown[-1]
+def _sizes_line(name: str, models: Sequence[TransformerConfig], notes: Sequence[str]) -> str:
+    """Return the first line of the output: the trained model, and what was made smaller."""
+    first: Any = models[0]
+    last = models[-1]
     if first.task == "images":
         inputs = f"{first.num_classes:,} classes, {first.image_size} x {first.image_size} pixels"
     else:
         inputs = f"vocabulary {first.vocab_size:,}, context {first.seq_len:,}"
-    width = (
-        f"width {first.width}"
-        if first.width == last.width
-        else f"width {first.width} to {last.width}"
-    )
+
+    width = f"width {first.width}"
+    if first.width != last.width:
+        width += f" to {last.width}"
     smaller = f"; {'; '.join(notes)}" if notes else ""
     return f"{name}: {inputs}, {width}, depth {first.depth}{smaller}"
 
 
-def _following(args: Check, preset: Preset, findings: Sequence[Finding]) -> list[str]:
-    """Return what to type next."""
+def _next_steps(args: Check, preset: Preset, findings: Sequence[Finding]) -> list[str]:
+    """Return a sentence on what to type next."""
     from mupax.train.studies.check.judge import passes
 
     if passes(findings):
-        words = f"{args.model}" if cli.is_recipe(args.model) else f"RECIPE --model {args.model}"
+        words = args.model if cli.is_recipe(args.model) else f"RECIPE --model {args.model}"
         return [
-            f"next: mupax sweep {words} --preset {preset.name} finds the learning rate at the base, for every size"
+            f"next: mupax sweep {words} --preset {preset.name} finds the learning rate "
+            f"at the base, for every size"
         ]
     if all(finding.agrees for finding in findings):
         return [
-            f"next: mupax presets limits {preset.name} says what its table does, and mupax presets compare which tables do not"
+            f"next: mupax presets limits {preset.name} says what its table does, "
+            f"and mupax presets compare which tables do not"
         ]
     figure = "" if args.figure else "; --figure check.png draws it"
     return [
-        f"next: look at the rule or the code of the first parameter in red, and type the same command again{figure}"
+        f"next: look at the rule or the code of the first parameter in red, "
+        f"and type the same command again{figure}"
     ]
 
 
-class _Page(NamedTuple):
-    """Lines that stand around the findings on the screen."""
-
-    title: str
-    """Above the table."""
-    subject: str
-    """Beginning of the conclusion, where all is well."""
-    following: list[str]
-    """What to type next."""
-
-
-def _joint_rule(args: Check, config: Config) -> int:
-    """The same where batch or tokens grow."""
+def _check_joint_rule(args: Check, config: Config) -> int:
+    """Check a joint rule as batch or tokens grow. Return the exit code."""
     from mupax.presets.analysis.joint_limits import SYMBOLS
     from mupax.train.config import joint
     from mupax.train.studies.check import joint_run
 
     if not cli.is_recipe(args.model):
         raise configs.ConfigError(
-            f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, and {args.model} is a model; "
-            f"write a recipe, such as lm-tiny --model {args.model}"
+            f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, "
+            f"and {args.model} is a model; write a recipe, such as lm-tiny --model {args.model}"
         )
     if args.accept:
         raise command_line.UsageError(
             f"check does not read --accept growing {args.grow}; it is of presets"
         )
-    started, rule = time.monotonic(), horizon.rule(config.preset.joint)
+
+    started = time.monotonic()
+    rule = horizon.rule(config.preset.joint)
     runs = joint_run.runs(config, args.grow, args.sizes)
-    vanishing = {name: power.growth({args.grow: 1.0}) for name, power in rule.concessions.items()}
-    vanishing = {name: exponent for name, exponent in vanishing.items() if exponent}
     if args.dry_run:
         for run in runs:
-            terminal.say(
-                f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}"
-            )
+            numbers = joint.numbers_text(run.scaled_optimizer)
+            terminal.say(f"batch {run.data.batch_size}, {run.steps} steps: {numbers}")
         for name, slope in joint_run.expectation(runs, args.grow).items():
-            terminal.say(
-                f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}"
-            )
+            trouble = f", {slope.trouble}" if slope.trouble else ""
+            terminal.say(f"{name}: theory says {slope.slope:+.2f}{trouble}")
         return 0
+
     findings, not_judged = joint_run.study(runs, args.grow)
-    grew = f"{SYMBOLS[args.grow]} 1 to {2 ** (args.sizes - 1)} ({time.monotonic() - started:.0f} s)"
-    title = f"{args.model} under the joint rule {rule.name}, {config.optimizer.name}, {grew}"
+    seconds = time.monotonic() - started
+    grew = f"{SYMBOLS[args.grow]} 1 to {2 ** (args.sizes - 1)} ({seconds:.0f} s)"
+    vanishing = {}
+    for quantity, power in rule.concessions.items():
+        if exponent := power.growth({args.grow: 1.0}):
+            vanishing[quantity] = exponent
     about = {
         "model": args.model,
         "joint": rule.name,
@@ -267,10 +351,16 @@ def _joint_rule(args: Check, config: Config) -> int:
         "vanishing": vanishing,
         "sizes": [{"batch": run.data.batch_size, "steps": run.steps} for run in runs],
     }
-    subject = f"the run follows the joint rule {rule.name} as {args.grow} {'grow' if args.grow == 'tokens' else 'grows'}"
-    code = _report(args, findings, _Page(title, subject, []), not_judged, about)
-    for caution in joint.cautions(runs[-1]) if rule.name != "none" else ():
-        terminal.say(f"caution: {caution}")
+    verb = "grow" if args.grow == "tokens" else "grows"
+    page = _Page(
+        title=f"{args.model} under the joint rule {rule.name}, {config.optimizer.name}, {grew}",
+        subject=f"the run follows the joint rule {rule.name} as {args.grow} {verb}",
+        following=[],
+    )
+    code = _report(args, findings, page, not_judged, about)
+    if rule.name != "none":
+        for caution in joint.cautions(runs[-1]):
+            terminal.say(f"caution: {caution}")
     return code
 
 
@@ -295,13 +385,14 @@ def _report(
         subject=page.subject,
         following=page.following,
     )
-    if vanishing := about["vanishing"]:
+    vanishing = about["vanishing"]
+    if vanishing:
         allowed = ", ".join(f"{name} go as {exponent:+.2f}" for name, exponent in vanishing.items())
         terminal.say(f"by its source the preset lets {allowed}")
+
     if args.json:
-        Path(args.json).write_text(
-            json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n"
-        )
+        content = report.to_json(findings, about, not_judged)
+        Path(args.json).write_text(json.dumps(content, indent=2) + "\n")
     if args.figure:
         report.figure(args.figure, findings, args.grow, page.title)
     if args.figure_panels:
@@ -313,78 +404,81 @@ def _report(
 
 
 def configured(args: Check, rest: Sequence[str]) -> Config:
-    """The run whose model, preset and optimizer are checked.
+    """Return the run whose model, preset and optimizer are checked.
 
     Args:
-        args: of the command.
-        rest: the words after those, flags of a run.
+        rest: Further words of the command line, the flags of a run.
 
     Raises:
-        UsageError: a flag that a check does not read.
-        ConfigError: no recipe or model has the name, or a model that cannot be built.
+        UsageError: A flag that a check does not read.
+        ConfigError: No recipe or model has the name, or the model cannot be built.
     """
-    if not cli.is_recipe(args.model) and args.model not in configs.CONFIGS:
-        near = difflib.get_close_matches(
-            args.model, list(dict.fromkeys([*configs.CONFIGS, *RECIPES])), n=3
-        )
+    is_recipe = cli.is_recipe(args.model)
+    if not is_recipe and args.model not in configs.CONFIGS:
+        names = list(dict.fromkeys([*configs.CONFIGS, *RECIPES]))
+        near = difflib.get_close_matches(args.model, names, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise configs.ConfigError(
-            f"no model or recipe is named {args.model!r}; {hint}`mupax models` and `mupax train` list them"
+            f"no model or recipe is named {args.model!r}; "
+            f"{hint}`mupax models` and `mupax train` list them"
         )
-    for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        of_run = flag.startswith(("--preset.", "--optimizer.", "--data.")) or flag in (
-            "--steps",
-            "--joint",
-            "--noise-scale",
-        )
-        if of_run and args.grow not in RUN_AXES:
-            where = (
-                f" growing {args.grow} (--grow batch or tokens does)"
-                if flag in ("--joint", "--noise-scale")
-                else ""
-            )
-            raise command_line.UsageError(
-                f"check does not read {flag}{where}; it takes --model.* and what its --help lists"
-            )
+    if args.grow not in RUN_AXES:
+        _refuse_flags_of_runs(args, rest)
 
-    def bare() -> Config:
-        model = configs.get(args.model)
-        data = DataConfig(
-            name="random", batch_size=1, noise="infilling" if model.denoises else None
-        )
-        optimizer = OptimizerConfig(name="adam")
-        return Config(
-            recipe=args.model,
-            model=model,
-            data=data,
-            preset=PresetConfig(),
-            optimizer=optimizer,
-            steps=1,
-        )
+    def bare_run() -> Config:
+        return _bare_run(args.model)
 
-    start = cli.recipe(args.model) if cli.is_recipe(args.model) else bare
+    start = cli.recipe(args.model) if is_recipe else bare_run
     config = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check)).config
-    constants = tuple(f"{name}={value}" for name, value in args.values().items())
-    start, of_run = (
-        config.preset,
-        {name: getattr(config.preset, name) for name in ("base", "joint", "noise_scale")},
-    )
+
+    preset = config.preset
     if args.preset is not None:
-        start = PresetConfig(name=args.preset, **of_run)
-    preset = dataclasses.replace(start, constants=(*start.constants, *constants))
+        preset = PresetConfig(
+            name=args.preset,
+            base=preset.base,
+            joint=preset.joint,
+            noise_scale=preset.noise_scale,
+        )
+    constants = [f"{name}={value}" for name, value in args.values().items()]
+    preset = dataclasses.replace(preset, constants=(*preset.constants, *constants))
+
     optimizer = dataclasses.replace(config.optimizer, name=args.optimizer or config.optimizer.name)
     if args.grow in RUN_AXES and args.peak_lr is not None:
         optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer)
 
 
-def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
-    """The preset relative to the smallest model, absolute where it has no base; raises as `preset_for`.
+def _refuse_flags_of_runs(args: Check, rest: Sequence[str]) -> None:
+    """Raise UsageError if a flag has a meaning only where batch or tokens grow."""
+    joint_flags = ("--joint", "--noise-scale")
+    for word in rest:
+        flag = word.partition("=")[0]
+        is_run_group = flag.startswith(("--preset.", "--optimizer.", "--data."))
+        if is_run_group or flag == "--steps" or flag in joint_flags:
+            condition = ""
+            if flag in joint_flags:
+                condition = f" growing {args.grow} (--grow batch or tokens does)"
+            raise command_line.UsageError(
+                f"check does not read {flag}{condition}; it takes --model.* and what its --help lists"
+            )
 
-    Args:
-        chosen: the preset, whose base is left out.
-        smallest: the model that is the base.
-    """
+
+def _bare_run(name: str) -> Config:
+    """Return a run of a model without a recipe: random data, Adam and the default preset."""
+    model = configs.get(name)
+    noise = "infilling" if model.denoises else None
+    return Config(
+        recipe=name,
+        model=model,
+        data=DataConfig(name="random", batch_size=1, noise=noise),
+        preset=PresetConfig(),
+        optimizer=OptimizerConfig(name="adam"),
+        steps=1,
+    )
+
+
+def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
+    """Return the preset relative to the smallest model, or absolute if it takes no base."""
     absolute = preset_for(dataclasses.replace(chosen, base=None), smallest)
     if absolute.baseless:
         return absolute

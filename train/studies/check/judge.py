@@ -1,7 +1,8 @@
-"""Both verdicts of the coordinate check: does the program do what its table says, and is the table any good.
+"""Findings of the coordinate check: log-log slopes of every observable, held against theory.
 
-Log-log slopes of every observable, in every layer, and its value at the smallest size, are held against theory. What is
-wrong with a table by theory (`Expected.trouble`) counts where the program does what the table says as where it does not.
+A finding has two verdicts. The program does what its table says if slopes agree with theory in
+every layer and the value at the smallest size is right. The table is good if theory foretells no
+trouble (`Expected.trouble`). A bad table counts even if the program does what the table says.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
 from mupax.train.studies.check.theory import Expected
 
-LAYERS, ENDS = "{}, by layer", "{}, least and most"
-"""Names of an observable layer by layer, and in the layers where it is least and most."""
+LAYERS = "{}, by layer"
+"""Name of an observable that is measured layer by layer."""
+ENDS = "{}, least and most"
+"""Name of an observable in the layer where it is least and in the layer where it is most."""
 _MOVES = 0.1
-"""A slope above this is seen to grow."""
-_LAYER = {"gradient": 0.4}
-"""How much farther than a root mean square over layers that of one may stray, by kind of observable; 0.15 for all others."""
+"""A slope above this counts as growth that was measured."""
+_LAYER_MARGIN = {"gradient": 0.4}
+"""Extra room for the slope of one layer, by kind of observable."""
+_DEFAULT_LAYER_MARGIN = 0.15
 _BASE = math.log(1.25)
-"""How far a ratio may lie from 1 at the smallest size, whose entries are finitely many."""
+"""Greatest log ratio of measurement to theory at the smallest size, whose entries are few."""
 _FLOOR = 1e-30
-"""Stands for an exact zero in a logarithm."""
+"""Smallest value in a logarithm, in place of an exact zero."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +38,16 @@ class Finding:
     """One observable at one step, measured and judged.
 
     Attributes:
-        observable: name, as in `mupax.train.studies.check.observables`.
-        step: optimizer steps taken.
-        slope: mean over seeds of the log-log slope; `low` and `high` its 95 % interval. Not a number where all is zero.
-        values: geometric mean over seeds at every size.
-        expected: by theory.
-        layer: the one that does something else, such as "layer 7"; None where all do the same.
-        base: measured over what theory expects at the smallest size; 1 where it has no number.
+        observable: Name, as in `mupax.train.studies.check.observables`.
+        step: Number of optimizer steps taken.
+        slope: Mean over seeds of the log-log slope. NaN if all values are zero.
+        low: Lower end of the slope's 95 % interval over seeds.
+        high: Upper end of the same interval.
+        values: Geometric mean over seeds, one value per size.
+        expected: Theory of this observable at this step.
+        layer: Layer that deviates from theory, such as "layer 7". `None` if no layer does.
+        base: Measured value divided by the expected one, at the smallest size. 1 if theory has no
+            number.
     """
 
     observable: str
@@ -54,45 +62,62 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """Whether the program does what the table says: the interval meets the band of theory, in every layer, from the right base.
+        """True if the program does what its table says.
 
-        An interval that is not a number meets none.
+        The slope's interval has to meet the band of theory in every layer, and the value at the
+        smallest size has to be right. An interval that is NaN meets no band.
         """
         inside = self.low <= self.expected.high and self.high >= self.expected.low
         return inside and self.layer is None and abs(math.log(self.base)) <= _BASE
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the table, by theory; of what should grow by it only what is seen to. None where nothing is."""
-        foretold = self.expected.slope > 0 and self.expected.trouble == "explodes"
-        return self.expected.trouble if self.slope > _MOVES or not foretold else None
+        """Trouble with the table according to theory, or `None`.
+
+        A foretold explosion counts only if the slope is measured to grow.
+        """
+        foretold_growth = self.expected.slope > 0 and self.expected.trouble == "explodes"
+        if foretold_growth and not self.slope > _MOVES:
+            return None
+        return self.expected.trouble
 
     @property
     def ok(self) -> bool:
-        """Agrees with theory, and is no trouble."""
+        """True if the finding agrees with theory and the table has no trouble."""
         return self.agrees and not self.trouble
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Whose steps theory blames for the trouble."""
+        """Roles whose steps theory blames for the trouble."""
         return self.expected.roles if self.trouble else ()
 
     @property
     def verdict(self) -> str:
-        """A word for a person."""
+        """Verdict in a few words, for the report."""
         if self.agrees:
             return self.trouble or "as predicted"
-        if any(self.values):
-            off = abs(math.log(self.base)) > _BASE
-            where = (
-                f" in {self.layer}"
-                if self.layer
-                else f" ({self.base:.2g} times at the smallest size)"
-                if off
-                else ""
-            )
-            return f"contradicts theory{where}"
-        return "frozen" if self.step else "zero"
+        if not any(self.values):
+            return "frozen" if self.step else "zero"
+
+        if self.layer:
+            return f"contradicts theory in {self.layer}"
+        if abs(math.log(self.base)) > _BASE:
+            return f"contradicts theory ({self.base:.2g} times at the smallest size)"
+        return "contradicts theory"
+
+
+class _SlopeFit(NamedTuple):
+    """Log-log slopes over sizes.
+
+    Attributes:
+        mean: Mean over seeds, [...]. NaN if all values are zero.
+        half_width: Half of the 95 % interval over seeds, [...]. 0 with one seed.
+        typical: Geometric mean over seeds of the values, [sizes, ...].
+    """
+
+    mean: np.ndarray
+    half_width: np.ndarray
+    typical: np.ndarray
 
 
 def judge(
@@ -100,86 +125,129 @@ def judge(
     sizes: Sequence[float],
     expected: Mapping[tuple[str, int], Expected],
 ) -> list[Finding]:
-    """Log-log slopes of every observable that theory speaks of, with 95 % intervals over seeds, and what it says of each.
+    """Return a finding for every observable and step that theory speaks of.
 
     Args:
-        measured: from `Series.measure`.
-        sizes: the grown size (or its ratio to the smallest), one per definition.
-        expected: from `mupax.train.studies.check.theory.of`.
+        measured: Observable to values [sizes, seeds, steps + 1], from `Series.measure`.
+        sizes: Grown size of each definition, or its ratio to the smallest.
+        expected: (observable, step) to theory, from `mupax.train.studies.check.theory.of`.
     """
     x = np.log2(np.asarray(sizes, np.float64))
-    base = _at_base(measured, expected)
+    centered_x = x - x.mean()
+    base_ratios = _base_ratios(measured, expected)
+
     findings = []
     for name, values in measured.items():
-        for step in (step for step in range(values.shape[2]) if (name, step) in expected):
-            mean, half, typical = _fit(x - x.mean(), values[:, :, step])
-            of, ends = expected[name, step], (float(mean - half), float(mean + half))
-            finding = Finding(name, step, float(mean), *ends, tuple(map(float, typical)), of)
+        for step in range(values.shape[2]):
+            if (name, step) not in expected:
+                continue
+
+            theory = expected[name, step]
+            fit = _fit(centered_x, values[:, :, step])
+            finding = Finding(
+                observable=name,
+                step=step,
+                slope=float(fit.mean),
+                low=float(fit.mean - fit.half_width),
+                high=float(fit.mean + fit.half_width),
+                values=tuple(map(float, fit.typical)),
+                expected=theory,
+            )
+            # The base is set afterwards: layers are compared wherever the slope itself agrees.
             if finding.agrees:
-                finding = dataclasses.replace(
-                    finding, layer=_outlier(x - x.mean(), name, step, measured, of)
-                )
-            findings.append(dataclasses.replace(finding, base=base.get((name, step), 1.0)))
+                layer = _outlier(centered_x, name, step, measured, theory)
+                finding = dataclasses.replace(finding, layer=layer)
+            base = base_ratios.get((name, step), 1.0)
+            findings.append(dataclasses.replace(finding, base=base))
     return findings
 
 
-def _fit(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over seeds of the slope of values [sizes, seeds, ...], half its 95 % interval, [...], and the geometric mean, [sizes, ...].
+def _fit(x: np.ndarray, values: np.ndarray) -> _SlopeFit:
+    """Fit log2 of the values against log2 of the size, seed by seed.
 
-    The slope is not a number where all is zero.
+    Args:
+        x: log2 of the sizes, centered, [sizes].
+        values: Values [sizes, seeds, ...], not negative.
     """
-    something = np.any(values, axis=(0, 1))
+    has_signal = np.any(values, axis=(0, 1))
     y = np.log2(np.maximum(values, _FLOOR))
-    slopes = np.where(something, np.tensordot(x, y, 1) / (x @ x), math.nan)
+    slopes = np.where(has_signal, np.tensordot(x, y, 1) / (x @ x), math.nan)
+
     seeds = len(slopes)
-    half = slopes.std(axis=0, ddof=1) * _halves(seeds) if seeds > 1 else np.zeros(slopes.shape[1:])
-    return slopes.mean(axis=0), half, something * 2.0 ** y.mean(axis=1)
+    if seeds > 1:
+        half_width = slopes.std(axis=0, ddof=1) * _half_width_in_deviations(seeds)
+    else:
+        half_width = np.zeros(slopes.shape[1:])
+    return _SlopeFit(slopes.mean(axis=0), half_width, has_signal * 2.0 ** y.mean(axis=1))
 
 
 @functools.cache
-def _halves(seeds: int) -> float:
-    """Half a 95 % interval of a mean over seeds, in standard deviations of one."""
+def _half_width_in_deviations(seeds: int) -> float:
+    """Return half of the 95 % interval of a mean over seeds, in standard deviations of one seed."""
     return float(stats.t.ppf(0.975, seeds - 1)) / math.sqrt(seeds)
 
 
 def _outlier(
     x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndarray], expected: Expected
 ) -> str | None:
-    """The layer whose slope is the farthest from theory and outside its band; None where none is."""
-    by_layer, ends = (measured.get(layers.format(name)) for layers in (LAYERS, ENDS))
-    layers = ends if by_layer is None else by_layer
-    if layers is None or (
-        layers is ends and expected.base is None
-    ):  # what has a number is the same in all layers
+    """Return the layer whose slope is farthest outside the band of theory, or `None`.
+
+    Args:
+        x: log2 of the sizes, centered, [sizes].
+        step: Number of optimizer steps taken.
+        expected: Theory of the observable at this step.
+    """
+    by_layer = measured.get(LAYERS.format(name))
+    ends = measured.get(ENDS.format(name))
+    if by_layer is not None:
+        layers = by_layer
+    elif ends is not None and expected.base is not None:
+        # Without a number from theory, layers of a deeper model may differ, and so may the ends.
+        layers = ends
+    else:
         return None
-    mean, half, _ = _fit(x, layers[:, :, step])
-    room = _LAYER.get(name.partition("/")[0], 0.15)
-    inside = (mean - half <= expected.high + room) & (mean + half >= expected.low - room)
+
+    fit = _fit(x, layers[:, :, step])
+    margin = _LAYER_MARGIN.get(name.partition("/")[0], _DEFAULT_LAYER_MARGIN)
+    above_low = fit.mean + fit.half_width >= expected.low - margin
+    below_high = fit.mean - fit.half_width <= expected.high + margin
+    inside = below_high & above_low
     if inside.all():
         return None
-    beyond = np.where(inside, -1, np.where(np.isnan(mean), math.inf, np.abs(mean - expected.slope)))
-    return f"layer {np.argmax(beyond)}" if ends is None else "one layer"
+
+    if ends is not None:
+        return "one layer"
+    distance = np.abs(fit.mean - expected.slope)
+    distance = np.where(np.isnan(fit.mean), math.inf, distance)
+    return f"layer {np.argmax(np.where(inside, -1, distance))}"
 
 
-def _at_base(
+def _base_ratios(
     measured: Mapping[str, np.ndarray], expected: Mapping[tuple[str, int], Expected]
 ) -> dict[tuple[str, int], float]:
-    """Measured over expected at the smallest size, where theory has a number; of movements relative to the others'."""
+    """Return measured over expected values at the smallest size, where theory has a number.
+
+    Movements are divided by their median ratio, so that they are compared with each other.
+    """
     ratios: dict[tuple[str, int], float] = {}
-    for (name, step), one in expected.items():
-        if not one.base or name not in measured or step >= measured[name].shape[2]:
+    for (name, step), theory in expected.items():
+        if not theory.base or name not in measured or step >= measured[name].shape[2]:
             continue
-        first = measured[name][0, :, step]
-        if np.all(first > 0):
-            ratios[name, step] = float(np.exp(np.mean(np.log(first)))) / one.base
-    moved = [ratio for (name, _), ratio in ratios.items() if name.startswith("movement")]
-    peak = float(np.median(moved)) if moved else 1.0
-    return {
-        key: ratio / peak if key[0].startswith("movement") else ratio
-        for key, ratio in ratios.items()
-    }
+        smallest = measured[name][0, :, step]
+        if np.all(smallest > 0):
+            ratios[name, step] = float(np.exp(np.mean(np.log(smallest)))) / theory.base
+
+    movements = [ratio for (name, _), ratio in ratios.items() if name.startswith("movement")]
+    typical = float(np.median(movements)) if movements else 1.0
+    for name, step in ratios:
+        if name.startswith("movement"):
+            ratios[name, step] /= typical
+    return ratios
 
 
 def passes(findings: Sequence[Finding]) -> bool:
-    """Both verdicts: the program does what its table says, and by the table nothing goes wrong."""
+    """Return True if the program does what its table says and the table has no trouble.
+
+    A check without findings does not pass.
+    """
     return bool(findings) and all(finding.ok for finding in findings)

@@ -1,21 +1,28 @@
-"""What to measure inside a model while it takes its first steps: compiled once per size, for all presets, seeds and numbers of steps.
+"""Measurements inside a model during its first steps, with one compiled program per model size.
 
-Every observable is a positive number per (seed, step), or per (seed, step, layer): a root mean square over entries and batch.
-Names are `what` or `what/label`, a parameter's label being its group such as `block.query` (`mupax.train.studies.check.groups`).
+Presets, learning rates, seeds and the number of steps are data to the program. An observable is a
+positive number per (seed, step) or per (seed, step, layer): a root mean square over entries and
+batch. Its name is "kind" or "kind/label", where the label of a parameter is its group, such as
+`block.query` (`mupax.train.studies.check.groups`).
 
-Three things are measured where theory speaks of them, because a finite batch and a finite width would hide them:
+Three observables are measured in the way that theory speaks of them. A finite batch and a finite
+width would hide them otherwise:
 
-* **Gradients at a unit gradient of the output.** The loss is of f - f_initial, so that every class has probability 1/V before
-  the first step. Otherwise the gradient has a second term, through p - 1/V, which is proportional to the logits at the start.
-  Under `mup` those vanish as D^-1/2, so the term is one of finite widths. It does not average out over tokens, while the
-  gradient of M random targets does, as M^-1/2. Of the last norm's gain the two are W^2 and W M^-1/2 (W: entries of the
-  readout, 1/8 at width 64): the slope fell from -0.30 at 128 tokens to -0.90 at 4,096, where theory says 0.
-* **Changes of logits along the targets.** Theory's exponent is that of gradient times step. One step moves the target's logit
-  by D terms of one sign, and the V - 1 other logits of a token by D terms of either sign: their root mean square falls as
-  D^-1/2 as soon as V is above the width.
-* **Tables that are looked up, in the rows that were read.** A batch of M tokens moves at most M of V rows.
+* **Gradients at a unit gradient of the output.** The loss is that of f - f_initial, so that every
+  class has probability 1/V before the first step. Otherwise the gradient has a second term, through
+  p - 1/V, which is proportional to the initial logits. Under `mup` these vanish as D^-1/2, so the
+  term is an effect of finite width. It does not average out over tokens, while the gradient of M
+  random targets falls as M^-1/2. For the last norm's gain the two terms are W^2 and W M^-1/2 (W:
+  entries of the readout, 1/8 at width 64). The slope fell from -0.30 at 128 tokens to -0.90 at
+  4,096, where theory says 0.
+* **Changes of logits along the targets.** Theory's exponent is that of gradient times step. One
+  step moves the target's logit by D terms of one sign, and the V - 1 other logits of a token by D
+  terms of either sign. The root mean square over all logits falls as D^-1/2 once V is above the
+  width.
+* **Lookup tables in the rows that were read.** A batch of M tokens moves at most M of V rows.
 
-Shapes: L layers, B batch, T and S positions, H heads, K key heads, N head dimension, D width, V outputs.
+Shapes: L layers, B batch, T and S positions, H heads, K key heads, N head dimension, D width,
+V outputs.
 """
 
 from __future__ import annotations
@@ -42,13 +49,16 @@ from mupax.zoo.layers.stack import over_layers
 Batch = Mapping[str, Any]
 _BY_OWN_WEIGHTS = ("query", "key", "attention")
 CROSS = "contribution/block.cross.attention_out"
-"""What attention to an encoder adds to the stream: of its own, so that a wrong scale of this branch has a name."""
+"""Contribution of cross-attention to the stream.
+
+It is apart from the block's contribution, so that a wrong scale of this branch has a name.
+"""
 _BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution", CROSS)
-"""What `internals` has an axis of layers of, first, and a table sets at initialization."""
+"""Activations that are recorded layer by layer. A table sets them at initialization."""
 LOOKED_UP = frozenset({Role.TOKEN_EMBEDDING, Role.POSITION, Role.RELATIVE_BIAS})
-"""Roles of tables of which a batch reads some rows."""
+"""Roles of tables that a batch reads in some rows only."""
 ROW_AXES = frozenset({"vocab", "position", "source", "distance", "input", "output", "classes"})
-"""Axes of such tables that count rows; a preset never lets them grow."""
+"""Axes that count the rows of lookup tables. A preset never lets them grow."""
 
 
 def program(
@@ -57,18 +67,16 @@ def program(
     options: dict[str, Any] | None = None,
     still_steps: int = 0,
 ) -> Callable[..., dict[str, np.ndarray]]:
-    """One model's measuring program: presets, rates, the seed and the number of steps are data to what is compiled at its first call.
+    """Return a function that trains on one batch and measures a model before and after every step.
 
-    It trains on one batch, measuring before the first step and after every one: from a seed of the initialization (uint32 []),
-    factors and hyperparameters (`run.reference` is not used), initial standard deviations, the batch and a number of steps to
-    float32 [steps + 1] or [steps + 1, L] by observable.
+    The function compiles at its first call. Its arguments are a seed (uint32 []), step inputs
+    (`reference` is not used), initial standard deviations, the batch, and the number of steps. It
+    returns float32 [steps + 1] or [steps + 1, L] by observable.
 
     Args:
-        definition: the model.
-        tx: the optimizer chain.
-        options: of XLA, for these compilations.
-        still_steps: number of first updates by which the optimizer moves nothing. They are taken and not counted, so that
-            step 1 is the first that moves.
+        options: XLA compiler options of the initialization and of the step.
+        still_steps: Number of first updates by which the optimizer moves nothing. They are taken
+            and not counted, so that step 1 is the first that moves.
     """
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -79,46 +87,61 @@ def program(
     @jax.jit
     def forward(params: Arrays, factors: Factors, batch: Batch) -> Arrays:
         return internals(
-            definition.model(params, factors.multiplier, factors.forward), **_read(batch)
+            definition.model(params, factors.multiplier, factors.forward), **_model_inputs(batch)
         )
 
     @functools.partial(jax.jit, compiler_options=options)
     def step(
-        state: TrainState, initial: Arrays, start: Arrays, run: StepInputs, batch: Batch
+        state: TrainState, initial: Arrays, start: Arrays, inputs: StepInputs, batch: Batch
     ) -> tuple[TrainState, Arrays, Arrays]:
-        factors, now = run.factors, forward(state.params, run.factors, batch)
+        """Measure, and take one step.
+
+        `initial` has the initial parameters. `start` has activations before the first step, and
+        the rows of lookup tables that were read in any earlier step.
+        """
+        factors = inputs.factors
+        now = forward(state.params, factors, batch)
         rows_read = {name: start[name] for name in _rows_read(definition, state.params)}
         start = {name: jnp.where(state.step == 0, x, start[name]) for name, x in now.items()}
-        centered = run._replace(reference=initial)
+
+        centered = inputs._replace(reference=initial)
         grads, _sums = gradients(definition, state.params, centered, dict(batch), 1)
+
         model = definition.model(state.params, factors.multiplier, factors.forward)
-        stats = _activations(model, now, start, _read(batch), definition.tied_readout is not None)
+        is_tied = definition.tied_readout is not None
+        stats = _activations(model, now, start, _model_inputs(batch), is_tied)
         stats["change logits"] = along_targets(now["logits"] - start["logits"], batch)
         read_now = _rows_read(definition, grads)
-        stats |= _weights(
-            definition, factors, _Weights(initial, state.params, grads), rows_read, read_now
-        )
-        # Rows that have been read so far: of those whose first gradient waits for a readout that starts at zero, too.
+        weights = _Weights(initial, state.params, grads)
+        stats |= _weights(definition, factors, weights, rows_read, read_now)
+
+        # Rows accumulate over steps, because the first gradient of some rows waits for a readout
+        # that starts at zero.
         start |= {name: rows_read[name] | mask for name, mask in read_now.items()}
         updates, opt_state = tx.update(
-            grads, state.opt_state, state.params, factors=factors, hyper=run.hyper
+            grads, state.opt_state, state.params, factors=factors, hyper=inputs.hyper
         )
-        new: Any = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, new, opt_state), start, stats
+        new_params: Any = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, new_params, opt_state), start, stats
 
     def measure(
-        seed: np.ndarray, run: StepInputs, stds: Arrays, batch: Batch, steps: int
+        seed: np.ndarray, inputs: StepInputs, stds: Arrays, batch: Batch, steps: int
     ) -> dict[str, np.ndarray]:
-        state, (run, batch) = begin(seed, stds), jax.device_put((run, dict(batch)))
-        initial, schedule, records = state.params, run.hyper.schedule, []
-        # Of the first step they are what it computes itself.
-        shapes = forward.eval_shape(initial, run.factors, batch)
-        start = {name: jnp.zeros(of.shape, of.dtype) for name, of in shapes.items()}
-        start |= {
-            name: jnp.zeros_like(mask) for name, mask in _rows_read(definition, initial).items()
-        }
+        state = begin(seed, stds)
+        inputs, batch = jax.device_put((inputs, dict(batch)))
+        initial = state.params
+        schedule = inputs.hyper.schedule
+
+        # The first step replaces these zeros by its own activations.
+        shapes = forward.eval_shape(initial, inputs.factors, batch)
+        start = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+        for name, mask in _rows_read(definition, initial).items():
+            start[name] = jnp.zeros_like(mask)
+
+        records = []
         for count in range(-still_steps, steps + 1):
-            now = run._replace(hyper=run.hyper._replace(schedule=schedule[max(count, 0)]))
+            hyper = inputs.hyper._replace(schedule=schedule[max(count, 0)])
+            now = inputs._replace(hyper=hyper)
             state, start, record = step(state, initial, start, now, batch)
             if count >= 0:
                 records.append(record)
@@ -128,50 +151,59 @@ def program(
     return measure
 
 
-def _read(batch: Batch) -> dict[str, Any]:
-    """What of a batch the model is called with."""
+def _model_inputs(batch: Batch) -> dict[str, Any]:
+    """Return the arrays of a batch that the model is called with."""
     return {name: x for name, x in batch.items() if name not in ("targets", "weights")}
 
 
-def _activations(model: Any, now: Arrays, start: Arrays, read: Batch, tied: bool) -> Arrays:
-    """Activations `X`, what changed since initialization, and the variance of attention logits over heads.
+def _activations(model: Any, now: Arrays, start: Arrays, inputs: Batch, tied: bool) -> Arrays:
+    """Return activations, their changes, and the variance of attention logits over heads.
 
-    `change X` is the whole change; for queries, keys and attention logits `update X` is that through their own weights alone.
-    With a readout tied to the embedding `logits` leaves out the input token's own, and `contact logit` is that one: at
-    initialization a E_t . h / rms(h) with h = E_t + other terms is a sum of D squares, where every other logit is a sum of D
-    products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
-    D^1/2 under `ntk`.
+    "X" is an activation and "change X" its change since initialization. "update X" is the change of
+    queries, keys and attention logits through their own weights alone.
+
+    With a tied readout, "logits" leaves out the logit of the input token itself, which is "contact
+    logit". At initialization this logit is a E_t . h / rms(h) with h = E_t + other terms: a sum of
+    D squares, where every other logit is a sum of D products of either sign. It is D^1/2 times
+    larger: of order one under `mup`, whose other logits vanish as D^-1/2, and D^1/2 under `ntk`.
+
+    Args:
+        now: Activations of this step, from `internals`.
+        inputs: Arrays that the model is called with.
+        tied: Whether the readout is tied to the embedding.
     """
-    out = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
+    stats = {}
+    for name, x in now.items():
+        stats[name] = by_layer(x) if name in _BY_LAYER else rms(x)
+
     if tied:
-        contact_BTV = (
-            jnp.arange(now["logits"].shape[-1])
-            == read.get("decoder_inputs", read["inputs"])[..., None]
-        )
-        out |= {
-            "logits": rms(now["logits"], ~contact_BTV),
-            "contact logit": rms(now["logits"], contact_BTV),
-        }
-    out |= {
-        f"change {name}": rms(x - start[name])
-        for name, x in now.items()
-        if name not in (*_BY_OWN_WEIGHTS, CROSS)
-    }
+        token_ids = inputs.get("decoder_inputs", inputs["inputs"])
+        contact_BTV = jnp.arange(now["logits"].shape[-1]) == token_ids[..., None]
+        stats["logits"] = rms(now["logits"], ~contact_BTV)
+        stats["contact logit"] = rms(now["logits"], contact_BTV)
+
+    for name, x in now.items():
+        if name not in (*_BY_OWN_WEIGHTS, CROSS):
+            stats[f"change {name}"] = rms(x - start[name])
+
     if "query" in now:
-        # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
+        # The present weights act on the initial inputs, because a change of the stream below would
+        # hide what these weights do.
         graph, blocks = nnx.split(model.block)
         moved = jax.lax.map(
             lambda layer: _attention(nnx.merge(graph, layer[0]), layer[1]),
             (blocks, start["attended"]),
         )
-        out |= {f"update {name}": rms(moved[name] - start[name]) for name in _BY_OWN_WEIGHTS}
+        for name in _BY_OWN_WEIGHTS:
+            stats[f"update {name}"] = rms(moved[name] - start[name])
+
     if "attention" in now and now["attention"].shape[2] > 1:
-        out["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
-    return out
+        stats["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
+    return stats
 
 
 class _Weights(NamedTuple):
-    """Parameters as they are stored, before the first step and now, and gradients of the loss."""
+    """Stored parameters before the first step and now, and gradients of the loss."""
 
     initial: Arrays
     params: Arrays
@@ -179,27 +211,28 @@ class _Weights(NamedTuple):
 
 
 def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
-    """Return which rows of each looked-up table, and entries of a readout's bias, have a gradient.
+    """Return masks of the rows of lookup tables, and of a readout bias's entries, with a gradient.
 
-    They are bool [rows, 1], or [entries] of a bias, under the name "rows/PARAMETER".
+    Masks are bool [rows, 1], or [entries] for a bias, under the name "rows/PARAMETER".
 
-    The gradient tells it of every model: one of a user's own has no names that we know, and its token table may be read by
-    an encoder, a decoder or both. A row that the batch does not read has a gradient of exactly zero. A table that is also the
-    readout has a gradient in every row, and an optimizer moves every row: then all rows are judged.
+    The gradient is the only sign that works for every model: the parameter names of a user's model
+    are unknown, and an encoder, a decoder or both may read its token table. A row that the batch
+    does not read has a gradient of exactly zero. A table that is also the readout has a gradient in
+    every row, and an optimizer moves every row: then all rows are judged.
     """
     read_by_table: Arrays = {}
     for name, spec in definition.specs.items():
         row_axes = [index for index, axis in enumerate(spec.axes) if axis in ROW_AXES]
         looked_up = spec.role in LOOKED_UP and not spec.fan_in
-        # An output whose target comes exactly as often as chance has it leaves its bias without a first gradient.
-        of_outputs = spec.role is Role.BIAS and spec.of is Role.READOUT
-        if (looked_up or of_outputs) and row_axes and name in grads:
+        # A readout bias has no first gradient at an output whose target is exactly as frequent as
+        # chance.
+        is_readout_bias = spec.role is Role.BIAS and spec.of is Role.READOUT
+        if (looked_up or is_readout_bias) and row_axes and name in grads:
             # The axis of layers keeps its size: blocks of a stack have tables of their own.
-            width_axes = [
-                i
-                for i, axis in enumerate(spec.axes)
-                if i not in row_axes and axis not in spec.copies
-            ]
+            width_axes = []
+            for index, axis in enumerate(spec.axes):
+                if index not in row_axes and axis not in spec.copies:
+                    width_axes.append(index)
             read_by_table[f"rows/{name}"] = jnp.any(
                 grads[name] != 0, axis=tuple(width_axes), keepdims=True
             )
@@ -209,48 +242,49 @@ def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
 def _weights(
     definition: Definition, factors: Factors, weights: _Weights, rows_read: Arrays, read_now: Arrays
 ) -> Arrays:
-    """Return per label the weight as it acts, multiplier included, its movement, and its gradient over the eps factor.
+    """Return every parameter's effective weight, its movement, and its gradient over eps.
+
+    The effective weight and its movement since initialization include the multiplier. The gradient
+    is divided by the parameter's factor on eps.
 
     Args:
-        weights: before the first step and now.
-        rows_read: rows that had a gradient at any step so far, by `_rows_read`'s names. Movement is judged on these.
-        read_now: rows that have a gradient now. Gradients are judged on these.
+        rows_read: Masks of rows that had a gradient at any earlier step, from `_rows_read`.
+            Movement is judged on these rows.
+        read_now: Masks of rows that have a gradient now. Gradients are judged on these rows.
     """
     acting = multiplied(weights.params, factors.multiplier)
-    began = multiplied(weights.initial, factors.multiplier)
+    initial = multiplied(weights.initial, factors.multiplier)
     stats: Arrays = {}
     for name, label in groups.labels(definition.specs).items():
         gradient = weights.grads[name] / rows(factors.eps[name], weights.grads[name])
-        columns = {
-            "weight": (acting[name], None),
-            "movement": (acting[name] - began[name], rows_read.get(f"rows/{name}")),
-            "gradient": (gradient, read_now.get(f"rows/{name}")),
-        }
+        movement = acting[name] - initial[name]
         measure = by_layer if definition.specs[name].stacked else rms
-        for column, (array, where) in columns.items():
-            stats[f"{column}/{label}"] = measure(array, where)
+        stats[f"weight/{label}"] = measure(acting[name], None)
+        stats[f"movement/{label}"] = measure(movement, rows_read.get(f"rows/{name}"))
+        stats[f"gradient/{label}"] = measure(gradient, read_now.get(f"rows/{name}"))
     return stats
 
 
 def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
-    """Return how far the targets' logits rose above the mean of all, averaged over the targets that count: float32 [], positive.
+    """Return the rise of the targets' logits above the mean of all logits, float32 [], positive.
+
+    The rise is averaged over the targets with their weights.
 
     Args:
-        change: of logits, [B, V] or [B, T, V].
-        batch: its targets and weights.
+        change: Change of the logits, [B, V] or [B, T, V].
+        batch: Batch with "targets" and "weights", [B] or [B, T].
     """
-    raised = jnp.take_along_axis(change, batch["targets"][..., None], axis=-1)[..., 0] - jnp.mean(
-        change, axis=-1
-    )
+    of_targets = jnp.take_along_axis(change, batch["targets"][..., None], axis=-1)[..., 0]
+    raised = of_targets - jnp.mean(change, axis=-1)
     return jnp.abs(jnp.sum(raised * batch["weights"])) / jnp.sum(batch["weights"])
 
 
 def by_layer(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Return the root mean square of every layer, which are the first axis: float32 [layers].
+    """Return the root mean square of every layer, float32 [layers].
 
     Args:
-        x: of any shape.
-        where: as `rms` takes it, with the same first axis.
+        x: Array [layers, ...].
+        where: Mask as for `rms`, with the same first axis as `x`. `None` counts all entries.
     """
     if where is None:
         return jax.vmap(rms)(x)
@@ -258,11 +292,10 @@ def by_layer(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
 
 
 def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Root mean square over all entries, or those where a mask is true, float32 [].
+    """Return the root mean square over all entries, or over those where a mask is true, float32 [].
 
     Args:
-        x: of any shape.
-        where: of x's shape, or one that broadcasts to it.
+        where: Mask that broadcasts to the shape of `x`. `None` counts all entries.
     """
     squares = jnp.square(x.astype(jnp.float32))
     if where is None:
@@ -273,46 +306,57 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
 
 
 def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:
-    """Activations of one forward pass.
+    """Return the activations of one forward pass, by name.
+
+    Every model has `logits`, its output. A model with `embed`, `block` and `read` (and `begin`, if
+    blocks take more than the stream) also has:
+
+    | name           | shape           | meaning                                               |
+    |----------------|-----------------|-------------------------------------------------------|
+    | `embedding`    | [B, T, D]       | stream before the first block                         |
+    | `residual`     | [L, B, T, D]    | stream after each block                               |
+    | `contribution` | [L, B, T, D]    | change of the stream by each block                    |
+    | `CROSS`        | [L, B, T, D]    | output of cross-attention, if the block has it        |
+    | `attended`     | [L, B, T, D]    | input of q, k and v, if the block has `attention`     |
+    | `query`        | [L, B, T, H, N] | queries, if the block has `attention`                 |
+    | `key`          | [L, B, S, K, N] | keys, if the block has `attention`                    |
+    | `attention`    | [L, B, H, T, S] | logits of the softmax before any mask                 |
 
     Args:
-        model: a zoo model, or any NNX model. One with a method `internals(inputs)` is asked instead.
-        inputs: what the model is called with.
-        **extra: the same, by name: of an encoder-decoder, whose decoder is looked at, its padding and the decoder's inputs.
-
-    Returns:
-        For a model with `embed`, `block` and `read` (and `begin`, where blocks take more than the stream): `embedding` [B, T, D],
-        and per layer `residual` [L, B, T, D] (after the block), `contribution` (what the block added) and, where it attends to an
-        encoder, `CROSS`; where the block has
-        `attention` also `attended` [L, B, T, D] (input of q, k, v), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention`
-        [L, B, H, T, S] (logits as they enter the softmax, before any mask). For every model `logits`, its output.
+        model: Model of the zoo, or any NNX model. The method `internals(inputs)` of a model, if it
+            has one, returns its activations in place of these.
+        **extra: Further arguments of an encoder-decoder: its padding mask and the inputs of the
+            decoder, whose activations are returned.
     """
     if hasattr(model, "internals"):
         return {"logits": model(inputs, **extra), **model.internals(inputs)}
     if not all(hasattr(model, part) for part in ("embed", "block", "read")):
         return {"logits": model(inputs, **extra)}
-    embedding, context = (
-        model.begin(inputs, **extra) if hasattr(model, "begin") else (model.embed(inputs), ())
-    )
+    context: tuple[Any, ...] = ()
+    if hasattr(model, "begin"):
+        embedding, context = model.begin(inputs, **extra)
+    else:
+        embedding = model.embed(inputs)
     graph, stacked = nnx.split(model.block)
-
     period = getattr(model.block, "period", 1)
 
     def layer(h_BTD: jax.Array, state: nnx.State, place: int) -> tuple[jax.Array, Arrays]:
         block = nnx.merge(graph, state)
-        block = block if period == 1 else block.at(place)
+        if period != 1:
+            block = block.at(place)
         out_BTD = block(h_BTD, *context)
-        here = {"residual": out_BTD, "contribution": out_BTD - h_BTD}
+
+        activations = {"residual": out_BTD, "contribution": out_BTD - h_BTD}
         if hasattr(block, "attention"):
-            here["attended"] = block.attention_norm(h_BTD)
-            here |= _attention(block, here["attended"])
+            activations["attended"] = block.attention_norm(h_BTD)
+            activations |= _attention(block, activations["attended"])
         if hasattr(block, "cross"):
-            here[CROSS] = _cross(block, h_BTD, here["attended"], *context)
-        return out_BTD, here
+            activations[CROSS] = _cross(block, h_BTD, activations["attended"], *context)
+        return out_BTD, activations
 
     depth = jax.tree.leaves(stacked)[0].shape[0]
-    out_BTD, by_layer = over_layers(layer, embedding, stacked, depth, period)
-    return {"embedding": embedding, **by_layer, "logits": model.read(out_BTD)}
+    out_BTD, layer_activations = over_layers(layer, embedding, stacked, depth, period)
+    return {"embedding": embedding, **layer_activations, "logits": model.read(out_BTD)}
 
 
 def _cross(
@@ -323,13 +367,20 @@ def _cross(
     mask_BS: Any,
     bias: Any,
 ) -> jax.Array:
+    """Return what cross-attention adds to the stream, [B, T, D].
+
+    Args:
+        mask_BS: True at positions of the encoder that are not padding.
+        bias: Relative position bias of self-attention, or `None`.
+    """
     h_BTD = block.add_branch(h_BTD, 0, block.attention(attended_BTD, None, bias))
-    return block.add_branch(
-        jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS)
-    )
+    zeros_BTD = jnp.zeros_like(h_BTD)
+    out_BTD = block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS)
+    return block.add_branch(zeros_BTD, 1, out_BTD)
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:
+    """Return queries, keys and attention logits of a block."""
     q_BTHN, k_BSKN, _ = block.attention.heads(attended_BTD)
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
     logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, jnp.repeat(k_BSKN, groups, axis=2))

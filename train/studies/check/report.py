@@ -1,4 +1,4 @@
-"""A coordinate check on the terminal and as a picture: a row per observable on one screen, or a panel per observable."""
+"""Report of a coordinate check: lines on the terminal, JSON, and two kinds of pictures."""
 
 from __future__ import annotations
 
@@ -29,57 +29,50 @@ _SECTIONS = {
     "movement": "Movement of weights by a step",
     "gradient": "Gradients over eps",
 }
-"""Kind of observable to the heading over its rows."""
+"""Kind of observable to the heading above its rows."""
 _FAILED = "Failed"
+# Layout of the picture in inches. What a column has left beside labels and slopes is for verdicts.
 _COLUMN_IN = 7.0
 _LABELS_IN = 2.9
 _SLOPES_IN = 2.6
 _ROW_IN = 0.22
 _HEAD_IN = 0.95
 _FOOT_IN = 0.9
-"""Inches: a column, its labels, its slopes, a row, and what stands above and below. The rest of a column is for verdicts."""
+_ONE_COLUMN_ROWS = 24
+"""Most rows that are drawn in a single column."""
 
 _BY_ROLE = ("weight", "movement", "gradient")
+"""Kinds of observables of parameters, from the one that says most about its own role."""
 _WIDE = 112
-"""Columns of a terminal from which on intervals and bands fit in beside the verdict."""
-PASSING = "a slope passes where its 95 % interval over seeds meets the band that theory leaves to finite sizes"
+"""Least columns of a terminal that shows intervals and bands beside the verdict."""
+PASSING = (
+    "a slope passes where its 95 % interval over seeds meets the band that theory leaves "
+    "to finite sizes"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A line of the picture: a heading, or an observable with the finding that decides it."""
+    """Row of the picture: a heading, or an observable with the finding that decides it."""
 
     label: str
     finding: Finding | None = None
 
 
 def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str) -> None:
-    """Draw a row per observable: its slope, its interval, and the band that theory allows; failures on top.
+    """Draw a row per observable: its slope, its interval, and the band of theory; failures on top.
 
-    An observable that was read after several steps has the row of the first step that failed, or of the last.
-
-    Args:
-        axis: name of the size that grew.
+    An observable that was read after several steps has the row of the first step that failed, or of
+    the last step.
     """
     from matplotlib.figure import Figure
 
     rows = _rows(findings)
-    tall = math.ceil(len(rows) / 2) if len(rows) > 24 else len(rows)
-    columns = [rows]
-    if rows[tall:]:
-        headings = [row.label for row in rows[:tall] if row.finding is None]
-        rest = rows[tall:]
-        if rest[0].finding is not None:
-            rest = [_Row(f"{headings[-1]}, continued"), *rest]
-        columns = [rows[:tall], rest]
-        tall = max(tall, len(rest))
-    size = (_COLUMN_IN * len(columns), _ROW_IN * tall + _HEAD_IN + _FOOT_IN)
+    columns = _columns(rows)
+    tallest = max(len(column) for column in columns)
+    size = (_COLUMN_IN * len(columns), _ROW_IN * tallest + _HEAD_IN + _FOOT_IN)
     drawn = Figure(figsize=size)
-    observables = len({finding.observable for finding in findings})
-    failed = len([row for row in rows if row.finding is not None and not row.finding.ok])
-    verdict = f"passes: all {observables} observables within theory"
-    if not passes(findings):
-        verdict = f"fails: {failed} of {observables} observables"
+    verdict = _verdict_title(findings)
     colour = _INK if passes(findings) else _WRONG
     drawn.text(
         0.15 / size[0],
@@ -91,20 +84,13 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
         va="center",
     )
     drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
-    shown = [
-        row.finding for row in rows if row.finding is not None and math.isfinite(row.finding.slope)
-    ]
-    ends = [
-        end
-        for finding in shown
-        for end in (finding.expected.low, finding.expected.high, finding.slope)
-    ]
-    limits = (min(ends, default=0.0) - 0.15, max(ends, default=0.0) + 0.15)
-    for index, own in enumerate(columns):
+    limits = _slope_limits(rows)
+    for index, column in enumerate(columns):
         left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
-        box = (left, _FOOT_IN / size[1], _SLOPES_IN / size[0], _ROW_IN * tall / size[1])
+        height = _ROW_IN * tallest / size[1]
+        box = (left, _FOOT_IN / size[1], _SLOPES_IN / size[0], height)
         panel = drawn.add_axes(box)
-        _column(panel, own, limits, tall)
+        _column(panel, column, limits, tallest)
         panel.set_xlabel(f"exponent of {axis}", fontsize=9)
     handles = {str(line.get_label()): line for panel in drawn.axes for line in panel.get_lines()}
     named: list[Any] = [line for label, line in handles.items() if not label.startswith("_")]
@@ -112,38 +98,68 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     drawn.savefig(path, dpi=130)
 
 
+def _columns(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
+    """Return the rows in one column, or in two columns of about equal height."""
+    if len(rows) <= _ONE_COLUMN_ROWS:
+        return [rows]
+
+    height = math.ceil(len(rows) / 2)
+    left = rows[:height]
+    right = rows[height:]
+    if right[0].finding is not None:
+        headings = [row.label for row in left if row.finding is None]
+        right = [_Row(f"{headings[-1]}, continued"), *right]
+    return [left, right]
+
+
+def _verdict_title(findings: Sequence[Finding]) -> str:
+    """Return the verdict in one line, with the number of observables that failed."""
+    observables = {finding.observable for finding in findings}
+    if passes(findings):
+        return f"passes: all {len(observables)} observables within theory"
+    failed = {finding.observable for finding in findings if not finding.ok}
+    return f"fails: {len(failed)} of {len(observables)} observables"
+
+
+def _slope_limits(rows: Sequence[_Row]) -> tuple[float, float]:
+    """Return the ends of the axis of slopes: all bands and slopes, and some room."""
+    ends = []
+    for row in rows:
+        finding = row.finding
+        if finding is not None and math.isfinite(finding.slope):
+            ends += [finding.expected.low, finding.expected.high, finding.slope]
+    return (min(ends, default=0.0) - 0.15, max(ends, default=0.0) + 0.15)
+
+
 def _rows(findings: Sequence[Finding]) -> list[_Row]:
-    """Return headings and observables from the top: failures of every kind, then each kind by itself."""
+    """Return headings and observables from the top: all failures, then each kind of observable."""
     decisive: dict[str, Finding] = {}
     for finding in findings:
-        before = decisive.get(finding.observable)
-        if before is None or before.ok:
+        earlier = decisive.get(finding.observable)
+        if earlier is None or earlier.ok:
             decisive[finding.observable] = finding
-    sections: dict[str, list[_Row]] = {
-        _FAILED: [],
-        **{heading: [] for heading in _SECTIONS.values()},
-    }
+
+    sections: dict[str, list[_Row]] = {_FAILED: []}
+    for heading in _SECTIONS.values():
+        sections[heading] = []
     for observable, finding in sorted(decisive.items()):
-        heading = _SECTIONS[_kind(finding)]
-        parameter = observable.partition("/")[2].replace("/", ", ")
-        in_section = (
-            parameter
-            if parameter and not observable.startswith("contribution")
-            else readable(observable)
-        )
-        if finding.ok:
-            sections[heading].append(_Row(in_section, finding))
-        else:
+        if not finding.ok:
             sections[_FAILED].append(_Row(readable(observable), finding))
+            continue
+        label = observable.partition("/")[2].replace("/", ", ")
+        if not label or observable.startswith("contribution"):
+            label = readable(observable)
+        sections[_SECTIONS[_kind(finding)]].append(_Row(label, finding))
+
     rows: list[_Row] = []
-    for heading, own in sections.items():
-        if own:
-            rows += [_Row(heading), *own]
+    for heading, section_rows in sections.items():
+        if section_rows:
+            rows += [_Row(heading), *section_rows]
     return rows
 
 
 def _kind(finding: Finding) -> str:
-    """Return the key of `_SECTIONS` for a finding; numbers of an optimizer over a whole run count as updates."""
+    """Return the key of `_SECTIONS`. Numbers of an optimizer over a run count as updates."""
     prefix = finding.observable.partition("/")[0]
     if prefix in _SECTIONS:
         return prefix
@@ -151,24 +167,39 @@ def _kind(finding: Finding) -> str:
     return "update" if changes and not prefix.startswith("contribution") else "activation"
 
 
-def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tall: int) -> None:
-    """Draw one column of rows on axes of their own."""
-    labelled = [(index, row) for index, row in enumerate(rows) if row.finding is not None]
+def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tallest: int) -> None:
+    """Draw one column of rows on its own axes.
+
+    Args:
+        rows: Rows of the column, from the top.
+        tallest: Number of rows of the tallest column, so that all rows have one height.
+    """
+    ticks = []
+    findings = []
+    labels = []
     for index, row in enumerate(rows):
         if row.finding is None:
             panel.text(
-                -1.08, index, row.label, transform=panel.get_yaxis_transform(), fontsize=10, fontweight="bold",
-                color=_WRONG if row.label == _FAILED else _INK, va="center",
-            )  # fmt: skip
+                -1.08,
+                index,
+                row.label,
+                transform=panel.get_yaxis_transform(),
+                fontsize=10,
+                fontweight="bold",
+                color=_WRONG if row.label == _FAILED else _INK,
+                va="center",
+            )
         else:
             _observable(panel, index, row.finding)
-    panel.set_yticks(
-        [index for index, _ in labelled], [row.label for _, row in labelled], fontsize=9
-    )
-    for label, (_, row) in zip(panel.get_yticklabels(), labelled, strict=True):
-        if row.finding is not None and not row.finding.ok:
+            ticks.append(index)
+            findings.append(row.finding)
+            labels.append(row.label)
+
+    panel.set_yticks(ticks, labels, fontsize=9)
+    for label, finding in zip(panel.get_yticklabels(), findings, strict=True):
+        if not finding.ok:
             label.set(color=_WRONG, fontweight="bold")
-    panel.set_ylim(tall - 0.4, -0.6)
+    panel.set_ylim(tallest - 0.4, -0.6)
     panel.set_xlim(*limits)
     panel.tick_params(axis="y", length=0)
     panel.tick_params(axis="x", labelsize=9)
@@ -178,11 +209,13 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tall:
 
 
 def _observable(panel: Any, index: int, finding: Finding) -> None:
-    """Draw theory's band, its exponent, and the measured slope with its interval; colour and shape tell a failure apart."""
-    colour, marker = (_RIGHT, "o") if finding.ok else (_WRONG, "X")
-    label = "measured slope, 95 % interval over seeds" if finding.ok else "fails"
+    """Draw the band of theory, its exponent, and the measured slope with its interval.
+
+    A failure has another colour and another marker, so that it shows without colours, too.
+    """
+    expected = finding.expected
     panel.plot(
-        [finding.expected.low, finding.expected.high],
+        [expected.low, expected.high],
         [index, index],
         color="#CCCCCC",
         linewidth=9,
@@ -191,7 +224,7 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
         zorder=1,
     )
     panel.plot(
-        [finding.expected.slope],
+        [expected.slope],
         [index],
         "|",
         color="#555555",
@@ -202,7 +235,7 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
     )
     if not math.isfinite(finding.slope):
         panel.text(
-            finding.expected.slope,
+            expected.slope,
             index,
             f"  {finding.verdict}",
             color=_WRONG,
@@ -211,14 +244,16 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
             zorder=4,
         )
         return
+
+    colour = _RIGHT if finding.ok else _WRONG
     panel.plot([finding.low, finding.high], [index, index], color=colour, linewidth=1.8, zorder=3)
     panel.plot(
         [finding.slope],
         [index],
-        marker,
+        "o" if finding.ok else "X",
         color=colour,
         markersize=6 if finding.ok else 8,
-        label=label,
+        label="measured slope, 95 % interval over seeds" if finding.ok else "fails",
         zorder=4,
     )
     if not finding.ok:
@@ -234,7 +269,7 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
 
 
 def _short(finding: Finding) -> str:
-    """Return a verdict that fits beside a row."""
+    """Return a verdict that is short enough to stand beside a row."""
     verdict = finding.verdict.removeprefix("contradicts theory").strip(" ()")
     return verdict.replace("at the smallest size", "at the base") or "outside theory"
 
@@ -242,12 +277,14 @@ def _short(finding: Finding) -> str:
 def panels(
     path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str
 ) -> None:
-    """Draw a small log-log panel per observable: a line per step, theory dashed with its band shaded, and a verdict in its title.
+    """Draw a log-log panel per observable: a line per step, and theory dashed with its band shaded.
 
-    The title has the slope of the last step, or of the first that is wrong, its interval, and the slopes that pass.
+    The title of a panel has the slope of the first step that failed (otherwise of the last step),
+    its interval, and the slopes that pass.
 
     Args:
-        axis: their name.
+        sizes: Grown size of every model, or its ratio to the smallest.
+        title: Title of the picture. The verdict is added.
     """
     from matplotlib.figure import Figure
 
@@ -257,20 +294,19 @@ def panels(
     names = sorted(observables, key=lambda name: [name.startswith(kind) for kind in kinds])
     rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
     drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.95 * rows + 0.9), layout="constrained")
-    head = f"{title}: {'passes' if passes(findings) else 'fails'}"
+    verdict = "passes" if passes(findings) else "fails"
     drawn.suptitle(
-        f"{head}\n",
+        f"{title}: {verdict}\n",
         x=0.01,
         ha="left",
         fontsize=11,
         fontweight="bold",
         color=_INK if passes(findings) else _WRONG,
     )
-    steps = (
-        {step: f"step {step}" for step in _STEP_COLOURS}
-        if any(f.step for f in findings)
-        else {0: "the whole run"}
-    )
+    steps = {0: "the whole run"}
+    if any(f.step for f in findings):
+        steps = {step: f"step {step}" for step in _STEP_COLOURS}
+
     axes = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(axes, names, strict=False)):
         _panel(panel, [f for f in findings if f.observable == name], sizes, steps)
@@ -278,12 +314,8 @@ def panels(
             panel.set_xticklabels([])
     for panel in axes[len(names) :]:
         panel.set_visible(False)
-    lines = {str(line.get_label()): line for panel in axes for line in panel.get_lines()}
-    handles: list[Any] = [lines[label] for label in (*steps.values(), "theory") if label in lines]
-    if bands := [
-        patch for panel in axes for patch in panel.collections if patch.get_label() == _BAND
-    ]:
-        handles.append(bands[0])
+
+    handles = _panel_handles(axes, [*steps.values(), "theory"])
     if handles:
         drawn.legend(
             handles=handles, loc="lower right", ncols=len(handles), fontsize=8, frameon=False
@@ -292,10 +324,27 @@ def panels(
     drawn.savefig(path, dpi=130)
 
 
+def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
+    """Return one line per label and one band, for the legend of all panels."""
+    lines = {}
+    bands = []
+    for panel in axes:
+        for line in panel.get_lines():
+            lines[str(line.get_label())] = line
+        bands += [patch for patch in panel.collections if patch.get_label() == _BAND]
+    handles = [lines[label] for label in labels if label in lines]
+    return handles + bands[:1]
+
+
 def _panel(
     panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]
 ) -> None:
-    """One observable at every step read."""
+    """Draw one observable at every step.
+
+    Args:
+        findings: Findings of the observable, one per step.
+        steps: Number of steps to its label in the legend.
+    """
     shown = next((f for f in findings if not f.ok), findings[-1])
     low = shown.expected.low
     high = shown.expected.high
@@ -315,10 +364,15 @@ def _panel(
             label="theory",
             zorder=0,
         )
-        band = [[centre * (size / middle) ** slope for size in sizes] for slope in (low, high)]
-        panel.fill_between(sizes, *band, color="#DDDDDD", linewidth=0, label=_BAND, zorder=-1)
+        lower = [centre * (size / middle) ** low for size in sizes]
+        upper = [centre * (size / middle) ** high for size in sizes]
+        panel.fill_between(
+            sizes, lower, upper, color="#DDDDDD", linewidth=0, label=_BAND, zorder=-1
+        )
+
     name = textwrap.fill(shown.observable.replace("/", ", "), 30, break_long_words=False)
-    slopes = f"{'✓' if shown.ok else '✗'} {shown.slope:+.2f} [{shown.low:+.2f}, {shown.high:+.2f}]"
+    mark = "✓" if shown.ok else "✗"
+    slopes = f"{mark} {shown.slope:+.2f} [{shown.low:+.2f}, {shown.high:+.2f}]"
     verdict = "" if shown.ok else f"{shown.verdict} at step {shown.step}\n"
     panel.set_title(
         f"{name}\n{slopes}\n{verdict}passes from {low:+.2f} to {high:+.2f}",
@@ -326,10 +380,13 @@ def _panel(
         color=_INK if shown.ok else _WRONG,
     )
     panel.set_xscale("log", base=2)
-    positive = [value for f in findings for value in f.values if value > 0]
+
+    positive: list[float] = []
+    for f in findings:
+        positive += [value for value in f.values if value > 0]
     if positive:
         panel.set_yscale("log", base=2)
-        # What does not move should look as if it does not: no panel shows less than a factor of 16.
+        # No panel shows less than a factor of 16, so that a constant looks like one.
         most = max(positive)
         least = min(positive)
         centre = math.sqrt(most * least)
@@ -343,7 +400,7 @@ def _panel(
 
 
 class CheckFailure(AssertionError):
-    """A coordinate check that did not pass. Its text has a line per observable that failed."""
+    """Coordinate check that did not pass. The message has a line per observable that failed."""
 
 
 def show(
@@ -356,18 +413,14 @@ def show(
     subject: str = "",
     following: Sequence[str] = (),
 ) -> None:
-    """Print the conclusion, what to type next, and one line per observable and step, failures first.
+    """Print the conclusion, what to type next, and a line per observable and step, failures first.
 
-    A console narrower than `_WIDE` has no intervals and bands: a slope cut off in the middle would be nothing.
+    A console narrower than `_WIDE` gets no intervals and bands, because they would be cut off.
 
     Args:
-        console: to print on.
-        findings: of the check.
-        title: above the table.
-        not_judged: observables that theory says nothing about.
-        blamed: what comes behind the stroke of an observable: a parameter's role, or a number of the optimizer over a whole run.
-        subject: as `verdict_line` takes it.
-        following: sentences on what to type next.
+        blamed: What the label of an observable is: the role of a parameter, or a number of the
+            optimizer over a whole run.
+        subject: Beginning of the conclusion, as for `verdict_line`.
     """
     from rich.table import Table
 
@@ -377,16 +430,19 @@ def show(
     wide = console.width >= _WIDE
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1))
     table.add_column("observable", no_wrap=True)
-    for column in ("after", "slope", "95 %", "theory") if wide else ("after", "slope", "theory"):
+    columns = ("after", "slope", "95 %", "theory") if wide else ("after", "slope", "theory")
+    for column in columns:
         table.add_column(column, justify="left" if column == "95 %" else "right", no_wrap=True)
     table.add_column("verdict")
+
     for f in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
-        theory, colour = f"{f.expected.slope:+.2f}", "green" if f.ok else "bold red"
-        after = str(f.step) if blamed == "role" else "run"
+        theory = f"{f.expected.slope:+.2f}"
         cells = [f"{f.slope:+.2f}", theory]
         if wide:
             band = f"{theory} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
             cells = [f"{f.slope:+.2f}", f"[{f.low:+.2f}, {f.high:+.2f}]", band]
+        after = str(f.step) if blamed == "role" else "run"
+        colour = "green" if f.ok else "bold red"
         table.add_row(f.observable, after, *cells, f"[{colour}]{verdict_words(f)}[/{colour}]")
     console.print(table)
     if not wide:
@@ -394,46 +450,39 @@ def show(
 
 
 def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
-    """Return the conclusion, and a line for each observable that failed: what, of which parameter, by how much.
-
-    Args:
-        not_judged: observables that theory says nothing about.
-    """
-    failed = [finding for finding in findings if not finding.ok]
-    lines = [
-        _plain(verdict_line(findings, not_judged)),
-        *(f"  {_sentence(finding)}" for finding in failed),
-    ]
+    """Return the conclusion, and a sentence on each observable that failed."""
+    lines = [_plain(verdict_line(findings, not_judged))]
+    for finding in findings:
+        if not finding.ok:
+            lines.append(f"  {_sentence(finding)}")
     return "\n".join(lines)
 
 
 def require(findings: Sequence[Finding]) -> None:
-    """Raise `CheckFailure`, whose message is `text(findings)`, unless every finding is as theory says."""
+    """Raise `CheckFailure` with the message `text(findings)` unless the check passes."""
     if not passes(findings):
         raise CheckFailure(text(findings))
 
 
 def _plain(line: str) -> str:
-    """Return the line without colours."""
+    """Return the line without markup for colours."""
     from rich.text import Text
 
     return Text.from_markup(line).plain
 
 
 def readable(observable: str) -> str:
-    """Return an observable's name as it is read: "movement of token_embedding" for movement/token_embedding."""
+    """Return an observable in words: "movement of readout" for "movement/readout"."""
     column, *parameter = observable.split("/")
     return f"{column} of {', '.join(parameter)}" if parameter else column
 
 
 def _sentence(finding: Finding) -> str:
-    """Return what failed, after how many steps, what was measured and what theory allows."""
+    """Return a sentence on a finding: observable, step, slope and what theory allows."""
     expected = finding.expected
-    steps = (
-        "at the start"
-        if finding.step == 0
-        else f"after {finding.step} step{'s' * (finding.step > 1)}"
-    )
+    steps = f"after {finding.step} step{'s' * (finding.step > 1)}"
+    if finding.step == 0:
+        steps = "at the start"
     measured = f"size^{finding.slope:+.2f} [{finding.low:+.2f}, {finding.high:+.2f}]"
     allowed = f"theory {expected.slope:+.2f}, allowed {expected.low:+.2f} to {expected.high:+.2f}"
     return (
@@ -443,7 +492,9 @@ def _sentence(finding: Finding) -> str:
 
 def verdict_words(finding: Finding) -> str:
     """Return the verdict on a finding and the roles that theory blames."""
-    return finding.verdict + (f" through {', '.join(finding.roles)}" if finding.roles else "")
+    if not finding.roles:
+        return finding.verdict
+    return f"{finding.verdict} through {', '.join(finding.roles)}"
 
 
 def verdict_line(
@@ -452,80 +503,98 @@ def verdict_line(
     blamed: Literal["role", "number"] = "role",
     subject: str = "",
 ) -> str:
-    """Return both verdicts in a line: what gave a wrong program or table away, and the roles whose own lines are wrong.
+    """Return both verdicts in one line, with the observables and roles that failed.
 
     Args:
-        findings: of the check.
-        not_judged: observables that theory says nothing about.
-        blamed: as in `show`.
-        subject: what was checked, as the beginning of a sentence: "mup follows its table as heads grow".
+        blamed: What the label of an observable is, as for `show`.
+        subject: Beginning of the sentence if the check passes, such as "mup follows its table as
+            heads grow".
     """
     if not findings:
         return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
-    wrong, bad = (
-        [f for f in findings if not f.agrees],
-        [f for f in findings if f.agrees and f.trouble],
-    )
+
+    contradictions = [f for f in findings if not f.agrees]
+    troubles = [f for f in findings if f.agrees and f.trouble]
     table = "table" if blamed == "role" else "joint rule"
-    parts = (
-        [f"the program does not do what its {table} says: {_evidence(wrong, blamed)}"]
-        if wrong
-        else []
-    )
-    parts += [f"the {table} itself is wrong: {_evidence(bad, blamed)}"] if bad else []
+    parts = []
+    if contradictions:
+        evidence = _evidence(contradictions, blamed)
+        parts.append(f"the program does not do what its {table} says: {evidence}")
+    if troubles:
+        parts.append(f"the {table} itself is wrong: {_evidence(troubles, blamed)}")
+
     unsaid = f"; not judged: {', '.join(not_judged)}" if not_judged else ""
-    if not parts:
-        about = f"{subject}: " if subject else ""
-        return f"[bold green]passes[/bold green]: {about}all {len(findings)} observables within theory{unsaid}"
-    return f"[bold red]fails[/bold red]: {'; '.join(parts)}{unsaid}"
+    if parts:
+        return f"[bold red]fails[/bold red]: {'; '.join(parts)}{unsaid}"
+    about = f"{subject}: " if subject else ""
+    passed = f"all {len(findings)} observables within theory"
+    return f"[bold green]passes[/bold green]: {about}{passed}{unsaid}"
 
 
-def _evidence(bad: Sequence[Finding], blamed: str) -> str:
-    activations = dict.fromkeys(
-        f"{f.observable} {verdict_words(f)}" for f in bad if "/" not in f.observable
-    )
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for f in bad:
-        what, *group = f.observable.split("/")
-        if group:
-            part = "".join(f" of {name}" for name in group[1:]) + (
-                f" in {f.layer}" if f.layer else ""
-            )
-            groups.setdefault(group[0], []).append(
-                (what, what + part if not f.agrees else f"{what}{part}: {f.trouble}")
-            )
-    # A wrong weight or movement is its role's own; a wrong gradient may come from elsewhere.
-    rank = {what: index for index, what in enumerate(_BY_ROLE)}
-    order = sorted(groups, key=lambda group: min(rank.get(what, 0) for what, _ in groups[group]))
-    rows = [
-        f"{group} ({', '.join(dict.fromkeys(words for _, words in groups[group]))})"
-        for group in order
-    ]
-    parts = ["; ".join(_first(list(activations)))] if activations else []
-    parts += [f"by {blamed}: {', '.join(_first(rows))}"] if rows else []
+def _evidence(failed: Sequence[Finding], blamed: str) -> str:
+    """Return the failed observables in words: activations, then parameters by role or number."""
+    activations: dict[str, None] = {}
+    kinds_of_group: dict[str, list[str]] = {}
+    words_of_group: dict[str, list[str]] = {}
+    for finding in failed:
+        kind, *label = finding.observable.split("/")
+        if not label:
+            activations[f"{finding.observable} {verdict_words(finding)}"] = None
+            continue
+        group = label[0]
+        kinds_of_group.setdefault(group, []).append(kind)
+        words_of_group.setdefault(group, []).append(_parameter_words(finding))
+
+    # A wrong weight or movement is its role's own fault. A wrong gradient may come from elsewhere.
+    rank = {kind: index for index, kind in enumerate(_BY_ROLE)}
+
+    def group_rank(group: str) -> int:
+        return min(rank.get(kind, 0) for kind in kinds_of_group[group])
+
+    rows = []
+    for group in sorted(kinds_of_group, key=group_rank):
+        words = ", ".join(dict.fromkeys(words_of_group[group]))
+        rows.append(f"{group} ({words})")
+
+    parts = []
+    if activations:
+        parts.append("; ".join(_first(list(activations))))
+    if rows:
+        parts.append(f"by {blamed}: {', '.join(_first(rows))}")
     return "; ".join(parts)
 
 
+def _parameter_words(finding: Finding) -> str:
+    """Return the kind of a parameter's observable, its part and layer, and the table's trouble."""
+    kind, _, *parts = finding.observable.split("/")
+    words = kind
+    for part in parts:
+        words += f" of {part}"
+    if finding.layer:
+        words += f" in {finding.layer}"
+    return words if not finding.agrees else f"{words}: {finding.trouble}"
+
+
 def _first(names: list[str], count: int = 6) -> list[str]:
-    return names[:count] + ([f"and {len(names) - count} more"] if len(names) > count else [])
+    """Return the first `count` names, and an entry on the number of the rest."""
+    if len(names) <= count:
+        return names
+    return [*names[:count], f"and {len(names) - count} more"]
 
 
 def to_json(
     findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """`verdict` (pass or fail), that of the `program` and of the `table`, what was run, and what was seen of every observable.
+    """Return a check as plain values.
+
+    `verdict` is "pass" or "fail", and so are `program` and `table`, the two verdicts that it
+    combines. `observables` has a row per finding.
 
     Args:
-        findings: of a check.
-        about: what was run.
-        not_judged: observables of parameters that theory says nothing about.
+        about: Facts on what was run, by name.
+        not_judged: Observables of parameters that theory says nothing about.
     """
-    rows = [
-        {"observable": f.observable, "step": f.step, "slope": finite(f.slope), "low": finite(f.low),
-         "high": finite(f.high), "predicted": f.expected.slope, "ok": f.ok,
-         "verdict": f.verdict, "roles": list(f.roles), "values": [finite(v) for v in f.values]}
-        for f in findings
-    ]  # fmt: skip
+    rows = [_row_json(finding) for finding in findings]
     verdicts = {
         "verdict": passes(findings),
         "program": bool(findings) and all(f.agrees for f in findings),
@@ -533,3 +602,19 @@ def to_json(
     }
     words = {name: "pass" if passed else "fail" for name, passed in verdicts.items()}
     return {**words, **about, "not_judged": list(not_judged), "observables": rows}
+
+
+def _row_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding as plain values, with `None` for numbers that are not finite."""
+    return {
+        "observable": finding.observable,
+        "step": finding.step,
+        "slope": finite(finding.slope),
+        "low": finite(finding.low),
+        "high": finite(finding.high),
+        "predicted": finding.expected.slope,
+        "ok": finding.ok,
+        "verdict": finding.verdict,
+        "roles": list(finding.roles),
+        "values": [finite(value) for value in finding.values],
+    }

@@ -1,7 +1,8 @@
-"""What theory expects of every observable (observables.py): `presets.analysis.limits` for the growth of a series of models.
+"""Theory of every observable of the coordinate check, as models of a series grow.
 
-Finite sizes stray from exponents. How far, on rules known to be right, was measured once by `scripts/check/allowances.py` and
-lies in `allowances.json`; a measured slope may stray by that and `_MARGIN` more, in the direction it was seen to.
+Exponents come from `mupax.presets.analysis.limits`. Finite sizes stray from exponents:
+`scripts/check/allowances.py` measured by how much, on rules that are right, and wrote
+`allowances.json`. A slope passes within that allowance and a margin (`_MARGIN`).
 """
 
 from __future__ import annotations
@@ -13,44 +14,54 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from mupax.presets import EMBEDDINGS, Preset, PresetError
 from mupax.presets.analysis.limits import Limit
+from mupax.presets.optimizers import Family
 from mupax.presets.rule import axis
 from mupax.train.studies.check import groups, observables
 from mupax.zoo.definition import Definition
 
 STEPS = (0, 1, 3, 10)
-"""Optimizer steps after which observables are read."""
+"""Numbers of optimizer steps after which observables are read."""
 ALLOWANCES = Path(__file__).with_name("allowances.json")
 NO_LIMIT = " without a limit"
-"""Marks the allowances of rules under which something explodes as this size grows."""
+"""Suffix of allowances for rules under which something explodes as the size grows."""
 TIED = " tied"
-"""Marks what a tied readout adds to the allowances of a study."""
+"""Suffix of allowances that a tied readout adds to those of a study."""
 ENCODED = " with an encoder"
-"""Marks the allowances of decoders whose blocks have a third branch, attention to an encoder."""
+"""Suffix of allowances for decoders whose blocks also attend to an encoder."""
 _MARGIN = {"weight": 0.04, "movement": 0.08}
-"""Room around theory and the measured allowance, by kind of observable; 0.12 for all others."""
+"""Room around theory in addition to the allowance, by kind of observable."""
+_DEFAULT_MARGIN = 0.12
 _GROWS = 0.01
-"""An exponent above this is growth."""
+"""An exponent above this counts as growth."""
 _FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
-"""What is made of the gradient at initialization and nothing later (step, kind): then nothing is aligned yet."""
+"""(step, kind) of observables that depend on the gradient at initialization and on no later one.
+
+Nothing is aligned at initialization, so these have exponents of their own.
+"""
 LAZY = "lazy"
-"""Trouble that a person can ask for: features that move less and less, the limit of the neural tangent."""
+"""Trouble that a user may accept: features move less as the model grows (neural tangent limit)."""
+
+ObservableStep = tuple[str, int]
+"""Name of an observable, and the number of optimizer steps after which it is read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What theory says of one observable: its exponent, how far finite sizes may stray, and whether that is healthy.
+    """Theory of one observable: its exponent, the band of slopes that pass, and its trouble.
 
     Attributes:
-        slope: exponent in the grown size.
-        below: how much less a measured slope may be.
-        above: how much more.
-        trouble: what a practitioner should hear of the table where the exponent itself is bad: explodes, vanishes, frozen, lazy,
-            heads collapse, eps dominates or fades; None where it is fine.
-        roles: the weights whose steps theory blames for the trouble.
-        base: what it is at the smallest size, a movement over the peak learning rate; None where theory has no number.
+        slope: Exponent in the grown size.
+        below: Distance by which a measured slope may be less than `slope`.
+        above: Distance by which a measured slope may be greater than `slope`.
+        trouble: "explodes", "vanishes", "frozen", "lazy", "heads collapse", "eps dominates", "eps
+            fades" or a wrong base. `None` if the exponent is healthy.
+        roles: Roles of the weights whose steps theory blames for the trouble.
+        base: Value at the smallest size; for a movement, divided by the peak learning rate. `None`
+            if theory has no number.
     """
 
     slope: float
@@ -72,22 +83,28 @@ class Expected:
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
-    """Exponent of every axis that grows, and the factor by which the fastest one does; raises PresetError where none does.
+    """Return the exponent of every axis that grows, and the factor of the fastest axis.
 
     Args:
-        first, last: size of every logical axis of the smallest and of the largest model.
+        first: Size of every logical axis of the smallest model.
+        last: Size of every logical axis of the largest model.
+
+    Raises:
+        PresetError: No axis grows.
     """
-    logs = {
-        axis: math.log2(last[axis] / size)
-        for axis, size in first.items()
-        if last.get(axis, size) != size
-    }
-    if not logs or max(logs.values()) <= 0:
+    octaves = {}
+    for axis_name, size in first.items():
+        if last.get(axis_name, size) != size:
+            octaves[axis_name] = math.log2(last[axis_name] / size)
+    if not octaves or max(octaves.values()) <= 0:
         raise PresetError(
-            f"no size grows from {dict(first)} to {dict(last)}; give the check models of growing size"
+            f"no size grows from {dict(first)} to {dict(last)}; "
+            f"give the check models of growing size"
         )
-    fastest = max(logs.values())
-    return {axis: value / fastest for axis, value in logs.items()}, 2.0**fastest
+
+    fastest = max(octaves.values())
+    exponents = {axis_name: value / fastest for axis_name, value in octaves.items()}
+    return exponents, 2.0**fastest
 
 
 def of(
@@ -98,260 +115,432 @@ def of(
     *,
     strict: bool = False,
     accept: Collection[str] = (),
-) -> dict[tuple[str, int], Expected]:
-    """Expectation per (observable, step).
+) -> dict[ObservableStep, Expected]:
+    """Return what theory expects of every observable and step.
 
     Args:
-        preset: the rules that are meant to hold.
-        first: the smallest model of the series.
-        last: the largest.
-        optimizer: whose updates.
-        strict: without margins and allowances, to measure the latter.
-        accept: `LAZY`, of a preset whose source wants that (`Preset.vanishing` has "features"), as far as it does.
+        preset: Rules that the models are meant to follow.
+        strict: Leave out margins and allowances. Used to measure the allowances.
+        accept: Troubles that do not count. Only `LAZY`, and only for a preset whose `vanishing`
+            names "features".
 
     Raises:
-        PresetError: no size grows, or what is to be accepted is not what the preset's source wants.
+        PresetError: No size grows, or the preset's source does not want what `accept` names.
     """
     if LAZY in accept and "features" not in preset.vanishing:
         raise PresetError(
-            f"{preset.name} wants no lazy limit: its `vanishing` names no features; leave --accept lazy out"
+            f"{preset.name} wants no lazy limit: its `vanishing` names no features; "
+            f"leave --accept lazy out"
         )
-    shared = {"experts", "mlp"} <= first.sizes.keys()
-    part = "shared experts" if shared else "experts" if "experts" in first.sizes else ""
+
+    theory = _derive_theory(preset, first, last, optimizer, strict=strict, accept=accept)
+    expected = {}
+    for name, step in theory.slopes:
+        expected[name, step] = theory.expected(name, step)
+
+    # A tied table is never zero.
+    if preset.zero_readout and first.tied_readout is None:
+        return {key: value for key, value in expected.items() if not _waits_for_readout(*key)}
+    return expected
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Theory:
+    """Exponents, allowances and troubles of one preset as a series of models grows.
+
+    Attributes:
+        definition: Smallest model.
+        slopes: Exponents in the limit, where values and backward signals are aligned.
+        first_gradient_slopes: Exponents of what the gradient at initialization makes.
+        unaligned_slopes: Least exponents of changes before values and backward signals are aligned.
+        allowances: Name of an allowance to how far a slope may lie (below, above) its exponent.
+        fastest_growth: Greatest exponent that counts as growth after initialization, otherwise 0.
+        gain_drop: Slope by which the first gradient of attention's norm gain lies below theory.
+        gate_drop: Octaves per doubling by which gates of experts fall.
+        troubles: Words for what is wrong with a row of the table.
+        numbers: Values that the table gives at the smallest size.
+    """
+
+    preset: Preset
+    definition: Definition
+    family: Family
+    limit: Limit
+    slopes: Mapping[ObservableStep, float]
+    first_gradient_slopes: Mapping[ObservableStep, float]
+    unaligned_slopes: Mapping[ObservableStep, float]
+    allowances: Mapping[str, tuple[float, float]]
+    fastest_growth: float
+    gain_drop: float
+    gate_drop: float
+    troubles: Mapping[ObservableStep, str]
+    numbers: Mapping[ObservableStep, float]
+    strict: bool
+    accept: Collection[str]
+
+    def expected(self, name: str, step: int) -> Expected:
+        """Return what theory expects of one observable."""
+        kind = name.partition("/")[0]
+        slope = self.slopes[name, step]
+        if (step, kind) in _FIRST_GRADIENT:
+            slope = self.first_gradient_slopes[name, step]
+        grows = step > 0 and slope > _GROWS
+
+        trouble = self.troubles.get((name, step))
+        roles: tuple[str, ...] = ()
+        if grows:
+            trouble = "explodes"
+            roles = _blamed_roles(name, self.limit)
+        if trouble in self.accept:
+            trouble = None
+
+        margin = 0.0 if self.strict else _MARGIN.get(kind, _DEFAULT_MARGIN)
+        below, above = self._room(name, step, slope, grows=grows)
+        base = self._base(name, step)
+        return Expected(slope, margin + below, margin + above, trouble, roles, base)
+
+    def _room(self, name: str, step: int, slope: float, *, grows: bool) -> tuple[float, float]:
+        """Return how far a slope may lie below and above its exponent, without the margin."""
+        kind = name.partition("/")[0]
+        below, above = self.allowances.get(allowance(name, step), (0.0, 0.0))
+
+        if step > 0 and (step, kind) not in _FIRST_GRADIENT:
+            is_aligned_change = name.startswith(("change logits", "change residual"))
+            slowest = slope
+            if self.family == "sgd" or is_aligned_change:
+                slowest = self.unaligned_slopes[name, step]
+            below = below + max(0.0, slope - slowest)
+            above = above + max(0.0, slowest - slope)
+
+        # An explosion soon leaves the regime in which it grows by a power law. What trains together
+        # with it does, too.
+        if grows:
+            below += slope
+        elif step > 1:
+            below += self.fastest_growth
+
+        gain_movement = (f"movement/{groups.QUERY_GAIN}", 1)
+        if name == "update attention" and gain_movement in self.slopes:
+            # The step of a QK-norm's gain changes each logit by N terms of either sign. This is
+            # what is measured where learning rates are small.
+            limit = self.limit
+            by_gain = limit.logits + self.slopes[gain_movement] + limit.q + limit.k + limit.n / 2
+            below += max(0.0, slope - by_gain)
+
+        # The zoo names its norms before an MLP. Any norm of a user's own model may be attention's.
+        is_block_gain = "block.norm_gain" in name and not name.endswith("/mlp_norm")
+        if (step, kind) == (0, "gradient") and is_block_gain:
+            below = max(below, self.gain_drop)
+
+        if name.startswith("movement/block.expert_"):
+            below += self.gate_drop
+
+        if name == "change embedding":
+            # A sum of power laws has a slope between the least and the greatest of them.
+            moves = _embedding_moves(self.preset, self.definition, self.limit)
+            below += max(moves, default=0.0) - min(moves, default=0.0)
+
+        if name == "contact logit" and self.limit.layers:
+            # The stream's square is the sum of two power laws, embedding and branches. In between,
+            # the slope of the embedding's share is the slope of neither.
+            limit = self.limit
+            above += abs(limit.embedded - limit.contribution - limit.layers / 2)
+        return below, above
+
+    def _base(self, name: str, step: int) -> float | None:
+        """Return the value at the smallest size, or `None` if theory has no number."""
+        kind = name.partition("/")[0]
+        if step == 0:
+            has_number = kind in ("weight", "attention")
+        else:
+            has_number = kind == "movement" and self.family in ("adam", "lion")
+        return self.numbers.get((name, step)) if has_number else None
+
+
+def _derive_theory(
+    preset: Preset,
+    first: Definition,
+    last: Definition,
+    optimizer: str,
+    *,
+    strict: bool,
+    accept: Collection[str],
+) -> _Theory:
+    """Gather exponents, allowances and troubles of a preset. Arguments as for `of`."""
     exponents, factor = growth(first.sizes, last.sizes)
-    # In a model without attention that of the theory grows with the width, evenly.
-    evenly = (
-        {}
-        if "heads" in first.sizes
-        else dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
-    )
     family = preset.family(optimizer)
-    tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
+    is_tied = first.tied_readout is not None
+    part = _expert_part(first)
+
+    limit_growth = dict(exponents)
+    if "heads" not in first.sizes:
+        # In a model without attention, the attention of the theory grows evenly with the width.
+        limit_growth |= dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
 
     def limit_of(chosen: Preset) -> Limit:
-        return Limit(chosen, family, {**exponents, **evenly}, tied=tied, part=part)
+        return Limit(chosen, family, limit_growth, tied=is_tied, part=part)
 
     def with_smaller_logits(exponent: float) -> Preset:
         return preset.with_logits(preset.logits * axis("head_dim") ** -exponent)
 
     limit = limit_of(preset)
-    late = _slopes(preset, first, limit)
-    # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
-    # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
-    # be anywhere from a whole N^1/2 less to what theory says in the end.
-    lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
-    slower = with_smaller_logits(lost)
-    slowest = with_smaller_logits(0.5)
-    slower_limit = limit_of(slower)
-    first_gradient = _slopes(slower, first, slower_limit, aligned=False)
-    early = _slopes(slowest, first, limit_of(slowest), aligned=False)
-    through_logits = _through_logits(slower_limit, factor)
-    worst = max(
-        (slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0
-    )
-    allowed = (
-        {}
-        if strict
-        else _allowed(f"{family} {_grown_size(exponents, encoded)}", explodes=worst > 0, tied=tied)
-    )
-    wrong = {
-        key: str(trouble) for key, trouble in groups.troubles(preset, first.specs, limit).items()
-    }
-    of_base = groups.wrong_base(preset, first.specs, first.sizes, optimizer)
-    wrong |= {key: f"wrong base ({ratio:.3g} times)" for key, ratio in of_base.items()}
-    numbers = groups.at_base(preset, first.specs, first.sizes, optimizer)
-    collapse = limit.x(preset.vanishing["attention"]) if "attention" in preset.vanishing else 0.0
-    if abs(limit.attention) > _GROWS and not collapse - _GROWS < limit.attention < 0:
-        wrong["attention", 0] = "heads collapse" if limit.attention < 0 else "explodes"
-    # Scores that vanish leave gates of 1/2; at first a chosen expert's is above it, and so is by as much what SGD does to that expert.
-    gates = (
-        gates_fall(first.sizes, last.sizes)
-        if part and family == "sgd" and limit.random("router") < -_GROWS
-        else 0.0
-    )
-    expected, gains = {}, (f"movement/{groups.QUERY_GAIN}", 1)
-    for (name, step), slope in late.items():
-        kind = name.partition("/")[0]
-        margin = 0.0 if strict else _MARGIN.get(kind, 0.12)
-        below, above = allowed.get(allowance(name, step), (0.0, 0.0))
-        if (step, kind) in _FIRST_GRADIENT:
-            slope = first_gradient[name, step]
-        elif step > 0:
-            feels_alignment = family == "sgd" or name.startswith(
-                ("change logits", "change residual")
-            )
-            slow = early[name, step] if feels_alignment else slope
-            below, above = below + max(0.0, slope - slow), above + max(0.0, slow - slope)
-        grows = step > 0 and slope > _GROWS
-        if grows or step > 1:
-            # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
-            below += slope if grows else worst
-        trouble, roles = (
-            ("explodes", _blamed(name, limit)) if grows else (wrong.get((name, step)), ())
+    slopes = _slopes(preset, first, limit)
+
+    # At initialization the backward signal of q and k is not aligned with the values, and up to
+    # N^1/2 smaller. Logits that are as much smaller have the same consequences. The signal aligns
+    # slowly, and what reaches the stream through attention starts small: changes may lie anywhere
+    # between a full N^1/2 less and the exponent in the limit.
+    lost_alignment = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
+    unaligned_preset = with_smaller_logits(lost_alignment)
+    unaligned_limit = limit_of(unaligned_preset)
+    slowest_preset = with_smaller_logits(0.5)
+    slowest_limit = limit_of(slowest_preset)
+
+    fastest_growth = 0.0
+    for (_, step), slope in slopes.items():
+        if step > 0 and slope > _GROWS:
+            fastest_growth = max(fastest_growth, slope)
+
+    allowances: Mapping[str, tuple[float, float]] = {}
+    if not strict:
+        grown_size = _grown_size(exponents, encoded="encoder_layers" in first.sizes)
+        allowances = _allowances(
+            f"{family} {grown_size}", explodes=fastest_growth > 0, tied=is_tied
         )
-        trouble = None if trouble in accept else trouble
-        if name == "update attention" and gains in late:
-            # A QK-norm gain's step changes each logit by N terms of either sign; where rates are small it is what is seen.
-            below += max(
-                0.0, slope - (limit.logits + late[gains] + limit.q + limit.k + limit.n / 2)
-            )
-        if (
-            (step, kind) == (0, "gradient")
-            and "block.norm_gain" in name
-            and not name.endswith("/mlp_norm")
-        ):
-            # The zoo's norms before an MLP are told by their name; of a user's own norms any may be attention's.
-            below = max(below, through_logits)
-        if name.startswith("movement/block.expert_"):
-            below += gates
-        if name == "change embedding":  # a sum of power laws
-            moves = _embedding_moves(preset, first, limit)
-            below += max(moves, default=0.0) - min(moves, default=0.0)
-        if name == "contact logit" and limit.layers:
-            # The stream's size squared is a sum of two power laws, embedding and branches; between them the slope of the
-            # embedding's share is that of neither.
-            above += abs(limit.embedded - limit.contribution - limit.layers / 2)
-        absolute = (
-            kind in ("weight", "attention")
-            if step == 0
-            else kind == "movement" and family in ("adam", "lion")
-        )
-        base = numbers.get((name, step)) if absolute else None
-        expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles, base)
-    if preset.zero_readout and not tied:  # a tied table is never zero
-        return {key: one for key, one in expected.items() if not _waits_for_readout(*key)}
-    return expected
+
+    gate_drop = 0.0
+    if part and family == "sgd" and limit.random("router") < -_GROWS:
+        # Scores that vanish leave gates of 1/2. The gate of a chosen expert starts above 1/2, and
+        # the step that SGD gives this expert is as much larger at first.
+        gate_drop = gates_fall(first.sizes, last.sizes)
+
+    return _Theory(
+        preset=preset,
+        definition=first,
+        family=family,
+        limit=limit,
+        slopes=slopes,
+        first_gradient_slopes=_slopes(unaligned_preset, first, unaligned_limit, aligned=False),
+        unaligned_slopes=_slopes(slowest_preset, first, slowest_limit, aligned=False),
+        allowances=allowances,
+        fastest_growth=fastest_growth,
+        gain_drop=_gain_drop(unaligned_limit, factor),
+        gate_drop=gate_drop,
+        troubles=_troubles(preset, first, limit, optimizer),
+        numbers=groups.at_base(preset, first.specs, first.sizes, optimizer),
+        strict=strict,
+        accept=accept,
+    )
 
 
-def _through_logits(limit: Limit, factor: float) -> float:
-    """Return how far the first gradient of attention's norm gain falls below its exponent over this growth.
+def _expert_part(definition: Definition) -> str:
+    """Return the part of `Limit` that stands for a model's experts, or "" without experts."""
+    if {"experts", "mlp"} <= definition.sizes.keys():
+        return "shared experts"
+    return "experts" if "experts" in definition.sizes else ""
 
-    It is a sum of what comes back through values and through queries and keys. At the base, whose logits are q.k N^-1/2, the
-    three parts are of one size in long contexts (in one of T positions the mean squares of the last two are 1 - 1.64 / H_T of
-    the first's, where H_T = 1 + 1/2 + ... + 1/T). Until values and backward signal are aligned, the parts through logits fall
-    as N^(1/2 - alpha_A) beside the first, so the mean square is 1 + 2 m^(-2 gap) in the longest context, and 1 + 1.06 m^(-2 gap)
-    in one of 16. There the slope from 1 to 8 is -0.144 by this sum; measured -0.139 [-0.18, -0.10] under `mup`, and under
-    `mup-half`, whose gap is 0, +0.005. The norm before the MLP has +0.007.
+
+def _troubles(
+    preset: Preset, definition: Definition, limit: Limit, optimizer: str
+) -> dict[ObservableStep, str]:
+    """Return what is wrong with rows of the table: exponents, the base, and attention logits."""
+    words = {}
+    for key, trouble in groups.troubles(preset, definition.specs, limit).items():
+        words[key] = str(trouble)
+    base_ratios = groups.wrong_base(preset, definition.specs, definition.sizes, optimizer)
+    for key, ratio in base_ratios.items():
+        words[key] = f"wrong base ({ratio:.3g} times)"
+
+    # A source may let attention logits vanish on purpose, up to an exponent.
+    allowed_collapse = 0.0
+    if "attention" in preset.vanishing:
+        allowed_collapse = limit.x(preset.vanishing["attention"])
+    is_allowed = allowed_collapse - _GROWS < limit.attention < 0
+    if abs(limit.attention) > _GROWS and not is_allowed:
+        words["attention", 0] = "heads collapse" if limit.attention < 0 else "explodes"
+    return words
+
+
+def _gain_drop(limit: Limit, factor: float) -> float:
+    """Return the drop of the first gradient of attention's norm gain below its exponent.
+
+    The gradient is a sum of what comes back through values, queries and keys. At the base, whose
+    logits are q.k N^-1/2, the three parts are equally large in long contexts. (In one of T
+    positions, the mean squares of the parts through queries and keys are 1 - 1.64 / H_T times that
+    of values, with H_T = 1 + 1/2 + ... + 1/T.) Until values and backward signal are aligned, the
+    parts through logits fall as N^(1/2 - alpha_A) relative to values. At m times the base the mean
+    square is 1 + 2 m^(-2 gap) in the longest context and 1 + 1.06 m^(-2 gap) in one of 16.
+
+    The slope of this sum from 1 to 8 is -0.144. Under `mup` it was measured as -0.139
+    [-0.18, -0.10]; under `mup-half`, whose gap is 0, as +0.005. The norm before the MLP has +0.007.
 
     Args:
-        limit: at initialization, where nothing is aligned yet.
-        factor: by which the size grows.
+        limit: Limit at initialization, where nothing is aligned.
+        factor: Growth of the fastest axis, such as 8.
     """
-    effective = {
-        name: limit.gradient[name] - limit.x(limit.rows[name].multiplier)
-        for name in ("value", "query")
-    }
-    gap = effective["value"] - effective["query"]
+    value = limit.gradient["value"] - limit.x(limit.rows["value"].multiplier)
+    query = limit.gradient["query"] - limit.x(limit.rows["query"].multiplier)
+    gap = value - query
     if gap <= _GROWS:
         return 0.0
     return math.log2(3 / (1 + 2 * factor ** (-2 * gap))) / 2 / math.log2(factor)
 
 
 def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:
-    """Octaves per doubling by which the mean sigmoid gate of a token's experts falls at most, to 1/2 from where scores are Normal(0, 1).
+    """Return by how many octaves per doubling the mean sigmoid gate of active experts falls.
+
+    This is the most that gates can fall: from router scores of Normal(0, 1) to scores of 0, where
+    every gate is 1/2.
 
     Args:
-        first, last: size of every logical axis of the smallest and of the largest model.
+        first: Size of every logical axis of the smallest model.
+        last: Size of every logical axis of the largest model.
     """
-    share, normal = first["active"] / first["experts"], statistics.NormalDist()
-    best = normal.pdf(normal.inv_cdf(1 - share)) / share if share < 1 else 0.0
-    return math.log2(2 / (1 + math.exp(-best))) / math.log2(growth(first, last)[1])
+    active_share = first["active"] / first["experts"]
+    normal = statistics.NormalDist()
+    mean_score = 0.0
+    if active_share < 1:
+        # Mean of the largest scores, those of the active experts.
+        mean_score = normal.pdf(normal.inv_cdf(1 - active_share)) / active_share
+    return math.log2(2 / (1 + math.exp(-mean_score))) / math.log2(growth(first, last)[1])
 
 
 def allowance(observable: str, step: int) -> str:
-    """Name of an observable's allowance: one for all parts of a group, such as the norms of a block.
+    """Return the name of an observable's allowance, such as "gradient/block.norm_gain @0".
+
+    All parts of a group, such as the norms of a block, share one allowance.
 
     Args:
-        observable: of `mupax.train.studies.check.observables`.
-        step: after which it is read.
+        observable: Name from `mupax.train.studies.check.observables`.
+        step: Number of optimizer steps taken.
     """
-    return f"{'/'.join(observable.split('/')[:2])} @{step}"
+    group = "/".join(observable.split("/")[:2])
+    return f"{group} @{step}"
 
 
 def _waits_for_readout(name: str, step: int) -> bool:
-    """Whether a readout that starts at zero leaves this at zero: nothing else has a gradient before its first step."""
+    """Return whether an observable is zero because the readout starts at zero.
+
+    No other parameter has a gradient before the first step of such a readout.
+    """
     kind, _, group = name.partition("/")
+    is_readout = group.startswith("readout")
     if step == 0:
-        return name in ("logits", "weight/readout") or (
-            kind == "gradient" and not group.startswith("readout")
-        )
-    return step == 1 and name != "change logits" and not group.startswith("readout")
+        return name in ("logits", "weight/readout") or (kind == "gradient" and not is_readout)
+    return step == 1 and name != "change logits" and not is_readout
 
 
-def _grown_size(exponents: Mapping[str, float], encoded: bool) -> str:
-    """Which allowance applies: depth (of a decoder, with its encoder's or alone), head_dim, heads, or width for anything else that widens."""
+def _grown_size(exponents: Mapping[str, float], *, encoded: bool) -> str:
+    """Return the size whose allowances apply.
+
+    This is "depth" of a decoder (perhaps together with its encoder), "encoder_depth" alone,
+    "head_dim" or "heads" alone, and "width" for all other growth.
+    """
     if "layers" in exponents:
         return f"depth{ENCODED}" if encoded else "depth"
     if "encoder_layers" in exponents:
         return "encoder_depth"
-    alone = {"head_dim", "heads"} & exponents.keys()
-    return alone.pop() if len(alone) == 1 else "width"
+    attention_axes = {"head_dim", "heads"} & exponents.keys()
+    return attention_axes.pop() if len(attention_axes) == 1 else "width"
 
 
 def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> list[float]:
-    """Exponents of what moves the (decoder's) stream's input: tables, the patches' matrix and its bias."""
-    # Of these parameters alone: the slopes of all others would be worked out for nothing.
-    specs = {
-        name: spec
-        for name, spec in definition.specs.items()
-        if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
-    }
-    of_weights = groups.slopes(preset, specs, limit)
-    return [slope for (name, _), slope in of_weights.items() if name.startswith("movement/")]
+    """Return exponents of the movements of what embeds the inputs of the (decoder's) stream.
+
+    These are token and position tables, the matrix of patches and its bias.
+    """
+    # Slopes of all other parameters would be computed for nothing.
+    embedding_specs = {}
+    for name, spec in definition.specs.items():
+        if EMBEDDINGS & {spec.role, spec.of} and spec.part == "":
+            embedding_specs[name] = spec
+    slopes = groups.slopes(preset, embedding_specs, limit)
+    return [slope for (name, _), slope in slopes.items() if name.startswith("movement/")]
 
 
-def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
-    """The weights behind an observable that grows."""
-    if (what := name.partition(" ")[2]) in ("query", "key", "embedding"):
-        return (what,)
-    moved = {
+def _blamed_roles(name: str, limit: Limit) -> tuple[str, ...]:
+    """Return the weights that make an observable grow."""
+    activation = name.partition(" ")[2]
+    if activation in ("query", "key", "embedding"):
+        return (activation,)
+
+    quantities = {
         "update attention": "attention logits",
         "change residual": "stream",
         "change logits": "output",
     }
-    return limit.moved_by(moved[name]) if name in moved else ()
+    return limit.moved_by(quantities[name]) if name in quantities else ()
+
+
+class _DecoderChange(NamedTuple):
+    """Exponents of changes of a decoder, those that come from an encoder included."""
+
+    features: float
+    output: float
 
 
 def _slopes(
     preset: Preset, definition: Definition, limit: Limit, *, aligned: bool = True
-) -> dict[tuple[str, int], float]:
-    start = {
-        "embedding": limit.embedded,
-        "query": limit.q,
-        "key": limit.k,
-        "attention": limit.attention,
-        "variance over heads": 2 * limit.spread,
-        "contribution": limit.contribution,
-        "logits": limit.random("readout"),
+) -> dict[ObservableStep, float]:
+    """Return the exponent of every observable and step.
+
+    Args:
+        aligned: Whether gradients are those of a trained model; at initialization they are not
+            aligned.
+    """
+    slopes = {
+        ("embedding", 0): limit.embedded,
+        ("query", 0): limit.q,
+        ("key", 0): limit.k,
+        ("attention", 0): limit.attention,
+        ("variance over heads", 0): 2 * limit.spread,
+        ("contribution", 0): limit.contribution,
+        ("logits", 0): limit.random("readout"),
     }
     if definition.tied_readout is not None:
-        start["contact logit"] = limit.contact
-    features, output = limit.features, limit.d_output
+        slopes["contact logit", 0] = limit.contact
+    change = _DecoderChange(limit.features, limit.d_output)
     if "encoder_layers" in definition.sizes:
-        # What its encoder changes reaches the decoder by branches that are independent of it.
-        encoder = limit.of("encoder")
         cross = limit.of("cross")
-        start[observables.CROSS] = cross.branch + cross.random("attention out", cross.v)
-        features = max(features, limit.branch + limit.layers / 2 - limit.stream + encoder.features)
-        output = max(output, encoder.d_output)
-    change = {
-        "change embedding": max(
-            _embedding_moves(preset, definition, limit), default=limit.step("embedding")
-        ),
+        slopes[observables.CROSS, 0] = cross.branch + cross.random("attention out", cross.v)
+        change = _change_with_encoder(limit)
+
+    embedding_moves = _embedding_moves(preset, definition, limit)
+    changes = {
+        "change embedding": max(embedding_moves, default=limit.step("embedding")),
         "update query": limit.dq,
         "update key": limit.dk,
         "update attention": limit.d_attention,
-        "change logits": output,
-        "change residual": features + limit.stream,
+        "change logits": change.output,
+        "change residual": change.features + limit.stream,
     }
-    slopes = {(name, 0): slope for name, slope in start.items()}
-    slopes |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}
+    for name, slope in changes.items():
+        for step in STEPS[1:]:
+            slopes[name, step] = slope
     return slopes | groups.slopes(preset, definition.specs, limit, aligned=aligned)
 
 
+def _change_with_encoder(limit: Limit) -> _DecoderChange:
+    """Return exponents of a decoder's changes where an encoder changes, too.
+
+    Changes of the encoder reach the decoder through branches that are independent of them.
+    """
+    encoder = limit.of("encoder")
+    by_encoder = limit.branch + limit.layers / 2 - limit.stream + encoder.features
+    return _DecoderChange(max(limit.features, by_encoder), max(limit.d_output, encoder.d_output))
+
+
 @functools.cache
-def _allowed(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
+def _allowances(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
+    """Return the measured allowances by name.
+
+    Args:
+        study: Optimizer family and grown size, such as "adam head_dim".
+        tied: Whether the readout shares the embedding's table.
+    """
     studies = json.loads(ALLOWANCES.read_text())["allowances"]
     if explodes and study + NO_LIMIT in studies:
         study += NO_LIMIT
-    return studies.get(study, {}) | (studies.get(study + TIED, {}) if tied else {})
+    allowances = dict(studies.get(study, {}))
+    if tied:
+        allowances |= studies.get(study + TIED, {})
+    return allowances

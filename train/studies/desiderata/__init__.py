@@ -1,1 +1,1 @@
-"""Which dimensions of a transformer can be scaled: a block cut into its mappings, measured beside theory."""
+"""Measurement of which dimensions of a transformer can be scaled, mapping by mapping."""

@@ -1,15 +1,15 @@
-"""`mupax check MODEL --desiderata`: which dimensions can be scaled, measured beside theory (`presets desiderata`).
+"""Command `mupax check MODEL --desiderata`: which dimensions of a transformer can be scaled.
 
-In a series of models one dimension alone doubles; its slopes are those of what the mappings do.
+Blocks of the zoo's transformers are cut into their mappings. For each mapping the root mean squares
+of its output, of the output's speed under the mapping's own weights, and of the backward signal are
+measured. In a series of models one dimension doubles alone, and log-log slopes are compared with
+theory (`mupax.presets.analysis.desiderata`, which `mupax presets desiderata` prints).
 
-The zoo's transformers are cut into their mappings: what each gives, how fast it moves by its own weights, and the backward
-signal there.
+Everything is exact and from one batch. Backward signals are gradients of zeros that are added to
+every mapping (one VJP). Speeds are one JVP of the same program with the input of every mapping held
+fixed.
 
-Exact and from one batch: backward signals are gradients of zeros that are added to every mapping (one VJP), own speeds one JVP of
-the same program with every mapping's inputs held fixed. What they should be as one dimension grows is computed by
-`mupax.presets.analysis.desiderata`.
-
-B batch, T and S positions, H heads, K key heads, N head dimension, D width, F hidden.
+Shapes: B batch, T and S positions, H heads, K key heads, N head dimension, D width, F hidden.
 """
 
 from __future__ import annotations
@@ -44,43 +44,52 @@ from mupax.zoo.transformer import TransformerConfig, transformer
 
 Batch = Mapping[str, Any]
 Hold = Callable[[Any], Any]
-"""Applied to what a mapping reads, such as `jax.lax.stop_gradient`."""
+"""Function on the input of a mapping, such as `jax.lax.stop_gradient`."""
 
 OF_TOKENS = ("positions", "targets")
-"""Dimensions that count tokens; in these every position sees all."""
-_HEADS, _DIM, _WIDTH, _HIDDEN, _TOKENS = 4, 32, 128, 512, 8
+"""Dimensions that count tokens. Every position sees all positions when they grow."""
+_HEADS = 4
+_DIM = 32
+_WIDTH = 128
+_HIDDEN = 512
+_TOKENS = 8
 
 BAND = 0.15
-"""Theory and measurement agree where no exponent of a cell is farther apart."""
+"""Greatest difference of an exponent between theory and measurement that counts as agreement."""
 
 Row = dict[str, dict[str, tuple[Cell, Cell]]]
-"""Dimension to desideratum to theory and measurement."""
+"""Dimension to desideratum to (theory, measurement)."""
 
 
 class BlockProbe:
-    """Forward pass of a block, mapping by mapping; `outputs` has the result of each.
+    """Forward pass of a block, mapping by mapping. `outputs` has the output of each mapping.
 
     Args:
-        zeros: by mapping, added to it.
-        hold: applied to what a mapping reads.
-        masked: a causal model sees no later positions.
-        label: before every name, as "encoder ".
+        zeros: Arrays that are added to the outputs of mappings, by name.
+        hold: Function on the input of every mapping.
+        masked: Whether positions of a causal model see no later positions.
+        label: Prefix of every name, such as "encoder ".
     """
 
     def __init__(self, zeros: Arrays, hold: Hold, *, masked: bool, label: str) -> None:
-        self.zeros, self.hold, self.masked, self.label = zeros, hold, masked, label
+        self.zeros = zeros
+        self.hold = hold
+        self.masked = masked
+        self.label = label
         self.outputs: Arrays = {}
 
     def mapping(self, name: str, x: jax.Array) -> jax.Array:
-        """x with its zeros, kept.
+        """Record the output of a mapping. Return it with its zeros added.
 
         Args:
-            name: of the mapping in its stack.
-            x: what it gives.
+            name: Name of the mapping in its stack, without the label.
+            x: Output of the mapping, of any shape.
         """
         name = self.label + name
-        self.outputs[name] = x + self.zeros[name] if name in self.zeros else x
-        return self.outputs[name]
+        if name in self.zeros:
+            x = x + self.zeros[name]
+        self.outputs[name] = x
+        return x
 
     def attended(
         self,
@@ -89,19 +98,21 @@ class BlockProbe:
         bias_HTS: jax.Array | None = None,
         part: str = "",
     ) -> jax.Array:
-        """What an attention writes, [B, T, D].
+        """Return the output of an attention, [B, T, D].
 
         Args:
-            attention: the module of one layer.
-            heads: its queries, keys and values.
-            bias_HTS: added to logits.
-            part: before the names of its mappings, as "cross ".
+            heads: Queries [B, T, H, N], keys [B, S, K, N] and values [B, S, K, N].
+            bias_HTS: Bias that is added to the logits, if any.
+            part: Prefix of the names of its mappings, such as "cross ".
         """
-        q_BTHN, k_BSKN, v_BSKN = (
-            self.mapping(part + name, x) for name, x in zip("qkv", heads, strict=True)
-        )
+        q_BTHN, k_BSKN, v_BSKN = heads
+        q_BTHN = self.mapping(f"{part}q", q_BTHN)
+        k_BSKN = self.mapping(f"{part}k", k_BSKN)
+        v_BSKN = self.mapping(f"{part}v", v_BSKN)
         groups = q_BTHN.shape[2] // k_BSKN.shape[2]
-        k_BSHN, v_BSHN = (jnp.repeat(x, groups, axis=2) for x in (k_BSKN, v_BSKN))
+        k_BSHN = jnp.repeat(k_BSKN, groups, axis=2)
+        v_BSHN = jnp.repeat(v_BSKN, groups, axis=2)
+
         logits_BHTS = attention.logit_scale[...] * jnp.einsum("bthn,bshn->bhts", q_BTHN, k_BSHN)
         logits_BHTS = self.mapping(f"{part}logits", logits_BHTS)
         if bias_HTS is not None:
@@ -110,74 +121,59 @@ class BlockProbe:
             mask_TS = jnp.tri(*logits_BHTS.shape[-2:], dtype=bool)
             logits_BHTS = jnp.where(mask_TS, logits_BHTS, jnp.finfo(jnp.float32).min)
         weights_BHTS = self.mapping(f"{part}softmax", jax.nn.softmax(logits_BHTS))
-        o_BTHN = self.mapping(
-            f"{part}o", jnp.einsum("bhts,bshn->bthn", self.hold(weights_BHTS), v_BSHN)
-        )
-        out_BTD = biased(
-            project(self.hold(o_BTHN), attention.out[...], inputs=2), attention.out_bias
-        )
-        return self.mapping(f"{part}attention out", out_BTD)
 
-    def written(self, mlp: Any, x_BTD: jax.Array) -> jax.Array:
-        """What an MLP writes, [B, T, D].
+        o_BTHN = jnp.einsum("bhts,bshn->bthn", self.hold(weights_BHTS), v_BSHN)
+        o_BTHN = self.mapping(f"{part}o", o_BTHN)
+        projected_BTD = project(self.hold(o_BTHN), attention.out[...], inputs=2)
+        return self.mapping(f"{part}attention out", biased(projected_BTD, attention.out_bias))
 
-        Args:
-            mlp: the module of one layer.
-            x_BTD: the stream after its norm.
-        """
-        act_BTF = up_BTF = self.mapping("MLP in", biased(project(x_BTD, mlp.up[...]), mlp.up_bias))
+    def mlp_output(self, mlp: Any, x_BTD: jax.Array) -> jax.Array:
+        """Return the output of an MLP, [B, T, D]."""
+        up_BTF = self.mapping("MLP in", biased(project(x_BTD, mlp.up[...]), mlp.up_bias))
         if mlp.gate is not None:
-            act_BTF = (
-                GATES[mlp.activation](biased(project(x_BTD, mlp.gate[...]), mlp.gate_bias)) * up_BTF
-            )
+            gate_BTF = biased(project(x_BTD, mlp.gate[...]), mlp.gate_bias)
+            act_BTF = GATES[mlp.activation](gate_BTF) * up_BTF
         elif mlp.activation == "relu":
             act_BTF = jax.nn.relu(up_BTF)
         else:
             act_BTF = jax.nn.gelu(up_BTF, approximate=mlp.activation != "gelu_exact")
         act_BTF = self.mapping("activation", act_BTF)
-        return self.mapping(
-            "MLP out", biased(project(self.hold(act_BTF), mlp.down[...]), mlp.down_bias)
-        )
+        out_BTD = biased(project(self.hold(act_BTF), mlp.down[...]), mlp.down_bias)
+        return self.mapping("MLP out", out_BTD)
 
     def block(
         self, block: Any, h_BTD: jax.Array, bias_HTS: jax.Array | None, memory_BSD: jax.Array | None
     ) -> jax.Array:
-        """The stream after a block of the zoo.
+        """Return the residual stream after a block of the zoo, [B, T, D].
 
         Args:
-            block: of one layer.
-            h_BTD: the stream before it.
-            bias_HTS: of relative positions.
-            memory_BSD: what its cross-attention reads; None without one.
+            memory_BSD: Encoder output that cross-attention reads; `None` without an encoder.
         """
         heads = block.attention.heads(self.hold(block.attention_norm(h_BTD)))
-        h_BTD, branch = (
-            block.add_branch(h_BTD, 0, self.attended(block.attention, heads, bias_HTS)),
-            1,
-        )
+        h_BTD = block.add_branch(h_BTD, 0, self.attended(block.attention, heads, bias_HTS))
+        mlp_branch = 1
         if memory_BSD is not None:
             queries = block.cross.queries(self.hold(block.cross_norm(h_BTD)))
             heads = (queries, *block.cross.keys(self.hold(memory_BSD)))
-            h_BTD, branch = (
-                block.add_branch(h_BTD, 1, self.attended(block.cross, heads, part="cross ")),
-                2,
-            )
-        return block.add_branch(
-            h_BTD, branch, self.written(block.mlp, self.hold(block.mlp_norm(h_BTD)))
-        )
+            h_BTD = block.add_branch(h_BTD, 1, self.attended(block.cross, heads, part="cross "))
+            mlp_branch = 2
+        mlp_out_BTD = self.mlp_output(block.mlp, self.hold(block.mlp_norm(h_BTD)))
+        return block.add_branch(h_BTD, mlp_branch, mlp_out_BTD)
 
 
 def forward(
     model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool = True
 ) -> tuple[jax.Array, Arrays]:
-    """The loss, mean over tokens, and what all mappings give: those of blocks with an axis of layers first.
+    """Return the mean loss over tokens, and the outputs of all mappings by name.
+
+    Outputs of mappings of blocks have a first axis of layers.
 
     Args:
-        model: of the zoo's transformers; an encoder-decoder without padding.
-        batch: `inputs`, `targets`, and `decoder_inputs` where there is an encoder.
-        zeros: by mapping, added to it in every layer.
-        hold: applied to what a mapping reads.
-        masked: a causal model sees no later positions.
+        model: Transformer of the zoo. An encoder-decoder gets no padding.
+        batch: `inputs` and `targets`, and `decoder_inputs` if there is an encoder.
+        zeros: Arrays that are added to the outputs of mappings in every layer, by name.
+        hold: Function on the input of every mapping.
+        masked: Whether positions of a causal model see no later positions.
     """
     outputs: Arrays = {}
 
@@ -188,61 +184,79 @@ def forward(
         memory_BSD: jax.Array | None = None,
         label: str = "",
     ) -> jax.Array:
+        """Apply all blocks of a stack to its embedding, and record their mappings."""
         graph, stacked = nnx.split(block)
         ends = {f"{label}embedding", f"{label}stream"}
-        own = {
-            name: x
-            for name, x in zeros.items()
-            if name.startswith("encoder ") == bool(label) and name not in ends
-        }
+        block_zeros = {}
+        for name, x in zeros.items():
+            is_this_stack = name.startswith("encoder ") == bool(label)
+            if is_this_stack and name not in ends:
+                block_zeros[name] = x
 
-        def layer(h_BTD: jax.Array, of: tuple[nnx.State, Arrays]) -> tuple[jax.Array, Arrays]:
-            cutting = BlockProbe(of[1], hold, masked=masked, label=label)
-            return cutting.block(
-                nnx.merge(graph, of[0]), h_BTD, bias_HTS, memory_BSD
-            ), cutting.outputs
+        def layer(h_BTD: jax.Array, slices: tuple[nnx.State, Arrays]) -> tuple[jax.Array, Arrays]:
+            state, layer_zeros = slices
+            probe = BlockProbe(layer_zeros, hold, masked=masked, label=label)
+            layer_block = nnx.merge(graph, state)
+            h_BTD = probe.block(layer_block, h_BTD, bias_HTS, memory_BSD)
+            return h_BTD, probe.outputs
 
         embedding = embedding + zeros.get(f"{label}embedding", 0.0)
-        h_BTD, each = jax.lax.scan(layer, embedding, (stacked, own))
+        h_BTD, layer_outputs = jax.lax.scan(layer, embedding, (stacked, block_zeros))
         h_BTD = h_BTD + zeros.get(f"{label}stream", 0.0)
-        outputs.update({**each, f"{label}embedding": embedding, f"{label}stream": h_BTD})
+        outputs.update(layer_outputs)
+        outputs[f"{label}embedding"] = embedding
+        outputs[f"{label}stream"] = h_BTD
         return h_BTD
 
-    encoder, tokens = getattr(model, "encoder", None), batch["inputs"]
+    encoder = getattr(model, "encoder", None)
+    tokens = batch["inputs"]
     if encoder is None:
         stream = stack(model.block, model.embed(tokens))
     else:
-        source = encoder.first(model.token if encoder.token is None else encoder.token, tokens)
-        e_BSD = stack(encoder.block, source, encoder.bias(*[tokens.shape[1]] * 2), label="encoder ")
+        table = model.token if encoder.token is None else encoder.token
+        source = encoder.first(table, tokens)
+        source_length = tokens.shape[1]
+        bias_HSS = encoder.bias(source_length, source_length)
+        e_BSD = stack(encoder.block, source, bias_HSS, label="encoder ")
+
         tokens = batch["decoder_inputs"]
-        bias_HTT = model.bias(*[tokens.shape[1]] * 2)
+        length = tokens.shape[1]
+        bias_HTT = model.bias(length, length)
         stream = stack(model.block, model.embed(tokens), bias_HTT, encoder.norm(e_BSD))
     nll = optax.softmax_cross_entropy_with_integer_labels(model.read(stream), batch["targets"])
     return jnp.mean(nll), outputs
 
 
 class Mappings(NamedTuple):
-    """One model at one moment; by mapping, root mean squares over all layers, tokens and entries, float32 []."""
+    """Measurements of one model at one moment, float32 [] by mapping.
+
+    Each is a root mean square over all layers, tokens and entries.
+
+    Attributes:
+        signal: Outputs of the mappings.
+        speed: Speeds of the outputs by the mapping's own weights alone. Every weight and layer has
+            an equal part of the loss decay.
+        backward: Backward signals.
+        parts: rate ‖∇‖² of every weight under the preset's own rates, summed over layers.
+    """
 
     signal: Arrays
     speed: Arrays
-    """Of every mapping by its own weights alone, with an equal part of the loss's decay from every weight and layer."""
     backward: Arrays
     parts: Arrays
-    """rate ‖∇‖² of every weight under the preset's own rates, by name, all layers together."""
 
 
 def measure(
     definition: Definition, params: Arrays, factors: Factors, batch: Batch, *, masked: bool = True
 ) -> Mappings:
-    """All of a model where it stands. Pure: jit it, or map it over seeds.
+    """Measure all mappings of a model. Pure: jit it, or map it over seeds.
 
     Args:
-        definition: a transformer of the zoo with a readout of its own; an encoder-decoder with two tables.
-        params: where to measure.
-        factors: multipliers, and the rates of SGD that `parts` are under.
-        batch: `inputs`, `targets`.
-        masked: a causal model sees no later positions.
+        definition: Definition of a transformer of the zoo with an untied readout. An
+            encoder-decoder has two embedding tables.
+        factors: Multipliers, and learning rates of SGD for `parts`.
+        batch: `inputs` and `targets`.
+        masked: Whether positions of a causal model see no later positions.
     """
 
     def loss(params: Arrays, zeros: Arrays, hold: Hold = lambda x: x) -> tuple[jax.Array, Arrays]:
@@ -252,116 +266,144 @@ def measure(
     shapes = jax.eval_shape(lambda p: loss(p, {})[1], params)
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     (gradients, signals), outputs = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, zeros)
-    flow, parts = {}, {}
+    flow: Arrays = {}
+    parts: Arrays = {}
     for name, g in gradients.items():
         spec = definition.specs[name]
         layers = definition.sizes[spec.blocks] if spec.stacked else 1
         squares = jnp.sum(g.reshape(layers, -1) ** 2, axis=1)
         moves = name in NAMES or name.endswith("block.mlp.gate")
         rate = jnp.where(squares > 0, 1 / layers / squares, 0.0) * moves
-        flow[name] = -g * rate.reshape(-1, *[1] * (g.ndim - 1)) if spec.stacked else -g * rate[0]
+        if spec.stacked:
+            trailing = [1] * (g.ndim - 1)
+            flow[name] = -g * rate.reshape(-1, *trailing)
+        else:
+            flow[name] = -g * rate[0]
         if name in NAMES:
             parts[NAMES[name]] = jnp.sum(factors.lr[name] * squares)
     _, speeds = jax.jvp(lambda p: loss(p, {}, jax.lax.stop_gradient)[1], (params,), (flow,))
-    for stack in ("", "encoder ") if "encoder_layers" in definition.sizes else ("",):
+
+    stacks = ("", "encoder ") if "encoder_layers" in definition.sizes else ("",)
+    for stack in stacks:
         stream = outputs[f"{stack}stream"]
         outputs[f"{stack}branches"] = (stream - outputs[f"{stack}embedding"]) / rms(stream)
-    signal, speed, backward = (jax.tree.map(rms, dict(x)) for x in (outputs, speeds, signals))
+    signal = jax.tree.map(rms, dict(outputs))
+    speed = jax.tree.map(rms, dict(speeds))
+    backward = jax.tree.map(rms, dict(signals))
     return Mappings(signal, speed, backward, parts)
 
 
 def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerConfig]:
-    """Models of a structure where one dimension alone doubles, from sizes at which exponents of large ones show.
+    """Return models in which one dimension doubles alone.
+
+    They start from sizes at which exponents of the limit show.
 
     Args:
-        model: whose structure; it gets as many key heads as query heads, no tie, and tables of its own for an encoder.
-        dimension: of `growths`; positions are of text only.
-        count: how many.
+        model: Model with the structure to measure. The models have as many key heads as query
+            heads, no tie, and an embedding table of the encoder's own.
+        dimension: Dimension that grows, one of `growths`. Only text has "positions".
     """
-    tokens = (
-        {"vocab_size": 512, "seq_len": _TOKENS, "tied": False}
-        if model.task == "tokens"
-        else {"num_classes": 512}
-    )
-    if model.denoises:
-        tokens |= {"shared": False, "encoder_depth": 2}
     start: Any = check.smallest(dataclasses.replace(model, value_dim=None))  # pyright: ignore[reportCallIssue]
+    models = []
+    for k in range(count):
+        sizes = _sizes(dimension, 2**k, denoises=model.denoises, text=model.task == "tokens")
+        models.append(dataclasses.replace(start, **sizes))
+    return models
 
-    def sized(m: int) -> TransformerConfig:
-        part = 1 if model.denoises else 2  # with an encoder powers show from twice the width on
-        heads, head_dim, value_dim, width, hidden, depth = _HEADS, _DIM, _DIM, _WIDTH, _HIDDEN, 2
-        sizes = dict(tokens)
-        match dimension:
-            case "d_k":
-                head_dim *= m
-            case "d_v":
-                value_dim *= m
-            case "d_ff":
-                hidden *= m
-            case "d_model":
-                width = width // part * m
-            case "heads":
-                heads *= m
-            case "width":
-                heads, width, hidden = heads // part * m, width // part * m, hidden // part * m
-            case "positions":
-                # Fewer tokens than d_model, more than d_k; one layer: attention has tokens share what they were independent in.
-                width, head_dim, value_dim, depth = 1024, 16, 16, 1
-                sizes = {**tokens, "seq_len": 64 * m, "vocab_size": 4096}
-            case "targets":
-                width, head_dim, value_dim, depth = 1024, 16, 16, 1
-                sizes = {**tokens, "target_len": 64 * m, "vocab_size": 4096, "encoder_depth": 1}
-            case "depth":
-                depth *= 4 * m
-            case "encoder_depth":
-                sizes["encoder_depth"] = 8 * m
-        return dataclasses.replace(
-            start, width=width, num_heads=heads, head_dim=head_dim, value_dim=value_dim, num_kv_heads=None,
-            mlp_ratio=hidden / width, depth=depth, **sizes,
-        )  # fmt: skip
 
-    return [sized(2**k) for k in range(count)]
+def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[str, Any]:
+    """Return the sizes of a model in which one dimension is `factor` times that of the smallest.
+
+    Args:
+        text: Whether the model reads tokens.
+    """
+    sizes: dict[str, Any] = {
+        "width": _WIDTH,
+        "num_heads": _HEADS,
+        "head_dim": _DIM,
+        "value_dim": _DIM,
+        "num_kv_heads": None,
+        "depth": 2,
+    }
+    hidden = _HIDDEN
+    if text:
+        sizes |= {"vocab_size": 512, "seq_len": _TOKENS, "tied": False}
+    else:
+        sizes |= {"num_classes": 512}
+    if denoises:
+        sizes |= {"shared": False, "encoder_depth": 2}
+
+    # With an encoder the powers show from twice the width on.
+    divisor = 1 if denoises else 2
+    # The studies of tokens have fewer tokens than d_model and more than d_k. They have one layer,
+    # because attention has tokens share what they were independent in.
+    token_sizes = {"width": 1024, "head_dim": 16, "value_dim": 16, "depth": 1, "vocab_size": 4096}
+    match dimension:
+        case "d_k":
+            sizes["head_dim"] *= factor
+        case "d_v":
+            sizes["value_dim"] *= factor
+        case "d_ff":
+            hidden *= factor
+        case "d_model":
+            sizes["width"] = _WIDTH // divisor * factor
+        case "heads":
+            sizes["num_heads"] *= factor
+        case "width":
+            sizes["num_heads"] = _HEADS // divisor * factor
+            sizes["width"] = _WIDTH // divisor * factor
+            hidden = _HIDDEN // divisor * factor
+        case "positions":
+            sizes |= {**token_sizes, "seq_len": 64 * factor}
+        case "targets":
+            sizes |= {**token_sizes, "target_len": 64 * factor, "encoder_depth": 1}
+        case "depth":
+            sizes["depth"] *= 4 * factor
+        case "encoder_depth":
+            sizes["encoder_depth"] = 8 * factor
+    sizes["mlp_ratio"] = hidden / sizes["width"]
+    return sizes
 
 
 def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
-    """Few random tokens, so that those of no size are more than the width; no padding.
+    """Return few random tokens without padding, fewer than the width at every size.
 
     Args:
-        model: of `grown`.
-        dimension: that grows.
+        model: Model from `grown`.
     """
-    few = {
-        name: array[: 1 if dimension in OF_TOKENS else 2]
-        for name, array in check.even_batch(model).items()
-    }
-    return few | ({"input_mask": np.ones_like(few["inputs"])} if model.denoises else {})
+    examples = 1 if dimension in OF_TOKENS else 2
+    arrays = {name: array[:examples] for name, array in check.even_batch(model).items()}
+    if model.denoises:
+        arrays["input_mask"] = np.ones_like(arrays["inputs"])
+    return arrays
 
 
 def base(smallest: TransformerConfig, dimension: str) -> dict[str, int]:
-    """What presets are relative to: the smallest model, but one layer, so that branches are small at every depth.
+    """Return the base of presets: the smallest model, with one layer if depth grows.
 
-    With an encoder d_k is 8 times the base's from the start: logits taken by 1/d_k are small throughout, as is what the encoder gets
-    back through keys, whose power is another than that through values.
+    Branches are then small at every depth.
+
+    If d_k of an encoder-decoder grows, its base is an eighth of the smallest. Logits of scale 1/d_k
+    are then small at every size, and so is what the encoder gets back through keys, whose power
+    differs from that through values.
 
     Args:
-        smallest: of `grown`.
-        dimension: that grows.
+        smallest: Smallest model from `grown`.
     """
     sizes = smallest.base_sizes()
     if dimension == "d_k" and smallest.denoises:
         return {**sizes, "head_dim": _DIM // 8}
-    blocks = {"layers", "encoder_layers"} & sizes.keys() if dimension.endswith("depth") else ()
-    return {**sizes, **dict.fromkeys(blocks, 1)}
+    if dimension.endswith("depth"):
+        blocks = {"layers", "encoder_layers"} & sizes.keys()
+        return {**sizes, **dict.fromkeys(blocks, 1)}
+    return dict(sizes)
 
 
 class Series:
-    """A structure at growing sizes, each compiled once for all presets.
+    """One structure at growing sizes, each compiled once for all presets.
 
     Args:
-        definitions: at growing sizes.
-        batches: one for each.
-        seeds: initializations of each.
-        masked: a causal model sees no later positions.
+        masked: Whether positions of a causal model see no later positions.
     """
 
     def __init__(
@@ -372,47 +414,45 @@ class Series:
         *,
         masked: bool = True,
     ) -> None:
-        self.definitions, self._batches, self._seeds = (
-            definitions,
-            batches,
-            np.arange(seeds, dtype=np.uint32),
-        )
+        self.definitions = definitions
+        self._batches = batches
+        self._seeds = np.arange(seeds, dtype=np.uint32)
+        self._programs = [self._program(definition, masked) for definition in definitions]
 
-        def program(definition: Definition) -> Any:
-            def one(seed: Any, stds: Any, numbers: Any, batch: Any) -> Mappings:
-                return measure(
-                    definition, definition.initialize(seed, stds), numbers, batch, masked=masked
-                )
+    def _program(self, definition: Definition, masked: bool) -> Any:
+        """Return a compiled function (seeds, stds, factors, batch) -> `Mappings` [seeds]."""
 
-            return jax.jit(
-                lambda seeds, *arrays: jax.lax.map(lambda seed: one(seed, *arrays), seeds)
-            )
+        def of_seed(seed: Any, stds: Any, numbers: Any, batch: Any) -> Mappings:
+            params = definition.initialize(seed, stds)
+            return measure(definition, params, numbers, batch, masked=masked)
 
-        self._programs = [program(definition) for definition in definitions]
+        return jax.jit(lambda seeds, *arrays: jax.lax.map(lambda s: of_seed(s, *arrays), seeds))
 
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
-        """Log-log slopes over sizes, means over seeds, by field of `Mappings` and name.
+        """Return log-log slopes over sizes by field of `Mappings` and mapping.
+
+        Values are geometric means over seeds.
 
         Args:
-            preset: relative to the smallest size, or absolute.
+            preset: Rules, relative to the smallest size, or absolute.
         """
+        optimizer = "sgd" if "sgd" not in preset.no_rule else preset.optimizers[0]
         records = []
-        rule = "sgd" not in preset.no_rule
-        for program, model, batch in zip(
-            self._programs, self.definitions, self._batches, strict=True
-        ):
-            numbers = factors.resolve(
-                preset, model, "sgd" if rule else preset.optimizers[0], "independent"
-            )
+        programs = zip(self._programs, self.definitions, self._batches, strict=True)
+        for program, model, batch in programs:
+            numbers = factors.resolve(preset, model, optimizer, "independent")
             stds = factors.init_stds(preset, model)
-            records.append(jax.device_get(program(self._seeds, stds, numbers, batch))._asdict())
+            measured = jax.device_get(program(self._seeds, stds, numbers, batch))
+            records.append(measured._asdict())
+
         x = np.arange(len(records)) - (len(records) - 1) / 2
-
-        def slope(what: str, name: str) -> float:
-            y = np.log2([np.exp(np.mean(np.log(at[what][name]))) for at in records])
-            return float(x @ y / (x @ x))
-
-        return {what: {name: slope(what, name) for name in records[0][what]} for what in records[0]}
+        slopes: dict[str, dict[str, float]] = {}
+        for field, mappings in records[0].items():
+            slopes[field] = {}
+            for name in mappings:
+                means = [np.exp(np.mean(np.log(record[field][name]))) for record in records]
+                slopes[field][name] = float(x @ np.log2(means) / (x @ x))
+        return slopes
 
 
 def compared(
@@ -422,44 +462,41 @@ def compared(
     *,
     encoder: bool = False,
 ) -> dict[str, tuple[Cell, Cell]]:
-    """By desideratum theory and the same exponents as measured.
+    """Return theory and measurement of every desideratum.
 
     Args:
-        preset: that was measured.
-        dimension: that grew.
-        slopes: of `Series.slopes`.
-        encoder: of an encoder-decoder.
+        slopes: Measured slopes, from `Series.slopes`.
     """
     expected = theory.desiderata(preset, dimension, encoder=encoder)
-    # The largest of many measured exponents is one that noise has lifted: what theory has at the top is their measure.
+    # Noise lifts the largest of many measured exponents. The reference of balance is therefore the
+    # mean over the weights that theory has at the top.
     top = [slopes["parts"][name] for name, x in expected["balance"].exponents.items() if not x]
-    most = sum(top) / max(len(top), 1)
+    top_mean = sum(top) / max(len(top), 1)
     measured = {
         "signal": slopes["signal"],
         "speed": slopes["speed"],
-        "balance": {name: x - most for name, x in slopes["parts"].items()},
+        "balance": {name: x - top_mean for name, x in slopes["parts"].items()},
         "loss decay": slopes["parts"],
     }
-    return {
-        column: (
-            cell,
-            theory.cell({name: measured[column][name] for name in cell.exponents}, BAND)
-            if cell.exponents
-            else cell,
-        )
-        for column, cell in expected.items()
-    }
+
+    cells = {}
+    for column, cell in expected.items():
+        measured_cell = cell
+        if cell.exponents:
+            exponents = {name: measured[column][name] for name in cell.exponents}
+            measured_cell = theory.cell(exponents, BAND)
+        cells[column] = (cell, measured_cell)
+    return cells
 
 
 def apart(expected: Cell, measured: Cell) -> dict[str, float]:
-    """Names whose exponents are farther apart than `BAND`, and by how much they are measured to be larger.
-
-    Args:
-        expected: by theory.
-        measured: the same exponents.
-    """
-    gaps = {name: measured.exponents[name] - x for name, x in expected.exponents.items()}
-    return {name: by for name, by in gaps.items() if abs(by) > BAND}
+    """Return by how much measured exponents are larger than theory's, if by more than `BAND`."""
+    gaps = {}
+    for name, exponent in expected.exponents.items():
+        gap = measured.exponents[name] - exponent
+        if abs(gap) > BAND:
+            gaps[name] = gap
+    return gaps
 
 
 def measured(
@@ -470,58 +507,51 @@ def measured(
     seeds: int,
     dimensions: Collection[str] | None = None,
 ) -> list[Row]:
-    """Some dimensions of some presets, each dimension's models compiled once.
+    """Measure presets in some dimensions, and compile each dimension's models once.
 
     Args:
-        model: whose structure.
-        presets: base to preset, of each.
-        count: sizes of a dimension, each twice the one before.
-        seeds: initializations of each size.
-        dimensions: which; all that the model has unless given.
+        presets: Functions from a base to a preset.
+        count: Number of sizes of a dimension, each twice the one before.
+        dimensions: Dimensions to grow; by default all that the model has.
+
+    Returns:
+        A row per preset.
     """
     rows: list[Row] = [{} for _ in presets]
     for dimension in dimensions or theory.growths(encoder=model.denoises):
         if dimension == "positions" and model.task != "tokens":
             continue
         models = grown(model, dimension, count)
-        batches = [batch(one, dimension) for one in models]
-        series = Series(
-            [definition(one) for one in models], batches, seeds, masked=dimension not in OF_TOKENS
-        )
-        for row, make in zip(rows, presets, strict=True):
-            preset = make(base(models[0], dimension))
-            row[dimension] = compared(
-                preset, dimension, series.slopes(preset), encoder=model.denoises
-            )
+        batches = [batch(grown_model, dimension) for grown_model in models]
+        definitions = [definition(grown_model) for grown_model in models]
+        series = Series(definitions, batches, seeds, masked=dimension not in OF_TOKENS)
+        for row, make_preset in zip(rows, presets, strict=True):
+            preset = make_preset(base(models[0], dimension))
+            slopes = series.slopes(preset)
+            row[dimension] = compared(preset, dimension, slopes, encoder=model.denoises)
     return rows
 
 
 def table(row: Row) -> list[list[str]]:
-    """Every dimension, theory | measurement in every cell, and what is farther apart than `BAND`.
+    """Return the table of one preset: a line per dimension, "theory | measurement" in every cell.
 
-    Args:
-        row: of one preset.
+    The last column names exponents that are farther apart than `BAND`.
     """
     lines = [["dimension", "scales", *theory.COLUMNS, "apart"]]
     for dimension, cells in row.items():
-        far = [(name, by) for pair in cells.values() for name, by in apart(*pair).items()]
-        can = all(expected.holds for expected, _ in cells.values())
-        lines.append([
-            dimension,
-            "can" if can else "cannot",
-            *(cell_text(*cells[column]) for column in theory.COLUMNS),
-            ", ".join(f"{name} {by:+.2f}" for name, by in far) or "-",
-        ])  # fmt: skip
+        gaps = []
+        for expected, measurement in cells.values():
+            for name, gap in apart(expected, measurement).items():
+                gaps.append(f"{name} {gap:+.2f}")
+        can_scale = all(expected.holds for expected, _ in cells.values())
+        texts = [cell_text(*cells[column]) for column in theory.COLUMNS]
+        line = [dimension, "can" if can_scale else "cannot", *texts, ", ".join(gaps) or "-"]
+        lines.append(line)
     return lines
 
 
 def cell_text(expected: Cell, measurement: Cell) -> str:
-    """Theory and measurement in one cell: `yes | -0.03`, `no: q, k -0.5 | -0.51`.
-
-    Args:
-        expected: by theory.
-        measurement: the same exponents, measured.
-    """
+    """Return theory and measurement as text, such as "yes | -0.03" or "no: q, k -0.5 | -0.51"."""
     if expected.exponent is None:
         return expected.why
     if expected.holds:
@@ -531,25 +561,44 @@ def cell_text(expected: Cell, measurement: Cell) -> str:
 
 
 def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: bool = False) -> int:
-    """`mupax check MODEL --desiderata`: 0 where theory and measurement agree on every cell.
+    """Run `mupax check MODEL --desiderata`.
+
+    Return 0 if theory and measurement agree in every cell, otherwise 1.
 
     Args:
-        config: has the model and the preset.
-        count: sizes of a dimension.
-        seeds: of a size.
-        path: of a JSON file to write.
-        dry_run: print what theory says, and measure nothing.
+        config: Run with the model and the preset.
+        dry_run: Print what theory says, and measure nothing.
 
     Raises:
-        ConfigError: no transformer, or one with other mappings.
+        ConfigError: The model is no transformer, or its blocks have other mappings.
     """
+    model = transformer(config.model, "cutting blocks into mappings")
+    _refuse_other_mappings(model)
 
-    def preset(base: Mapping[str, int]) -> Preset:
+    def make_preset(base: Mapping[str, int]) -> Preset:
         absolute = preset_for(dataclasses.replace(config.preset, base=None), model)
         return absolute if absolute.baseless else dataclasses.replace(absolute, base=dict(base))
 
-    model = transformer(config.model, "cutting blocks into mappings")
-    plain = {
+    if dry_run:
+        print(terminal.table(theory.rows(make_preset({}), encoder=model.denoises)))
+        return 0
+
+    (row,) = measured(model, [make_preset], count=count, seeds=seeds)
+    label = make_preset({}).label
+    terminal.say(f"{config.recipe} under {label}: exponent of each dimension, theory | measured")
+    print(terminal.table(table(row)))
+    if path:
+        Path(path).write_text(json.dumps(to_json(row), indent=2) + "\n")
+
+    for cells in row.values():
+        if any(apart(expected, measurement) for expected, measurement in cells.values()):
+            return 1
+    return 0
+
+
+def _refuse_other_mappings(model: TransformerConfig) -> None:
+    """Raise ConfigError if the model's blocks have mappings that `BlockProbe` does not have."""
+    plain_values = {
         "parallel": False,
         "window": None,
         "post_norm": False,
@@ -557,33 +606,25 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
         "logit_softcap": None,
     }
     for field in dataclasses.fields(model):
-        if field.name in plain and (value := getattr(model, field.name)) != plain[field.name]:
+        if field.name not in plain_values:
+            continue
+        value = getattr(model, field.name)
+        plain_value = plain_values[field.name]
+        if value != plain_value:
             raise ConfigError(
-                f"model.{field.name} is {value}, and the mappings that a block is cut into are those of one without; write "
-                f"{field.name} {plain[field.name]}"
+                f"model.{field.name} is {value}, and the mappings that a block is cut into are "
+                f"those of one without; write {field.name} {plain_value}"
             )
-    if dry_run:
-        print(terminal.table(theory.rows(preset({}), encoder=model.denoises)))
-        return 0
-    (row,) = measured(model, [preset], count=count, seeds=seeds)
-    terminal.say(
-        f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"
-    )
-    print(terminal.table(table(row)))
-    if path:
-        Path(path).write_text(json.dumps(to_json(row), indent=2) + "\n")
-    return 1 if any(apart(*pair) for cells in row.values() for pair in cells.values()) else 0
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """All exponents, by dimension, desideratum and name as [theory, measured]."""
-    return {
-        dimension: {
-            column: {
-                name: [x, round(measurement.exponents[name], 4)]
-                for name, x in expected.exponents.items()
-            }
-            for column, (expected, measurement) in cells.items()
-        }
-        for dimension, cells in row.items()
-    }
+    """Return all exponents as [theory, measured], by dimension, desideratum and name."""
+    content: dict[str, Any] = {}
+    for dimension, cells in row.items():
+        content[dimension] = {}
+        for column, (expected, measurement) in cells.items():
+            pairs = {}
+            for name, exponent in expected.exponents.items():
+                pairs[name] = [exponent, round(measurement.exponents[name], 4)]
+            content[dimension][column] = pairs
+    return content

@@ -1,1 +1,1 @@
-"""Whether the best learning rate stays as the model grows."""
+"""Transfer studies, which measure whether the best learning rate stays as a model grows."""

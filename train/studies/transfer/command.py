@@ -1,4 +1,4 @@
-"""`mupax transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?"""
+"""Command `mupax transfer`: measure whether the best learning rate stays as the model grows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a study: 0 when done, 1 without a forecast that is asked for, 128 + its number stopped by a signal; raises as `execute`."""
+    """Run `mupax transfer`. Return the exit code of `execute`."""
     args, rest = command_line.parse_known(Transfer, "mupax transfer", cli.with_file_first(argv))
     return execute(args, rest, shlex.join(["mupax", "transfer", *argv]))
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
-    """Measure, judge, print, write; 0 when done, whatever it shows, 1 where nothing is known. Raises MupaxError for what does not fit.
+    """Measure, judge, print and write the studies.
+
+    Return 0 when done, whatever the verdict. Return 1 if no study could be judged, a frugal size
+    has no best rate, or the forecast of `--predict` cannot be made.
 
     Args:
-        args: flags of the command.
-        rest: flags of the recipe.
-        command: that was written, for the record.
-        run: trains points; the sweep engine in the folder unless given.
+        rest: Further words of the command line, the flags of the recipe.
+        command: Command as it was typed, for the record.
+        run: Function that trains points; by default the sweep engine in the folder.
+
+    Raises:
+        MupaxError: Flags or values do not fit together.
     """
     from mupax.train.studies.transfer import frugal, study, tuned
 
@@ -63,44 +68,49 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     folder = args.out or Path("runs") / f"transfer-{cli.name_of(args.recipe)}"
     folder.mkdir(parents=True, exist_ok=True)
     studies = shared(studies)
-    if any(one.trained != one.configs for one in studies):
+    if any(plan.trained != plan.configs for plan in studies):
         console.print(
             "where presets give a model the same numbers its points are trained once", style="dim"
         )
+
+    def tell(line: str) -> None:
+        console.print(line, style="dim")
+
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
     limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:
             limits["trained"] = engine.has_rows
-        runner = run or _watched(engine, console)
-        measured = study.measure(
-            studies, runner, lambda line: console.print(line, style="dim"), **limits
-        )
+            run = _watched(engine, console)
+        measured = study.measure(studies, run, tell, **limits)
     return _report(args, folder, measured, control, command, label_of(config.preset))
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
+    """Print the sizes of every study, and how much it trains."""
+    points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
+    if args.search == "frugal":
+        points = f"{args.seeds} seeds at the smallest size, else 3 rates and 1 seed or more"
+
     for study in studies:
-        models = zip(study.sizes, study.configs, strict=True)
-        widths = ", ".join(
-            f"{size} (width {config.model.sizes()['embed']})" for size, config in models
-        )
-        terminal.say(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
-        points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
-        if args.search == "frugal":
-            points = f"{args.seeds} seeds at the smallest size, else 3 rates and 1 seed or more"
-        terminal.say(
-            f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training"
-        )
+        sizes = []
+        for size, config in zip(study.sizes, study.configs, strict=True):
+            sizes.append(f"{size} (width {config.model.sizes()['embed']})")
+        config = study.configs[0]
+        terminal.say(f"{study.label}, {study.axis} {', '.join(sizes)}, base {config.preset.base}")
+        time_limit = f"at most {args.minutes:g} minutes of training"
+        terminal.say(f"  {points}, {config.steps} steps, {time_limit}")
 
 
 def _watched(engine: Sweep, console: Console) -> Runner:
-    """Return what trains points with a table on the console."""
+    """Return a function that trains points and shows a table on the console."""
     from mupax.train.studies.sweep.table import LiveTable
 
     def run(configs: Sequence[Config]) -> list[Row]:
-        models = [(config.preset.name, config.model.sizes()) for config in configs]
-        labels = [f"{name} width {size['embed']} depth {size['layers']}" for name, size in models]
+        labels = []
+        for config in configs:
+            size = config.model.sizes()
+            labels.append(f"{config.preset.name} width {size['embed']} depth {size['layers']}")
         with LiveTable(console, labels, evaluated=False) as table:
             return engine.run(configs, table)
 
@@ -115,42 +125,57 @@ def _report(
     command: str,
     label: str,
 ) -> int:
-    from mupax.train.config.record import to_json
+    """Judge, print and write the studies. Return the exit code.
+
+    Args:
+        control: Label of the preset that should drift; `None` without one.
+    """
     from mupax.train.studies.transfer import report, tuned
 
-    config = measured[0].study.configs[0]
-    about = {
-        "title": f"Does the learning rate of {args.recipe} transfer?",
-        "command": command,
-        "recipe": args.recipe,
-        "data": config.data.name,
-        "steps": config.steps,
-        "batch": config.data.batch_size,
-        f"{config.model.unit}s seen by a point": f"{config.steps * config.data.batch_size * config.model.units:,}",
-        "optimizer": config.optimizer.name,
-        "config": to_json(config),
-    }
+    about = _about(args, measured[0].study.configs[0], command)
     if args.search == "frugal":
         from mupax.train.studies.transfer import frugal
 
         about["title"] = f"The best learning rate of {args.recipe} as it grows"
         return frugal.report(folder, measured, about, args.save_tuned, label, command)
+
     judged = []
-    for one in measured:
-        if (analysis := one.analysis()) is None:
-            terminal.say(f"{one.study.label} in {one.study.axis}: {one.stopped}")
+    for study in measured:
+        analysis = study.analysis()
+        if analysis is None:
+            terminal.say(f"{study.study.label} in {study.study.axis}: {study.stopped}")
         else:
-            judged.append((one, analysis))
+            judged.append((study, analysis))
     if not judged:
         return 1
-    written = report.write(folder, judged, control, about)
+
+    page = report.write(folder, judged, control, about)
     report.report_of(judged, control, command).show()
-    terminal.say(f"report in {written}")
+    terminal.say(f"report in {page}")
     if args.save_tuned:
         path, use = tuned.save(args.save_tuned, label, judged, command)
         terminal.say(tuned.saved_message(path, use))
     if args.predict:
         from mupax.train.studies.forecast import of_study
 
-        return 0 if of_study.write(folder, of_study.points(measured), args.predict) else 1
+        is_written = of_study.write(folder, of_study.points(measured), args.predict)
+        return 0 if is_written else 1
     return 0
+
+
+def _about(args: Transfer, config: Config, command: str) -> dict[str, Any]:
+    """Return facts on what was trained, by name, for the record and the page."""
+    from mupax.train.config.record import to_json
+
+    examples = config.steps * config.data.batch_size
+    return {
+        "title": f"Does the learning rate of {args.recipe} transfer?",
+        "command": command,
+        "recipe": args.recipe,
+        "data": config.data.name,
+        "steps": config.steps,
+        "batch": config.data.batch_size,
+        f"{config.model.unit}s seen by a point": f"{examples * config.model.units:,}",
+        "optimizer": config.optimizer.name,
+        "config": to_json(config),
+    }

@@ -1,4 +1,4 @@
-"""The answer of a transfer study in plain words: keep the learning rate, retune it, or not decided; and what to type next."""
+"""Answer of a transfer study in words: keep the learning rate or not, and what to type next."""
 
 from __future__ import annotations
 
@@ -14,40 +14,51 @@ from mupax.train.studies.transfer.study import Measured
 
 Studies = Sequence[tuple[Measured, Analysis]]
 CLOSE = 0.05
-"""Octaves per doubling within which a drift is close to the bound of a verdict."""
+"""Distance of a drift from the bound of a verdict that counts as close, in octaves."""
 
 
 def main_studies(studies: Studies, control: str | None) -> Studies:
-    """Return the studies that are asked about: all but the control's, or all where there is nothing else."""
-    return [one for one in studies if one[0].study.label != control] or studies
+    """Return all studies but the control's, or all if there are only the control's."""
+    subjects = []
+    for measured, analysis in studies:
+        if measured.study.label != control:
+            subjects.append((measured, analysis))
+    return subjects or studies
 
 
 def conclusions(studies: Studies, control: str | None) -> list[str]:
-    """Return a paragraph per study that is asked about, the control's price in it.
+    """Return a paragraph per study other than the control's, with the price under the control.
 
     Args:
-        control: label of the preset that should drift; None without one.
+        studies: All studies, those of the control included.
+        control: Label of the preset that should drift; `None` without one.
     """
     subjects = main_studies(studies, control)
+    labels = {measured.study.label for measured, _ in subjects}
     lines = []
     for measured, analysis in subjects:
-        axis = measured.study.axis
-        rivals = [
-            a
-            for m, a in studies
-            if m.study.label == control != measured.study.label and m.study.axis == axis
-        ]
+        label = measured.study.label
         text = conclusion(measured, analysis)
-        if rivals:
-            text += f" {control_words(control or '', rivals[0])}"
-        if len({m.study.label for m, _ in subjects}) > 1:
-            text = f"With {measured.study.label}, {text[0].lower()}{text[1:]}"
+        if control is not None and label != control:
+            control_analysis = _analysis_of(studies, control, measured.study.axis)
+            if control_analysis is not None:
+                text += f" {control_words(control, control_analysis)}"
+        if len(labels) > 1:
+            text = f"With {label}, {text[0].lower()}{text[1:]}"
         lines.append(text)
     return lines
 
 
+def _analysis_of(studies: Studies, label: str, axis: str) -> Analysis | None:
+    """Return the first analysis of a preset and axis, or `None`."""
+    for measured, analysis in studies:
+        if measured.study.label == label and measured.study.axis == axis:
+            return analysis
+    return None
+
+
 def conclusion(measured: Measured, analysis: Analysis) -> str:
-    """Return what a study says of keeping the learning rate, in one to three sentences."""
+    """Return whether to keep the learning rate, and why, in one to three sentences."""
     axis = measured.study.axis
     small = f"{axis} {analysis.sizes[0]}"
     large = f"{axis} {analysis.sizes[-1]}"
@@ -60,14 +71,14 @@ def conclusion(measured: Measured, analysis: Analysis) -> str:
         moves = "rises" if drift.value > 0 else "falls"
         ends = sorted((abs(drift.low), abs(drift.high)))
         return (
-            f"Retune the learning rate as {axis} grows: {used}. The best rate {moves} by {abs(drift.value):.2f} "
-            f"[{ends[0]:.2f}, {ends[1]:.2f}] octaves per doubling."
+            f"Retune the learning rate as {axis} grows: {used}. The best rate {moves} "
+            f"by {abs(drift.value):.2f} [{ends[0]:.2f}, {ends[1]:.2f}] octaves per doubling."
         )
     return f"Not decided: {_doubt(measured, analysis, used)}"
 
 
 def control_words(label: str, analysis: Analysis) -> str:
-    """Return what the control would cost at the largest size."""
+    """Return a sentence on the price of not retuning the largest size under the control."""
     price = analysis.prices[-1]
     if math.isnan(price.value):
         return f"What it would cost under {label} is not known."
@@ -75,41 +86,51 @@ def control_words(label: str, analysis: Analysis) -> str:
 
 
 def cost_words(price: Interval, verb: str) -> str:
-    """Return a price with its interval as the object of a verb; words where it has no number."""
+    """Return a verb with a price and its interval as object, or words if the price has no number.
+
+    Args:
+        price: Price in nats.
+    """
     if math.isnan(price.value):
         return f"{verb} an unknown loss"
     if not math.isfinite(price.value):
         return "diverges" if verb.endswith("s") else "diverge"
-    bounds = (
-        f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else " (no interval)"
-    )
+    bounds = " (no interval)"
+    if math.isfinite(price.high):
+        bounds = f" [{price.low:.3f}, {price.high:.3f}]"
     return f"{verb} {price.value:.3f} nats{bounds}"
 
 
 def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
-    """Return why a study decides nothing, and how many seeds would."""
+    """Return why a study decides nothing, and how many more seeds would decide.
+
+    Args:
+        used: Words on the price of not retuning.
+    """
     axis = measured.study.axis
     for index in (0, -1):
-        if analysis.fits[index].trouble:
-            return f"{axis} {analysis.sizes[index]} has no best learning rate, because {analysis.fits[index].why}."
-    drift = analysis.drift
+        fitted = analysis.fits[index]
+        if fitted.trouble:
+            size = analysis.sizes[index]
+            return f"{axis} {size} has no best learning rate, because {fitted.why}."
     if analysis.seeds < 2:
         return f"{used}, and one seed has no interval. Three seeds or more may decide it."
-    text = f"{used}, and the drift is {drift.value:+.2f} [{drift.low:+.2f}, {drift.high:+.2f}] octaves per doubling"
+
+    drift = analysis.drift
+    interval = f"{drift.value:+.2f} [{drift.low:+.2f}, {drift.high:+.2f}]"
+    text = f"{used}, and the drift is {interval} octaves per doubling"
     more = analysis.seeds_to_decide()
     if not more:
-        close = abs(abs(drift.value) - TOLERANCE) < CLOSE
-        why = (
-            f"the drift is close to the bound of {TOLERANCE}"
-            if close
-            else "its seeds differ too much"
-        )
+        why = "its seeds differ too much"
+        if abs(abs(drift.value) - TOLERANCE) < CLOSE:
+            why = f"the drift is close to the bound of {TOLERANCE}"
         return f"{text}. More seeds would hardly decide it: {why}."
     seeds = "1 more seed" if more == 1 else f"{more} more seeds"
     return f"{text}; {seeds} ({_minutes(measured, analysis, more)}) would probably decide it."
 
 
 def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
+    """Return the probable training time of further seeds in words."""
     minutes = round(seeds * measured.seconds_of(measured.seed_points(analysis)) / 60)
     if minutes < 1:
         return "less than a minute"
@@ -117,11 +138,14 @@ def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
 
 
 def next_steps(studies: Studies, control: str | None, command: str) -> list[Step]:
-    """Return what to type next: the run that the first preset's verdict leads to, and one command for all that is undecided.
+    """Return what to type next.
+
+    The first preset's decided studies lead to a run of the largest size. One command adds seeds to
+    all undecided studies.
 
     Args:
-        control: label of the preset that should drift; None without one.
-        command: that made the studies.
+        studies: All studies, those of the control included.
+        control: Label of the preset that should drift; `None` without one.
     """
     steps: list[Step] = []
     limits: list[tuple[int, int]] = []
@@ -142,21 +166,20 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
 
 
 def _training(measured: Measured, analysis: Analysis) -> Step:
-    """Return the command that trains the largest size at the rate that a verdict leads to."""
+    """Return the command that trains the largest size at the rate of the verdict."""
     axis = measured.study.axis
     large = f"{axis} {analysis.sizes[-1]}"
     if analysis.verdict == "transfers":
-        return Step(
-            f"Next: train {large} at the rate of {axis} {analysis.sizes[0]}",
-            _run(measured, analysis, 0),
-        )
+        small = f"{axis} {analysis.sizes[0]}"
+        command = _run(measured, analysis, 0)
+        return Step(f"Next: train {large} at the rate of {small}", command)
     if analysis.fits[-1].trouble:
         return Step(f"Next: find the best rate of {large} by itself, on a wider grid")
     return Step(f"Next: train {large} at its own best rate", _run(measured, analysis, -1))
 
 
 def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
-    """Return the seeds and the minutes that would probably decide a study; empty where none would."""
+    """Return the (seeds, minutes) that would probably decide a study, or [] if none would."""
     more = analysis.seeds_to_decide() if analysis.seeds > 1 else 3 - analysis.seeds
     if not more:
         return []
@@ -165,7 +188,7 @@ def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
     return [(analysis.seeds + more, max(1, math.ceil(1.2 * seconds / 60)))]
 
 
-def _run(measured: Measured, analysis: Analysis, rate_of: int) -> str:
-    """Return the command that trains the largest size at the best rate of a size."""
-    rate = float(f"{2.0 ** analysis.fits[rate_of].optimum:.4g}")
+def _run(measured: Measured, analysis: Analysis, index: int) -> str:
+    """Return the command that trains the largest size at the best rate of the size at `index`."""
+    rate = float(f"{2.0 ** analysis.fits[index].optimum:.4g}")
     return record.command_of(at_rate(measured.study.configs[-1], rate))

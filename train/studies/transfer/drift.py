@@ -1,16 +1,19 @@
-"""How far the best learning rate drifts as the size doubles, what not retuning costs, and how sure both are.
+"""Drift of the best learning rate as the size doubles, the price of not retuning, and intervals.
 
-The best rate of a size from S seeds is, to first order, the mean of S numbers: each seed's own best rate, read from the slope
-of its losses at the vertex of the mean's parabola. Their scatter gives the standard error, with S - 1 degrees of freedom.
-The drift is a weighted sum of such means, one per size. Its interval is that of Welch and Satterthwaite: each size has its own
-scatter, and the degrees of freedom of all sizes count, so that three seeds at four sizes have about six and not two.
+The best rate of a size from S seeds is, to first order, the mean of S numbers: each seed's own best
+rate, read from the slope of its losses at the vertex of the mean's parabola. Their scatter gives
+the standard error, with S - 1 degrees of freedom. The drift is a weighted sum of such means, one
+per size. Its interval is that of Welch and Satterthwaite: each size has its own scatter, and the
+degrees of freedom of all sizes count. Three seeds at four sizes have about six and not two.
 
-Sizes are taken as independent. A seed gives models of different sizes different weights, and in the published studies what a
-seed does at one size says nothing of another (`python -m scripts.studies.verdicts` prints the correlation). Were it alike at all
-sizes, the intervals would be too wide and not too narrow. `docs/evidence/transfer.md` has the coverage of 3, 5 and 8 seeds, simulated.
+Sizes are taken as independent. A seed gives models of different sizes different weights, and in the
+published studies the effect of a seed at one size says nothing about its effect at another
+(`python -m scripts.studies.verdicts` prints the correlation). If the effects were alike, intervals
+would be too wide, not too narrow. `docs/evidence/transfer.md` has the simulated coverage of 3, 5
+and 8 seeds.
 
-One seed has no interval. An interval leaves out what all seeds share: the order of the data, and the bias of a parabola on a
-grid of half octaves.
+One seed has no interval. An interval leaves out what all seeds share: the order of the data, and
+the bias of a parabola on a grid of half octaves.
 """
 
 from __future__ import annotations
@@ -31,15 +34,18 @@ __all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter"
 CONFIDENCE = 0.975
 """Upper quantile of a two-sided interval of 95 %."""
 EARLY = 0.99
-"""The same for a verdict that ends a study before its last seed. A look after every seed is one chance more to be wrong, so an
-early end needs an interval of 98 %: with 95 % a drift of 0.30 would be called `transfers` in 6 % of the noisier studies."""
+"""Upper quantile for a verdict that ends a study before its last seed, an interval of 98 %.
+
+A look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be called
+`transfers` in 6 % of the noisier studies.
+"""
 MOST_SEEDS = 200
-"""Seeds beyond which none are proposed."""
+"""Most seeds that are proposed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """An estimate and its 95 % interval; infinite where nothing bounds it."""
+    """Estimate with its 95 % interval. Ends are infinite if nothing bounds the estimate."""
 
     value: float
     low: float
@@ -49,12 +55,10 @@ class Interval:
     def of_mean(cls, values: np.ndarray) -> Interval:
         """Return the mean of independent values [n] with its interval."""
         seeds = len(values)
-        half = (
-            stdtrit(seeds - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(seeds)
-            if seeds > 1
-            else math.inf
-        )
-        return _interval(float(values.mean()), float(half))
+        half_width = math.inf
+        if seeds > 1:
+            half_width = stdtrit(seeds - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(seeds)
+        return _interval(float(values.mean()), float(half_width))
 
     @property
     def half_width(self) -> float:
@@ -62,7 +66,7 @@ class Interval:
         return (self.high - self.low) / 2
 
     def to_json(self, digits: int = 6) -> dict[str, float | None]:
-        """Return rounded ends and value, None where not finite."""
+        """Return value and ends, rounded, or `None` for one that is not finite."""
         return {name: finite(value, digits) for name, value in dataclasses.asdict(self).items()}
 
     def meets(self, low: float, high: float) -> bool:
@@ -72,11 +76,13 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """Differences between the seeds of one size.
+    """Scatter between the seeds of one size.
 
     Attributes:
-        optimum: standard deviation of one seed's best rate, in octaves; nan where the size has no fit or one seed.
-        curvature: relative 95 % half-width of the curvature that all seeds give; nan as above.
+        optimum: Standard deviation of one seed's best rate, in octaves. NaN without a fit or with
+            one seed.
+        curvature: Half-width of the 95 % interval of the curvature, divided by the curvature. NaN
+            as above.
     """
 
     optimum: float
@@ -88,15 +94,18 @@ class Analysis:
     """Fits, drift, prices and verdict of one study's curves.
 
     Attributes:
-        seeds: seeds that the fits use, the same at every size.
-        fits: per size.
-        optima: log2 of the best rate per size; nan where its fit has trouble.
-        drift: octaves per doubling of the size, by least squares over the sizes that have an optimum.
-        prices: per size, the loss at the smallest size's best rate over that at its own; nan where it is not known.
-        worse: (size, log2 rate, how much worse) where a size is worse than the one before it, at rates within an octave of
-            the smallest size's best.
-        compared: how many neighbouring sizes and rates `worse` was sought among.
-        scatters: per size.
+        sizes: Grown sizes, increasing.
+        seeds: Number of seeds in the fits, the same at every size.
+        fits: Minimum of every size.
+        optima: log2 of every size's best rate. NaN if the fit has trouble.
+        drift: Slope of the best rate in octaves per doubling of the size, by least squares over the
+            sizes with an optimum.
+        prices: Loss of every size at the smallest size's best rate less that at its own best rate,
+            in nats. NaN if unknown.
+        worse: (size, log2 of the rate, loss more than at the size before) where a size is worse
+            than the size before it, at rates within an octave of the smallest size's best.
+        compared: Number of sizes and rates at which `worse` was sought.
+        scatters: Scatter between seeds of every size.
     """
 
     sizes: tuple[int, ...]
@@ -111,7 +120,10 @@ class Analysis:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of `judge`. Nothing transfers without an optimum at the smallest and at the largest size."""
+        """Verdict on the drift, by `judge`.
+
+        Without an optimum at the smallest and at the largest size nothing transfers.
+        """
         verdict = judge(self.drift.value, self.drift.low, self.drift.high)
         if verdict == "transfers" and (self.fits[0].trouble or self.fits[-1].trouble):
             return "undecided"
@@ -119,97 +131,101 @@ class Analysis:
 
     @property
     def settled(self) -> bool:
-        """True if an interval of 98 % gives the same verdict, so that no more seeds are needed."""
+        """True if the verdict is not undecided and an interval of 98 % gives the same one."""
         if self.verdict == "undecided":
             return False
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
-        half = _half_width(deviations, self.seeds, EARLY)
-        return (
-            judge(self.drift.value, self.drift.value - half, self.drift.value + half)
-            == self.verdict
-        )
+        half_width = _half_width(deviations, self.seeds, EARLY)
+        return self._judge(half_width) == self.verdict
+
+    def _judge(self, half_width: float) -> Verdict:
+        """Return the verdict on the drift if its interval had this half-width."""
+        drift = self.drift.value
+        return judge(drift, drift - half_width, drift + half_width)
 
     def seeds_to_decide(self) -> int | None:
-        """Return the number of further seeds that would decide if drift and scatter stayed as they are.
+        """Return the number of further seeds that would decide, if drift and scatter do not change.
 
-        None where the ends have no optimum, or where more than `MOST_SEEDS` would be needed.
+        Return `None` if an end has no optimum, or more than `MOST_SEEDS` seeds would be needed.
         """
         if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
             return None
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
         for seeds in range(self.seeds, MOST_SEEDS + 1):
-            half = _half_width(deviations, seeds)
-            if (
-                judge(self.drift.value, self.drift.value - half, self.drift.value + half)
-                != "undecided"
-            ):
+            if self._judge(_half_width(deviations, seeds)) != "undecided":
                 return seeds - self.seeds
         return None
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
-    """Fit every size, and return the fits with intervals on the optima, the drift and the prices.
-
-    Args:
-        sizes: what grows, increasing.
-        curves: of each size.
-    """
+    """Fit every size. Return fits, drift and prices with their intervals."""
     seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
-    scatters = tuple(
-        _scatter(curve, fitted_curve, seeds)
-        for curve, fitted_curve in zip(curves, fits, strict=True)
-    )
-    optima = tuple(
-        _interval(fitted_curve.optimum, _half_width(np.array([scatter.optimum]), seeds))
-        for fitted_curve, scatter in zip(fits, scatters, strict=True)
-    )
-    drift = _drift(sizes, fits, scatters, seeds)
-    prices = tuple(
-        _price(index, curves[index], fits, scatters, seeds) for index in range(len(fits))
-    )
+    scatters = tuple(_scatter(curve, fits[i], seeds) for i, curve in enumerate(curves))
+
+    optima = []
+    for fitted_curve, scatter in zip(fits, scatters, strict=True):
+        half_width = _half_width(np.array([scatter.optimum]), seeds)
+        optima.append(_interval(fitted_curve.optimum, half_width))
+    prices = [_price(i, curve, fits, scatters, seeds) for i, curve in enumerate(curves)]
     worse, compared = _worse(sizes, curves, fits[0])
-    return Analysis(tuple(sizes), seeds, fits, optima, drift, prices, worse, compared, scatters)
+    return Analysis(
+        sizes=tuple(sizes),
+        seeds=seeds,
+        fits=fits,
+        optima=tuple(optima),
+        drift=_drift(sizes, fits, scatters, seeds),
+        prices=tuple(prices),
+        worse=worse,
+        compared=compared,
+        scatters=scatters,
+    )
 
 
 def _paired_seeds(curves: Sequence[Curve]) -> int:
-    """Return how many seeds, counted from the first, every size has at every rate of its window."""
+    """Return the number of first seeds that every size has at every rate of its window."""
     shortest = min(curve.losses.shape[1] for curve in curves)
-    together = np.concatenate(
-        [~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]
-    ).all(axis=0)
-    return shortest if together.all() else int(np.argmin(together))
+    is_run = []
+    for curve in curves:
+        is_run.append(~np.isnan(curve.losses[curve.window(), :shortest]))
+    by_seed = np.concatenate(is_run).all(axis=0)
+    # The first seed that some rate has not ends the count.
+    return shortest if by_seed.all() else int(np.argmin(by_seed))
 
 
 def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
-    """Return how the seeds of a size differ, from their slopes at the vertex and from what no slope explains."""
+    """Return the scatter between seeds of a size.
+
+    It comes from the seeds' slopes at the vertex, and from the noise that no slope explains.
+    """
     if fitted_curve.trouble or seeds < 2:
         return Scatter(math.nan, math.nan)
     x = np.asarray(fitted_curve.used)
     losses = curve.losses[np.isin(curve.x, fitted_curve.used), :seeds]
     _, slope_map, curvature_map = projection(x, fitted_curve.optimum)
     optima = -(slope_map @ losses) / (2 * fitted_curve.curvature)
-    # What differs between seeds beside their level and their slope is noise of single runs.
-    apart = losses - losses.mean(axis=1, keepdims=True)
+    # Seeds differ in their level and their slope. The rest is noise of single runs.
+    deviations = losses - losses.mean(axis=1, keepdims=True)
     lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
-    rest = apart - lines @ np.linalg.lstsq(lines, apart, rcond=None)[0]
+    rest = deviations - lines @ np.linalg.lstsq(lines, deviations, rcond=None)[0]
     freedom = (len(x) - 2) * (seeds - 1)
     variance = float((rest**2).sum()) / freedom
-    error = (
-        math.sqrt(variance * float(curvature_map @ curvature_map) / seeds) / fitted_curve.curvature
-    )
+    curvature_variance = variance * float(curvature_map @ curvature_map) / seeds
+    error = math.sqrt(curvature_variance) / fitted_curve.curvature
     # A vertex is a ratio. Its second-order term counts where noise makes the parabola nearly flat.
     spread = float(optima.std(ddof=1)) * math.sqrt(1 + 3 * error**2)
     return Scatter(spread, float(stdtrit(freedom, CONFIDENCE)) * error)
 
 
 def _half_width(deviations: np.ndarray, seeds: int, quantile: float = CONFIDENCE) -> float:
-    """Return the half-width of a sum of independent means, by Welch and Satterthwaite.
+    """Return the half-width of an interval of a sum of independent means.
+
+    The degrees of freedom are those of Welch and Satterthwaite. The result is infinite with one
+    seed or an unknown deviation.
 
     Args:
-        deviations: standard deviation of one seed in each term, weights included.
-        seeds: of every mean.
-        quantile: upper one of the interval; a two-sided 95 % by default.
+        deviations: Standard deviation of one seed in each term of the sum, weights included, [n].
+        quantile: Upper quantile of the interval; that of a two-sided 95 % interval by default.
     """
     if seeds < 2 or not np.isfinite(deviations).all():
         return math.inf
@@ -221,18 +237,17 @@ def _half_width(deviations: np.ndarray, seeds: int, quantile: float = CONFIDENCE
     return float(stdtrit(freedom, quantile)) * math.sqrt(total)
 
 
-def _interval(value: float, half: float) -> Interval:
-    return (
-        Interval(value, value - half, value + half)
-        if math.isfinite(half)
-        else Interval(value, -math.inf, math.inf)
-    )
+def _interval(value: float, half_width: float) -> Interval:
+    """Return the interval around a value. Its ends are infinite if the half-width is not finite."""
+    if not math.isfinite(half_width):
+        return Interval(value, -math.inf, math.inf)
+    return Interval(value, value - half_width, value + half_width)
 
 
 def _slope_terms(
     sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]
 ) -> tuple[float, np.ndarray]:
-    """Return the least-squares slope of the optima per doubling, and one seed's standard deviation in each of its terms."""
+    """Return the slope of the optima per doubling, and a seed's deviation in each of its terms."""
     fitted = [index for index, fitted_curve in enumerate(fits) if not fitted_curve.trouble]
     doublings = np.log2(np.asarray(sizes, float))[fitted]
     centred = doublings - doublings.mean()
@@ -244,6 +259,7 @@ def _slope_terms(
 def _drift(
     sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int
 ) -> Interval:
+    """Return the drift in octaves per doubling. NaN with fewer than two optima."""
     if sum(not fitted_curve.trouble for fitted_curve in fits) < 2:
         return Interval(math.nan, -math.inf, math.inf)
     slope, deviations = _slope_terms(sizes, fits, scatters)
@@ -253,9 +269,10 @@ def _drift(
 def _price(
     index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int
 ) -> Interval:
-    """Return the loss at the smallest size's best rate over that at the size's own.
+    """Return the loss at the smallest size's best rate less that at the size's own best rate.
 
-    It is read from the size's parabola within its rates, else between measured rates. Its interval is not below zero.
+    It is read from the size's parabola within the rates of its fit, otherwise between measured
+    rates. Its interval is not below zero.
     """
     base = fits[0]
     own = fits[index]
@@ -267,12 +284,14 @@ def _price(
         return _measured_price(curve, base, own, scatters[0], seeds)
     octaves = base.optimum - own.optimum
     price = own.curvature * octaves**2
-    half = _half_width(np.array([scatters[0].optimum, scatters[index].optimum]), seeds)
-    if not math.isfinite(half):
+    deviations = np.array([scatters[0].optimum, scatters[index].optimum])
+    half_width = _half_width(deviations, seeds)
+    if not math.isfinite(half_width):
         return Interval(price, 0.0, math.inf)
-    least = max(0.0, abs(octaves) - half)
-    most = abs(octaves) + half
-    # The errors of distance and curvature are independent: each end adds their squares (Zou and Donner 2008).
+    least = max(0.0, abs(octaves) - half_width)
+    most = abs(octaves) + half_width
+    # The errors of distance and curvature are independent, so each end adds their squares (Zou and
+    # Donner 2008).
     bend = price * scatters[index].curvature
     low = price - math.hypot(price - own.curvature * least**2, bend)
     high = price + math.hypot(own.curvature * most**2 - price, bend)
@@ -282,7 +301,10 @@ def _price(
 def _measured_price(
     curve: Curve, base: Fit, own: Fit, base_scatter: Scatter, seeds: int
 ) -> Interval:
-    """Return the price where the smallest size's best rate lies beside the parabola: between two measured rates."""
+    """Return the price if the smallest size's best rate lies outside of the size's parabola.
+
+    It is interpolated between the two measured rates around that rate.
+    """
     upper = int(np.searchsorted(curve.x, base.optimum))
     pair = [max(upper - 1, 0), upper]
     # Seeds that were added later exist only near the minimum.
@@ -290,36 +312,46 @@ def _measured_price(
     losses = curve.losses[pair, :common]
     if not np.isfinite(losses).all():
         return Interval(math.inf, math.inf, math.inf)
-    share = (base.optimum - curve.x[pair[0]]) / (curve.x[pair[1]] - curve.x[pair[0]])
-    there = losses[0] + share * (losses[1] - losses[0])
+    left, right = curve.x[pair]
+    share = (base.optimum - left) / (right - left)
+    interpolated = losses[0] + share * (losses[1] - losses[0])
     loss_map, _, _ = projection(np.asarray(own.used), own.optimum)
     least = loss_map @ curve.losses[np.isin(curve.x, own.used), :seeds]
-    price = float(there.mean() - least.mean())
+    price = float(interpolated.mean() - least.mean())
     if common < 2:
         return Interval(price, 0.0, math.inf)
-    apart = there - least[:common]
-    by_loss = _half_width(np.array([apart.std(ddof=1)]), common)
-    slope = float(losses[1].mean() - losses[0].mean()) / float(curve.x[pair[1]] - curve.x[pair[0]])
+    differences = interpolated - least[:common]
+    by_loss = _half_width(np.array([differences.std(ddof=1)]), common)
+    slope = float(losses[1].mean() - losses[0].mean()) / float(right - left)
     by_rate = abs(slope) * _half_width(np.array([base_scatter.optimum]), seeds)
-    half = math.hypot(by_loss, by_rate)
-    return Interval(price, max(0.0, price - half), price + half)
+    half_width = math.hypot(by_loss, by_rate)
+    return Interval(price, max(0.0, price - half_width), price + half_width)
 
 
 def _worse(
     sizes: Sequence[int], curves: Sequence[Curve], base: Fit
 ) -> tuple[tuple[tuple[int, float, Interval], ...], int]:
-    """Return where a size is worse than the one before it, and how many sizes and learning rates were compared."""
-    worse, compared = [], 0
-    for size, before, after in zip(sizes[1:], curves, curves[1:], strict=False):
-        for x in np.intersect1d(before.x, after.x):
-            small, large = before.losses[before.x == x][0], after.losses[after.x == x][0]
-            mask = ~np.isnan(small + large)
-            near = abs(x - base.optimum) <= OCTAVE  # never, where the base has no optimum
-            if not near or np.isinf(small[: before.first]).any() or not mask.any():
+    """Return where a size is worse than the size before, and the number of comparisons.
+
+    Args:
+        base: Fit of the smallest size. Rates within an octave of its optimum are compared.
+    """
+    worse: list[tuple[int, float, Interval]] = []
+    compared = 0
+    for size, smaller, larger in zip(sizes[1:], curves, curves[1:], strict=False):
+        for x in np.intersect1d(smaller.x, larger.x):
+            # The distance is NaN, and no rate is near, if the base has no optimum.
+            is_near = abs(x - base.optimum) <= OCTAVE
+            old = smaller.losses[smaller.x == x][0]
+            new = larger.losses[larger.x == x][0]
+            is_run = ~np.isnan(old + new)
+            if not is_near or np.isinf(old[: smaller.first]).any() or not is_run.any():
                 continue
+
             compared += 1
-            with np.errstate(invalid="ignore"):  # two seeds that diverged
-                change = large[mask] - small[mask]
+            # inf - inf: a seed diverged at both sizes.
+            with np.errstate(invalid="ignore"):
+                change = new[is_run] - old[is_run]
             if not np.isfinite(change).all():
                 worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
             elif change.mean() > 0:

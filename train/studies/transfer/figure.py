@@ -1,4 +1,4 @@
-"""Loss against learning rate, one curve per size: the picture of a transfer study."""
+"""Picture of a transfer study: loss against learning rate, one curve per size."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDE = 3.0
-"""Greatest loss over the least from which on the axis of losses is logarithmic."""
+"""Ratio of the greatest to the least loss above which the axis of losses is logarithmic."""
 ACROSS = 3
 """Most panels in a row."""
 MARKERS = "os^DvP"
-"""Per size, so that curves can be told apart without their shades."""
+"""Markers of the sizes, so that curves can be told apart without their shades."""
 LETTERS = 40
-"""Of a line of a panel's title."""
+"""Number of letters in a line of a panel's title."""
 LOSSES = {
     "training": "training loss (nats), mean over the last tenth",
     "evaluation": "evaluation loss (nats) after the last step",
 }
+"""Labels of the axis of losses."""
 
 
 def draw(
@@ -39,34 +40,27 @@ def draw(
     title: str,
     loss: str = LOSSES["training"],
 ) -> None:
-    """Write a PNG of panels with shared axes, at most `ACROSS` in a row, one per study of an axis.
+    """Draw a PNG of panels with shared axes, one per study, at most `ACROSS` in a row.
 
-    Curves go from light (smallest) to dark (largest), each with a marker of its own; faint points are seeds, a cross at the top a
-    rate at which a seed diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
-
-    Args:
-        path: of the picture.
-        studies: of one axis.
-        title: above all.
-        loss: what is drawn.
+    Curves go from light (smallest size) to dark (largest), each with a marker of its own. Faint
+    points are seeds. A cross at the top is a rate at which a seed diverged. A ringed point is a
+    fitted optimum with its interval. The dashed line is the smallest size's optimum.
     """
     from matplotlib.figure import Figure
 
     across = min(len(studies), ACROSS)
     down = -(-len(studies) // across)
     drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * across), 4.3 * down), layout="constrained")
-    grid: list[Axes] = list(
-        drawn.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
-    )
+    axes = drawn.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    grid: list[Axes] = list(axes.flat)
     panels = grid[: len(studies)]
     for empty in grid[len(studies) :]:
         empty.set_axis_off()
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
         draw_study(panel, analysis, measured.curves)
-        label = textwrap.fill(
-            measured.study.label, LETTERS * (2 if across == 1 else 1), break_on_hyphens=False
-        )
+        letters = 2 * LETTERS if across == 1 else LETTERS
+        label = textwrap.fill(measured.study.label, letters, break_on_hyphens=False)
         panel.set_title(
             f"{label}\n{drift_words(analysis)}{_price_line(analysis)}",
             fontsize=10,
@@ -78,18 +72,25 @@ def draw(
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors="#444444", labelsize=9)
-    losses = np.concatenate(
-        [curve.losses.ravel() for measured, _ in studies for curve in measured.curves]
-    )
-    losses = losses[np.isfinite(losses)]
-    plotting.limits(
-        panels[0], losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0)
-    )
-    for first in panels[::across]:
-        first.set_ylabel(loss, fontsize=9)
-    outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+
+    losses = []
+    for measured, _ in studies:
+        losses += [curve.losses.ravel() for curve in measured.curves]
+    all_losses = np.concatenate(losses)
+    finite_losses = all_losses[np.isfinite(all_losses)]
+    is_wide = False
+    if finite_losses.size:
+        is_wide = finite_losses.max() > WIDE * finite_losses.min() > 0
+    plotting.limits(panels[0], finite_losses, log=bool(is_wide))
+    for leftmost in panels[::across]:
+        leftmost.set_ylabel(loss, fontsize=9)
     panels[across - 1].legend(
-        title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside
+        title=studies[0][0].study.axis,
+        fontsize=9,
+        title_fontsize=9,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
     )
     drawn.savefig(path, dpi=130)
 
@@ -98,17 +99,15 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
     """Draw the curves and optima of one study into a panel.
 
     Args:
-        panel: one of the picture.
-        analysis: of the curves.
-        curves: of every size, the smallest first.
+        curves: Losses of every size, the smallest first.
     """
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
     top: Any = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
-    for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
-        colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
-        marker = MARKERS[at % len(MARKERS)]
+    for index, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
+        colour = colormaps["Blues"](0.35 + 0.65 * index / max(1, len(curves) - 1))
+        marker = MARKERS[index % len(MARKERS)]
         mean = np.nanmean(curve.losses, axis=1)
         finite = np.isfinite(mean)
         panel.plot(
@@ -122,7 +121,9 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
         )
         panel.plot(curve.x, curve.losses, "o", color=colour, ms=2.2, alpha=0.35, zorder=1)
         panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, ms=6, **top)
-        fitted, optimum = analysis.fits[at], analysis.optima[at]
+
+        fitted = analysis.fits[index]
+        optimum = analysis.optima[index]
         if fitted.trouble:
             continue
         if math.isfinite(optimum.half_width):
@@ -137,7 +138,7 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
         panel.plot(
             fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5
         )
-    # The legend names the rings below the curves.
+    # An empty plot puts the rings into the legend, below the curves.
     panel.plot([], [], "o", ms=5, mfc="none", mec=ORANGE, mew=1.4, label="best rate, 95 %")
     if not analysis.fits[0].trouble:
         dashed: Any = {"color": "#888888", "linewidth": 1, "linestyle": (0, (4, 3)), "zorder": 0}
@@ -147,7 +148,10 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
 
 
 def _price_line(analysis: Analysis) -> str:
-    """Return a line on what not retuning costs at the largest size; empty for one size, or where it is not known."""
+    """Return a line on the price of not retuning the largest size, or "" if it is unknown.
+
+    With a single size it is empty, too.
+    """
     price = analysis.prices[-1]
     if len(analysis.sizes) == 1 or math.isnan(price.value):
         return ""
@@ -156,7 +160,7 @@ def _price_line(analysis: Analysis) -> str:
 
 
 def drift_words(analysis: Analysis) -> str:
-    """Return the drift and the verdict, as a panel's title says them."""
+    """Return the drift and the verdict for a panel's title; with a single size, its best rate."""
     if len(analysis.sizes) == 1:
         return analysis.fits[0].trouble or f"best rate {2.0 ** analysis.fits[0].optimum:.3g}"
     drift = analysis.drift

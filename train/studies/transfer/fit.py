@@ -1,8 +1,9 @@
-"""The best learning rate of one size from noisy losses on a grid of rates: a weighted parabola near the least one.
+"""Fit of one size's best learning rate: a weighted parabola through losses on a grid of rates.
 
-It goes, in log2 rate, through the seeds' mean losses within an octave of the grid's best, or through those of its neighbours
-where the grid is coarser. The grid and the parabola are symmetric where real losses are steeper above the optimum, so it lies
-up to a tenth or two of an octave too low; at sizes whose curves have one shape, alike.
+The parabola goes, in log2 of the rate, through the seeds' mean losses within an octave of the
+grid's best rate. On a coarser grid it goes through those of the best rate's neighbours. Real losses
+are steeper above the optimum, while the grid and the parabola are symmetric, so the vertex lies up
+to a tenth or two of an octave too low. Sizes whose curves have one shape share this bias.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,32 +20,35 @@ from mupax.train.studies.sweep.grids import power
 STEP = 0.5
 """Octaves between neighbouring rates of a study's grid."""
 OCTAVE = 1.0
-"""The fit takes rates this near to the best one of the grid, in octaves."""
+"""Greatest distance of a rate in the fit from the best rate of the grid, in octaves."""
 REACH = 1.5
-"""The weights (tricube) reach zero at this distance from the fitted optimum, in octaves; on a coarse grid further out."""
+"""Least distance from the fitted optimum at which the tricube weights are zero, in octaves."""
 UNEVEN = 1.5
-"""A rate this many of the best one's gaps away is still next to it: grids as 0.001, 0.003, 0.01 are not even."""
+"""Greatest distance of a neighbour of the best rate, in gaps; 0.001, 0.003, 0.01 is not even."""
 STEEP = 5.0
-"""A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
+"""Greatest excess loss in the fit, in medians of the window.
+
+A rate with a greater loss lies past the edge of stability and on no parabola.
+"""
 NOISE = (
     "its losses near the best rate are not convex",
     "the fitted minimum lies outside the rates that trained",
 )
-"""Troubles of a fit that more seeds may end."""
+"""Troubles of a fit that more seeds may end: no convex curve, a minimum outside of the rates."""
 ROUNDS = 6
-"""How often the weights of a parabola go to its vertex."""
+"""Number of times that the weights are centred at the vertex."""
 SIDES = 2
-"""Rates wanted on either side of the best one, where they are `STEP` apart; one where they are further."""
+"""Number of rates on either side of the best one; 1 on grids coarser than `STEP`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Losses of one size.
+    """Losses of one size at a grid of learning rates.
 
     Attributes:
-        x: log2 of the rates [R], increasing; of a study, multiples of `STEP`.
-        losses: [R, S], inf where a seed diverged, nan where it was not run.
-        first: seeds by which rates are chosen; those after them were only run near the minimum.
+        x: log2 of the rates [R], increasing. In a study, multiples of `STEP`.
+        losses: Losses [R, S], inf where a seed diverged, NaN where it was not run.
+        first: Number of seeds by which rates are chosen. Later seeds exist only near the minimum.
     """
 
     x: np.ndarray
@@ -52,54 +57,66 @@ class Curve:
     _fits: dict[int, Fit] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Fits by number of seeds, kept because a study asks for them in every round."""
+    """Fits by number of seeds. A study asks for them in every round."""
 
     @functools.cached_property
     def mean(self) -> np.ndarray:
-        """Mean over the first seeds that each rate has [R]; inf where one of them diverged."""
+        """Mean over the first seeds that each rate has, [R]. inf where one of them diverged."""
         return np.nanmean(self.losses[:, : self.first], axis=1)
 
     @functools.cached_property
     def best(self) -> int:
-        """Index of the rate with the least mean, of the first where every rate diverged."""
+        """Index of the rate with the least mean. 0 if every rate diverged."""
         return int(np.argmin(np.where(np.isfinite(self.mean), self.mean, np.inf)))
 
     @functools.cached_property
     def gap(self) -> float:
-        """Octaves from the best rate to the one next to it; `STEP` where there is no other."""
-        return float(min(np.abs(np.delete(self.x, self.best) - self.x[self.best]), default=STEP))
+        """Distance from the best rate to the nearest other rate, in octaves; `STEP` without one."""
+        other_rates = np.delete(self.x, self.best)
+        distances = np.abs(other_rates - self.x[self.best])
+        return float(min(distances, default=STEP))
 
     def window(self) -> np.ndarray:
-        """Rates that the fit takes, bool [R]; none where every rate diverged.
+        """Return a mask of the rates in the fit, bool [R]. All are false if every rate diverged.
 
-        Chosen from the first seeds alone, so that seeds added later do not move it.
+        The mask depends on the first seeds alone, so that later seeds do not move it.
         """
         return self._window
 
     @functools.cached_property
     def _window(self) -> np.ndarray:
-        mean, best = self.mean, self.best
-        if not np.isfinite(mean).any():
+        mean = self.mean
+        is_finite = np.isfinite(mean)
+        if not is_finite.any():
             return np.zeros(len(mean), bool)
-        near = (
-            np.abs(self.x - self.x[best]) <= max(OCTAVE, UNEVEN * self.gap) + 1e-9
-        ) & np.isfinite(mean)
-        excess = mean - mean[best]
-        above = excess[near & (excess > 0)]
-        steep = STEEP * np.median(above) if above.size else np.inf
+
+        distance = np.abs(self.x - self.x[self.best])
+        near = (distance <= max(OCTAVE, UNEVEN * self.gap) + 1e-9) & is_finite
+        excess = mean - mean[self.best]
+        positive = excess[near & (excess > 0)]
+        steep = STEEP * np.median(positive) if positive.size else np.inf
         return near & (excess <= steep)
 
     def missing(self, step: float = STEP) -> list[float]:
-        """Rates (log2) to add until the best one has its neighbours on either side, `step` octaves apart.
+        """Return the rates to add until the best rate has its neighbours on either side.
 
-        Beyond one that diverged none is wanted.
+        Beyond a rate that diverged none is added.
+
+        Args:
+            step: Distance between neighbours, in octaves.
+
+        Returns:
+            log2 of the rates.
         """
-        mean, best = self.mean, self.x[self.best]
+        mean = self.mean
         if not np.isfinite(mean).any():
             return [float(self.x[0]) - step * n for n in range(1, 2 * SIDES + 1)]
+
+        best = self.x[self.best]
+        neighbours = SIDES if step <= STEP + 1e-9 else 1
         rates = []
         for side in (-1, 1):
-            for n in range(1, (SIDES if step <= STEP + 1e-9 else 1) + 1):
+            for n in range(1, neighbours + 1):
                 rate = float(best + side * n * step)
                 measured = mean[np.abs(self.x - rate) <= (UNEVEN - 1) * step + 1e-9]
                 if not len(measured):
@@ -111,15 +128,15 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A size's minimum.
+    """Minimum of one size's curve.
 
     Attributes:
-        optimum: log2 of the best rate; nan where there is `trouble`.
-        loss: at it.
-        curvature: loss per octave squared (half the second derivative).
+        optimum: log2 of the best rate. NaN if there is `trouble`.
+        loss: Loss at the optimum.
+        curvature: Loss per octave squared (half the second derivative).
         used: log2 of the rates in the fit.
-        trouble: why there is no optimum; empty where there is one.
-        missing: log2 of the rates to add where the grid ends or is too coarse beside the best one.
+        trouble: Why there is no optimum. Empty if there is one.
+        missing: log2 of the rates to add if the grid ends or is too coarse near the best rate.
     """
 
     optimum: float
@@ -131,21 +148,21 @@ class Fit:
 
     @property
     def why(self) -> str:
-        """The trouble, and the rates that may end it."""
+        """Trouble, and the rates that may end it."""
         rates = ", ".join(power(2.0**x) for x in self.missing)
         return f"{self.trouble}; train at {rates} too" if rates else self.trouble
 
 
 def projection(x: np.ndarray, centre: float) -> np.ndarray:
-    """Return the linear map from losses to the coefficients of their weighted parabola [3, n].
+    """Return the linear map from losses to the coefficients of their weighted parabola, [3, n].
 
-    The parabola is c + b * u + a * u^2 of u = x - centre, and the rows are those of c, b and a.
+    The parabola is c + b * u + a * u^2 with u = x - centre. The rows of the map are c, b and a.
 
     Args:
         x: log2 of the rates [n], increasing, at least three.
-        centre: where the tricube weights are greatest.
+        centre: Where the tricube weights are greatest, in log2 of the rate.
     """
-    # Three rates have weight wherever the centre is.
+    # On a coarse grid the reach grows, so that three rates have weight wherever the centre is.
     reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))
     u = x - centre
     weight = np.clip(1 - np.abs(u / reach) ** 3, 0, None) ** 3
@@ -155,18 +172,21 @@ def projection(x: np.ndarray, centre: float) -> np.ndarray:
 
 
 def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Return vertex, loss there and curvature of a weighted parabola; nan where it opens downwards.
+    """Return vertex, loss at the vertex, and curvature of a weighted parabola.
 
-    The weights are centred at the vertex, which is found by going there a few times from the least point.
+    All three are NaN if the parabola opens downwards. The weights are centred at the vertex, which
+    is found by a few iterations from the rate with the least loss.
 
     Args:
         x: log2 of the rates [n], increasing, at least three.
-        y: losses [n], finite.
+        y: Losses [n], finite.
     """
     centre = float(x[np.argmin(y)])
-    vertex = loss = curvature = math.nan
+    vertex = math.nan
+    loss = math.nan
+    curvature = math.nan
     for _ in range(ROUNDS):
-        c, b, a = (float(value) for value in projection(x, centre) @ y)
+        c, b, a = map(float, projection(x, centre) @ y)
         if a <= 0:
             return math.nan, math.nan, math.nan
         offset = -b / (2 * a)
@@ -178,11 +198,10 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(curve: Curve, seeds: int) -> Fit:
-    """Return the minimum of a size's curve, from its first `seeds` seeds.
+    """Return the minimum of a curve.
 
     Args:
-        curve: of the size.
-        seeds: counted from the first, whose mean is fitted.
+        seeds: Number of seeds whose mean is fitted, counted from the first. At least 1.
     """
     if seeds not in curve._fits:
         curve._fits[seeds] = _fitted(curve, seeds)
@@ -190,21 +209,31 @@ def fit(curve: Curve, seeds: int) -> Fit:
 
 
 def _fitted(curve: Curve, seeds: int) -> Fit:
+    """Fit a curve. Arguments as for `fit`."""
     window = curve.window()
     trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
     used = tuple(float(x) for x in curve.x[trained])
-    nothing = (math.nan, math.nan, math.nan, used)
+
+    def without_optimum(trouble: str, missing: Sequence[float] = ()) -> Fit:
+        return Fit(math.nan, math.nan, math.nan, used, trouble, tuple(missing))
+
     if not window.any():
-        return Fit(*nothing, "every rate diverged")
-    if missing := curve.missing(curve.gap):
-        return Fit(*nothing, "its best rate is at the end of the grid", tuple(missing))
+        return without_optimum("every rate diverged")
+    missing = curve.missing(curve.gap)
+    if missing:
+        return without_optimum("its best rate is at the end of the grid", missing)
     if len(used) < 3:
-        between = tuple(float(curve.x[curve.best] + side * curve.gap / 2) for side in (-1, 1))
-        return Fit(
-            *nothing, "fewer than three rates near the best one trained from every seed", between
+        best = curve.x[curve.best]
+        between = [float(best + side * curve.gap / 2) for side in (-1, 1)]
+        return without_optimum(
+            "fewer than three rates near the best one trained from every seed", between
         )
+
     mean = curve.losses[trained, :seeds].mean(axis=1)
     vertex, loss, curvature = parabola(curve.x[trained], mean)
-    if math.isnan(curvature) or not used[0] <= vertex <= used[-1]:
-        return Fit(*nothing, NOISE[0] if math.isnan(curvature) else NOISE[1])
+    not_convex, outside = NOISE
+    if math.isnan(curvature):
+        return without_optimum(not_convex)
+    if not used[0] <= vertex <= used[-1]:
+        return without_optimum(outside)
     return Fit(vertex, loss, curvature, used)

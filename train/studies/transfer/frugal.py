@@ -1,16 +1,19 @@
-"""The best rate of every size from few runs: what the smaller sizes say of a larger one's curve is used, and checked.
+"""Frugal search: the best learning rate of every size from few runs, without a verdict on transfer.
 
-The smallest size, the cheapest, is searched as in any study: half octaves, all first seeds. It gives the curvature of the parabola
-and the noise of a run beside its seed's. Every larger size has three rates an octave apart around the rate that the sizes before it
-lead to, from one seed: the outer two decide the slope, from which with a known curvature the vertex follows. Its fit is least squares
-of seed + parabola, with the smallest size's curvature (within a seventh) and the expected rate (within an octave) as normal priors;
-where the vertex lies further off the three are moved. Where it is then known less well than to `ONE_SEED`, the three have a second
-seed, which tells the size's own noise; where less well than to `TWO_SEEDS`, the size is searched in full as the smallest was. There is
-no verdict on transfer, whose interval needs more seeds.
+The smallest size is the cheapest and is searched as in any study: half octaves, all first seeds. It
+gives the curvature of the parabola and the noise of a run, apart from the seed's effect.
 
-docs/evidence/frugal.json has a replay of it on the rows of the committed studies, which its numbers were chosen on.
+A larger size has three rates, an octave apart, from one seed. They lie around the rate that the
+sizes before it lead to. The outer two decide the slope, and with a known curvature the vertex
+follows. The fit is least squares of seed + parabola. Normal priors are the smallest size's
+curvature (within a seventh) and the expected rate (within an octave). If the vertex lies further
+off, the three rates move.
 
-The best rate of every size and how sure it is are shown on the terminal and written to frugal.json.
+If the vertex is known less well than to `ONE_SEED`, the three rates get a second seed, which shows
+the size's own noise. If it is known less well than to `TWO_SEEDS`, the size is searched in full.
+
+docs/evidence/frugal.json has a replay on the rows of the committed studies, on which the numbers
+below were chosen.
 """
 
 from __future__ import annotations
@@ -33,21 +36,25 @@ from mupax.train.studies.transfer.study import MOST_RATES, Measured, Point
 from mupax.zoo import families
 
 ONE_SEED = 0.12
-"""Standard deviation of a vertex, in octaves, up to which one seed at three rates is enough."""
+"""Greatest standard deviation of a vertex from one seed at three rates, in octaves."""
 TWO_SEEDS = 0.4
-"""The same of two seeds; above it a size is searched in full."""
+"""Greatest standard deviation of a vertex from two seeds, in octaves."""
 AGREE = 0.15
 """Relative standard deviation of the curvature from size to size."""
 EXPECTED = 1.0
 """Standard deviation of a size's best rate around the expected one, in octaves."""
 CONTINUED = 0.7
-"""Share of the last drift that is expected again."""
+"""Share of the last drift that is expected at the next size."""
 REACH = 1.75
-"""Where the weights (tricube) reach zero, in octaves."""
+"""Distance from the vertex at which the tricube weights are zero, in octaves."""
 PRIOR_DEGREES = 4
-"""Degrees of freedom that the smallest size's noise counts for."""
+"""Degrees of freedom of the smallest size's noise as a prior."""
+_ITERATIONS = 4
+"""Most fits of a vertex, each with weights centred at the vertex before."""
+_CLOSE = 0.05
+"""Move of the vertex below which its fit ends, in octaves."""
 SMALLEST_NOISE = 1e-4
-"""Nats."""
+"""Least noise of a run, in nats."""
 
 
 def report(
@@ -58,83 +65,99 @@ def report(
     label: str,
     command: str,
 ) -> int:
-    """Print, write and save; 1 where a size has no best rate.
+    """Print and write the best rates of all sizes, and save a tuned preset if asked.
+
+    Return 1 if a size has no best rate, otherwise 0.
 
     Args:
-        folder: for frugal.json.
-        measured: studies that are over, frugal ones.
-        about: what was trained, for the record.
-        save: name of a tuned preset for the smallest size's rate.
-        label: of the studies that it is of.
-        command: that was written.
+        about: Facts on what was trained, for the record.
+        save: Name of a tuned preset for the smallest size's rate; `None` saves none.
     """
-    records = [_study(one) for one in measured if isinstance(one, Frugal)]
+    records = [_record(study) for study in measured if isinstance(study, Frugal)]
     path = write_json(folder / "frugal.json", {**about, "studies": records})
     remark = f"record in {path}; this search has no verdict on transfer, which --search grid gives"
-    Report((), sections=[_section(study) for study in records], remarks=[remark]).show()
+    Report((), sections=[_section(record) for record in records], remarks=[remark]).show()
+
     if save:
-        judged = [
-            (one, analyse(one.study.sizes[:1], [one.curve(0)]))
-            for one in measured
-            if one.study.label == label
-        ]
+        judged = []
+        for study in measured:
+            if study.study.label == label:
+                smallest = analyse(study.study.sizes[:1], [study.curve(0)])
+                judged.append((study, smallest))
         written, use = tuned.save(save, label, judged[:1], command)
         terminal.say(tuned.saved_message(written, use))
-    return int(any(size["log2_optimum"] is None for study in records for size in study["sizes"]))
+
+    for record in records:
+        if any(size["log2_optimum"] is None for size in record["sizes"]):
+            return 1
+    return 0
 
 
-def _study(one: Frugal) -> dict[str, Any]:
-    study, (_, optima) = one.study, one.state()
-    each = [families.train_flops(c.model) * c.steps * c.data.batch_size for c in study.configs]
-    counts = [sum(at == i for i, _, _ in one.rows) for at in range(len(each))]
-    sizes = [
-        {
-            "size": size, "log2_optimum": finite(optimum.value, 6), "deviation": finite(optimum.deviation, 6),
-            "curvature": finite(optimum.curvature, 6), "in_full": optimum.full, "runs": count,
-        }
-        for size, optimum, count in zip(study.sizes, optima, counts, strict=False)
-    ]  # fmt: skip
+def _record(measured: Frugal) -> dict[str, Any]:
+    """Return a study as plain values for frugal.json.
+
+    `cost` is the training of the study in FLOPs, as a share of five rates with all first seeds at
+    every size.
+    """
+    study = measured.study
+    _, optima = measured.state()
+    run_flops = []
+    counts = []
+    for index, config in enumerate(study.configs):
+        flops = families.train_flops(config.model) * config.steps * config.data.batch_size
+        run_flops.append(flops)
+        counts.append(sum(point[0] == index for point in measured.rows))
+
+    sizes = []
+    for size, optimum, count in zip(study.sizes, optima, counts, strict=False):
+        sizes.append({
+            "size": size,
+            "log2_optimum": finite(optimum.value, 6),
+            "deviation": finite(optimum.deviation, 6),
+            "curvature": finite(optimum.curvature, 6),
+            "in_full": optimum.full,
+            "runs": count,
+        })  # fmt: skip
+    trained_flops = sum(n * flops for n, flops in zip(counts, run_flops, strict=True))
+    grid_flops = 5 * measured.first * sum(run_flops)
     return {
         "preset": study.label,
         "axis": study.axis,
-        "stopped": one.stopped,
-        "seeds": one.first,
-        "cost": round(
-            sum(n * cost for n, cost in zip(counts, each, strict=True))
-            / (5 * one.first * sum(each)),
-            4,
-        ),
-        "train_seconds": round(one.seconds, 1),
+        "stopped": measured.stopped,
+        "seeds": measured.first,
+        "cost": round(trained_flops / grid_flops, 4),
+        "train_seconds": round(measured.seconds, 1),
         "sizes": sizes,
     }
 
 
-def _section(study: dict[str, Any]) -> Section:
-    """Return the table of one study, with what it cost."""
+def _section(record: dict[str, Any]) -> Section:
+    """Return the table of one study, with the cost of its training below."""
     rows = [["size", "best rate", "log2", "known to", "runs"]]
-    for size in study["sizes"]:
+    for size in record["sizes"]:
         log2 = size["log2_optimum"]
         rate = "none" if log2 is None else power(2.0**log2)
-        numbers = [
-            "unknown" if number is None else f"{number:.2f}" for number in (log2, size["deviation"])
-        ]
-        rows.append([str(size["size"]), rate, *numbers, str(size["runs"])])
-    cost = f"{study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size"
-    return Section(
-        rows, f"{study['preset']}, growing {study['axis']}: {study['stopped']}", [cost], left=()
-    )
+        cells = [str(size["size"]), rate]
+        for number in (log2, size["deviation"]):
+            cells.append("unknown" if number is None else f"{number:.2f}")
+        cells.append(str(size["runs"]))
+        rows.append(cells)
+    seeds = record["seeds"]
+    cost = f"{record['cost']:.2f} of the training of five rates with {seeds} seeds at every size"
+    title = f"{record['preset']}, growing {record['axis']}: {record['stopped']}"
+    return Section(rows, title, [cost], left=())
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """A size's best rate.
+    """Best learning rate of one size.
 
     Attributes:
-        value: log2 of it; nan where there is none.
-        deviation: standard deviation, in octaves.
-        curvature: loss per octave squared.
-        noise: standard deviation of a loss beside its seed's.
-        full: whether the size was searched in full.
+        value: log2 of the rate. NaN if there is none.
+        deviation: Standard deviation of `value`, in octaves.
+        curvature: Loss per octave squared.
+        noise: Standard deviation of a loss, apart from the seed's effect.
+        full: Whether the size was searched in full.
     """
 
     value: float
@@ -146,10 +169,10 @@ class Optimum:
 
 @dataclasses.dataclass
 class Frugal(Measured):
-    """A study that asks for few runs.
+    """Study that searches the best learning rate of every size with few runs.
 
     Attributes:
-        grid: rates that may be trained, per size, in steps of `STEP` octaves; any unless given.
+        grid: Rates that may be trained, per size, in steps of `STEP` octaves; all by default.
     """
 
     grid: tuple[Collection[int], ...] = ()
@@ -158,155 +181,202 @@ class Frugal(Measured):
         missing, _ = self.state()
         if missing and self.seconds < 60 * minutes:
             return missing
-        return self._stop(
-            f"the {minutes:g} minutes ended" if missing else "every size has its best rate"
-        )
+        if missing:
+            return self._stop(f"the {minutes:g} minutes ended")
+        return self._stop("every size has its best rate")
 
     def state(self) -> tuple[list[Point], list[Optimum]]:
-        """Points that are missing, and the best rates of the sizes that have theirs, the smallest first."""
+        """Return the missing points of the first size without a best rate, and the best rates.
+
+        The best rates are those of the sizes before it, the smallest first.
+        """
         optima: list[Optimum] = []
-        for at in range(len(self.study.sizes)):
-            missing, optimum = self._size(at, optima)
+        for index in range(len(self.study.sizes)):
+            missing, optimum = self._search(index, optima)
             if optimum is None:
                 return missing, optima
             optima.append(optimum)
         return [], optima
 
-    def _size(self, at: int, before: Sequence[Optimum]) -> tuple[list[Point], Optimum | None]:
-        if not at:
-            return self._in_full(
-                0, math.log2(self.study.configs[0].optimizer.peak_lr), None, math.nan
-            )
-        base = next((optimum for optimum in before if math.isfinite(optimum.value)), None)
-        expected = before[-1].value
-        if at > 1 and math.isfinite(before[-2].value):
-            expected += CONTINUED * (before[-1].value - before[-2].value)
+    def _search(self, index: int, optima: Sequence[Optimum]) -> tuple[list[Point], Optimum | None]:
+        """Return the missing points of one size, or its best rate.
+
+        Args:
+            optima: Best rates of the sizes before it.
+        """
+        start = math.log2(self.study.configs[0].optimizer.peak_lr)
+        if index == 0:
+            return self._in_full(index, start, None, math.nan)
+
+        base = next((optimum for optimum in optima if math.isfinite(optimum.value)), None)
+        expected = optima[-1].value
+        if index > 1 and math.isfinite(optima[-2].value):
+            expected += CONTINUED * (optima[-1].value - optima[-2].value)
         if base is None or not math.isfinite(expected):
-            start = math.log2(self.study.configs[0].optimizer.peak_lr)
-            return self._in_full(at, start, None, math.nan)
-        centre, optimum = self._nearest(at, expected), base
-        for seeds, unsure in ((1, ONE_SEED), (2, TWO_SEEDS)):
-            centres = set[int]()
+            return self._in_full(index, start, None, math.nan)
+
+        centre = self._nearest(index, expected)
+        optimum = base
+        for seeds, most_deviation in ((1, ONE_SEED), (2, TWO_SEEDS)):
+            centres: set[int] = set()
             while centre not in centres:
-                points: list[Point] = [
-                    (at, rate, seed) for rate in self._three(at, centre) for seed in range(seeds)
-                ]
-                if missing := [point for point in points if point not in self.rows]:
+                missing = self._untrained(index, self._three(index, centre), range(seeds))
+                if missing:
                     return missing, None
-                optimum, centres = self._vertex(at, base, expected), centres | {centre}
-                moved = self._nearest(at, optimum.value)
+                optimum = self._vertex(index, base, expected)
+                centres.add(centre)
+                moved = self._nearest(index, optimum.value)
+                # The three rates move if the vertex is more than one step from their centre.
                 if abs(moved - centre) * STEP > STEP and moved not in centres:
                     centre = moved
-            if optimum.deviation <= unsure:
+            if optimum.deviation <= most_deviation:
                 return [], optimum
-        return self._in_full(at, optimum.value, base, expected)
+        return self._in_full(index, optimum.value, base, expected)
 
     def _in_full(
-        self, at: int, centre: float, base: Optimum | None, expected: float
+        self, index: int, centre: float, base: Optimum | None, expected: float
     ) -> tuple[list[Point], Optimum | None]:
-        """Half octaves around the best rate, which the first seed finds from the centre on, with all first seeds."""
+        """Search half octaves around the best rate that the first seed finds, with all first seeds.
+
+        Return the missing points, or the best rate.
+
+        Args:
+            centre: Start of the search, log2 of the rate.
+            base: Best rate of a smaller size, whose curvature helps if this size has no minimum.
+            expected: Expected best rate, log2.
+        """
         for seeds in (1, self.first):
-            middle = self._nearest(at, centre)
-            rates = {
-                rate for rate in range(middle - SIDES, middle + SIDES + 1) if rate in self._grid(at)
-            }
-            if rates <= set(self.rates_with(at, seeds)):
-                curve = self._curve(at, seeds)
-                rates |= {
-                    rate for x in curve.missing() if (rate := round(x / STEP)) in self._grid(at)
-                }
+            middle = self._nearest(index, centre)
+            around = range(middle - SIDES, middle + SIDES + 1)
+            rates = {rate for rate in around if rate in self._grid(index)}
+            if rates <= set(self.rates_with(index, seeds)):
+                curve = self._curve(index, seeds)
+                for x in curve.missing():
+                    rate = round(x / STEP)
+                    if rate in self._grid(index):
+                        rates.add(rate)
                 centre = float(curve.x[curve.best])
-            points: list[Point] = [
-                (at, rate, seed) for rate in sorted(rates) for seed in range(seeds)
-            ]
-            missing = [point for point in points if point not in self.rows]
-            if missing and len(self.rates_with(at, seeds)) < MOST_RATES:
+            missing = self._untrained(index, sorted(rates), range(seeds))
+            if missing and len(self.rates_with(index, seeds)) < MOST_RATES:
                 return missing, None
-        curve = self._curve(at, self.first)
+
+        curve = self._curve(index, self.first)
         fitted = fit(curve, self.first)
         if not fitted.trouble:
-            noise = _noise(
-                curve.losses[curve.window(), : self.first], base.noise if base else math.nan
-            )
-            deviation = noise / (
-                2 * fitted.curvature * math.sqrt(len(fitted.used) / 2 * self.first)
-            )
+            losses = curve.losses[curve.window(), : self.first]
+            noise = _noise(losses, base.noise if base else math.nan)
+            # Squared distances of five half octaves around the vertex sum to half their number.
+            runs = len(fitted.used) / 2 * self.first
+            deviation = noise / (2 * fitted.curvature * math.sqrt(runs))
             return [], Optimum(fitted.optimum, deviation, fitted.curvature, noise, True)
         if base is not None and math.isfinite(base.curvature):
-            return [], dataclasses.replace(self._vertex(at, base, expected), full=True)
+            return [], dataclasses.replace(self._vertex(index, base, expected), full=True)
         return [], Optimum(math.nan, math.inf, math.nan, math.nan, True)
 
-    def _vertex(self, at: int, base: Optimum, expected: float) -> Optimum:
-        """The fit with priors, its weights centred at the vertex; see the module's text."""
-        rows = [
-            (rate * STEP, seed, self.rows[p].loss)
-            for p in self.rows
-            if p[0] == at
-            for rate, seed in [p[1:]]
-        ]
-        x, seed, loss = (
-            np.array([each for each in rows if math.isfinite(each[2])], float).reshape(-1, 3).T
-        )
+    def _vertex(self, index: int, base: Optimum, expected: float) -> Optimum:
+        """Return the vertex of a size by least squares with priors, weights centred at the vertex.
+
+        Args:
+            base: Best rate of a smaller size, whose curvature and noise are priors.
+            expected: Expected best rate, log2.
+        """
+        points = []
+        for (size, rate, seed), row in self.rows.items():
+            if size == index and math.isfinite(row.loss):
+                points.append((rate * STEP, seed, row.loss))
+        x, seed, loss = np.array(points, float).reshape(-1, 3).T
         seeds = np.unique(seed)
-        rates = [r for r in np.unique(x) if (x == r).sum() == len(seeds)]
-        own = np.array([[loss[(x == r) & (seed == s)][0] for s in seeds] for r in rates])
-        noise = _noise(own.reshape(len(rates), len(seeds)), base.noise)
-        vertex, deviation, curvature = expected, math.inf, base.curvature
-        for _ in range(4 if len(x) else 0):
+        noise = _noise(_complete_losses(x, seed, loss), base.noise)
+
+        vertex = expected
+        deviation = math.inf
+        curvature = base.curvature
+        for _ in range(_ITERATIONS if len(x) else 0):
             centre = vertex
             u = x - centre
             weight = np.clip(1 - np.abs(u / REACH) ** 3, 0, None) ** 3 / noise**2
             design = np.column_stack([seed[:, None] == seeds, u, u**2]).astype(float)
-            normal, right = design.T @ (design * weight[:, None]), design.T @ (weight * loss)
-            slope = 2 * base.curvature  # of the curve an octave from its vertex
+            normal = design.T @ (design * weight[:, None])
+            right = design.T @ (weight * loss)
+
+            # Prior of the expected rate. The slope is that of a curve an octave from its vertex.
+            slope = 2 * base.curvature
             normal[-2, -2] += (slope * EXPECTED) ** -2
             right[-2] -= (expected - centre) / (slope * EXPECTED**2)
+            # Prior of the curvature.
             normal[-1, -1] += (AGREE * base.curvature) ** -2
             right[-1] += base.curvature / (AGREE * base.curvature) ** 2
+
             inverse = np.linalg.pinv(normal)
             *_, tilt, bend = inverse @ right
             curvature = max(float(bend), 0.3 * base.curvature)
-            vertex = float(
-                np.clip(centre - tilt / (2 * curvature), x.min() - OCTAVE, x.max() + OCTAVE)
-            )
+            moved = centre - tilt / (2 * curvature)
+            vertex = float(np.clip(moved, x.min() - OCTAVE, x.max() + OCTAVE))
             deviation = math.sqrt(max(float(inverse[-2, -2]), 0.0)) / (2 * curvature)
-            if abs(vertex - centre) < 0.05:
+            if abs(vertex - centre) < _CLOSE:
                 break
         return Optimum(vertex, deviation, curvature, noise, False)
 
-    def _curve(self, at: int, seeds: int) -> Curve:
-        """Losses at the rates that have so many seeds."""
-        rates = self.rates_with(at, seeds)
-        losses = [[self.rows[at, rate, seed].loss for seed in range(seeds)] for rate in rates]
-        return Curve(
-            np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), seeds
-        )
+    def _curve(self, index: int, seeds: int) -> Curve:
+        """Return the losses of a size at the rates that have so many seeds."""
+        rates = self.rates_with(index, seeds)
+        losses = []
+        for rate in rates:
+            losses.append([self.rows[index, rate, seed].loss for seed in range(seeds)])
+        table = np.array(losses, float).reshape(len(rates), seeds)
+        return Curve(np.array(rates, float) * STEP, table, seeds)
 
-    def _grid(self, at: int) -> Collection[int]:
-        return self.grid[at] if self.grid else range(-100, 41)
+    def _grid(self, index: int) -> Collection[int]:
+        """Return the rates of a size that may be trained, in steps of `STEP` octaves."""
+        return self.grid[index] if self.grid else range(-100, 41)
 
-    def _nearest(self, at: int, x: float) -> int:
-        return min(self._grid(at), key=lambda rate: abs(rate * STEP - x))
+    def _nearest(self, index: int, x: float) -> int:
+        """Return the rate of the grid nearest to `x`, log2 of a rate."""
+        return min(self._grid(index), key=lambda rate: abs(rate * STEP - x))
 
-    def _three(self, at: int, centre: int) -> list[int]:
-        """The centre and the rates nearest to an octave from it on either side."""
+    def _three(self, index: int, centre: int) -> list[int]:
+        """Return the centre and, on both sides, the rate of the grid nearest to an octave from it."""
         octave = round(OCTAVE / STEP)
-        sides = [
-            [rate for rate in self._grid(at) if (rate - centre) * side > 0] for side in (-1, 1)
-        ]
-        outer = [min(r, key=lambda x: abs(abs(x - centre) - octave)) for r in sides if r]
-        return sorted([centre, *outer])
+        rates = [centre]
+        for side in (-1, 1):
+            candidates = [rate for rate in self._grid(index) if (rate - centre) * side > 0]
+            if candidates:
+                rates.append(min(candidates, key=lambda rate: abs(abs(rate - centre) - octave)))
+        return sorted(rates)
 
 
-def _noise(losses: np.ndarray, before: float) -> float:
-    """Standard deviation of losses [rates, seeds] beside effects of rate and seed, with what was known before as a prior."""
+def _complete_losses(x: np.ndarray, seed: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """Return the losses [rates, seeds] of the rates that have all seeds.
+
+    Args:
+        x: log2 of the rate of every run, [n].
+        seed: Seed of every run, [n].
+        loss: Loss of every run, [n].
+    """
+    seeds = np.unique(seed)
+    losses = []
+    for rate in np.unique(x):
+        if (x == rate).sum() == len(seeds):
+            losses.append([loss[(x == rate) & (seed == s)][0] for s in seeds])
+    return np.array(losses).reshape(len(losses), len(seeds))
+
+
+def _noise(losses: np.ndarray, prior_noise: float) -> float:
+    """Return the standard deviation of losses apart from effects of rate and seed, in nats.
+
+    Args:
+        losses: Losses [rates, seeds]. Rates at which a seed diverged are left out.
+        prior_noise: Noise of a smaller size, used as a prior. NaN without one.
+    """
     losses = losses[np.isfinite(losses).all(axis=1)]
     freedom = max(losses.shape[0] - 1, 0) * max(losses.shape[1] - 1, 0)
-    prior = PRIOR_DEGREES if math.isfinite(before) else 0
-    if not freedom + prior:
+    has_prior = math.isfinite(prior_noise)
+    prior_freedom = PRIOR_DEGREES if has_prior else 0
+    if not freedom + prior_freedom:
         return SMALLEST_NOISE
-    squares = prior * before**2 if prior else 0.0
+
+    squares = prior_freedom * prior_noise**2 if has_prior else 0.0
     if freedom:
         rest = losses - losses.mean(axis=0) - losses.mean(axis=1, keepdims=True) + losses.mean()
         squares += float((rest**2).sum())
-    return max(math.sqrt(squares / (freedom + prior)), SMALLEST_NOISE)
+    return max(math.sqrt(squares / (freedom + prior_freedom)), SMALLEST_NOISE)

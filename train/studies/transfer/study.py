@@ -1,12 +1,15 @@
-"""What a transfer study is: one structure at growing sizes, the rates and seeds to train at each, and when to stop.
+"""Transfer study: one structure at growing sizes, the rates and seeds to train, and when to stop.
 
-A study asks for points in rounds, each after the losses of the one before. At the smallest size it starts from five
-learning rates around the recipe's, at every other from five around the optimum of the size before, and adds rates until the
-best has two on either side; then the two rates around the smallest size's optimum, whose loss is the price of not tuning;
-then seeds, one at a time at the rates near each optimum, until the verdict on the drift is no longer `undecided`, or seeds or
-minutes end. Where more seeds leave a size without a minimum, its rates are chosen anew from all of them.
+A study asks for points in rounds, each after the losses of the round before:
 
-All points see the same batches; seed n initializes every size and rate alike.
+1. Five learning rates: at the smallest size around the recipe's, at every other size around the
+   optimum of the size before. Rates are added until the best one has two on either side.
+2. The two rates around the smallest size's optimum. Their losses give the price of not tuning.
+3. Seeds, one at a time at the rates near each optimum, until the verdict on the drift is no longer
+   `undecided`, or seeds or minutes end. If more seeds leave a size without a minimum, its rates are
+   chosen anew from all of them.
+
+All points see the same batches. Seed n initializes every size and rate alike.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,23 +33,30 @@ from mupax.train.studies.transfer.fit import NOISE, SIDES, STEP, Curve, fit
 from mupax.zoo.configs import ConfigError
 
 MOST_RATES = 17
-"""Rates at one size after which the search for its minimum ends."""
+"""Number of rates at one size after which the search for its minimum ends."""
 Runner = Callable[[Sequence[Config]], Sequence[Row]]
-"""Trains points and returns their rows in the same order, such as `mupax.train.studies.sweep.sweep.run` in a folder."""
+"""Function that trains points and returns their rows in the same order.
+
+`mupax.train.studies.sweep.sweep` does so in a folder.
+"""
 Point = tuple[int, float, int]
-"""(index of the size, rate in steps of `STEP` octaves, whole in a study, seed from 0)."""
+"""(index of the size, rate in steps of `STEP` octaves, seed from 0).
+
+The rate is log2 of the learning rate divided by `STEP`. In a study it is a whole number.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A preset and an axis.
+    """Plan of a study: a preset, and a run of each size of an axis.
 
     Attributes:
-        label: the preset, for a person.
-        axis: what grows, of `mupax.train.config.sizes`: `AXES`, batch or tokens.
-        sizes: of it, increasing.
-        configs: a run of each size, whose rate and seed the points replace.
-        trained: the same runs as they are trained, under a preset that gives the same numbers; `configs` by default.
+        label: Name of the preset with its constants, for a person.
+        axis: Size that grows: one of `mupax.train.config.sizes.AXES`, "batch" or "tokens".
+        sizes: Values of the axis, increasing.
+        configs: Run of each size. Points replace its learning rate and seed.
+        trained: The same runs as they are trained, perhaps under another preset that gives the same
+            numbers; `configs` by default.
     """
 
     label: str
@@ -55,27 +66,26 @@ class Study:
     trained: tuple[Config, ...] = ()
 
     def config(self, point: Point) -> Config:
-        """The run of a point."""
-        at, rate, seed = point
-        config = (self.trained or self.configs)[at]
+        """Return the run of a point."""
+        index, rate, seed = point
+        config = (self.trained or self.configs)[index]
         return grids.point(config, 2.0 ** (rate * STEP), config.seed + seed)
 
 
 def plan(
     config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str
 ) -> Study:
-    """A study of a recipe's model along one axis, its preset relative to the smallest size unless `preset` has a base.
+    """Plan the study of a recipe's model along one axis.
+
+    The preset is relative to the smallest size unless it has a base.
 
     Args:
-        config: the recipe's run.
-        axis: what grows.
-        sizes: of it.
-        preset: under which.
-        label: the preset, for a person.
+        sizes: Values of the axis, at least two.
+        label: Name of the preset with its constants, for a person.
 
     Raises:
-        ConfigError: fewer than two sizes, or one that the model cannot have.
-        PresetError: a preset that does not exist, takes no such constant or has no rule for the optimizer.
+        ConfigError: Fewer than two sizes, or a size that the model cannot have.
+        PresetError: The preset does not exist, has no such constant or no rule for the optimizer.
     """
     if len(sizes) < 2:
         raise ConfigError(
@@ -84,26 +94,45 @@ def plan(
     runs = [sizes_of_models.grown_run(config, axis, size) for size in sorted(sizes)]
     if preset.base is None and not presets.get(preset.name).baseless:
         preset = dataclasses.replace(preset, base=base_text(runs[0].model.base_sizes()))
-    if preset.joint != "none":  # which scales warm-up itself
+    if preset.joint != "none":
+        # The joint rule scales the warm-up, so all runs start from that of the smallest.
         preset = dataclasses.replace(preset, base=joint.base_beside(preset.base, runs[0]))
         runs = [dataclasses.replace(run, optimizer=runs[0].optimizer) for run in runs]
     configs = tuple(dataclasses.replace(run, preset=preset) for run in runs)
-    for each in configs:
-        preset_of(each).family(each.optimizer.name)  # refused here, if at all
-        _ = each.scaled_optimizer
+    for run in configs:
+        # Both raise an error before anything is trained if the preset does not fit.
+        preset_of(run).family(run.optimizer.name)
+        _ = run.scaled_optimizer
     return Study(label=label, axis=axis, sizes=tuple(sorted(sizes)), configs=configs)
+
+
+class _CachedCurve(NamedTuple):
+    """Curve of a size, for a number of rows in all and a number of first seeds."""
+
+    num_rows: int
+    first: int
+    curve: Curve
+
+
+class _CachedAnalysis(NamedTuple):
+    """Analysis of a study, for a number of rows and the chosen seeds."""
+
+    num_rows: int
+    chosen: dict[int, int]
+    analysis: Analysis | None
 
 
 @dataclasses.dataclass
 class Measured:
-    """A study and the rows it has so far.
+    """A study with the rows that it has so far.
 
     Attributes:
-        study: what is measured.
-        first: seeds at every rate.
-        rows: of the points that are trained.
-        stopped: why the study asks for no more; empty while it does.
-        chosen: seeds by which a size's rates are chosen, where they are more than `first`.
+        study: Plan of the study.
+        first: Number of seeds at every rate.
+        rows: Rows of the points that are trained.
+        stopped: Why the study asks for no more points. Empty while it does.
+        chosen: Index of a size to the number of seeds by which its rates are chosen, if that is
+            more than `first`.
     """
 
     study: Study
@@ -111,75 +140,81 @@ class Measured:
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     chosen: dict[int, int] = dataclasses.field(default_factory=dict)
-    _curves: dict[int, tuple[int, int, Curve]] = dataclasses.field(
+    _curves: dict[int, _CachedCurve] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
-    """Per size the number of all rows, the first seeds, and the curve of them: a round asks for curves several times."""
-    _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(
-        default=None, init=False, repr=False
-    )
-    """Rows and chosen seeds of the last analysis, and that analysis: a round asks for it several times."""
+    """Curves by index of the size, because a round asks for them several times."""
+    _analysed: _CachedAnalysis | None = dataclasses.field(default=None, init=False, repr=False)
+    """Last analysis, because a round asks for it several times."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far."""
+        """Training time so far, in seconds."""
         return sum(row.seconds for row in self.rows.values())
 
-    def curve(self, at: int) -> Curve:
+    def curve(self, index: int) -> Curve:
         """Return the losses of one size, at the rates that have their first seeds."""
-        state = (len(self.rows), self._first(at))
-        if at not in self._curves or self._curves[at][:2] != state:
-            self._curves[at] = (*state, self._curve_of(at))
-        return self._curves[at][2]
+        cached = self._curves.get(index)
+        num_rows = len(self.rows)
+        first = self._first(index)
+        if cached is None or (cached.num_rows, cached.first) != (num_rows, first):
+            cached = _CachedCurve(num_rows, first, self._curve_of(index))
+            self._curves[index] = cached
+        return cached.curve
 
-    def _curve_of(self, at: int) -> Curve:
+    def _curve_of(self, index: int) -> Curve:
+        """Return the losses of one size, NaN for seeds that are not trained."""
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
-        rates = self.rates_with(at, self.first)
-        points = [[(at, r, s) for s in range(seeds)] for r in rates]
-        losses = [
-            [self.rows[point].loss if point in self.rows else math.nan for point in row]
-            for row in points
-        ]
-        return Curve(
-            np.array(rates, float) * STEP,
-            np.array(losses, float).reshape(len(rates), seeds),
-            self._first(at),
-        )
+        rates = self.rates_with(index, self.first)
+        losses = np.full((len(rates), seeds), math.nan)
+        for i, rate in enumerate(rates):
+            for seed in range(seeds):
+                row = self.rows.get((index, rate, seed))
+                if row is not None:
+                    losses[i, seed] = row.loss
+        return Curve(np.array(rates, float) * STEP, losses, self._first(index))
 
-    def rates_with(self, at: int, seeds: int) -> list[float]:
-        """Return the rates of one size that are trained from each of the first seeds, increasing."""
-        tried = {rate for index, rate, _ in self.rows if index == at}
-        return sorted(
-            rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds))
-        )
+    def rates_with(self, index: int, seeds: int) -> list[float]:
+        """Return the rates of one size that are trained from all first seeds, increasing."""
+        tried = {rate for size, rate, _ in self.rows if size == index}
+        rates = []
+        for rate in sorted(tried):
+            if all((index, rate, seed) in self.rows for seed in range(seeds)):
+                rates.append(rate)
+        return rates
 
     @property
     def curves(self) -> list[Curve]:
-        """The curve of every size."""
-        return [self.curve(at) for at in range(len(self.study.sizes))]
+        """Curve of every size."""
+        return [self.curve(index) for index in range(len(self.study.sizes))]
 
     def analysis(self) -> Analysis | None:
-        """Return fits and intervals of the curves; None before every size has one."""
-        if self._analysed is None or self._analysed[:2] != (len(self.rows), self.chosen):
+        """Return fits and intervals of the curves, or `None` until every size has a curve."""
+        cached = self._analysed
+        num_rows = len(self.rows)
+        if cached is None or (cached.num_rows, cached.chosen) != (num_rows, self.chosen):
             curves = self.curves
             complete = all(len(curve.x) for curve in curves)
             analysis = analyse(self.study.sizes, curves) if complete else None
-            self._analysed = (len(self.rows), dict(self.chosen), analysis)
-        return self._analysed[2]
+            cached = _CachedAnalysis(num_rows, dict(self.chosen), analysis)
+            self._analysed = cached
+        return cached.analysis
 
     def next_points(self, max_seeds: int, minutes: float) -> Sequence[Point]:
-        """Points to train next; none when the study is over, and then `stopped` says why.
+        """Return the points to train next. It is empty if the study is over; `stopped` says why.
 
         Args:
-            max_seeds: most seeds at a rate.
-            minutes: of training that the study may take.
+            minutes: Most minutes of training that the study may take.
         """
         points = self._rates()
-        if not points and (analysis := self.analysis()):
-            # Where noise leaves a size without a minimum its rates are chosen anew, by all its seeds.
-            noisy = [at for at, fitted in enumerate(analysis.fits) if fitted.trouble in NOISE]
-            self.chosen |= {at: analysis.seeds for at in noisy if analysis.seeds > self._first(at)}
+        analysis = self.analysis() if not points else None
+        if analysis is not None:
+            # Noise may leave a size without a minimum. All its seeds then choose its rates anew.
+            for index, fitted in enumerate(analysis.fits):
+                if fitted.trouble in NOISE and analysis.seeds > self._first(index):
+                    self.chosen[index] = analysis.seeds
             points = self._rates()
+
         if not points:
             return self._seed(max_seeds, minutes)
         if self.seconds < 60 * minutes:
@@ -189,42 +224,61 @@ class Measured:
         )
 
     def _stop(self, why: str) -> list[Point]:
+        """Note why the study is over. Return no points."""
         self.stopped = why
         return []
 
-    def _first(self, at: int) -> int:
-        return self.chosen.get(at, self.first)
+    def _first(self, index: int) -> int:
+        """Return the number of seeds by which a size's rates are chosen."""
+        return self.chosen.get(index, self.first)
 
     def _rates(self) -> Sequence[Point]:
-        """The missing rates of the first size that has not all it needs."""
-        centre, transferred = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP), None
-        for at in range(len(self.study.sizes)):
-            curve, rates = self.curve(at), []
+        """Return the missing points of the first size that has not all rates that it needs."""
+        # Rates here are in steps of `STEP` octaves.
+        centre = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP)
+        transferred: float | None = None
+        for index in range(len(self.study.sizes)):
+            curve = self.curve(index)
+            rates: list[int] = []
+            missing = curve.missing() if 0 < len(curve.x) < MOST_RATES else []
             if not len(curve.x):
                 rates = list(range(centre - SIDES, centre + SIDES + 1))
-            elif len(curve.x) < MOST_RATES and (missing := curve.missing()):
+            elif missing:
                 rates = [round(x / STEP) for x in missing]
             else:
+                # The next size is searched around the optimum of this one.
                 fitted = fit(curve, self.first)
                 if not fitted.trouble:
                     centre = round(fitted.optimum / STEP)
                 elif np.isfinite(curve.mean).any():
                     centre = round(curve.x[int(np.argmin(curve.mean))] / STEP)
-                if at == 0:
+                if index == 0:
                     transferred = None if fitted.trouble else fitted.optimum / STEP
                 elif transferred is not None:
+                    # Losses around the smallest size's optimum give the price of not tuning.
                     rates = [math.floor(transferred), math.ceil(transferred)]
-            if at in self.chosen:
+
+            if index in self.chosen:
                 rates += [round(x / STEP) for x in curve.x[curve.window()]]
-            pairs = [
-                (rate, seed) for rate in dict.fromkeys(rates) for seed in range(self._first(at))
-            ]
-            if points := [(at, *point) for point in pairs if (at, *point) not in self.rows]:
+            points = self._untrained(index, rates, range(self._first(index)))
+            if points:
                 return points
         return []
 
+    def _untrained(self, index: int, rates: Sequence[int], seeds: Sequence[int]) -> list[Point]:
+        """Return the points of a size, rate by rate, that have no row. A rate counts once."""
+        points: list[Point] = []
+        for rate in dict.fromkeys(rates):
+            for seed in seeds:
+                if (index, rate, seed) not in self.rows:
+                    points.append((index, rate, seed))
+        return points
+
     def seed_points(self, analysis: Analysis) -> list[Point]:
-        """Return the points of one more seed: the rates of every size's fit, without those that are trained."""
+        """Return the points of one more seed, at the rates of every size's fit.
+
+        Points that are trained are left out.
+        """
         points: list[Point] = []
         for index, curve in enumerate(self.curves):
             rates = [round(x / STEP) for x in curve.x[curve.window()]]
@@ -233,21 +287,24 @@ class Measured:
         return points
 
     def seconds_of(self, points: Sequence[Point]) -> float:
-        """Return the seconds that points will probably train, from those of their sizes so far."""
+        """Return an estimate of the training time of points, from rows of their sizes."""
         seconds = 0.0
         for index in {point[0] for point in points}:
-            own = [row.seconds for (size, _, _), row in self.rows.items() if size == index]
+            durations = [row.seconds for (size, _, _), row in self.rows.items() if size == index]
             count = sum(point[0] == index for point in points)
-            seconds += count * sum(own) / max(1, len(own))
+            seconds += count * sum(durations) / max(1, len(durations))
         return seconds
 
     def _seed(self, max_seeds: int, minutes: float) -> list[Point]:
-        """Return one more seed's points, or stop and say why there are none."""
+        """Return the points of one more seed, or stop and note why there are none."""
         analysis = self.analysis()
-        noisy = [fitted.trouble in NOISE for fitted in analysis.fits] if analysis else []
-        if analysis is None or sum(not f.trouble for f in analysis.fits) + sum(noisy) < 2:
+        if analysis is None:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
-        if analysis.settled and not any(noisy):
+        fitted = sum(not f.trouble for f in analysis.fits)
+        noisy = sum(f.trouble in NOISE for f in analysis.fits)
+        if fitted + noisy < 2:
+            return self._stop("fewer than two sizes have a minimum; more seeds would not help")
+        if analysis.settled and not noisy:
             return self._stop("the verdict is decided")
         if analysis.seeds >= max_seeds:
             return self._stop(f"all {max_seeds} seeds are used")
@@ -257,9 +314,12 @@ class Measured:
         return points
 
     def seeds_line(self, points: Sequence[Point], max_seeds: int, minutes: float) -> str:
-        """Return a line on the seed that comes next: why, how many at most, and how long that takes at most.
+        """Return a line on the next seed: why it is added, how many may follow, and the time.
 
-        It is empty where the points are of rates that are still missing.
+        The line is empty if the points are of rates that are still missing.
+
+        Args:
+            minutes: Most minutes of training that the study may take.
         """
         analysis = self.analysis()
         if analysis is None or {seed for _, _, seed in points} != {analysis.seeds}:
@@ -270,19 +330,19 @@ class Measured:
             shown = f"drift {drift.value:+.2f}"
         if math.isfinite(drift.half_width):
             shown += f" [{drift.low:+.2f}, {drift.high:+.2f}]"
-        state = "is undecided"
-        if analysis.verdict != "undecided":
-            state = (
-                "has a size without a minimum"
-                if any(f.trouble for f in analysis.fits)
-                else "is decided by little"
-            )
-        own = self.seconds_of(points) / 60
+        state = "is decided by little"
+        if analysis.verdict == "undecided":
+            state = "is undecided"
+        elif any(f.trouble for f in analysis.fits):
+            state = "has a size without a minimum"
+
+        seed_minutes = self.seconds_of(points) / 60
         left = max_seeds - analysis.seeds
-        most = min(left * own, minutes - self.seconds / 60)
+        most_minutes = min(left * seed_minutes, minutes - self.seconds / 60)
         return (
-            f"{self.study.label} in {self.study.axis} {state} after {analysis.seeds} seeds ({shown} octaves per doubling): "
-            f"at most {left} more, about {own:.1f} minutes of training each, {most:.1f} in all"
+            f"{self.study.label} in {self.study.axis} {state} after {analysis.seeds} seeds "
+            f"({shown} octaves per doubling): at most {left} more, about {seed_minutes:.1f} "
+            f"minutes of training each, {most_minutes:.1f} in all"
         )
 
 
@@ -297,71 +357,70 @@ def measure(
     minutes: float = 20.0,
     kind: type[Measured] = Measured,
 ) -> list[Measured]:
-    """Train what the studies ask for until none asks for more.
+    """Train the points that studies ask for until none asks for more.
 
-    The studies' points go to `run` together, a round at a time, so that those of one size may share a program.
+    The points of all studies go to `run` together, a round at a time, so that points of one size
+    may share a program.
 
     Args:
-        studies: to measure.
-        run: trains points, or has their rows from before.
-        tell: called with a line per round.
-        trained: returns whether `run` has the rows of all these points from before. Seeds that an earlier command trained at
-            the rates of the fits are used, even where fewer decide.
-        seeds: at every rate.
-        max_seeds: near the minima.
-        minutes: of training, of one study; training that was resumed counts too.
-        kind: what asks for points.
+        run: Function that trains points, or has their rows from before.
+        tell: Called with a line per round, if given.
+        trained: Function that returns whether `run` has the rows of all these points from before.
+            Seeds that an earlier command trained at the rates of the fits are used even if fewer
+            seeds decide.
+        minutes: Most minutes of training per study. Training that was resumed counts, too.
+        kind: Class of the studies, which chooses their points.
     """
-    every = [kind(study, seeds) for study in studies]
-    while requests := _requests(every, max_seeds, minutes, run, trained):
+    all_measured = [kind(study, seeds) for study in studies]
+    while requests := _requests(all_measured, max_seeds, minutes, run, trained):
         if tell is not None:
-            _tell_round(tell, every, requests, max_seeds, minutes)
+            _tell_round(tell, all_measured, requests, max_seeds, minutes)
         rows = run([measured.study.config(point) for measured, point in requests])
         for (measured, point), row in zip(requests, rows, strict=True):
             measured.rows[point] = row
-    return every
+    return all_measured
 
 
 def _tell_round(
     tell: Callable[[str], None],
-    every: Sequence[Measured],
+    studies: Sequence[Measured],
     requests: Sequence[tuple[Measured, Point]],
     max_seeds: int,
     minutes: float,
 ) -> None:
-    """Say which rates and seeds are trained next, and how many seeds may follow."""
+    """Tell which rates and seeds are trained next, and how many seeds may follow."""
     groups: dict[str, list[Point]] = {}
     for measured, point in requests:
         name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
         groups.setdefault(name, []).append(point)
-    counts = {
-        name: [len(set(column)) for column in zip(*points, strict=True)]
-        for name, points in groups.items()
-    }
-    tell(
-        "; ".join(
-            f"{name}: {rates} rates, {seeds} seeds" for name, (_, rates, seeds) in counts.items()
-        )
-    )
-    for measured in every:
-        own = [point for other, point in requests if other is measured]
-        if own and (line := measured.seeds_line(own, max_seeds, minutes)):
+    parts = []
+    for name, points in groups.items():
+        rates = {rate for _, rate, _ in points}
+        seeds = {seed for _, _, seed in points}
+        parts.append(f"{name}: {len(rates)} rates, {len(seeds)} seeds")
+    tell("; ".join(parts))
+
+    for measured in studies:
+        points = [point for study, point in requests if study is measured]
+        line = measured.seeds_line(points, max_seeds, minutes) if points else ""
+        if line:
             tell(line)
 
 
 def _requests(
-    every: Sequence[Measured],
+    studies: Sequence[Measured],
     max_seeds: int,
     minutes: float,
     run: Runner,
     trained: Callable[[Sequence[Config]], bool],
 ) -> list[tuple[Measured, Point]]:
-    """Return the points that all studies ask for next, after what is trained already is used."""
+    """Return the points that all studies ask for next. Rows from before are used first."""
     requests: list[tuple[Measured, Point]] = []
-    for measured in every:
+    for measured in studies:
         points = measured.next_points(max_seeds, minutes)
-        # Only a grid's study adds seeds; with more of them its verdict, and so its end, may be another.
-        if not points and type(measured) is Measured and _use_trained(measured, run, trained):
+        # Only a study of a grid adds seeds. More of them may change its verdict, and so its end.
+        is_grid = type(measured) is Measured
+        if not points and is_grid and _use_trained(measured, run, trained):
             points = measured.next_points(max_seeds, minutes)
         requests += [(measured, point) for point in points]
     return requests
@@ -370,10 +429,10 @@ def _requests(
 def _use_trained(
     measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]
 ) -> bool:
-    """Add the further seeds whose rows are all there, so that no measured seed is left out of the verdict.
+    """Add further seeds that were trained before, so that the verdict leaves no seed out.
 
     Returns:
-        Whether there were any.
+        Whether there were any such seeds.
     """
     added = False
     while analysis := measured.analysis():

@@ -1,4 +1,4 @@
-"""A study's result as a tuned preset: the smallest size's best rate, and what the study knows about it."""
+"""Tuned presets made of a study: the smallest size's best learning rate, and evidence for it."""
 
 from __future__ import annotations
 
@@ -22,55 +22,64 @@ from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError
 
 LONGEST_WARMUP = 0.2
-"""Share of a run's steps up to which a warm-up is saved without a caution: that of the project's own transfer studies."""
+"""Greatest warm-up that is saved without a caution, as a share of a run's steps.
+
+It is that of the project's own transfer studies.
+"""
 
 
 class NoMinimum(MupaxFailure):
-    """A study that is trained, and whose losses have no minimum to save."""
+    """Trained study whose losses have no minimum, so that there is no rate to save."""
 
 
 def check_name(name: str, preset: str) -> str:
-    """The name to save a tuned preset by, without folder and ending; refused before anything is trained.
+    """Return the bare name of a tuned preset, or refuse it before anything is trained.
 
     Args:
-        name: or the path of a file PRESET.NAME.json.
-        preset: that is tuned.
+        name: Name, or path of a file PRESET.NAME.json.
+        preset: Name of the preset that is tuned.
 
     Raises:
-        PresetError: it is no name.
-        ConfigError: the project itself has a tuned preset of that name, or the path is no PRESET.NAME.json.
+        PresetError: The name has characters that no name may have.
+        ConfigError: The project has a tuned preset of this name, or the path is no
+            PRESET.NAME.json.
     """
     path = Path(name)
     if path.suffix == ".json" and not path.name.startswith(f"{preset}."):
         raise ConfigError(f"--save-tuned {name}: write a file name {preset}.NAME.json")
-    bare = path.stem.removeprefix(f"{preset}.") if path.suffix == ".json" else name
+    bare = name
+    if path.suffix == ".json":
+        bare = path.stem.removeprefix(f"{preset}.")
     find.check_name(bare)
     comes_with_mupax = (find.FOLDER / f"{preset}.{name}.json").exists()
     if bare == name and (comes_with_mupax or f"{preset}:{name}" in find.MOVED):
         raise ConfigError(
-            f"--save-tuned {name}: {preset}:{name} comes or came with the project; write another name"
+            f"--save-tuned {name}: {preset}:{name} comes or came with the project; "
+            f"write another name"
         )
     return bare
 
 
 def check_before_training(name: str, config: Config) -> None:
-    """Refuse a name that cannot be saved, and print a caution where the warm-up to be saved is long.
+    """Refuse a name that cannot be saved, and print a caution if the warm-up to be saved is long.
 
     Args:
-        name: as `check_name` takes it.
-        config: a point of the study. Its warm-up is saved as a share of its steps.
+        name: Name or path, as for `check_name`.
+        config: Any point of the study. Its warm-up is saved as a share of its steps.
 
     Raises:
-        PresetError, ConfigError: as `check_name`.
+        PresetError: The name has characters that no name may have.
+        ConfigError: The name is taken, or the path is no PRESET.NAME.json.
     """
     check_name(name, config.preset.name)
     share = _warmup_share(config)
     if share > LONGEST_WARMUP:
         steps = int(LONGEST_WARMUP * config.steps)
+        warmup_steps = min(config.optimizer.warmup_steps, config.steps)
         terminal.note(
-            f"caution: {min(config.optimizer.warmup_steps, config.steps)} of {config.steps} steps are warm-up, so "
-            f"--save-tuned {name} saves a warm-up of {share:.0%} of every later run; write --optimizer.warmup-steps {steps} "
-            f"or fewer, or more --steps"
+            f"caution: {warmup_steps} of {config.steps} steps are warm-up, so --save-tuned {name} "
+            f"saves a warm-up of {share:.0%} of every later run; write --optimizer.warmup-steps "
+            f"{steps} or fewer, or more --steps"
         )
 
 
@@ -86,84 +95,102 @@ def save(
     command: str,
     loss: str = "training",
 ) -> tuple[Path, str]:
-    """Write the tuned preset, and give its path and what `--preset` takes.
+    """Write the smallest size's best rate as a tuned preset.
 
     Args:
-        name: its name, to be found in `mupax.presets.tuned.find.OWN_FOLDER`; or the path of a file PRESET.NAME.json.
-        label: of the studies that it is of.
-        judged: all studies; those relative to the same base as the first are its evidence.
-        command: that was written.
-        loss: that the studies are of, training or evaluation.
+        name: Name of a file in `mupax.presets.tuned.find.OWN_FOLDER`, or path of a file
+            PRESET.NAME.json.
+        judged: All studies. Those of the preset, relative to the same base as its first study, are
+            the evidence.
+        loss: Loss of the studies, "training" or "evaluation".
+
+    Returns:
+        Path of the file, and the word for `--preset`.
 
     Raises:
-        NoMinimum: the smallest size has no fitted best rate.
+        NoMinimum: The smallest size has no fitted best rate.
     """
-    judged = [
-        (measured, analysis) for measured, analysis in judged if measured.study.label == label
-    ]
-    measured, analysis = judged[0]
-    fitted, config = analysis.fits[0], measured.study.configs[0]
+    studies = []
+    for measured, analysis in judged:
+        if measured.study.label == label:
+            studies.append((measured, analysis))
+    measured, analysis = studies[0]
+    fitted = analysis.fits[0]
+    config = measured.study.configs[0]
     if fitted.trouble:
         where = f"at {measured.study.axis} {analysis.sizes[0]}"
         raise NoMinimum(
             f"every point is trained, but there is no rate to save: {where}, {fitted.why}"
         )
-    of_base = [(m, a) for m, a in judged if m.study.configs[0].preset.base == config.preset.base]
+
+    models = set()
+    transfer = []
+    for other_measured, other_analysis in studies:
+        study = other_measured.study
+        if study.configs[0].preset.base != config.preset.base:
+            continue
+        for run in study.configs:
+            models.add(tuple(run.model.base_sizes().items()))
+        if len(other_analysis.sizes) > 1:
+            transfer.append({
+                "axis": study.axis,
+                "sizes": list(other_analysis.sizes),
+                "verdict": other_analysis.verdict,
+                "drift": other_analysis.drift.to_json(5),
+            })  # fmt: skip
+
     curve = measured.curve(0)
-    models = {tuple(c.model.base_sizes().items()) for m, _ in of_base for c in m.study.configs}
     evidence = {
         "sizes": [dict(model) for model in sorted(models)],
         "seeds": analysis.seeds,
         "log2_lr": [float(x) for x in curve.x],
-        "loss": [finite(loss, 5) for loss in curve.mean],
+        "loss": [finite(mean, 5) for mean in curve.mean],
         "log2_optimum": analysis.optima[0].to_json(5),
-        "transfer": [
-            {
-                "axis": m.study.axis,
-                "sizes": list(a.sizes),
-                "verdict": a.verdict,
-                "drift": a.drift.to_json(5),
-            }
-            for m, a in of_base
-            if len(a.sizes) > 1
-        ],
-        **({} if loss == "training" else {"judged": loss}),
+        "transfer": transfer,
     }
-    return write(name, config, float(f"{2.0**fitted.optimum:.4g}"), evidence, command)
+    if loss != "training":
+        evidence["judged"] = loss
+    peak_lr = float(f"{2.0**fitted.optimum:.4g}")
+    return write(name, config, peak_lr, evidence, command)
 
 
 def write(
     name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any], command: str
 ) -> tuple[Path, str]:
-    """Write what a run has and evidence for it as a tuned preset, and give its path and what `--preset` takes.
+    """Write the settings of a run and evidence for its learning rate as a tuned preset.
 
     Args:
-        name: as `save`.
-        config: the run at the base.
-        peak_lr: its best rate.
-        evidence: `sizes`, `seeds`, `log2_lr`, `loss`, `log2_optimum`, `transfer` of its provenance, and `search` where one was made.
-        command: that was written.
+        name: Name or path, as for `save`.
+        evidence: `sizes`, `seeds`, `log2_lr`, `loss`, `log2_optimum` and `transfer` of the
+            provenance, and `search` if one was made.
+
+    Returns:
+        Path of the file, and the word for `--preset`.
     """
-    preset, opt = preset_of(config), config.optimizer
-    takes = inspect.signature(
-        PRESETS[config.preset.name]
-    ).parameters  # `given` holds what a preset fixes, too
+    preset = preset_of(config)
+    # `choices` also holds what the preset fixes. Only arguments of the preset are constants.
+    parameters = inspect.signature(PRESETS[config.preset.name]).parameters
+    constants = {}
+    for constant, value in preset.choices.items():
+        if constant in parameters or "." in constant:
+            constants[constant] = value
+
+    settings = config.optimizer
     fields = ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")
+    optimizer = {field: getattr(settings, field) for field in fields}
+    optimizer |= {
+        "peak_lr": peak_lr,
+        "schedule": settings.schedule,
+        "warmup_fraction": _warmup_share(config),
+        "final_lr_fraction": settings.final_lr_fraction,
+    }
     tuned = find.Tuned(
         name=check_name(name, config.preset.name),
         preset=config.preset.name,
-        constants={
-            name: value for name, value in preset.choices.items() if name in takes or "." in name
-        },
+        constants=constants,
         form=config.preset.form,
         base=None if preset.base is None else dict(preset.base),
-        optimizer={
-            **{field: getattr(opt, field) for field in fields},
-            "peak_lr": peak_lr,
-            "schedule": opt.schedule,
-            "warmup_fraction": _warmup_share(config),
-            "final_lr_fraction": opt.final_lr_fraction,
-        },
+        optimizer=optimizer,
         provenance={
             "recipe": config.recipe,
             "data": config.data.name,
@@ -177,23 +204,23 @@ def write(
             "date": datetime.date.today().isoformat(),
         },
     )
-    path = (
-        Path(name).expanduser()
-        if name.endswith(".json")
-        else find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
-    )
+
+    path = find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
+    if name.endswith(".json"):
+        path = Path(name).expanduser()
     find.save(tuned, path)
-    folders = (find.FOLDER, find.OWN_FOLDER, find.user_folder())
-    by_name = path.parent.resolve() in [folder.resolve() for folder in folders]
-    return path, tuned.use if by_name else f"{tuned.preset}:{path}"
+    searched_folders = [find.FOLDER, find.OWN_FOLDER, find.user_folder()]
+    if path.parent.resolve() in [folder.resolve() for folder in searched_folders]:
+        return path, tuned.use
+    return path, f"{tuned.preset}:{path}"
 
 
 def saved_message(path: Path, word: str) -> str:
-    """Return where a tuned preset was written, and what to type to use it here and from any folder.
+    """Return where a tuned preset is, and how to use it here and from any folder.
 
     Args:
-        path: file that `save` or `write` wrote.
-        word: what `--preset` takes.
+        path: File that `save` or `write` wrote.
+        word: Word for `--preset`, from `save` or `write`.
     """
     text = f"tuned preset in {path.absolute()}; use it with --preset {shlex.quote(word)}"
     if path.parent.resolve() == find.OWN_FOLDER.resolve():
@@ -203,7 +230,7 @@ def saved_message(path: Path, word: str) -> str:
     share = find.load(path).optimizer["warmup_fraction"]
     if share > LONGEST_WARMUP:
         text = (
-            f"{text}\ncaution: it warms up for {share:.0%} of every run that uses it; write --optimizer.warmup-steps there to "
-            "have less"
+            f"{text}\ncaution: it warms up for {share:.0%} of every run that uses it; "
+            f"write --optimizer.warmup-steps there to have less"
         )
     return text
