@@ -309,7 +309,7 @@ def newton_schulz(x: jax.Array, coefficients: Coefficients = NEWTON_SCHULZ) -> j
 
     Args:
         x: Matrix [s, t].
-        coefficients: (a, b, c) of every iteration.
+        coefficients: One triple (a, b, c) per iteration.
     """
     rows_are_few = x.shape[0] <= x.shape[1]
     wide = x.astype(jnp.float32)
