@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import pytest
 
-from mupax.train.config.run import MeshConfig
+from mupax.train.config.run import MeshConfig, OptimizerConfig
+from mupax.train.core import optimizer
+from mupax.train.core.orthogonalize import ITERATIONS, newton_schulz, sides
 from mupax.train.core.program import Program
 from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods.compiled import Compiled, compile_for
@@ -150,3 +152,37 @@ def test_control_a_mesh_that_gathers_between_slices_sends_more() -> None:
     )
     between = [one for one in executable.collectives if one.between_slices]
     assert sent(between) > 1.5 * (MATRICES * 2 + 2 * WIDTH * VOCAB * 4) / 4
+
+
+# Muon
+
+MUON = OptimizerConfig(name="muon")
+
+
+def inside_iterations(executable: Compiled) -> list[Collective]:
+    """Return the collectives of Muon's iterations."""
+    return [one for one in executable.collectives if ITERATIONS in one.op_name]
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_muon_exchanges_whole_matrices_and_its_iterations_send_nothing(pod: str) -> None:
+    executable = step(pod, optimizer=MUON)
+    assert executable.report()["problems"] == []
+    assert inside_iterations(executable) == []
+    assert [one for one in executable.collectives if one.kind == "all-to-all"]
+
+
+def test_control_iterations_that_the_compiler_splits_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    def where_they_are(arrays: Any, specs: Any, *, layout: Any) -> dict[str, jax.Array]:
+        results = {}
+        for name, array in arrays.items():
+            order = sides(specs[name], layout).order
+            flat = array.transpose(order).reshape(-1, WIDTH, array.shape[order[-1]])
+            orthogonal = jax.vmap(newton_schulz)(flat)
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            shape = [array.shape[i] for i in order]
+            results[name] = orthogonal.reshape(shape).transpose(inverse)
+        return results
+
+    monkeypatch.setattr(optimizer, "orthogonalize", where_they_are)
+    assert inside_iterations(step("v5e:4x4", optimizer=MUON))
