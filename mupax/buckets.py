@@ -1,4 +1,4 @@
-"""Paths in a bucket (gs://): the methods of pathlib that mupax calls, on top of etils.epath and gcsfs.
+"""Paths in a bucket (gs://) on etils.epath and gcsfs, with the methods of pathlib that are called.
 
 `mupax.disk.path_of` makes these paths.
 """

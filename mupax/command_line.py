@@ -141,14 +141,13 @@ def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
 
     Args:
         prog: Words before `argv`, such as `mupax presets list`.
-        argv: Words that hold the flags.
 
     Raises:
         SystemExit: Code 0, after `--help` was printed.
         UsageError: A flag is missing or unknown, or a value is of the wrong kind.
     """
-    parsed, rest = parse_known(command, prog, with_dashed_values(argv, command))
-    refuse(rest, flags(command), prog)
+    parsed, unread = parse_known(command, prog, with_dashed_values(argv, command))
+    refuse(unread, flags(command), prog)
     return parsed
 
 
@@ -164,7 +163,6 @@ def parse_known(
 
     Args:
         prog: Words before `argv`, such as `mupax sweep`.
-        argv: Words that hold the flags.
         default: Command whose values the flags change. By default the fields' own defaults.
         description: Text above the flags in `--help`. By default the docstring of `command`.
         flag_help: Flags that `--help` lists. By default all.
@@ -188,11 +186,11 @@ def parse_known(
             _joined_docstrings(),
             _narrow(flag_help),
         ):
-            result, rest = _parse_with_tyro(command, prog, list(argv), default)
-            if rest and _has_positional(command):
+            result, unread = _parse_with_tyro(command, prog, list(argv), default)
+            if unread and _has_positional(command):
                 # In a line with an unknown word, tyro 1.0 sets an absent positional to "[]".
-                result, _ = _parse_with_tyro(command, prog, _without(argv, rest), default)
-            return result, rest
+                result, _ = _parse_with_tyro(command, prog, _without(argv, unread), default)
+            return result, unread
     except SystemExit as stop:
         if stop.code == 0:
             doc = description or inspect.getdoc(command) or ""
@@ -262,16 +260,16 @@ def _help_text(text: str, description: str) -> str:
 def _joined_docstrings() -> Iterator[None]:
     """Patch tyro, while entered, so that it joins the lines of a field's docstring."""
     # tyro starts a paragraph at a line that is indented or begins with no letter. It has no option.
-    before = tyro._strings.remove_single_line_breaks
+    join_lines = tyro._strings.remove_single_line_breaks
     tyro._strings.remove_single_line_breaks = _joined_lines
     try:
         yield
     finally:
-        tyro._strings.remove_single_line_breaks = before
+        tyro._strings.remove_single_line_breaks = join_lines
 
 
 def _joined_lines(text: str) -> str:
-    """Join the lines of each paragraph of a docstring. Items of a list stay on lines of their own."""
+    """Join the lines of each paragraph of a docstring. List items keep lines of their own."""
     lines: list[str] = []
     for line in text.split("\n"):
         stripped = line.strip()
@@ -286,14 +284,14 @@ def _joined_lines(text: str) -> str:
 @contextlib.contextmanager
 def _narrow(flag_help: FlagHelp | None) -> Iterator[None]:
     """Make tyro print its help in one column, while entered, if only a part of it is listed."""
-    before = os.environ.get("COLUMNS")
+    columns = os.environ.get("COLUMNS")
     if flag_help is not None:
         os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, WIDEST_HELP))
     try:
         yield
     finally:
-        if before is not None:
-            os.environ["COLUMNS"] = before
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
         elif flag_help is not None:
             del os.environ["COLUMNS"]
 
@@ -335,23 +333,25 @@ def _only_listed(text: str, listed: frozenset[str]) -> str:
     return "\n".join(lines)
 
 
-def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """Return the words without those of `rest`, which are in the same order."""
-    unread = list(rest)
+def _without(words: Sequence[str], unread: Sequence[str]) -> list[str]:
+    """Return the words without the unread ones, which are in the same order."""
+    remaining = list(unread)
     read: list[str] = []
     for word in words:
-        if unread and word == unread[0]:
-            unread.pop(0)
+        if remaining and word == remaining[0]:
+            remaining.pop(0)
         else:
             read.append(word)
     return read
 
 
-def refuse(rest: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help") -> None:
+def refuse(
+    unread: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help"
+) -> None:
     """Refuse words that no flag took. The message names the flags that are most like the first one.
 
     Args:
-        rest: Words that were not read. If there are none, nothing is refused.
+        unread: Words that were not read. If there are none, nothing is refused.
         flags: Every flag of the command, with its dashes.
         prog: Words before the flags, such as `mupax sweep`.
         all_flags: Words that list all flags, for the message.
@@ -359,17 +359,17 @@ def refuse(rest: Sequence[str], flags: Sequence[str], prog: str, all_flags: str 
     Raises:
         UsageError: There is a word. A flag is named before other words.
     """
-    if not rest:
+    if not unread:
         return
     help_line = _help(prog, all_flags)
-    unknown = [word for word in rest if word.startswith("-")]
-    if not unknown:
+    unknown_flags = [word for word in unread if word.startswith("-")]
+    if not unknown_flags:
         raise UsageError(
-            f"nothing takes the word {rest[0]!r}; write flags as --NAME VALUE, and switches such "
+            f"nothing takes the word {unread[0]!r}; write flags as --NAME VALUE, and switches such "
             f"as --resume without a value\n{help_line}"
         )
 
-    flag = unknown[0].partition("=")[0].replace("_", "-")
+    flag = unknown_flags[0].partition("=")[0].replace("_", "-")
     if f"{flag}.name" in flags:
         raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{help_line}")
 
@@ -466,11 +466,7 @@ _READ_BY_TYRO = frozenset(("UseAppendAction", "UseCounterAction", "Fixed"))
 
 
 def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
-    """Parse a line of known flags without tyro. Return `None` if only tyro can read the line.
-
-    Args:
-        command: Command whose values the flags change.
-    """
+    """Return the command with its values changed by flags, or `None` if only tyro can read them."""
     # For every line tyro builds a parser of all fields, which takes 0.4 s for a recipe. A line of
     # known flags with values of their types needs no parser. Help and errors are left to tyro.
     by_name: dict[str, FlagField] = {}
@@ -483,7 +479,7 @@ def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
         while words:
             flag, equals, text = words.pop(0).partition("=")
             field = by_name[flag]
-            if field.path in values:
+            if field.path in values:  # tyro decides about a repeated flag
                 return None
             if isinstance(field.default, bool):
                 values[field.path] = _plain_switch(field, flag, equals)
@@ -518,6 +514,7 @@ def _take_values(field: FlagField, words: list[str]) -> list[str]:
     values: list[str] = []
     takes_many = get_origin(_bare(field.hint)) is tuple
     while words and (takes_many or not values):
+        # The next flag ends the values. A negative number is a value.
         if words[0].startswith("-") and not NEGATIVE.fullmatch(words[0]):
             break
         values.append(words.pop(0))
@@ -548,8 +545,8 @@ def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
     if not all(texts) or not texts:
         raise ValueError(texts)
     if get_origin(bare) is tuple:
-        element, *rest = get_args(bare)
-        if rest != [...]:
+        element, *length = get_args(bare)
+        if length != [...]:  # a tuple of fixed length
             raise ValueError(hint)
         return tuple(_plain_word(element, text) for text in texts)
     (text,) = texts
@@ -584,9 +581,9 @@ def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     """
     changes: dict[str, Any] = {}
     inner_values: dict[str, dict[tuple[str, ...], Any]] = {}
-    for (name, *rest), value in values.items():
-        if rest:
-            inner_values.setdefault(name, {})[tuple(rest)] = value
+    for (name, *inner_path), value in values.items():
+        if inner_path:
+            inner_values.setdefault(name, {})[tuple(inner_path)] = value
         else:
             changes[name] = value
 
@@ -694,9 +691,9 @@ def first_word(
     if default and (not argv or argv[0].startswith("-")):
         return default, [*argv]
 
-    word, *rest = argv
+    word, *words = argv
     if word in names:
-        return word, rest
+        return word, words
     if word.startswith("-"):
         problem = f"the first word is a {kind}, not a flag"
     else:

@@ -84,14 +84,13 @@ class ConfigField(NamedTuple):
     default: Any
     """Default of the field, `dataclasses.MISSING` if the field is required."""
     affects: Affects | None
-    """Declaration of the field. `None` for fields without one, such as those of a plugin's model."""
+    """Declaration of the field, `None` for the fields of a plugin's model, for example."""
 
 
 def config_fields(config: Any, prefix: str = "") -> Iterator[ConfigField]:
     """Yield every field of a config and of its sections, in order.
 
     Args:
-        config: Instance of a dataclass.
         prefix: Beginning of the dotted paths, such as `model.`.
     """
     marks = declared(type(config))

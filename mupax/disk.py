@@ -121,11 +121,8 @@ def plainly_named(path: Path) -> Iterator[str]:
     A path with unusual characters is named through a stand-in for its folder. Nothing on disk is
     renamed.
 
-    Args:
-        path: Path in a folder that exists.
-
     Raises:
-        OSError: The path's folder cannot be opened.
+        OSError: The path's folder does not exist or cannot be opened.
     """
     if is_remote(path):
         yield str(path)
@@ -247,7 +244,6 @@ def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     Args:
         folder: Folder that may be a stranger's, with links to the user's files. A folder in a
             bucket has no links.
-        names: Names of files in the folder.
     """
     if is_remote(folder):
         return {}
@@ -314,12 +310,12 @@ class Patience:
         self._was_noted = False
         self._lock = threading.Lock()
 
-    def __call__(self, read: Callable[[], T], what: str | Path) -> T:
+    def __call__(self, read: Callable[[], T], target: str | Path) -> T:
         """Call `read` until it succeeds, and return its value.
 
         Args:
             read: Function that may be called many times.
-            what: Noun or path that a message names as unreadable.
+            target: Noun or path that a message names as unreadable.
 
         Raises:
             FileNotFoundError, NotADirectoryError: The file does not exist. This is not retried.
@@ -338,11 +334,11 @@ class Patience:
                     deadline = time.monotonic() + self._seconds
                 if time.monotonic() + pause > deadline:
                     raise DiskError(
-                        f"{what} cannot be read: {cause.strerror} (tried for {self._seconds:.0f} "
+                        f"{target} cannot be read: {cause.strerror} (tried for {self._seconds:.0f} "
                         "s); nothing was changed: see to the disk, then write the same command "
                         "again"
                     ) from error
-                self._note_once(f"{what} cannot be read: {cause.strerror}")
+                self._note_once(f"{target} cannot be read: {cause.strerror}")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
 
@@ -469,7 +465,7 @@ def hidden_beside(path: Path, ending: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make sure that the names of a folder's entries are on the disk, after a rename for example."""
+    """Write the names of a folder's entries to the disk, after a rename for example."""
     if is_remote(folder):
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -479,12 +475,11 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def json_object(content: bytes, what: str) -> dict[str, Any]:
+def json_object(content: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object that may come from a stranger.
 
     Args:
-        content: Bytes of a file or line.
-        what: Name of the content, with which a message begins.
+        name: Name of the content, with which a message begins.
 
     Raises:
         JsonError: The content is no JSON object, is nested deeper than `DEEPEST`, or has an
@@ -493,13 +488,13 @@ def json_object(content: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(content, parse_int=_integer, parse_float=_real, parse_constant=_constant)
     except RecursionError as error:
-        raise JsonError(f"{what}: not JSON that can be read: nested too deep") from error
+        raise JsonError(f"{name}: not JSON that can be read: nested too deep") from error
     except ValueError as error:
-        raise JsonError(f"{what}: not JSON: {error}") from error
+        raise JsonError(f"{name}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise JsonError(f"{what}: not a JSON object")
+        raise JsonError(f"{name}: not a JSON object")
     if nested_deeper(value, DEEPEST):
-        raise JsonError(f"{what}: not JSON that can be read: nested deeper than {DEEPEST} levels")
+        raise JsonError(f"{name}: not JSON that can be read: nested deeper than {DEEPEST} levels")
     return value
 
 
@@ -507,7 +502,7 @@ def nested_deeper(value: Any, levels: int) -> bool:
     """Return True if lists and dicts are nested more than `levels` deep.
 
     Args:
-        value: Parsed JSON or YAML.
+        value: Value that a parser of JSON or YAML returned.
         levels: Number of levels that is still allowed. A list without lists has one level.
     """
     # A loop over levels, because recursion would fail on the values that this check is for.

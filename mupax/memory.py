@@ -1,4 +1,4 @@
-"""Memory that this process can still allocate, checks of it, and messages about too little memory."""
+"""Memory that this process can still allocate: checks before work, messages when it runs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIABLE = "MUPAX_MEMORY_CHECK"
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _THREADS = 320 * 2**20
-"""Address space in bytes for threads and the compiler of a run. 250 MB were measured on two cores."""
+"""Address space in bytes for threads and the compiler. 250 MB were measured on two cores."""
 _COMPILER = 1650 * 2**20
 """Address space in bytes that JAX and its compiler need to start.
 

@@ -117,8 +117,8 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
         if not is_plugin:
             raise PluginError(_failure(name, error)) from error
         raise PluginError(
-            f"--plugin {name}: no module of this name is in {source} or among the installed packages; "
-            "run the command in its folder, or put its folder on PYTHONPATH"
+            f"--plugin {name}: no module of this name is in {source} or among the installed "
+            "packages; run the command in its folder, or put its folder on PYTHONPATH"
         ) from error
     except MupaxError:
         raise
@@ -185,8 +185,8 @@ def remember(run: str, modules: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):
         path = _record_of(run)
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = _read(path)
-        disk.write_whole(path, json.dumps({**before, **modules}, indent=2) + "\n")
+        recorded = _read(path)
+        disk.write_whole(path, json.dumps({**recorded, **modules}, indent=2) + "\n")
 
 
 def trusted(run: object) -> dict[str, str]:
@@ -219,7 +219,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _failure(name: str, error: BaseException) -> str:
-    """Return the message for an error in a module's own code, with the file and line of the error."""
+    """Return the message for an error in a module's own code, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if "importlib" not in frame.filename]
     location = ""

@@ -206,7 +206,7 @@ def explained(error: BaseException, variables: Mapping[str, str] = os.environ) -
     """Return a message for an error of JAX that an environment variable caused, otherwise `None`.
 
     Args:
-        error: Exception with its traceback.
+        error: Exception whose traceback shows where in JAX it was raised.
         variables: Environment variables. The default is the environment of this process.
     """
     reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -358,13 +358,13 @@ class Interrupts:
         self._record(number)
 
     def _check_end(self) -> None:
-        """After a signal, end the process if it takes too long, or make the main thread try again."""
+        """End the process if a signal takes too long, or make the main thread try again."""
         assert self.received is not None
-        now = time.monotonic()
+        time_s = time.monotonic()
         if self._raised_at is not None:
-            if now - self._raised_at > _CLEAN_UP_S:
+            if time_s - self._raised_at > _CLEAN_UP_S:
                 self._leave()
-        elif now - self._received_at > _REACH_S or self._is_over:
+        elif time_s - self._received_at > _REACH_S or self._is_over:
             self._leave()
         elif not self._is_nudged and signal.getsignal(self.received) == self._handle:
             self._is_nudged = True
@@ -372,7 +372,7 @@ class Interrupts:
             signal.pthread_kill(self._main_thread, self.received)
 
     def _leave(self) -> None:
-        """End the process at once, after at most `_WORDS_S` seconds of removing temporary folders."""
+        """Remove temporary folders, for at most `_WORDS_S` seconds, and end the process."""
         # Removal may block: the main thread may still write there, or the disk may hang.
         cleaning = threading.Thread(target=_remove_temporary_folders, daemon=True)
         cleaning.start()

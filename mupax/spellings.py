@@ -60,8 +60,8 @@ def current_words(words: Sequence[str]) -> list[str]:
     typed = old(words)
     if typed is None:
         return list(words)
-    rest = words[len(typed.split()) :]
-    return [*OLD[typed].split(), *rest]
+    arguments = words[len(typed.split()) :]
+    return [*OLD[typed].split(), *arguments]
 
 
 def current(text: str) -> str:

@@ -30,9 +30,9 @@ class Lazy(Generic[P, R]):
 
 
 class LazyRegistry(UserDict[str, Callable[P, R]]):
-    """Dict of functions by name. The functions it is made with are imported when they are looked up.
+    """Dict of functions by name, which imports a function when it is looked up.
 
-    Functions that are set later are stored as they are.
+    Functions that are set later are returned unchanged.
 
     Args:
         entries: Name to a function that does the import and returns the imported function.

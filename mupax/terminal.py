@@ -103,7 +103,7 @@ def command(line: str) -> str:
 
     lines = parts[:1]
     for flag in parts[1:]:
-        # Each line also has the indents of both kinds, a space before the flag and " \\" at its end.
+        # A line also has both indents, a space before the flag, and a space and a backslash.
         if len(lines[-1]) + len(flag) + 2 * GAP + 3 > columns():
             lines.append(flag)
         else:
@@ -146,11 +146,11 @@ def typed(*words: str) -> str:
 
 
 def _reachable(line: str) -> str:
-    """Replace the first word of a command, if it is `mupax`, by what starts mupax from this folder."""
-    program, space, rest = line.partition(" ")
+    """Replace `mupax` at the beginning of a command by the words that start it in this folder."""
+    program, space, arguments = line.partition(" ")
     if program != "mupax":
         return line
-    return f"{_program()}{space}{rest}"
+    return f"{_program()}{space}{arguments}"
 
 
 def _program() -> str:
@@ -190,7 +190,7 @@ def _shell_path(path: str) -> str:
 
 
 def show(text: str) -> None:
-    """Write text to standard output and flush it. In a terminal, control characters are replaced."""
+    """Write text to standard output and flush it. For a terminal, replace control characters."""
     if sys.stdout.isatty():
         text = "".join(map(_printable, text))
     sys.stdout.write(text)
@@ -320,7 +320,8 @@ def _print_error(error: Exception) -> int:
         return 1
     if isinstance(error, RecursionError):
         _complain(
-            "error: a file or a word of the command line is nested too deep; write it with fewer levels"
+            "error: a file or a word of the command line is nested too deep; write it with fewer "
+            "levels"
         )
         return 2
 
@@ -403,7 +404,6 @@ def table(
         left: Heads of the columns that align left. The others align right. By default all align
             left.
         keys: Number of leading columns that name a row and are repeated in every block.
-        indent: Spaces before each line.
     """
     left = rows[0] if left is None else left
     line_width = columns() - indent

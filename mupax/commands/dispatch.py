@@ -76,7 +76,8 @@ def overview() -> str:
     notes = [
         "`mupax COMMAND --help` prints the flags of one and an example.",
         "`mupax --version` prints the version.",
-        "`mupax --completion bash`, `zsh` or `fish` prints a script that completes commands and recipes.",
+        "`mupax --completion bash`, `zsh` or `fish` prints a script that completes commands and "
+        "recipes.",
     ]
     parts.append("\n".join(map(terminal.wrapped, notes)))
     return "\n\n".join(parts)
@@ -109,8 +110,8 @@ def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]
     if words and not words[0].startswith("-"):
         _refuse_name(prog, words[0])
     summaries = {row.name: row.summary for row in command.subcommands}
-    name, rest = command_line.first_word(prog, "command", summaries, words, command.default)
-    return rows[name], rest
+    name, words = command_line.first_word(prog, "command", summaries, words, command.default)
+    return rows[name], words
 
 
 def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
