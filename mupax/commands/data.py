@@ -78,7 +78,7 @@ class Prepare:
             on_broken=self.on_broken,
             limits=self.limits,
         )
-        # The tokens do not depend on the model, but `load` checks that they are in its vocabulary.
+        # `load` refuses a tokenizer that is larger than a model's vocabulary.
         model = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31)
         facts = load(config, model, seed=0).facts
         training = f"{facts['train_tokens']:,} training"
