@@ -1,4 +1,7 @@
-"""The process of the `mupax` command: its signals, its exit code, and its version. `mupax.commands` has the commands."""
+"""Entry point of the `mupax` command: signal handlers, exit code and `--version`.
+
+`mupax.commands` has the commands.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,23 @@ from mupax.process import Interrupts, open_closed_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of a command line, which is that of the process where it is left out."""
+    """Run a command line and return its exit code.
+
+    Args:
+        argv: Words after `mupax`. `None` takes the words of this process, installs signal handlers
+            and prepares the process to end.
+    """
     if argv is not None:
         from mupax import terminal
 
         return terminal.exit_code(_command, argv)
-    # Imports and tracing make objects by the hundred thousand that live on. By Python's own thresholds looking through them
-    # for cycles takes a tenth of a short run.
+    # Imports and tracing make hundreds of thousands of objects that stay alive. With Python's own
+    # thresholds, searching them for cycles takes a tenth of a short run.
     gc.set_threshold(20_000, 20, 50)
     open_closed_streams()
     interrupts = Interrupts()
     try:
-        interrupts.listen()  # before all that takes time to import
+        interrupts.listen()  # before slow imports
         from mupax import terminal
     except KeyboardInterrupt:
         os._exit(interrupts.exit_code or 128 + signal.SIGINT)

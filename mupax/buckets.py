@@ -1,4 +1,7 @@
-"""Paths in a bucket (gs://), by etils.epath and gcsfs, with the methods of pathlib that are called here."""
+"""Paths in a bucket (gs://) on etils.epath and gcsfs, with the methods of pathlib that are called.
+
+`mupax.disk.path_of` makes these paths.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ import fsspec.config
 from etils.epath.gpath import PosixGPath
 
 _PATIENCE_S = 60.0
-"""How long one request may take."""
+"""Seconds that one request may take."""
 
 
 def path_of(address: str) -> Path:
-    """The path of an address, gs://bucket/folder."""
-    # Others write there too, tensorstore for one: a list that is remembered would lack what they wrote.
+    """Return the path of an address `gs://bucket/folder`."""
+    # Tensorstore writes to the bucket too. A cached list of objects would lack what it wrote.
     options = {"use_listings_cache": False, "requests_timeout": _PATIENCE_S}
     fsspec.config.conf.setdefault("gcs", {}).update(options)
     return cast("Path", BucketPath(address.rstrip("/")))
 
 
 class _Translated:
-    """A backend of epath, or a file of one, whose errors are OSErrors as those of a disk are."""
+    """Wrapper of a backend or file of epath whose methods raise OSError, as for a disk."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -43,7 +46,7 @@ class _Translated:
 
 
 class _File(_Translated):
-    """A file whose errors are OSErrors."""
+    """Wrapper of an open file whose methods raise OSError."""
 
     @property
     def closed(self) -> bool:
@@ -59,7 +62,7 @@ class _File(_Translated):
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Turns what gcsfs, google.auth and aiohttp raise into what a disk raises, with a text that says something."""
+    """Turn errors of gcsfs, google.auth and aiohttp into OSErrors that have a text."""
     try:
         yield
     except (ValueError, NotImplementedError):
@@ -68,15 +71,17 @@ def _as_os_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:
             raise
         lines = str(error).splitlines() or [""]
+        reason = lines[0][:200]
         if isinstance(error, FileNotFoundError):
-            raise OSError(errno.ENOENT, f"no such object ({lines[0][:200]})") from error
-        raise OSError(errno.EIO, f"{type(error).__name__}: {lines[0][:200]}") from error
+            raise OSError(errno.ENOENT, f"no such object ({reason})") from error
+        raise OSError(errno.EIO, f"{type(error).__name__}: {reason}") from error
 
 
 class BucketPath(PosixGPath):
-    """A path in a bucket. What `rglob` found remembers the size and time it had then."""
+    """Path in a bucket."""
 
     _listed: SimpleNamespace | None = None
+    """Status of a file that `rglob` listed, as it was then. It saves a request per file."""
 
     @property
     def _backend(self) -> Any:
@@ -98,31 +103,34 @@ class BucketPath(PosixGPath):
         if self._listed is not None:
             return self._listed
         status = super().stat()
-        return _stat(
-            status.length, status.mtime, stat.S_IFDIR if status.is_directory else stat.S_IFREG
-        )
+        mode = stat.S_IFDIR if status.is_directory else stat.S_IFREG
+        return _stat(status.length, status.mtime, mode)
 
     lstat = stat
 
     def iterdir(self) -> Iterator[BucketPath]:
         try:
             yield from super().iterdir()
-        except FileNotFoundError:  # a folder there is no more than names that begin with it
+        except FileNotFoundError:  # a bucket has no folders, only names with a common beginning
             return
 
     def rglob(self, pattern: str) -> Iterator[BucketPath]:
         assert pattern == "*"
         backend: Any = super()._backend
-        for name, entry in _Translated(backend.fs(self)).find(str(self), detail=True).items():
-            path, changed = self._new(f"gs://{name}"), entry.get("mtime")
-            path._listed = _stat(entry["size"], changed.timestamp() if changed else 0)
+        file_system = _Translated(backend.fs(self))
+        entries = file_system.find(str(self), detail=True)
+        for name, entry in entries.items():
+            path = self._new(f"gs://{name}")
+            modified = entry.get("mtime")
+            path._listed = _stat(entry["size"], modified.timestamp() if modified else 0)
             yield path
 
     def mkdir(self, *_: object, **__: object) -> None:
-        """Nothing: a folder is there when something is in it."""
+        """Do nothing. A folder in a bucket exists as soon as an object is in it."""
 
 
 def _stat(size: int, mtime: float, mode: int = stat.S_IFREG) -> SimpleNamespace:
+    """Return the fields of `os.stat_result` that mupax reads. `mtime` is in seconds."""
     return SimpleNamespace(
         st_mode=mode, st_size=size, st_mtime=mtime, st_mtime_ns=int(mtime * 10**9)
     )

@@ -1,7 +1,7 @@
-"""Every command line of mupax: frozen dataclasses as flags, by tyro, and one clear message for whatever does not fit.
+"""Command-line parsing with tyro: dataclasses as flags, their help, and messages for wrong words.
 
-A command is a dataclass whose fields are its flags and their docstrings its help. Imports no JAX: `--help` and every wrong
-word answer within a second.
+The fields of a command's dataclass are its flags, and the fields' docstrings are the help. This
+module imports no JAX, so that `--help` and messages take less than a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mupax.errors import MupaxError
 
 T = TypeVar("T")
 Switch = Annotated[bool, conf.FlagCreatePairsOff]
-"""A flag without a value."""
+"""Type of a flag without a value."""
 Place = Annotated[
     Path,
     PrimitiveConstructorSpec(
@@ -54,26 +54,34 @@ Place = Annotated[
         str_from_instance=lambda path: [str(path)],
     ),
 ]
-"""A path on this machine or in a bucket."""
+"""Type of a path on this machine or in a bucket."""
 Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
-"""A flag that may come several times."""
+"""Type of a flag that may be written several times."""
 
 BOX = "│╭╮╰╯─ "
-"""What tyro draws around its messages."""
+"""Characters that tyro draws around its messages."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
-PLUGIN_HELP = "--plugin MODULE, in any place, imports a module with presets, models, data or optimizers of your own first."
+"""Escape sequence that sets a color of the terminal."""
+PLUGIN_HELP = (
+    "--plugin MODULE, in any place, imports a module with presets, models, data or optimizers "
+    "of your own first."
+)
 _DESCRIPTION = "(description)"
-"""Stands in tyro's help where ours goes."""
+"""Placeholder for the description in tyro's help."""
 FLAG_OF_BOX = re.compile(r"^[│| ] (?:-h, )?(--[a-z][\w.-]*)")
 """First line of a flag in tyro's help."""
 BOX_TITLE = re.compile(r"^╭|^ (?:\S+ )?options *$")
-"""First line of a box in tyro's help. Where the terminal has ASCII alone, it is a title, and an empty line ends the box."""
+"""First line of a box in tyro's help.
+
+In a terminal that has only ASCII, the first line is a title, and an empty line ends the box.
+"""
 MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
-"""A flag or word that tyro lists as missing or unread; its help stands further right."""
+"""A flag or word in tyro's list of missing flags or unread words. Help is indented further."""
 
 
 def _choices(match: re.Match[str]) -> str:
-    # tyro holds the choices in a set, whose order differs from one process to the next.
+    """Rewrite tyro's message about a value that is none of the choices of a flag."""
+    # tyro keeps the choices in a set, whose order differs from one process to the next.
     names = sorted(set(re.findall(r"'([^']*)'", match[3])) - {"None"})
     return f"{match[2]} needs one of {', '.join(map(repr, names))}, not {match[1]}"
 
@@ -98,19 +106,22 @@ PLAIN = (
     (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", _choices),
     (r"Missing value for argument '(\S+)'\..*", r"\1 needs a value after it"),
 )
-"""tyro's message, and ours that says what to write. A message not listed is shown as tyro has it."""
+"""Patterns of tyro's messages, each with a replacement that says what to write.
+
+A message that matches no pattern is printed unchanged.
+"""
 
 
 class Runnable(Protocol):
-    """A command: a dataclass of its flags, and what to do with them."""
+    """A command: a dataclass of its flags, with a method that runs it."""
 
     def run(self) -> int:
-        """The exit code."""
+        """Run the command and return its exit code."""
         ...
 
 
 class UsageError(MupaxError):
-    """A command line that says nothing this project understands."""
+    """A command line with an unknown command, flag or word, or with a value of the wrong kind."""
 
 
 class FlagHelp(NamedTuple):
@@ -118,23 +129,25 @@ class FlagHelp(NamedTuple):
 
     flags: frozenset[str]
     note: str
-    """Line below the flags: how to list the others."""
+    """Line below the flags that tells how to list the others."""
 
 
 WIDEST_HELP = 120
-"""Columns up to which tyro sets flags in one column, which `_only_listed` reads."""
+"""Width up to which tyro prints flags in one column. `_only_listed` needs one column."""
 
 
 def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
-    """The command with its flags as `argv` has them; raises as `parse_known`, and UsageError for a flag that it has not.
+    """Parse a command line and refuse words that are no flags of the command.
 
     Args:
-        command: dataclass of the flags.
-        prog: what was written before `argv`.
-        argv: the words that follow.
+        prog: Words before `argv`, such as `mupax presets list`.
+
+    Raises:
+        SystemExit: Code 0, after `--help` was printed.
+        UsageError: A flag is missing or unknown, or a value is of the wrong kind.
     """
-    parsed, rest = parse_known(command, prog, with_dashed_values(argv, command))
-    refuse(rest, flags(command), prog)
+    parsed, unread = parse_known(command, prog, with_dashed_values(argv, command))
+    refuse(unread, flags(command), prog)
     return parsed
 
 
@@ -146,41 +159,26 @@ def parse_known(
     description: str | None = None,
     flag_help: FlagHelp | None = None,
 ) -> tuple[T, list[str]]:
-    """The command with its flags as `argv` has them, and the words that are none of its flags.
+    """Parse a command line. Return the command, and the words that are none of its flags.
 
     Args:
-        command: dataclass of the flags.
-        prog: what was written before `argv`.
-        argv: the words that follow.
-        default: what flags change; the fields' own defaults unless given.
-        description: above the flags in `--help`; the docstring of `command` unless given.
-        flag_help: the flags that `--help` lists; all unless given.
+        prog: Words before `argv`, such as `mupax sweep`.
+        default: Command whose values the flags change. By default the fields' own defaults.
+        description: Text above the flags in `--help`. By default the docstring of `command`.
+        flag_help: Flags that `--help` lists. By default all.
 
     Raises:
-        SystemExit: code 0, after `--help` was printed.
-        UsageError: a flag that is missing, or a value of the wrong kind.
-        MupaxError: of the command's own, where values do not fit together.
+        SystemExit: Code 0, after `--help` was printed.
+        UsageError: A flag is missing, or a value is of the wrong kind.
+        MupaxError: The command's own checks refused its values.
     """
     if default is not None:
         plain = _read_plain_words(default, argv)
         if plain is not None:
             return plain, []
-    message, helptext = io.StringIO(), _Held()
-    start: dict[str, Any] = {} if default is None else {"default": default}
 
-    def parsed(words: Sequence[str]) -> tuple[T, list[str]]:
-        return tyro.cli(
-            conf.AvoidSubcommands[command],  # pyright: ignore
-            config=(
-                conf.HelptextFromCommentsOff,
-            ),  # docstrings alone; comments take a fifth of the time
-            prog=prog,
-            description=_DESCRIPTION,  # tyro breaks it by the letter
-            args=words,
-            return_unknown_args=True,
-            **start,
-        )
-
+    message = io.StringIO()
+    helptext = _HelpBuffer()
     try:
         with (
             contextlib.redirect_stderr(message),
@@ -188,28 +186,50 @@ def parse_known(
             _joined_docstrings(),
             _narrow(flag_help),
         ):
-            result, rest = parsed(list(argv))
-            if rest and _has_positional(command):
-                # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
-                result, _ = parsed(_without(argv, rest))
-            return result, rest
+            result, unread = _parse_with_tyro(command, prog, list(argv), default)
+            if unread and _has_positional(command):
+                # In a line with an unknown word, tyro 1.0 sets an absent positional to "[]".
+                result, _ = _parse_with_tyro(command, prog, _without(argv, unread), default)
+            return result, unread
     except SystemExit as stop:
         if stop.code == 0:
-            text = _help_text(helptext.getvalue(), description or inspect.getdoc(command) or "")
+            doc = description or inspect.getdoc(command) or ""
+            text = _help_text(helptext.getvalue(), doc)
             if flag_help is not None:
-                text = (
-                    f"{_only_listed(text, flag_help.flags)}\n{terminal.wrapped(flag_help.note)}\n"
-                )
+                listed = _only_listed(text, flag_help.flags)
+                text = f"{listed}\n{terminal.wrapped(flag_help.note)}\n"
             print(text, end="")
-        if stop.code != 2:  # tyro's own; another is of a signal
+        if stop.code != 2:  # tyro ends with 2 after a message; other codes come from signals
             raise
-        raise _own_error(stop) or UsageError(
-            f"{_unboxed(message.getvalue())}\n{_help(prog)}"
-        ) from None
+        error = _own_error(stop)
+        if error is None:
+            error = UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}")
+        raise error from None
 
 
-class _Held(io.StringIO):
-    """Text held back from standard output, of which tyro asks whether it is a terminal, and what it can draw."""
+def _parse_with_tyro(
+    command: type[T], prog: str, words: Sequence[str], default: T | None
+) -> tuple[T, list[str]]:
+    """Let tyro parse the words. Return the command, and the words that tyro did not read."""
+    start: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(
+        conf.AvoidSubcommands[command],  # pyright: ignore
+        # Help comes from docstrings alone. Reading comments takes a fifth of the time.
+        config=(conf.HelptextFromCommentsOff,),
+        prog=prog,
+        # tyro would break the description inside words. `_help_text` puts it in.
+        description=_DESCRIPTION,
+        args=words,
+        return_unknown_args=True,
+        **start,
+    )
+
+
+class _HelpBuffer(io.StringIO):
+    """Buffer for tyro's help, which looks to tyro like the present standard output.
+
+    tyro asks whether the stream is a terminal, and which characters its encoding has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,16 +240,17 @@ class _Held(io.StringIO):
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (self.stream.encoding or "ascii").lower()  # as tyro compares it
+        return (self.stream.encoding or "ascii").lower()  # tyro compares lower-case names
 
 
 def _help_text(text: str, description: str) -> str:
-    """tyro's help with its description wrapped between words."""
+    """Return tyro's help with its usage line wrapped and the description put in."""
     usage, *lines = text.split("\n")
     plain = COLOUR.sub("", usage)
-    box = "\n".join(
-        [usage if len(plain) <= terminal.columns() else terminal.wrapped(plain), *lines]
-    )
+    if len(plain) > terminal.columns():
+        usage = terminal.wrapped(plain)
+    box = "\n".join([usage, *lines])
+
     paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n")]
     paragraphs.append(PLUGIN_HELP)
     return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
@@ -237,232 +258,263 @@ def _help_text(text: str, description: str) -> str:
 
 @contextlib.contextmanager
 def _joined_docstrings() -> Iterator[None]:
-    """Let tyro join the lines of a field's docstring.
-
-    tyro takes a line that is indented, or that begins with no letter, for a new paragraph. It has
-    no option for this.
-    """
-    before = tyro._strings.remove_single_line_breaks
+    """Patch tyro, while entered, so that it joins the lines of a field's docstring."""
+    # tyro starts a paragraph at a line that is indented or begins with no letter. It has no option.
+    join_lines = tyro._strings.remove_single_line_breaks
     tyro._strings.remove_single_line_breaks = _joined_lines
     try:
         yield
     finally:
-        tyro._strings.remove_single_line_breaks = before
+        tyro._strings.remove_single_line_breaks = join_lines
 
 
 def _joined_lines(text: str) -> str:
-    """Join the lines of each paragraph of a field's docstring, but for the items of a list."""
+    """Join the lines of each paragraph of a docstring. List items keep lines of their own."""
     lines: list[str] = []
     for line in text.split("\n"):
-        line = line.strip()
-        begins_anew = not line or line.startswith(("- ", "* "))
+        stripped = line.strip()
+        begins_anew = not stripped or stripped.startswith(("- ", "* "))
         if begins_anew or not lines or not lines[-1]:
-            lines.append(line)
+            lines.append(stripped)
         else:
-            lines[-1] = f"{lines[-1]} {line}"
+            lines[-1] = f"{lines[-1]} {stripped}"
     return "\n".join(lines).rstrip()
 
 
 @contextlib.contextmanager
 def _narrow(flag_help: FlagHelp | None) -> Iterator[None]:
-    """Let tyro set its help in one column, where a part of it is to be read."""
-    before = os.environ.get("COLUMNS")
+    """Make tyro print its help in one column, while entered, if only a part of it is listed."""
+    columns = os.environ.get("COLUMNS")
     if flag_help is not None:
         os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, WIDEST_HELP))
     try:
         yield
     finally:
-        if before is not None:
-            os.environ["COLUMNS"] = before
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
         elif flag_help is not None:
             del os.environ["COLUMNS"]
 
 
 def _only_listed(text: str, listed: frozenset[str]) -> str:
-    """Return tyro's help with the listed flags alone, without boxes that have none of them.
+    """Remove flags that are not listed from tyro's help, and boxes that then have no flags.
 
     Args:
-        text: help in one column.
+        text: Help in one column, as tyro prints it up to `WIDEST_HELP`.
     """
     lines: list[str] = []
-    box: list[str] = []
+    box: list[str] = []  # lines of the open box that are listed
     is_shown = True
     is_empty = True
     all_lines = text.rstrip("\n").split("\n")
     plain_lines = [COLOUR.sub("", line) for line in all_lines]
     for line, plain, after in zip(all_lines, plain_lines, [*plain_lines[1:], ""], strict=True):
-        # A description may have an empty line, so one ends a box only before the next box or at the end.
-        is_end = plain.startswith("╰") or (
-            not plain.strip() and (not after or BOX_TITLE.match(after))
-        )
+        # A description may hold an empty line. So an empty line ends a box only at the end, or
+        # before the next box.
+        may_end_box = not after or BOX_TITLE.match(after)
+        is_end = plain.startswith("╰") or (not plain.strip() and may_end_box)
         if not box and BOX_TITLE.match(plain):
             box = [line]
-            is_shown = is_empty = True
+            is_shown = True
+            is_empty = True
         elif box and is_end:
-            lines += [] if is_empty else [*box, line]
+            if not is_empty:
+                lines += [*box, line]
             box = []
         elif box:
-            if flag := FLAG_OF_BOX.match(plain):
+            flag = FLAG_OF_BOX.match(plain)
+            if flag is not None:
                 is_shown = flag[1] in listed
                 is_empty = is_empty and not is_shown
-            box += [line] if is_shown else []
+            if is_shown:
+                box.append(line)
         else:
             lines.append(line)
     return "\n".join(lines)
 
 
-def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """The words but for those of the rest, which has them in the same order."""
-    unread, read = list(rest), []
+def _without(words: Sequence[str], unread: Sequence[str]) -> list[str]:
+    """Return the words without the unread ones, which are in the same order."""
+    remaining = list(unread)
+    read: list[str] = []
     for word in words:
-        if unread and word == unread[0]:
-            unread.pop(0)
+        if remaining and word == remaining[0]:
+            remaining.pop(0)
         else:
             read.append(word)
     return read
 
 
-def refuse(rest: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help") -> None:
-    """Raises UsageError for the first of the words that nothing took, with the flags that are most like it.
+def refuse(
+    unread: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help"
+) -> None:
+    """Refuse words that no flag took. The message names the flags that are most like the first one.
 
     Args:
-        rest: the words.
-        flags: every flag that is read.
-        prog: what was written before the flags.
-        all_flags: what lists all flags.
+        unread: Words that were not read. If there are none, nothing is refused.
+        flags: Every flag of the command, with its dashes.
+        prog: Words before the flags, such as `mupax sweep`.
+        all_flags: Words that list all flags, for the message.
+
+    Raises:
+        UsageError: There is a word. A flag is named before other words.
     """
-    if not rest:
+    if not unread:
         return
-    word = next((word for word in rest if word.startswith("-")), rest[0])
-    if not word.startswith("-"):
-        text = f"nothing takes the word {word!r}; write flags as --NAME VALUE, and switches such as --resume without a value"
-        raise UsageError(f"{text}\n{_help(prog, all_flags)}")
-    flag = word.partition("=")[0].replace("_", "-")
-    if f"{flag}.name" in flags:
+    help_line = _help(prog, all_flags)
+    unknown_flags = [word for word in unread if word.startswith("-")]
+    if not unknown_flags:
         raise UsageError(
-            f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog, all_flags)}"
+            f"nothing takes the word {unread[0]!r}; write flags as --NAME VALUE, and switches such "
+            f"as --resume without a value\n{help_line}"
         )
-    best = sorted(
-        dict.fromkeys((*flags, "--help")), key=lambda other: _likeness(flag, other), reverse=True
-    )
-    near = [
-        other
-        for other in best[:2]
-        if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)
-    ]
+
+    flag = unknown_flags[0].partition("=")[0].replace("_", "-")
+    if f"{flag}.name" in flags:
+        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{help_line}")
+
+    likeness = {name: _likeness(flag, name) for name in (*flags, "--help")}
+    best = sorted(likeness, key=lambda name: likeness[name], reverse=True)
+    # A second flag is named only if it is nearly as like as the first.
+    threshold = max(0.6, likeness[best[0]] - 0.1)
+    near = [name for name in best[:2] if likeness[name] > threshold]
     hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
-    raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog, all_flags)}")
+    raise UsageError(f"no flag is named {flag}; {hint}\n{help_line}")
 
 
 def flags(owner: Any) -> list[str]:
-    """Every flag of a command, as it is written.
+    """Return the names of every flag of a command, with their dashes.
 
     Args:
-        owner: the dataclass, or an instance of it where fields are dataclasses too.
+        owner: Dataclass of the flags, or an instance of it. An instance is needed if fields are
+            dataclasses themselves.
     """
-    return [name for flag in flag_fields(owner) for name in flag.names]
+    names: list[str] = []
+    for field in flag_fields(owner):
+        names += field.names
+    return names
 
 
 class FlagField(NamedTuple):
-    """A field of a command: its flags as they are written, its type with all annotations, and where the command has it."""
+    """A field of a command, and the flags that set it."""
 
     names: list[str]
-    """Its flags as they are written, its own name before aliases."""
+    """Flags with their dashes, the field's own name before aliases."""
     hint: Any
+    """Type of the field, with all annotations."""
     path: tuple[str, ...]
+    """Names of the fields that lead from the command to this field."""
     default: Any
-    """Value of an instance's field; None for a class."""
+    """Value of an instance's field. For a class, the default, or `None` without one."""
     is_pair: bool
-    """The last of the names sets False."""
+    """`True` if the last of the names sets False."""
 
 
 @functools.cache
 def _type_hints(owner: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, with all annotations."""
+    """Return the types of a dataclass's fields by name, with all annotations."""
     return get_type_hints(owner, include_extras=True)
 
 
+def _metadata(hint: Any) -> tuple[Any, ...]:
+    """Return the annotations of a type: tyro's marks and mupax's own. A bare type has none."""
+    return getattr(hint, "__metadata__", ())
+
+
 def flag_fields(owner: Any, prefix: str = "", path: tuple[str, ...] = ()) -> Iterator[FlagField]:
-    """Yield the fields of a command that are flags, as `flags` takes the command."""
+    """Yield the fields of a command that are flags, also those of dataclasses in the command.
+
+    Args:
+        owner: Dataclass, or an instance of it. Only an instance's inner dataclasses are read.
+        prefix: Beginning of the flags' names, such as `model.`.
+        path: Field names that lead from the command to `owner`.
+    """
     hints = _type_hints(owner if isinstance(owner, type) else type(owner))
     for field in dataclasses.fields(owner):
         hint = hints[field.name]
-        metadata = getattr(hint, "__metadata__", ())
+        metadata = _metadata(hint)
         marks = {str(mark) for mark in metadata}
         value = getattr(owner, field.name, None)
         word = field.name.replace("_", "-")
+        field_path = (*path, field.name)
         if marks & {"Suppress", "Positional"}:
             continue
+
         if dataclasses.is_dataclass(value):
-            bare = "OmitArgPrefixes" in marks or any(
-                getattr(each, "name", None) == "" for each in metadata
-            )
-            yield from flag_fields(
-                value, prefix if bare else f"{prefix}{word}.", (*path, field.name)
-            )
+            has_empty_name = any(getattr(mark, "name", None) == "" for mark in metadata)
+            omits_prefix = "OmitArgPrefixes" in marks or has_empty_name
+            inner_prefix = prefix if omits_prefix else f"{prefix}{word}."
+            yield from flag_fields(value, inner_prefix, field_path)
             continue
+
         names = [f"--{prefix}{word}"]
         for mark in metadata:
-            if name := getattr(mark, "name", None):
+            name = getattr(mark, "name", None)
+            if name:
                 names[0] = f"--{prefix}{name}"
             names += getattr(mark, "aliases", None) or ()
         is_pair = isinstance(value, bool) and "FlagCreatePairsOff" not in marks
         if is_pair:
             names.append(f"--{prefix}no-{word}")
-        yield FlagField(names, hint, (*path, field.name), value, is_pair)
+        yield FlagField(names, hint, field_path, value, is_pair)
 
 
 NEGATIVE = re.compile(r"-(\d+|\d*\.\d+)")
-"""A number that may follow a flag though it begins with a dash."""
+"""A negative number, which is a flag's value although it begins with a dash."""
 _READ_BY_TYRO = frozenset(("UseAppendAction", "UseCounterAction", "Fixed"))
-"""Marks of flags whose values are more than one word's."""
+"""tyro's marks of flags that are repeated or fixed. Only tyro reads them."""
 
 
 def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
-    """Return the command with its flags as `argv` has them; None where tyro has to read the words.
+    """Return the command with its values changed by flags, or `None` if only tyro can read them."""
+    # For every line tyro builds a parser of all fields, which takes 0.4 s for a recipe. A line of
+    # known flags with values of their types needs no parser. Help and errors are left to tyro.
+    by_name: dict[str, FlagField] = {}
+    for field in flag_fields(command):
+        by_name.update((name, field) for name in field.names)
 
-    tyro builds a parser for every field, which takes 0.4 s for a recipe, and forgets it. A line of known flags, each with
-    a value of its type, needs none of that. tyro reads every other line, so that help and messages are its own.
-
-    Args:
-        command: the values that flags change.
-        argv: words of the command line.
-    """
-    by_name = {name: field for field in flag_fields(command) for name in field.names}
     values: dict[tuple[str, ...], Any] = {}
     words = list(argv)
     try:
         while words:
             flag, equals, text = words.pop(0).partition("=")
             field = by_name[flag]
-            if field.path in values:
+            if field.path in values:  # tyro decides about a repeated flag
                 return None
             if isinstance(field.default, bool):
                 values[field.path] = _plain_switch(field, flag, equals)
                 continue
-            texts = [text] if equals else _values_of_flag(field, words)
+            texts = [text] if equals else _take_values(field, words)
             values[field.path] = _plain_value(field.hint, texts)
         return _with_values(command, values)
-    except (KeyError, ValueError, MupaxError):  # tyro says what is wrong
+    except (KeyError, ValueError, MupaxError):  # tyro reads the line again and prints the message
         return None
 
 
 def _plain_switch(field: FlagField, flag: str, equals: str) -> bool:
-    """Return the value that a switch's flag sets.
+    """Return the value that a boolean field gets from a flag.
+
+    Args:
+        equals: `=` if the flag has a value, as in `--resume=True`, otherwise empty.
 
     Raises:
-        ValueError: tyro has to read the flag.
+        ValueError: Only tyro can read the flag.
     """
     if equals or not (field.is_pair or field.default is False):
         raise ValueError(flag)
     return not (field.is_pair and flag == field.names[-1])
 
 
-def _values_of_flag(field: FlagField, words: list[str]) -> list[str]:
-    """Take a flag's values off the front of the words that follow the flag."""
+def _take_values(field: FlagField, words: list[str]) -> list[str]:
+    """Remove a flag's values from the front of the words and return them.
+
+    Args:
+        words: Words after the flag. The list is changed.
+    """
     values: list[str] = []
-    several = get_origin(_bare(field.hint)) is tuple
-    while words and (several or not values):
+    takes_many = get_origin(_bare(field.hint)) is tuple
+    while words and (takes_many or not values):
+        # The next flag ends the values. A negative number is a value.
         if words[0].startswith("-") and not NEGATIVE.fullmatch(words[0]):
             break
         values.append(words.pop(0))
@@ -471,31 +523,30 @@ def _values_of_flag(field: FlagField, words: list[str]) -> list[str]:
 
 def _bare(hint: Any) -> Any:
     """Return a type without its annotations."""
-    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[0]
+    return hint
 
 
 def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
-    """Return the value of a field of a plain type.
-
-    Args:
-        hint: type of the field.
-        texts: the words behind the flag.
+    """Convert the values of a flag to the type of its field: a plain type, or a tuple of one.
 
     Raises:
-        ValueError: tyro has to read the words: the type is not plain, or they are not of the type.
+        ValueError: Only tyro can read the values, because the type is not plain or does not fit.
     """
-    for mark in getattr(hint, "__metadata__", ()):
-        own_constructor = isinstance(mark, PrimitiveConstructorSpec) or getattr(
-            mark, "constructor_factory", None
-        )
-        if own_constructor or str(mark) in _READ_BY_TYRO:
+    for mark in _metadata(hint):
+        is_constructor = isinstance(mark, PrimitiveConstructorSpec)
+        if is_constructor or getattr(mark, "constructor_factory", None):
             raise ValueError(hint)
+        if str(mark) in _READ_BY_TYRO:
+            raise ValueError(hint)
+
     bare = _bare(hint)
     if not all(texts) or not texts:
         raise ValueError(texts)
     if get_origin(bare) is tuple:
-        element, *rest = get_args(bare)
-        if rest != [...]:
+        element, *length = get_args(bare)
+        if length != [...]:  # a tuple of fixed length
             raise ValueError(hint)
         return tuple(_plain_word(element, text) for text in texts)
     (text,) = texts
@@ -503,62 +554,75 @@ def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
 
 
 def _plain_word(hint: Any, text: str) -> Any:
-    """Return one word as a number, a text or a choice; raises as `_plain_value`."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    (kind,) = (option for option in options if option is not type(None))
-    if text == "None" and (kind is str or len(options) > 1):
-        if kind is str:
-            raise ValueError(text)  # a text, or none
+    """Convert one word to a number, a text, a choice or `None`.
+
+    Raises:
+        ValueError: Only tyro can read the word, because the type is not plain or does not fit.
+    """
+    is_union = get_origin(hint) in (Union, UnionType)
+    options = get_args(hint) if is_union else (hint,)
+    (word_type,) = (option for option in options if option is not type(None))
+    if text == "None" and (word_type is str or len(options) > 1):
+        if word_type is str:
+            raise ValueError(text)  # either the text "None" or no text: tyro decides
         return None
-    if kind in (int, float, str):
-        return kind(text)
-    if get_origin(kind) is Literal and text in get_args(kind):
+    if word_type in (int, float, str):
+        return word_type(text)
+    if get_origin(word_type) is Literal and text in get_args(word_type):
         return text
     raise ValueError(hint)
 
 
 def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
-    """Return a dataclass with other values of its fields and of those of the dataclasses in it, which are checked as always."""
-    changed: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
-    inner: dict[str, dict[tuple[str, ...], Any]] = {}
-    for (name, *rest), value in values.items():
-        if rest:
-            inner.setdefault(name, {})[tuple(rest)] = value
-    for name, own in inner.items():
-        changed[name] = _with_values(getattr(owner, name), own)
-    return dataclasses.replace(owner, **changed)
+    """Return a copy of a dataclass with some fields replaced, also fields of inner dataclasses.
+
+    Args:
+        values: Path of field names to the new value.
+    """
+    changes: dict[str, Any] = {}
+    inner_values: dict[str, dict[tuple[str, ...], Any]] = {}
+    for (name, *inner_path), value in values.items():
+        if inner_path:
+            inner_values.setdefault(name, {})[tuple(inner_path)] = value
+        else:
+            changes[name] = value
+
+    for name, inner in inner_values.items():
+        changes[name] = _with_values(getattr(owner, name), inner)
+    # `replace` calls `__post_init__`, which checks the values.
+    return dataclasses.replace(owner, **changes)
 
 
 def _has_positional(command: type) -> bool:
-    """Return whether a word without a flag before it can be a value of a command."""
-    hints = _type_hints(command)
-    return any(
-        "Positional" in map(str, getattr(hint, "__metadata__", ())) for hint in hints.values()
-    )
+    """Return True if the command has a positional field, which is set by a word without a flag."""
+    return any(_is_positional(hint) for hint in _type_hints(command).values())
+
+
+def _is_positional(hint: Any) -> bool:
+    return "Positional" in map(str, _metadata(hint))
 
 
 def words_of(prog: str, command: Any) -> list[str]:
-    """Return the words of a command line that gives a command the values it has.
+    """Return the words of a command line that would be parsed to this command.
 
     Args:
-        prog: what stands before the flags.
-        command: instance of a dataclass of flags; flags at their defaults are left out.
+        prog: Words before the flags, such as `mupax import`.
+        command: Instance of a dataclass of flags. Flags at their defaults are left out.
     """
     hints = _type_hints(type(command))
     positional: list[str] = []
     flag_words: list[str] = []
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
-        metadata = getattr(hints[field.name], "__metadata__", ())
-        if "Positional" in {str(mark) for mark in metadata}:
+        if _is_positional(hints[field.name]):
             positional.append(str(value))
             continue
         if value == field.default or value == ():
             continue
-        name = next(
-            (mark.name for mark in metadata if getattr(mark, "name", None)),
-            field.name.replace("_", "-"),
-        )
+
+        metadata = _metadata(hints[field.name])
+        names = [mark.name for mark in metadata if getattr(mark, "name", None)]
+        name = names[0] if names else field.name.replace("_", "-")
         flag_words.append(f"--{name}")
         if isinstance(value, tuple):
             flag_words += map(str, value)
@@ -568,35 +632,37 @@ def words_of(prog: str, command: Any) -> list[str]:
 
 
 def with_dashed_values(argv: Sequence[str], owner: Any) -> list[str]:
-    """Join a flag for text and a value that begins with a dash by `=`, as tyro reads such a value.
+    """Join a text flag and a value that begins with a dash by `=`, which tyro needs.
 
-    A flag of the same command is no value: `--prompt --tokens 5` has left out the text.
+    A word that is a flag of the same command is no value, as in `--prompt --tokens 5`.
 
     Args:
-        argv: words of the command line.
-        owner: command that has all flags of the line, as `flags` takes it.
+        owner: Command with all flags of the line: a dataclass, or an instance of it.
     """
-    fields = list(flag_fields(owner))
-    text_flags = {name for field in fields if _is_text(field.hint) for name in field.names}
-    all_flags = {"-h", "--help", *(name for field in fields for name in field.names)}
+    text_flags: set[str] = set()
+    all_flags = {"-h", "--help"}
+    for field in flag_fields(owner):
+        all_flags.update(field.names)
+        if _is_text(field.hint):
+            text_flags.update(field.names)
+
     words: list[str] = []
-    waits = False
+    needs_value = False  # the word before is a text flag
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-")
-        if waits and word.startswith("-") and word != "-" and flag not in all_flags:
+        if needs_value and word.startswith("-") and word != "-" and flag not in all_flags:
             words[-1] = f"{words[-1]}={word}"
-            waits = False
+            needs_value = False
             continue
         words.append(word)
-        waits = not waits and word.replace("_", "-") in text_flags
+        needs_value = not needs_value and word.replace("_", "-") in text_flags
     return words
 
 
 def _is_text(hint: Any) -> bool:
     """Return True for `str` and `str | None`, with or without annotations."""
-    if get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
-    return hint is str or set(get_args(hint)) == {str, type(None)}
+    bare = _bare(hint)
+    return bare is str or set(get_args(bare)) == {str, type(None)}
 
 
 def first_word(
@@ -605,49 +671,58 @@ def first_word(
     """Return the first word, which names a command or a recipe, and the words after it.
 
     Args:
-        prog: what was written before `argv`.
-        kind: what a first word names, such as recipe.
-        names: what a first word may be, to what it does: a line, or what has a docstring.
-        argv: all words.
-        default: the command of a line that begins with a flag, or has no word.
+        prog: Words before `argv`, such as `mupax train`.
+        kind: Singular noun for the names, such as `recipe`.
+        names: Name to its summary: a line of text, or an object whose docstring has the line.
+        default: Name that holds if there is no word, or if the first word is a flag.
 
     Raises:
-        SystemExit: code 0, after an overview was printed for `--help`, or for no word where there is no default.
-        UsageError: no command has that name.
+        SystemExit: Code 0, after an overview was printed. It is printed for `--help`, and for no
+            words if there is no default.
+        UsageError: The first word is none of the names.
     """
-    if argv[:1] in (["-h"], ["--help"]) or not (argv or default):
-        rows = [(name, summary(what)) for name, what in names.items()]
-        print(
-            f"usage: {prog} {kind.upper()} [--FLAG VALUE ...]\n\n{kind}s:\n{terminal.table(rows, indent=2)}\n"
-        )
+    asks_for_help = argv[:1] in (["-h"], ["--help"])
+    if asks_for_help or not (argv or default):
+        rows = [(name, summary(described)) for name, described in names.items()]
+        print(f"usage: {prog} {kind.upper()} [--FLAG VALUE ...]\n")
+        print(f"{kind}s:\n{terminal.table(rows, indent=2)}\n")
         print(terminal.wrapped(f"`{prog} {kind.upper()} --help` lists the flags of one."))
         raise SystemExit(0)
     if default and (not argv or argv[0].startswith("-")):
         return default, [*argv]
-    word, *rest = argv
-    if word not in names:
-        near = difflib.get_close_matches(word, names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        wrong = (
-            f"the first word is a {kind}, not a flag"
-            if word.startswith("-")
-            else f"no {kind} is named {word!r}"
-        )
-        raise UsageError(f"{wrong}; {hint}the {kind}s are {', '.join(names)}")
-    return word, rest
+
+    word, *words = argv
+    if word in names:
+        return word, words
+    if word.startswith("-"):
+        problem = f"the first word is a {kind}, not a flag"
+    else:
+        problem = f"no {kind} is named {word!r}"
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UsageError(f"{problem}; {hint}the {kind}s are {', '.join(names)}")
 
 
-def summary(what: Any) -> str:
-    """The first line of a docstring; a text as it is."""
-    return what if isinstance(what, str) else (inspect.getdoc(what) or "").partition("\n")[0]
+def summary(described: Any) -> str:
+    """Return the first line of an object's docstring. A text is returned unchanged."""
+    if isinstance(described, str):
+        return described
+    doc = inspect.getdoc(described) or ""
+    return doc.partition("\n")[0]
 
 
 def _help(prog: str, all_flags: str = "--help") -> str:
+    """Return the line of a message that tells how to list all flags."""
     return f"`{prog} {all_flags}` lists all flags"
 
 
 def _own_error(stop: BaseException) -> MupaxError | None:
-    """The error of a config that tyro caught and turned into `stop`: its text is complete, tyro's box cuts it up."""
+    """Return the `MupaxError` of a command's checks that made tyro end, or `None`.
+
+    Args:
+        stop: Exception by which tyro ended, with its chain of causes.
+    """
+    # The error's text is a complete message. In tyro's box it would be broken into lines.
     error = stop.__cause__ or stop.__context__
     while error is not None and not isinstance(error, MupaxError):
         error = error.__cause__ or error.__context__
@@ -655,35 +730,49 @@ def _own_error(stop: BaseException) -> MupaxError | None:
 
 
 def _unboxed(text: str) -> str:
-    """What tyro says above its first rule, as one line of plain words."""
-    paragraph = []
-    for line in COLOUR.sub("", text).splitlines()[1:]:
-        words = line.strip(BOX)
-        if not words.strip("-+|"):  # a rule; of ASCII where the terminal cannot draw
-            if paragraph:
-                break
-            continue
-        paragraph.append(words)
-    if paragraph and paragraph[0].startswith("Missing from"):
-        missing, _, unread = (
-            COLOUR.sub("", text).partition("For full helptext")[0].partition("Unrecognized options")
-        )
-        rest = "".join(f"; nothing takes the word {word!r}" for word in MISSING.findall(unread)[:1])
-        flags = [
-            names.rpartition(", ")[2] for names in MISSING.findall(missing)
-        ]  # aliases stand before
-        return f"this needs {' and '.join(flags)}{rest}"
-    message = " ".join(paragraph) or COLOUR.sub("", text).strip()
-    for theirs, plain in PLAIN:
-        message = re.sub(theirs, plain, message)
+    """Return tyro's message without its box, in one line of plain words."""
+    uncolored = COLOUR.sub("", text)
+    message = _first_paragraph(uncolored)
+    if message.startswith("Missing from"):
+        return _missing_flags(uncolored)
+    for pattern, plain in PLAIN:
+        message = re.sub(pattern, plain, message)
     return message
 
 
-def _likeness(flag: str, other: str) -> float:
-    """How near two flags are, mostly by what follows the last dot: people leave out or mistake the owner."""
-    owner, _, name = flag.lstrip("-").rpartition(".")
-    other_owner, _, other_name = other.lstrip("-").rpartition(".")
-    alike = difflib.SequenceMatcher(None, name, other_name).ratio()
-    if set(name.split("-")) <= set(other_name.split("-")):
+def _first_paragraph(uncolored: str) -> str:
+    """Return the words of tyro's box above its first rule. Without any, return the whole text."""
+    paragraph: list[str] = []
+    for line in uncolored.splitlines()[1:]:
+        words = line.strip(BOX)
+        is_rule = not words.strip("-+|")  # a terminal that has only ASCII gets rules of dashes
+        if not is_rule:
+            paragraph.append(words)
+        elif paragraph:
+            break
+    return " ".join(paragraph) or uncolored.strip()
+
+
+def _missing_flags(uncolored: str) -> str:
+    """Return a message with the flags that tyro lists as missing, and the first unread word."""
+    lists = uncolored.partition("For full helptext")[0]
+    missing, _, unread = lists.partition("Unrecognized options")
+    # tyro writes aliases before the name of a flag.
+    flags = [names.rpartition(", ")[2] for names in MISSING.findall(missing)]
+    message = f"this needs {' and '.join(flags)}"
+    unread_words = MISSING.findall(unread)
+    if unread_words:
+        message += f"; nothing takes the word {unread_words[0]!r}"
+    return message
+
+
+def _likeness(flag: str, candidate: str) -> float:
+    """Return how similar two flags are, from 0 to 1. The name after the last dot counts most."""
+    # People leave out or mistake the section before the dot more often than the name.
+    section, _, name = flag.lstrip("-").rpartition(".")
+    candidate_section, _, candidate_name = candidate.lstrip("-").rpartition(".")
+    alike = difflib.SequenceMatcher(None, name, candidate_name).ratio()
+    if set(name.split("-")) <= set(candidate_name.split("-")):
         alike = max(alike, 0.9)
-    return 0.8 * alike + 0.2 * difflib.SequenceMatcher(None, owner, other_owner).ratio()
+    sections_alike = difflib.SequenceMatcher(None, section, candidate_section).ratio()
+    return 0.8 * alike + 0.2 * sections_alike

@@ -1,6 +1,7 @@
-"""What each config field affects, declared beside the field as `Annotated[T, Affects(...)]`, and a walk over all fields.
+"""Declarations of the part of a run that a config field affects, and a walk over all fields.
 
-Resume, names of sweep points, help, tests/train/inputs.md and tests read the declaration, so a new field is declared once.
+A field is declared as `Annotated[T, Affects(...)]`. Resume, the names of sweep points, help,
+tests/train/inputs.md and tests read the declaration, so that a new field is declared only once.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class Consequence(NamedTuple):
     """Treatment of a field whose value changes."""
 
     meaning: str
-    """What the field changes, for the documentation."""
+    """Part of the run that changes, for the documentation."""
     on_resume: Literal["refused", "announced", "silent"]
-    """What a resume does if the value is not the recorded one."""
+    """Reaction of a resume to a value that differs from the recorded one."""
     names_point: bool
-    """Whether another value makes another point of a sweep. Otherwise points have the default."""
+    """`True` if another value makes another point of a sweep. Otherwise points have the default."""
 
 
 CONSEQUENCES: dict[Effect, Consequence] = {
@@ -44,54 +45,53 @@ CONSEQUENCES: dict[Effect, Consequence] = {
     "session": Consequence("where a run lies, and how it goes on", "silent", False),
     "processes": Consequence("how processes find each other", "silent", False),
 }
-"""Effect to what follows from it."""
+"""Effect to the treatment of fields with this effect."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Affects:
-    """What a config field affects, and how a test shows that it does.
+    """Annotation of a config field: the effect of its value, and how tests show the effect.
 
     Args:
-        effect: the part of a run that another value changes.
-        example: value that changes it, neither the default nor what the tests' small runs have.
-        given: other fields, by dotted path, that the field needs in order to be read.
-        test: file below tests/ that shows the field by its flag, if an example is not enough.
+        effect: Part of a run that another value changes.
+        example: Value with an effect: neither the default nor the value of the tests' small runs.
+        given: Dotted path of other fields to the values that they need for this field to be read.
+        test: File below tests/ that tests the field by its flag, if an example is not enough.
     """
 
     effect: Effect
     example: Any = None
-    # tyro hashes annotations.
+    # tyro hashes annotations, and a dict has no hash.
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     test: str = ""
 
     @property
     def consequence(self) -> Consequence:
-        """What follows from the effect."""
+        """Treatment of the field, by its effect."""
         return CONSEQUENCES[self.effect]
 
 
 class Listed(Affects):
-    """Effect of a config field whose flag is one of the most used: the short help of a recipe lists it."""
+    """Annotation of a config field that the short help of a recipe lists."""
 
 
 class ConfigField(NamedTuple):
-    """A field of a config that is no section."""
+    """A field of a config that is a value, not a section."""
 
     path: str
-    """Dotted path from the config: model.compute.dtype."""
+    """Dotted path from the config, such as `model.compute.dtype`."""
     value: Any
     default: Any
-    """`dataclasses.MISSING` if the field is required."""
+    """Default of the field, `dataclasses.MISSING` if the field is required."""
     affects: Affects | None
-    """None if the field declares nothing, as the fields of a plugin's model."""
+    """Declaration of the field, `None` for the fields of a plugin's model, for example."""
 
 
 def config_fields(config: Any, prefix: str = "") -> Iterator[ConfigField]:
-    """Yield every field of a config and of its sections.
+    """Yield every field of a config and of its sections, in order.
 
     Args:
-        config: instance of a dataclass.
-        prefix: of the paths, with a dot at its end.
+        prefix: Beginning of the dotted paths, such as `model.`.
     """
     marks = declared(type(config))
     for field in dataclasses.fields(config):
@@ -104,37 +104,44 @@ def config_fields(config: Any, prefix: str = "") -> Iterator[ConfigField]:
 
 
 def with_defaults(config: T, effects: Collection[Effect]) -> T:
-    """Return a config whose fields of some effects have their defaults.
+    """Return a copy of a config in which all fields with certain effects have their defaults.
 
     Args:
-        config: instance of a dataclass.
-        effects: effects of fields that all have defaults.
+        config: Instance of a dataclass. The fields with these effects must have defaults.
     """
     marks = declared(type(config))
     changes: dict[str, Any] = {}
-    for field in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
+    instance: Any = config
+    for field in dataclasses.fields(instance):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             changes[field.name] = with_defaults(value, effects)
         elif field.name in marks and marks[field.name].effect in effects:
             changes[field.name] = field.default
-    return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
+    return dataclasses.replace(instance, **changes)
 
 
 def names_with(owner: type, effect: Effect) -> frozenset[str]:
-    """Return the names of the fields of a dataclass that declare an effect."""
+    """Return the names of the dataclass's own fields that declare this effect."""
     return frozenset(name for name, mark in declared(owner).items() if mark.effect == effect)
 
 
 def affects_of(hint: Any) -> Affects | None:
-    """Return what the type of a field declares, with all annotations, or `None`."""
+    """Return the declaration in the type of a field, or `None`.
+
+    Args:
+        hint: Type of the field, with all annotations.
+    """
     marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Affects)]
     return marks[0] if marks else None
 
 
 @functools.cache
 def declared(owner: type) -> dict[str, Affects]:
-    """Return what the fields of a dataclass declare, by name. Sections and fields that declare nothing are left out."""
+    """Return the declarations of a dataclass's fields by name.
+
+    Sections, and fields without a declaration, are left out.
+    """
     hints = get_type_hints(owner, include_extras=True)
     marks = {name: affects_of(hint) for name, hint in hints.items()}
     return {name: mark for name, mark in marks.items() if mark is not None}

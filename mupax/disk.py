@@ -1,6 +1,6 @@
-"""Files and folders, of this machine or of a bucket (gs://): where a user's words lead, and what is there read and written.
+"""Files and folders on this machine or in a bucket (gs://): paths, reading with retries, writing.
 
-An unwell disk is given half a minute and never taken for damage, and JSON of anyone does no harm.
+A read that fails is tried again for half a minute, so that a slow disk is not taken for damage.
 """
 
 from __future__ import annotations
@@ -29,65 +29,76 @@ from typing import Any, NoReturn, TypeVar
 from mupax.errors import MupaxError, MupaxFailure
 
 ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
-"""The beginning of an address; text:, images: and measured: may stand before it."""
+"""Beginning of an address, such as `gs://`. A prefix such as `text:` may stand before it."""
 
 _PLAIN = re.compile(r"[\w./=,+@ -]*", re.ASCII)
-"""A path that storage libraries take as it is."""
+"""A path that orbax and tensorstore take unchanged."""
 _PATTERN = re.compile(r"[#?\[\]*]")
-"""What must not be in the name of a place in a bucket. Deleting `gs://bucket/*` would delete every other run there too."""
+"""Characters that a path in a bucket must not have. `gs://bucket/*` would name every run there."""
 _OPEN_FOLDERS = Path("/proc/self/fd")
-"""Where Linux has the open folders of this process by their numbers."""
+"""Folder in which Linux lists the open files and folders of this process by number."""
 _FIRST_NUMBER = 300
+"""Lowest number that an open folder gets, far above the numbers that the system gives out."""
 _NUMBERS = 600
-"""Numbers that open folders get: below 1,024, the usual limit of a process."""
+"""Count of numbers for open folders. They stay below 1,024, the usual limit of a process."""
 _LINK = "plainly-named"
+"""Name of the link that stands in for a folder on systems without /proc."""
 _STAND_IN = re.compile(rf"(?:{_OPEN_FOLDERS}/\d+|/[^\s\"']*/{_LINK})/")
-"""What `plainly_named` puts in place of a folder."""
+"""A folder that `plainly_named` made up, in the text of a message."""
 
 PATIENCE_S = 30.0
-"""How long an operation is tried again."""
+"""Seconds for which a failed read is tried again."""
 _PAUSES_S = (0.1, 5.0)
-"""The first pause and the longest; each is twice the one before it."""
+"""First and longest pause between two tries. Each pause is twice the one before."""
 _LARGEST_FILE = 64 * 2**20
+"""Maximum size of a JSON file, in bytes."""
 DEEPEST = 100
-"""Levels of lists and objects in one another that a file may have. Python's functions for them go as deep as they do."""
+"""Maximum nesting of lists and objects in a file. Python's functions for them are recursive."""
 _LONGEST_NAME = 255
-"""Bytes of a file's name at most, on every common disk."""
+"""Maximum length of a file's name in bytes, on every common disk."""
 _DIGITS = 60
-"""Of a whole number at most; a longer one is none of ours, and some of Python's conversions refuse it."""
+"""Maximum number of digits of an integer. Python refuses to convert very long ones."""
 _NESTED = re.compile(r"os_error_code='(\d+)'")
-"""How tensorstore names the error of the system that it met."""
+"""Error number of the system in a message of tensorstore."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of errors that say that a disk takes nothing more, which is no fault of what was asked for."""
+"""Error numbers of a disk that is full, or of a quota or file-size limit that is reached."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
-"""Errors that say that there is nothing, which is no fault of a disk."""
+"""Exceptions for a file that does not exist."""
 
 T = TypeVar("T")
 
 
 class PathError(MupaxError):
-    """A place that cannot be read or written. The text says what to write instead."""
+    """A path or address that mupax cannot use. The text says what to write instead."""
 
 
 def path_of(word: str | Path) -> Path:
-    """The path that a user's word means; `~` is the home folder. A path is what it is.
+    """Return the path that a word of the command line means. A path is returned unchanged.
+
+    Args:
+        word: Path, in which `~` is the home folder, or address `gs://bucket/folder`.
 
     Raises:
-        PathError: an address of a kind that is not read here, a bucket's that would be read as a pattern, or gs:// without
-            the package for it.
+        PathError: The address is no `gs://bucket/folder`, it has a character of a pattern, or the
+            package for gs:// is not installed.
     """
     if not isinstance(word, str):
         return word
-    if not (match := ADDRESS.match(word)):
+    match = ADDRESS.match(word)
+    if match is None:
         return Path(word).expanduser()
-    if match[1] != "gs" or match.start(1) or not word.removeprefix("gs://").strip("/"):
+
+    has_prefix = match.start(1) > 0
+    is_empty = not word.removeprefix("gs://").strip("/")
+    if match[1] != "gs" or has_prefix or is_empty:
         raise PathError(
             f"{word} is no gs://bucket/folder, the one kind of address that is read and written"
         )
-    if taken := _PATTERN.search(word):
+    special = _PATTERN.search(word)
+    if special is not None:
         raise PathError(
-            f"{word} has {taken[0]} in it, which libraries for buckets take for a pattern or a version; write a place without "
-            "# ? [ ] *"
+            f"{word} has {special[0]} in it, which libraries for buckets take for a pattern or a "
+            "version; write a place without # ? [ ] *"
         )
     from mupax import buckets, extras
 
@@ -96,28 +107,30 @@ def path_of(word: str | Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether the path is in a bucket: no folders to make or rename, no locks, files written whole or not at all."""
+    """Return True if the path is in a bucket.
+
+    A bucket has no folders to create or rename and no locks. A file in it is written as a whole.
+    """
     return not isinstance(path, Path)
 
 
 @contextlib.contextmanager
 def plainly_named(path: Path) -> Iterator[str]:
-    """Name a path so that orbax and tensorstore take the name as it is. The name is good while entered.
+    """Yield a name of a path that orbax and tensorstore accept. The name is valid while entered.
 
-    Orbax takes brackets for a pattern, and `gs:/` anywhere for a bucket. Tensorstore takes a backslash for a slash, and no
-    bytes that are not UTF-8. Both resolve `..` without looking at links. For such a path another way to its folder is named.
-    What is on disk keeps its own name.
-
-    Args:
-        path: its folder exists.
+    A path with unusual characters is named through a stand-in for its folder. Nothing on disk is
+    renamed.
 
     Raises:
-        OSError: its folder cannot be opened.
+        OSError: The path's folder does not exist or cannot be opened.
     """
     if is_remote(path):
         yield str(path)
         return
     path = path.absolute()
+    # Orbax takes brackets for a pattern, and `gs:/` anywhere for a bucket. Tensorstore takes a
+    # backslash for a slash, and refuses bytes that are not UTF-8. Both resolve `..` without
+    # following links.
     if _PLAIN.fullmatch(str(path)) and ".." not in path.parts:
         yield str(path)
         return
@@ -126,31 +139,26 @@ def plainly_named(path: Path) -> Iterator[str]:
 
 
 def lasting_name(folder: Path) -> Path:
-    """Return a name of a folder as `plainly_named` makes it, good until the process ends.
-
-    Args:
-        folder: exists.
-    """
+    """Return a name of an existing folder that storage libraries accept until the process ends."""
     if is_remote(folder):
         return folder
-    inside = folder if _PLAIN.fullmatch(folder.name) else folder / "inside"
-    naming = contextlib.ExitStack()
-    named = Path(naming.enter_context(plainly_named(inside)))
-    atexit.register(naming.close)
-    return named if inside == folder else named.parent
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    if _PLAIN.fullmatch(folder.name):
+        return Path(stack.enter_context(plainly_named(folder)))
+    # The folder's own name is unusual. Naming a path inside gives the folder itself a stand-in.
+    return Path(stack.enter_context(plainly_named(folder / "inside"))).parent
 
 
 @contextlib.contextmanager
 def _stand_in(folder: Path) -> Iterator[Path]:
-    """Make another way to a folder, without odd characters, while entered.
-
-    Orbax compares the paths of a run's processes. The number of the open folder therefore follows from its path: the first one free
-    from there on, far above those that are given out by themselves.
-    """
+    """Yield a path to a folder that has only plain characters. The path is valid while entered."""
     if _OPEN_FOLDERS.is_dir():
         number = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        # Orbax compares the paths of a run's processes. The number therefore follows from the
+        # folder's path: the first free one from `start` on.
         start = _FIRST_NUMBER + zlib.crc32(os.fsencode(folder)) % _NUMBERS
-        with contextlib.suppress(OSError):  # a process may be given fewer numbers
+        with contextlib.suppress(OSError):  # the process may be limited to fewer numbers
             opened = number
             number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, start)
             os.close(opened)
@@ -166,12 +174,16 @@ def _stand_in(folder: Path) -> Iterator[Path]:
 
 
 def without_stand_ins(text: str) -> str:
-    """Return a library's message without the folders that `plainly_named` made up."""
+    """Remove the folders that `plainly_named` made up from a library's message."""
     return _STAND_IN.sub("", text)
 
 
 def storage_url(name: str) -> str:
-    """Return the URL by which tensorstore opens what `plainly_named` has named, percent-encoded."""
+    """Return the percent-encoded URL by which tensorstore opens a path.
+
+    Args:
+        name: Name of the path, as `plainly_named` yields it.
+    """
     if "://" not in name:
         return f"file://{urllib.parse.quote(name)}"
     scheme, _, path = name.partition("://")
@@ -179,7 +191,7 @@ def storage_url(name: str) -> str:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder and what is in it, or a file. What cannot be deleted stays."""
+    """Delete a file, or a folder with its contents. Leave what cannot be deleted."""
     if is_remote(folder):
         with contextlib.suppress(OSError):
             folder.rmtree(missing_ok=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -191,10 +203,10 @@ def remove_tree(folder: Path) -> None:
 
 
 def delete_tree(folder: Path) -> None:
-    """Delete a folder and what is in it, or a file. What can be deleted is gone if something cannot.
+    """Delete a file, or a folder with its contents. On an error, first delete all that can be.
 
     Raises:
-        OSError: something cannot be deleted.
+        OSError: Something cannot be deleted.
     """
     try:
         if is_remote(folder):
@@ -210,7 +222,11 @@ def delete_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def at_hand(path: Path) -> Iterator[Path]:
-    """The path itself, or a copy on this machine of a file or folder in a bucket, for a library that reads only files."""
+    """Yield a local path for a library that reads only local files.
+
+    A file or folder in a bucket is copied to a temporary folder, which is deleted on exit. A path
+    on this machine is yielded unchanged.
+    """
     if not is_remote(path):
         yield path
         return
@@ -221,85 +237,92 @@ def at_hand(path: Path) -> Iterator[Path]:
 
 
 def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the files of a folder that are links to what is outside of it, each with its target.
+    """Return the files of a folder that are links to a file outside of the folder, with targets.
 
-    A folder of a stranger may link to any file of the user's. Links into the cache of the Hugging Face hub, which has its
-    files in `models--ORG--NAME/blobs`, count as inside.
+    Links into the cache of the Hugging Face hub do not count as outside.
 
     Args:
-        folder: on this machine; one in a bucket has no links.
-        names: of files in it.
+        folder: Folder that may be a stranger's, with links to the user's files. A folder in a
+            bucket has no links.
     """
     if is_remote(folder):
         return {}
-    real = folder.resolve()
-    leaving = {}
+    real_folder = folder.resolve()
+    outside: dict[str, Path] = {}
     for name in names:
         target = (folder / name).resolve()
-        is_of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith(
-            "models--"
-        )
-        if not target.is_relative_to(real) and not is_of_hub:
-            leaving[name] = target
-    return leaving
+        # The hub's cache keeps files in models--ORG--NAME/blobs and links to them.
+        cache_folder = target.parent.parent.name
+        is_in_cache = target.parent.name == "blobs" and cache_folder.startswith("models--")
+        if not target.is_relative_to(real_folder) and not is_in_cache:
+            outside[name] = target
+    return outside
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file, or every file below a folder; between a bucket and this machine too."""
-    files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
+    """Copy a file, or every file below a folder. Either path may be in a bucket."""
+    if source.is_file():
+        files = [source]
+    else:
+        files = [file for file in source.rglob("*") if file.is_file()]
     for file in files:
-        to = target if file == source else target / file.relative_to(source).as_posix()
-        if not is_remote(to):
-            to.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("rb") as read, to.open("wb") as write:
-            shutil.copyfileobj(read, write, 2**20)
+        destination = target if file == source else target / file.relative_to(source).as_posix()
+        if not is_remote(destination):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("rb") as reader, destination.open("wb") as writer:
+            shutil.copyfileobj(reader, writer, 2**20)
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's own settings and tuned presets: MUPAX_HOME, or `mupax` in the configuration folder."""
-    if path := os.environ.get("MUPAX_HOME"):
-        return Path(path).expanduser()
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mupax"
+    """Return the folder of the user's settings and tuned presets.
+
+    This is MUPAX_HOME if it is set, otherwise `mupax` in the configuration folder.
+    """
+    home = os.environ.get("MUPAX_HOME")
+    if home:
+        return Path(home).expanduser()
+    config_home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config_home) / "mupax"
 
 
 class DiskError(MupaxFailure):
-    """A disk that cannot be read or written. The text says what it would not do and how to go on."""
+    """A failure to read or write a disk. The text names the path and the system's error."""
 
 
 class JsonError(MupaxError):
-    """A file that holds no JSON object. The text says which, and what is wrong with it."""
+    """A file that holds no valid JSON object. The text names the file and what is wrong with it."""
 
 
 class Patience:
-    """Calls what reads a disk, again with pauses where the disk has an error, and says so once.
+    """Callable that reads from a disk and tries again, with pauses, if the disk has an error.
 
     Args:
-        note: told; a line on standard error unless given.
-        seconds: how long it tries; `PATIENCE_S` unless given.
+        note: Function that prints a line for the user. It is called once, at the first error. The
+            default prints on standard error.
+        seconds: Time for which a read is tried again. The default is `PATIENCE_S`.
     """
 
     def __init__(
         self, note: Callable[[str], None] | None = None, seconds: float | None = None
     ) -> None:
-        self._note = note or (lambda text: print(text, file=sys.stderr, flush=True))
-        self._seconds, self._told, self._lock = (
-            PATIENCE_S if seconds is None else seconds,
-            False,
-            threading.Lock(),
-        )
+        self._note = note or _print_on_stderr
+        self._seconds = PATIENCE_S if seconds is None else seconds
+        self._was_noted = False
+        self._lock = threading.Lock()
 
-    def __call__(self, read: Callable[[], T], what: str | Path) -> T:
-        """What `read` returns.
+    def __call__(self, read: Callable[[], T], target: str | Path) -> T:
+        """Call `read` until it succeeds, and return its value.
 
         Args:
-            read: may be called many times.
-            what: it reads, for messages.
+            read: Function that may be called many times.
+            target: Noun or path that a message names as unreadable.
 
         Raises:
-            FileNotFoundError, NotADirectoryError: there is nothing, which is no fault of the disk.
-            DiskError: the disk still has an error after all that time.
+            FileNotFoundError, NotADirectoryError: The file does not exist. This is not retried.
+            DiskError: The disk still has an error after the last try.
         """
-        until, pause = None, _PAUSES_S[0]
+        deadline: float | None = None
+        pause = _PAUSES_S[0]
         while True:
             try:
                 return read()
@@ -307,33 +330,54 @@ class Patience:
                 cause = system_error(error)
                 if cause is None or isinstance(cause, ABSENT):
                     raise
-                until = time.monotonic() + self._seconds if until is None else until
-                if time.monotonic() + pause > until:
+                if deadline is None:
+                    deadline = time.monotonic() + self._seconds
+                if time.monotonic() + pause > deadline:
                     raise DiskError(
-                        f"{what} cannot be read: {cause.strerror} (tried for {self._seconds:.0f} s); nothing was changed: "
-                        "see to the disk, then write the same command again"
+                        f"{target} cannot be read: {cause.strerror} (tried for {self._seconds:.0f} "
+                        "s); nothing was changed: see to the disk, then write the same command "
+                        "again"
                     ) from error
-                with self._lock:
-                    if not self._told:
-                        self._note(
-                            f"{what} cannot be read: {cause.strerror}; trying again for {self._seconds:.0f} s"
-                        )
-                    self._told = True
+                self._note_once(f"{target} cannot be read: {cause.strerror}")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES_S[1])
 
+    def _note_once(self, problem: str) -> None:
+        """Print the first problem, with the time for which it is retried."""
+        # Several threads may read through one object.
+        with self._lock:
+            if not self._was_noted:
+                self._note(f"{problem}; trying again for {self._seconds:.0f} s")
+            self._was_noted = True
+
+
+def _print_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
 
 def system_error(error: Exception) -> OSError | None:
-    """The system's error behind one of Python or tensorstore; None where it is of another kind."""
-    if code := _NESTED.search(str(error)):
-        return OSError(int(code[1]), os.strerror(int(code[1])))
-    if isinstance(error, OSError):
-        return error if error.strerror else OSError(error.errno or 0, str(error))
-    return None
+    """Return the system's error behind an exception of Python or tensorstore, or `None`.
+
+    The returned error has a text (`strerror`).
+    """
+    code = _NESTED.search(str(error))
+    if code is not None:
+        number = int(code[1])
+        return OSError(number, os.strerror(number))
+    if not isinstance(error, OSError):
+        return None
+    if error.strerror:
+        return error
+    return OSError(error.errno or 0, str(error))
 
 
 def status(path: Path) -> os.stat_result | None:
-    """What the disk says of a path; None where nothing is there. `Path.exists` takes an unwell disk for that too."""
+    """Return the status of a file or folder, or `None` if there is none. Retries on disk errors.
+
+    Raises:
+        DiskError: The disk cannot be read.
+    """
+    # `Path.exists` returns False on a disk error.
     try:
         return Patience()(path.stat, path)
     except ABSENT:
@@ -341,7 +385,12 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def names(folder: Path) -> list[str]:
-    """Names of what is in a folder, in order; none where there is no folder. `Path.glob` finds nothing on an unwell disk."""
+    """Return the sorted names of a folder's entries, or `[]` if there is no such folder.
+
+    Raises:
+        DiskError: The disk cannot be read.
+    """
+    # `Path.glob` returns nothing on a disk error.
     try:
         return sorted(Patience()(lambda: [path.name for path in folder.iterdir()], folder))
     except ABSENT:
@@ -349,16 +398,21 @@ def names(folder: Path) -> list[str]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Raises FileNotFoundError, NotADirectoryError, DiskError."""
+    """Read a file. Retries on disk errors.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: The file does not exist.
+        DiskError: The disk cannot be read.
+    """
     return Patience()(path.read_bytes, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file. Its numbers are checked as by `json_object`.
 
     Raises:
-        JsonError: no such file, too large, or not an object.
-        DiskError: the disk cannot read it.
+        JsonError: The file does not exist, is larger than 64 MiB, or holds no valid object.
+        DiskError: The disk cannot be read.
     """
     entry = status(path)
     if entry is None or not stat.S_ISREG(entry.st_mode):
@@ -374,15 +428,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, also where the power goes.
+    """Write a file atomically: even after a power failure it is complete, old or new.
 
     Raises:
-        DiskError: the disk does not take it.
+        DiskError: The disk cannot be written.
     """
     temporary = hidden_beside(path, ".partial")
     try:
-        content = content.encode() if isinstance(content, str) else content
-        # An object is there when all of it is; a pipe or /dev/stdout has nothing to be replaced.
+        if isinstance(content, str):
+            content = content.encode()
+        # A bucket writes whole objects itself. A pipe or /dev/stdout cannot be replaced by a file.
         if is_remote(path) or (path.exists() and not path.is_file()):
             path.write_bytes(content)
             return
@@ -397,11 +452,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def hidden_beside(path: Path, ending: str) -> Path:
-    """Return a hidden name beside a file, for what becomes the file when it is whole.
+    """Return the path of a hidden temporary file in the same folder, which later becomes the file.
 
     Args:
-        ending: of the hidden name. Where its name and the ending are too long for a disk, a digest stands for the name.
+        ending: Suffix of the hidden name, such as `.partial`.
     """
+    # If the name is too long for a disk, a digest replaces the file's own name.
     name = f".{path.name}{ending}"
     if len(os.fsencode(name)) > _LONGEST_NAME:
         name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}{ending}"
@@ -409,7 +465,7 @@ def hidden_beside(path: Path, ending: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's list of names on the disk."""
+    """Write the names of a folder's entries to the disk, after a rename for example."""
     if is_remote(folder):
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -419,36 +475,37 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def json_object(content: bytes, what: str) -> dict[str, Any]:
-    """A JSON object whose numbers are finite and have a bounded number of digits.
+def json_object(content: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object that may come from a stranger.
 
     Args:
-        content: of a file or line.
-        what: it is, for messages.
+        name: Name of the content, with which a message begins.
 
     Raises:
-        JsonError: it is none.
+        JsonError: The content is no JSON object, is nested deeper than `DEEPEST`, or has an
+            infinite number, NaN or an integer of more than 60 digits.
     """
     try:
-        value = json.loads(content, parse_int=_whole, parse_float=_real, parse_constant=_constant)
+        value = json.loads(content, parse_int=_integer, parse_float=_real, parse_constant=_constant)
     except RecursionError as error:
-        raise JsonError(f"{what}: not JSON that can be read: nested too deep") from error
+        raise JsonError(f"{name}: not JSON that can be read: nested too deep") from error
     except ValueError as error:
-        raise JsonError(f"{what}: not JSON: {error}") from error
+        raise JsonError(f"{name}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise JsonError(f"{what}: not a JSON object")
+        raise JsonError(f"{name}: not a JSON object")
     if nested_deeper(value, DEEPEST):
-        raise JsonError(f"{what}: not JSON that can be read: nested deeper than {DEEPEST} levels")
+        raise JsonError(f"{name}: not JSON that can be read: nested deeper than {DEEPEST} levels")
     return value
 
 
 def nested_deeper(value: Any, levels: int) -> bool:
-    """Return whether lists and objects lie in one another more than so many levels deep.
+    """Return True if lists and dicts are nested more than `levels` deep.
 
     Args:
-        value: as JSON or YAML has it.
-        levels: the most that are not too many.
+        value: Value that a parser of JSON or YAML returned.
+        levels: Number of levels that is still allowed. A list without lists has one level.
     """
+    # A loop over levels, because recursion would fail on the values that this check is for.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         inner: list[Any] = []
@@ -461,23 +518,29 @@ def nested_deeper(value: Any, levels: int) -> bool:
     return True
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
+    """Convert the digits of a JSON integer. Raise ValueError if there are too many."""
     if len(digits) > _DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
 def _real(digits: str) -> float:
-    if not math.isfinite(number := float(digits)):
+    """Convert a JSON number with a fraction or exponent. Raise ValueError if it overflows."""
+    number = float(digits)
+    if not math.isfinite(number):
         raise ValueError(f"the number {digits[:_DIGITS]} is beyond all that can be stored")
     return number
 
 
 def _constant(name: str) -> NoReturn:
+    """Refuse NaN, Infinity and -Infinity, which Python's parser would accept."""
     raise ValueError(f"{name} is no number")
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, and without characters that a terminal would obey."""
+    """Return a value as ASCII text for a message, cut to 60 characters."""
     text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."

@@ -1,11 +1,17 @@
-"""The two kinds of error whose text is for a person: it says what is wrong, where, and what to write instead."""
+"""Exceptions whose text is a message for the user: what is wrong, where, and what to write instead.
+
+`mupax.terminal` prints the text and ends the process with the exit code.
+"""
 
 from __future__ import annotations
 
 
 class MupaxError(ValueError):
-    """Bad input. An entry point prints the text as one message and ends with 2, without a traceback."""
+    """Bad input. Its text is printed without a traceback, and the exit code is 2."""
 
 
 class MupaxFailure(RuntimeError):
-    """A failure of the machine, such as a full disk. An entry point prints the text and ends with 1, without a traceback."""
+    """A failure of the machine, such as a full disk.
+
+    Its text is printed without a traceback, and the exit code is 1.
+    """

@@ -1,4 +1,4 @@
-"""Extras: packages that a plain install lacks, and the sentence that says which extra brings them."""
+"""Optional packages (extras), and the message for a command whose packages are not installed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ MODULES = {
     "tune": ("sklearn",),
     "wandb": ("wandb",),
 }
-"""Modules that commands import, by the extra of pyproject.toml that installs them."""
+"""Extra of pyproject.toml to the modules that it installs and commands import."""
 
 
 def require(extra: str, user: str, error: type[MupaxError] = MupaxError) -> None:
-    """Refuse what needs an extra that is not installed.
+    """Raise an error if an extra is not installed. The message has the command that installs it.
 
     Args:
-        extra: key of `MODULES`.
-        user: the flag, value or command that needs it, with which the message begins.
-        error: class of the error.
+        extra: Key of `MODULES`.
+        user: Flag, value or command that needs the extra, with which the message begins.
     """
     absent = [name for name in MODULES[extra] if not _is_installed(name)]
     if absent:
@@ -37,7 +36,7 @@ def require(extra: str, user: str, error: type[MupaxError] = MupaxError) -> None
 
 
 def _is_installed(name: str) -> bool:
-    # `find_spec` refuses a module that is loaded and has no file, or is hidden by None.
+    # `find_spec` raises ValueError for a loaded module without a spec.
     if name in sys.modules:
         return sys.modules[name] is not None
     return importlib.util.find_spec(name) is not None

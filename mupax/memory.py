@@ -1,4 +1,4 @@
-"""Memory that this process may still take, and errors that say that there was none left."""
+"""Memory that this process can still allocate: checks before work, messages when it runs out."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from typing import Any, NamedTuple
 from mupax.errors import MupaxError, MupaxFailure
 
 VARIABLE = "MUPAX_MEMORY_CHECK"
-"""Environment variable; `off` lets every command start that the checks would refuse."""
+"""Environment variable. `off` turns the checks of this module off."""
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _THREADS = 320 * 2**20
-"""Address space that threads and the compiler take while a run trains: 250 MB were seen with two cores."""
+"""Address space in bytes for threads and the compiler. 250 MB were measured on two cores."""
 _COMPILER = 1650 * 2**20
-"""Address space that JAX and its compiler need to start: with less, C++ ends the process without a word to Python."""
+"""Address space in bytes that JAX and its compiler need to start.
+
+With less, C++ ends the process without an exception in Python.
+"""
 _UNLIMITED = 2**60
-"""From here on a limit of a version 1 cgroup stands for none."""
+"""Limit of a version 1 cgroup, in bytes, from which on it means "no limit"."""
 _ASKED = re.compile(
     r"(?:allocate|allocating|Allocation of|tried to allocate) ([\d,]+) ?bytes", re.IGNORECASE
 )
+"""Number of bytes in a message about a failed allocation."""
 _WORDS = (
     "RESOURCE_EXHAUSTED",
     "bad_alloc",
@@ -32,70 +36,78 @@ _WORDS = (
     "can't allocate memory",
     "out of memory",
 )
+"""Words in a message about a failed allocation, of Python, C++ or XLA."""
 
 
 class Room(NamedTuple):
-    """Memory that is left, in bytes, and the limit that leaves it."""
+    """Memory that one limit leaves to this process."""
 
     bytes: int
     limit: str
+    """Name of the limit for messages, such as `this machine`."""
 
 
 class MemoryLimitError(MupaxError):
-    """Work that needs more memory than there is. It was refused before it began; the text names what would fit."""
+    """Work that was refused because it needs too much memory. The text says what would fit."""
 
 
 class OutOfMemory(MupaxFailure):
-    """Work that ended because memory ran out. The text names what would fit."""
+    """Work that failed because memory ran out. The text says what would fit."""
 
 
 def room() -> Room:
-    """Return the memory that this process may still take: the least of what the machine, containers and `ulimit` leave."""
+    """Return the memory that this process can still allocate, under the strictest limit.
+
+    The limits are the memory of the machine, of containers (cgroups), and `ulimit`.
+    """
     rooms = [_machine(), *_ulimits(), *_containers()]
-    return min(rooms, key=lambda one: one.bytes)
+    return min(rooms, key=lambda left: left.bytes)
 
 
 def device_room(device: Any, local_devices: int) -> int | None:
-    """Return the bytes that a device has left, or None where that is not known.
+    """Return the free memory of a device in bytes, or `None` if it is unknown.
 
     Args:
-        device: a `jax.Device`. A CPU device has its share of the host's memory.
-        local_devices: number of devices of this process, which share its host's memory on a CPU.
+        device: A `jax.Device`.
+        local_devices: Number of devices of this process. CPU devices share the host's memory.
     """
     if device.platform == "cpu":
         return max(0, room().bytes) // local_devices
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
-    return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    if limit is None:
+        return None
+    return limit - stats.get("bytes_in_use", 0)
 
 
 def check(needed: int, purpose: str, advice: str) -> None:
-    """Refuse work that needs more of the host's memory than there is.
+    """Raise an error if work needs more host memory than is left.
 
     Args:
-        needed: bytes of host memory.
-        purpose: subject of the message, such as "the weights".
-        advice: sentence that says what to write instead.
+        needed: Host memory that the work needs, in bytes.
+        purpose: Plural subject of the message, such as "the weights".
+        advice: Sentence that says what to write instead.
 
     Raises:
-        MemoryLimitError: more is needed than is left; the text has `advice`.
+        MemoryLimitError: More memory is needed than is left. The text ends with `advice`.
     """
     left = room()
     if needed > left.bytes and checks():
         raise MemoryLimitError(
-            f"out of memory: {purpose} need {gib(needed)}, and {left.limit} leaves {gib(max(0, left.bytes))}. {advice}"
+            f"out of memory: {purpose} need {gib(needed)}, and {left.limit} leaves "
+            f"{gib(max(0, left.bytes))}. {advice}"
         )
 
 
 @contextlib.contextmanager
 def explained(advice: str) -> Iterator[None]:
-    """Turn an error that says that memory ran out into one message.
+    """Turn an error about memory that ran out, while entered, into one message.
 
     Args:
-        advice: sentence that says what to write instead.
+        advice: Sentence that says what to write instead.
 
     Raises:
-        OutOfMemory: in place of such an error.
+        OutOfMemory: Memory ran out.
     """
     try:
         yield
@@ -107,10 +119,10 @@ def explained(advice: str) -> Iterator[None]:
 
 
 def check_compiler() -> None:
-    """Refuse to start where `ulimit -v` leaves too little address space for JAX itself.
+    """Raise an error if `ulimit -v` leaves too little address space for JAX and its compiler.
 
     Raises:
-        MemoryLimitError: it leaves less.
+        MemoryLimitError: Less than 1.6 GiB of address space are left.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY or not checks():
@@ -120,24 +132,32 @@ def check_compiler() -> None:
         left = limit - _fields(_PROC / "self" / "status")["VmSize"] * 1024
     if left < _COMPILER:
         raise MemoryLimitError(
-            f"out of memory: `ulimit -v` leaves {gib(max(0, left))}, and JAX and its compiler need {gib(_COMPILER)} to start. "
-            f"Raise the limit; {VARIABLE}=off tries all the same"
+            f"out of memory: `ulimit -v` leaves {gib(max(0, left))}, and JAX and its compiler need "
+            f"{gib(_COMPILER)} to start. Raise the limit; {VARIABLE}=off tries all the same"
         )
 
 
 def checks() -> bool:
-    """Return whether memory is checked before work starts: `MUPAX_MEMORY_CHECK=off` turns the checks off."""
+    """Return True unless `MUPAX_MEMORY_CHECK` is `off`, `0`, `false` or `no`."""
     return os.environ.get(VARIABLE, "").lower() not in ("off", "0", "false", "no")
 
 
 def exhausted(error: BaseException) -> str | None:
-    """Describe an error that says that memory ran out; return None for any other error."""
-    text = str(error)
-    known = isinstance(error, MemoryError) or any(word.lower() in text.lower() for word in _WORDS)
-    if not known or isinstance(error, (MupaxError, MupaxFailure)):
+    """Return a message for an error about memory that ran out, otherwise `None`."""
+    # Errors of mupax have a complete message of their own.
+    if isinstance(error, (MupaxError, MupaxFailure)):
         return None
-    asked = _ASKED.search(text)
-    size = f" where {gib(int(asked[1].replace(',', '')))} more were asked for" if asked else ""
+    text = str(error)
+    lower_text = text.lower()
+    names_memory = any(word.lower() in lower_text for word in _WORDS)
+    if not names_memory and not isinstance(error, MemoryError):
+        return None
+
+    size = ""
+    request = _ASKED.search(text)
+    if request is not None:
+        count = int(request[1].replace(",", ""))
+        size = f" where {gib(count)} more were asked for"
     with contextlib.suppress(OSError, ValueError):
         left = room()
         return f"out of memory{size}; {left.limit} leaves {gib(max(0, left.bytes))}"
@@ -145,15 +165,18 @@ def exhausted(error: BaseException) -> str | None:
 
 
 def gib(count: float) -> str:
-    """Return bytes as text for people."""
+    """Return a number of bytes as text with three digits and a unit from B to GiB."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:,.0f} GiB" if count >= 1000 else f"{count:.3g} GiB"
+    if count >= 1000:
+        return f"{count:,.0f} GiB"
+    return f"{count:.3g} GiB"
 
 
 def _machine() -> Room:
+    """Return the free memory of the machine, or its total memory on systems without /proc."""
     with contextlib.suppress(OSError, KeyError, ValueError):
         return Room(_fields(_PROC / "meminfo")["MemAvailable"] * 1024, "this machine")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS, which has no /proc
@@ -161,7 +184,8 @@ def _machine() -> Room:
 
 
 def _ulimits() -> Iterator[Room]:
-    """Yield what limits of address space and of data leave; both count memory that is asked for, used or not."""
+    """Yield the memory that the limits of address space and data segment leave."""
+    # Both limits count memory that is allocated, used or not.
     with contextlib.suppress(OSError, KeyError, ValueError):
         used = _fields(_PROC / "self" / "status")
         kinds = (
@@ -175,19 +199,26 @@ def _ulimits() -> Iterator[Room]:
 
 
 def _containers() -> Iterator[Room]:
-    """Yield what the process' cgroup and those around it leave, under version 1 or 2."""
+    """Yield the memory that the process's cgroup and its parents leave, in version 1 or 2."""
     with contextlib.suppress(OSError, ValueError):
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
-            if not controllers:
-                yield from _nested(_CGROUPS, place, _version_2)
+            _, controllers, path = line.split(":", 2)
+            if not controllers:  # version 2 lists no controllers
+                yield from _nested(_CGROUPS, path, _version_2)
             elif "memory" in controllers.split(","):
-                yield from _nested(_CGROUPS / "memory", place, _version_1)
+                yield from _nested(_CGROUPS / "memory", path, _version_1)
 
 
-def _nested(root: Path, place: str, read: Callable[[Path], Room | None]) -> Iterator[Room]:
-    """Yield the room of a cgroup and of every cgroup around it. Inside a container its own may be shown as the root."""
-    parts = [part for part in Path(place).parts if part not in ("/", "..")]
+def _nested(root: Path, path: str, read: Callable[[Path], Room | None]) -> Iterator[Room]:
+    """Yield the memory that a cgroup and each of its parents leaves.
+
+    Args:
+        root: Folder below which the system shows cgroups.
+        path: Path of the cgroup below the root.
+        read: Function that reads one cgroup's folder. It returns `None` without a limit.
+    """
+    # Inside a container, the container's own cgroup may be shown as the root.
+    parts = [part for part in Path(path).parts if part not in ("/", "..")]
     for depth in range(len(parts), -1, -1):
         with contextlib.suppress(OSError, ValueError, KeyError):
             left = read(root.joinpath(*parts[:depth]))
@@ -196,11 +227,10 @@ def _nested(root: Path, place: str, read: Callable[[Path], Room | None]) -> Iter
 
 
 def _version_2(folder: Path) -> Room | None:
+    """Return the memory that a version 2 cgroup leaves, or `None` if it has no limit."""
     limits = []
-    for name in (
-        "memory.max",
-        "memory.high",
-    ):  # above `high` a process is slowed down until it seems to hang
+    # Above `high`, the kernel slows a process down until it seems to hang.
+    for name in ("memory.max", "memory.high"):
         with contextlib.suppress(OSError):
             text = (folder / name).read_text().strip()
             if text != "max":
@@ -213,6 +243,7 @@ def _version_2(folder: Path) -> Room | None:
 
 
 def _version_1(folder: Path) -> Room | None:
+    """Return the memory that a version 1 cgroup leaves, or `None` if it has no limit."""
     limit = int((folder / "memory.limit_in_bytes").read_text())
     if limit >= _UNLIMITED:
         return None
@@ -222,12 +253,12 @@ def _version_1(folder: Path) -> Room | None:
 
 
 def _cached(stat: dict[str, int], prefix: str) -> int:
-    """Return bytes of files that are cached: the kernel drops them where memory is short."""
+    """Return the bytes of cached files, which the kernel frees if memory is short."""
     return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
+    """Read a file whose lines begin with a name and a number, such as /proc/meminfo."""
     fields = {}
     for line in path.read_text().splitlines():
         words = line.replace(":", " ").split()

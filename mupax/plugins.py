@@ -1,7 +1,8 @@
-"""Modules of a user's own that extend mupax: importing them, telling whether they changed, and remembering whose they are.
+"""Plug-ins: modules of a user that extend mupax (`--plugin`), their import, digest and trust.
 
-Importing a module runs its code. A run records the modules that it needs, but a record may be a stranger's. So a folder of
-the user's own, outside every run, remembers which runs were trained on this account and where their modules lie.
+Importing a module runs its code. A run records the modules that it needs, but the record may be a
+stranger's. The user's own folder therefore holds a list, outside of every run, of the runs that
+were trained on this account and the folders of their modules.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from mupax.errors import MupaxError
 
 FLAG = "--plugin"
 _importing: list[str] = []
-"""Modules whose import is under way, the innermost last."""
+"""Names of modules that are being imported, the innermost last."""
 
 
 class PluginError(MupaxError):
-    """A module of the user's own that cannot be imported or may not be. The text says what to write."""
+    """A plug-in that cannot be imported or must not be. The text says what to write."""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the modules that `--plugin MODULE` names, and the other words of a command line.
 
     Raises:
-        PluginError: the flag is the last word.
+        PluginError: No name follows the flag.
     """
     modules: list[str] = []
     words: list[str] = []
@@ -58,10 +59,10 @@ def importable_name(module: str) -> str | None:
     """Return the name by which another process can import a module.
 
     Args:
-        module: `__name__` of the module. That of a script is `__main__`, and its file's name is returned.
+        module: `__name__` of the module. For `__main__`, the name of the script's file is returned.
 
     Returns:
-        `None` for a notebook or an interactive session, which no other process can import.
+        The name, or `None` for a notebook or an interactive session.
     """
     if module != "__main__":
         return module
@@ -70,47 +71,54 @@ def importable_name(module: str) -> str | None:
     if spec is not None:
         return spec.name.removesuffix(".__main__")
     file = getattr(main, "__file__", None)
-    return Path(file).stem if file and file.endswith(".py") else None
+    if file and file.endswith(".py"):
+        return Path(file).stem
+    return None
 
 
 def loaded_module(name: str) -> ModuleType | None:
-    """Return a module that this process has imported already, the script itself included."""
+    """Return a module that is imported already, or `None`. The running script counts, too."""
     if name in sys.modules:
         return sys.modules[name]
     main = sys.modules.get("__main__")
-    return main if main is not None and importable_name("__main__") == name else None
+    if main is not None and importable_name("__main__") == name:
+        return main
+    return None
 
 
 def import_plugin(name: str, folder: str | None = None) -> ModuleType:
-    """Import a module of the user's own.
+    """Import a module of the user.
 
     Args:
-        name: such as `my_optimizer` or `my_package.presets`.
-        folder: the folder to import it from. Without one, the working folder comes after all other places, so that a
-            `random.py` of the user's own hides no library.
+        name: Dotted name, such as `my_optimizer` or `my_package.presets`.
+        folder: Folder that has the module. The default is to search all of `sys.path` and then the
+            working folder.
 
     Raises:
-        PluginError: there is no such module, or its code failed.
+        PluginError: There is no such module, or its code failed.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         hint = f"; write --plugin {Path(name).stem} in its folder" if name.endswith(".py") else ""
         raise PluginError(f"--plugin {name} is no name of a Python module{hint}")
     source = str(Path.cwd()) if folder is None else folder
-    known = source in sys.path
+    was_on_path = source in sys.path
     if folder is not None:
         sys.path.insert(0, folder)
-    elif not known:
-        sys.path.append(source)
+    elif not was_on_path:
+        sys.path.append(source)  # last, so that a random.py in the working folder hides no library
     _importing.append(name)
     try:
         importlib.invalidate_caches()
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+        # The absent module may be one that the plug-in imports, and not the plug-in itself.
+        absent = error.name
+        is_plugin = absent is not None and (name == absent or name.startswith(f"{absent}."))
+        if not is_plugin:
             raise PluginError(_failure(name, error)) from error
         raise PluginError(
-            f"--plugin {name}: no module of this name is in {source} or among the installed packages; "
-            "run the command in its folder, or put its folder on PYTHONPATH"
+            f"--plugin {name}: no module of this name is in {source} or among the installed "
+            "packages; run the command in its folder, or put its folder on PYTHONPATH"
         ) from error
     except MupaxError:
         raise
@@ -120,81 +128,89 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
         _importing.pop()
         if folder is not None:
             sys.path.remove(folder)
-            if not known:
-                sys.path.append(folder)  # its functions are imported by name later on
+            if not was_on_path:
+                sys.path.append(folder)  # functions of the module are imported by name later
 
 
 def refuse_while_importing() -> None:
-    """Refuse to start a run from a module that is only being imported.
+    """Raise an error if a plug-in is being imported. A run calls this before it starts.
 
     Raises:
-        PluginError: naming the module and the line that it lacks.
+        PluginError: The text names the plug-in, whose code starts the run, and the line it lacks.
     """
     if _importing:
         raise PluginError(
-            f'importing {_importing[-1]} starts a run; put that part of the module below `if __name__ == "__main__":`'
+            f"importing {_importing[-1]} starts a run; put that part of the module below "
+            '`if __name__ == "__main__":`'
         )
 
 
 def digest(module: ModuleType) -> str:
-    """Return a digest of a module's source, of a package that of all its Python files."""
+    """Return a digest of a module's source file, or of all Python files of a package."""
     file = getattr(module, "__file__", None)
     content = hashlib.sha256()
-    if file:
-        path = Path(file)
-        files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-        for source in files:
-            with contextlib.suppress(OSError):
-                content.update(os.fsencode(source.relative_to(path.parent).as_posix()))
-                content.update(source.read_bytes())
+    if not file:
+        return content.hexdigest()[:16]
+
+    path = Path(file)
+    is_package = path.name == "__init__.py"
+    files = sorted(path.parent.rglob("*.py")) if is_package else [path]
+    for source in files:
+        with contextlib.suppress(OSError):
+            content.update(os.fsencode(source.relative_to(path.parent).as_posix()))
+            content.update(source.read_bytes())
     return content.hexdigest()[:16]
 
 
 def import_folder(module: ModuleType) -> str | None:
-    """Return the folder that has to be on the path for a module to be imported, or `None` for a module without a file."""
+    """Return the folder that must be on `sys.path` to import a module, or `None` without a file."""
     file = getattr(module, "__file__", None)
     if not file:
         return None
     name = importable_name(module.__name__) or ""
     path = Path(os.path.abspath(file))
-    above = name.count(".") + (path.name == "__init__.py")
-    return str(path.parents[above])
+    # The file of a package is one folder deeper than the file of a module of the same name.
+    levels = name.count(".") + (path.name == "__init__.py")
+    return str(path.parents[levels])
 
 
 def remember(run: str, modules: Mapping[str, str]) -> None:
-    """Remember that this account trained a run with modules of its own.
-
-    A home folder that cannot be written costs nothing but a `--plugin` later on.
+    """Record in the user's folder that this account trained a run with certain plug-ins.
 
     Args:
-        run: the random name of the run.
-        modules: module to the folder that it is imported from.
+        run: Random name of the run, letters and digits.
+        modules: Name of each module to the folder that it is imported from.
     """
+    # If the home folder cannot be written, the user has to write `--plugin` again later.
     with contextlib.suppress(OSError):
-        place = _remembered(run)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        before = _read(place)
-        disk.write_whole(place, json.dumps({**before, **modules}, indent=2) + "\n")
+        path = _record_of(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded = _read(path)
+        disk.write_whole(path, json.dumps({**recorded, **modules}, indent=2) + "\n")
 
 
 def trusted(run: object) -> dict[str, str]:
-    """Return the modules that this account trained a run with, and their folders.
+    """Return the plug-ins with which this account trained a run, and the folder of each.
 
     Args:
-        run: the name of the run, as its record has it. The record may be a stranger's.
+        run: Name of the run in its record, which may be a stranger's. A value that is no name has
+            no plug-ins.
     """
+    # A name with dots or slashes could lead to another file.
     if not isinstance(run, str) or not run.isalnum():
         return {}
-    return _read(_remembered(run))
+    return _read(_record_of(run))
 
 
-def _remembered(run: str) -> Path:
+def _record_of(run: str) -> Path:
+    """Return the path of the file in the user's folder that lists a run's plug-ins."""
     return user_folder() / "runs" / f"{run}.json"
 
 
-def _read(place: Path) -> dict[str, str]:
+def _read(path: Path) -> dict[str, str]:
+    """Read the plug-ins of a run. A file that cannot be read has none."""
     try:
-        content: Any = json.loads(place.read_text())
+        content: Any = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(content, dict):
@@ -203,11 +219,11 @@ def _read(place: Path) -> dict[str, str]:
 
 
 def _failure(name: str, error: BaseException) -> str:
-    """Return what went wrong inside a module, with the last line of it that ran."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename
-    ]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"--plugin {name} cannot be imported: {type(error).__name__}: {error}{where}"
+    """Return the message for an error in a module's own code, with its file and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if "importlib" not in frame.filename]
+    location = ""
+    if own_frames:
+        last = own_frames[-1]
+        location = f" ({last.filename}, line {last.lineno})"
+    return f"--plugin {name} cannot be imported: {type(error).__name__}: {error}{location}"

@@ -1,16 +1,11 @@
-"""A command's own process: signals end it within seconds, and its three streams are open.
+"""The process of a command: signals, standard streams, and checks of JAX's environment variables.
 
-At Ctrl-C Python raises KeyboardInterrupt wherever the main thread happens to be. Inside JAX that is
-often a callback from C++, which drops the exception, or ends the process with a segmentation fault.
-So the exception is raised only where no frame of JAX is on the stack. A thread ends the process if
-the main one does not come to such a place, or does not end afterwards.
+At Ctrl-C, Python raises KeyboardInterrupt wherever the main thread happens to be. Inside JAX this
+is often a callback from C++, which drops the exception or ends the process with a segmentation
+fault. `Interrupts` therefore raises the exception only if no frame of JAX is on the stack. A second
+thread ends the process if the main thread does not end in time.
 
-This module imports little: a signal that comes while the rest is imported is heard too.
-
-Environment variables of JAX and XLA that cannot be used are one message each.
-
-This module imports no JAX. A wrong flag of XLA ends a process inside C++, so another process tries
-the flags first.
+This module imports little, and no JAX, so that the handlers are installed before slow imports.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,7 +30,7 @@ from mupax.errors import MupaxError
 
 XLA_FLAGS = "XLA_FLAGS"
 _TRUE = ("1", "true", "t", "yes", "y", "on")
-"""Words that JAX takes for true, in lower case."""
+"""Values of a variable that JAX takes for true, in lower case."""
 _NO_TRANSFERS = ("disallow", "disallow_explicit")
 _TRANSFERS = "batches, metrics and checkpoints move between the host and the devices"
 _NO_CHECKS = "its steps do not carry the state of such checks; JAX_DEBUG_NANS=1 works"
@@ -59,7 +54,7 @@ _REFUSED = {
     "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE": (_NO_TRANSFERS, _TRANSFERS),
     "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": (_NO_TRANSFERS, _TRANSFERS),
 }
-"""Variables with the values under which mupax cannot work, and why."""
+"""Variable to the values that mupax refuses, and the reason."""
 _CHECKS = (
     "JAX_DEBUG_NANS",
     "JAX_DEBUG_INFS",
@@ -68,12 +63,12 @@ _CHECKS = (
     "JAX_ENABLE_X64",
     "JAX_THREAD_GUARD",
 )
-"""Switches that make JAX raise errors of their own, or compute with other types."""
+"""Variables that make JAX raise additional errors or compute with other types."""
 _KNOWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=[1-9]\d{0,3}")
-"""Flags that need no trial, which takes a quarter of a second."""
+"""Flag of XLA that needs no trial. A trial takes a quarter of a second."""
 _TRIAL = "import jaxlib.xla_client; jaxlib.xla_client.CompileOptions()"
 _LOG_PREFIX = re.compile(r"^[EFWI]\d{4} \S+ +\d+ \S+\] ")
-"""What C++ prints before a message: time, thread, file and line."""
+"""Prefix of a message from C++: time, thread, file and line."""
 _BACKEND_FILE = ("jax", "_src", "xla_bridge.py")
 _BACKEND_WORDS = ("Unable to initialize backend", "Unknown backend")
 _PLATFORM_VARIABLES = (
@@ -91,16 +86,20 @@ Trial = Callable[[], dict[str, float]]
 _STREAMS = ("stdin", "stdout", "stderr")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
-"""A second one ends the process. A closed terminal sends SIGHUP twice."""
+"""Signals of which a second one ends the process. A closed terminal sends SIGHUP twice."""
 ONE_S = 0.3
-"""Signals so close together are one: `timeout` sends its own twice."""
+"""Seconds within which two signals count as one. `timeout` sends its signal twice."""
 _REACH_S = 1.0
-"""How long the main thread may take to come out of JAX. Compiling takes longer, and can be cut off anywhere."""
+"""Seconds that the main thread may take to come out of JAX before the process is ended.
+
+Compiling takes longer. Ending the process while JAX compiles does no harm.
+"""
 _CLEAN_UP_S = 2.5
-"""How long the command may take to end after the exception was raised."""
+"""Seconds that the command may take to end after KeyboardInterrupt was raised."""
 _NUDGE_S = 0.02
+"""Seconds between two signals to a main thread that is still inside JAX."""
 _WORDS_S = 0.5
-"""How long the last words may take: a terminal may be stopped, or a pipe full."""
+"""Seconds that the last output may take. A terminal may be stopped, or a pipe full."""
 _SHOW_CURSOR = b"\x1b[?25h"
 _NO_UNWINDING = frozenset(
     (
@@ -117,24 +116,28 @@ _NO_UNWINDING = frozenset(
         "_weakrefset",
     )
 )
-"""Packages called from C++, or by the garbage collector, which drop an exception."""
+"""Packages whose frames are called from C++ or the garbage collector, which drop exceptions."""
 
 
 class VariableError(MupaxError):
-    """An environment variable of JAX or XLA that cannot be used. The text names it and says what to write."""
+    """An environment variable of JAX or XLA that mupax cannot work under.
+
+    The text names the variable and says what to write.
+    """
 
 
 def check(
     remembered: Callable[[str, Trial], dict[str, float]], variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse variables under which no command that computes can work, before work is spent.
+    """Check the environment variables of JAX and XLA before a command computes.
 
     Args:
-        remembered: keeps the result of a function on disk, by a name (`train.data.cache.remembered`).
-        variables: environment of this process.
+        remembered: Function that returns the cached result of a trial, or runs the trial
+            (`mupax.train.data.cache.remembered`). The first argument is the cache's key.
+        variables: Environment variables. The default is the environment of this process.
 
     Raises:
-        VariableError: such a variable is set, or XLA does not take a flag.
+        VariableError: A variable has a value that mupax refuses, or XLA does not accept a flag.
     """
     for name, (values, reason) in _REFUSED.items():
         value = variables.get(name, "")
@@ -142,15 +145,14 @@ def check(
             raise VariableError(f"mupax does not work under {name}={value}: {reason}. Unset {name}")
     _check_platforms(variables)
     flags = variables.get(XLA_FLAGS, "")
-    # JAX that is imported has read the flags already.
+    # If jaxlib is imported, it has read the flags already.
     if "jaxlib" in sys.modules or all(_KNOWN_FLAG.fullmatch(flag) for flag in flags.split()):
         return
     import hashlib
     from importlib.metadata import version
 
-    key = hashlib.sha256(
-        f"{version('jaxlib')} {flags}".encode(errors="surrogateescape")
-    ).hexdigest()
+    text = f"{version('jaxlib')} {flags}"
+    key = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
     remembered(f"xla-flags-{key[:16]}", functools.partial(_try_flags, variables))
 
 
@@ -159,23 +161,27 @@ def _check_platforms(variables: Mapping[str, str]) -> None:
     setting = variables.get("JAX_PLATFORMS", "")
     for platform in setting.split(","):
         extra = _EXTRA_OF_PLATFORM.get(platform)
-        # JAX takes a libtpu from there too.
-        if extra is not None and not (extra == "tpu" and variables.get("TPU_LIBRARY_PATH")):
-            from mupax import extras
+        if extra is None:
+            continue
+        # JAX can load libtpu from this path without an installed package.
+        if extra == "tpu" and variables.get("TPU_LIBRARY_PATH"):
+            continue
+        from mupax import extras
 
-            extras.require(extra, f"JAX_PLATFORMS={setting}", VariableError)
+        extras.require(extra, f"JAX_PLATFORMS={setting}", VariableError)
 
 
 def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
-    """Let another process read XLA_FLAGS. Return the seconds that it took.
+    """Let another process read XLA_FLAGS. Return the duration as `{"seconds": ...}`.
 
     Raises:
-        VariableError: it ended with an error.
+        VariableError: XLA ended the other process.
     """
     import subprocess
 
+    # XLA ends a process inside C++ if a flag is wrong, so this process must not try the flags.
     began = time.monotonic()
-    # -P: a file of the current folder must not be imported in place of a library.
+    # -P keeps files of the current folder from being imported in place of a library.
     trial = subprocess.run(
         [sys.executable, "-P", "-c", _TRIAL],
         env=dict(variables),
@@ -185,7 +191,7 @@ def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
         errors="replace",
         check=False,
     )
-    # C++ ends the process without a word of Python, whose own errors are not about flags.
+    # A traceback is an error of Python, which is not about flags. C++ prints none.
     if trial.returncode and "Traceback" not in trial.stderr:
         lines = [_LOG_PREFIX.sub("", line) for line in trial.stderr.splitlines() if line.strip()]
         reason = lines[0].rstrip(".") if lines else f"exit code {trial.returncode}"
@@ -197,11 +203,11 @@ def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
 
 
 def explained(error: BaseException, variables: Mapping[str, str] = os.environ) -> str | None:
-    """Describe an error of JAX that comes from a variable of the environment. Return None for any other error.
+    """Return a message for an error of JAX that an environment variable caused, otherwise `None`.
 
     Args:
-        error: exception with its traceback.
-        variables: environment of this process.
+        error: Exception whose traceback shows where in JAX it was raised.
+        variables: Environment variables. The default is the environment of this process.
     """
     reason = (str(error) or type(error).__name__).splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
@@ -209,39 +215,47 @@ def explained(error: BaseException, variables: Mapping[str, str] = os.environ) -
     if last_file == _CONFIG_FILE:
         name = _named_variable(reason, variables)
         return f"JAX does not take its environment: {reason}. Correct or unset {name}"
-    # JAX removes its own frames from most of its errors, and says so in a note.
+
+    # JAX removes its own frames from most tracebacks, and adds a note that says so.
     is_filtered = any("JAX" in note for note in getattr(error, "__notes__", ()))
     is_of_jax = is_filtered or "_src" in last_file
     names_backend = any(words in reason for words in _BACKEND_WORDS)
     is_of_backend = names_backend or last_file == _BACKEND_FILE or (is_of_jax and not str(error))
     set_names = [name for name in _PLATFORM_VARIABLES if variables.get(name)]
     if is_of_backend and set_names:
-        settings = " ".join(f"{name}={variables[name]}" for name in set_names)
-        why = reason if str(error) else "this machine has no such device"
+        if not str(error):
+            reason = "this machine has no such device"
         advice = f"Unset {' and '.join(set_names)}, or write JAX_PLATFORMS=cpu"
-        return f"JAX cannot start under {settings}: {why}. {advice}"
+        return f"JAX cannot start under {_settings(set_names, variables)}: {reason}. {advice}"
+
     checks = [name for name in _CHECKS if variables.get(name, "").lower() in _TRUE]
     if is_of_jax and checks:
-        settings = " ".join(f"{name}={variables[name]}" for name in checks)
-        return f"{type(error).__name__} under {settings}: {reason}. To go on without, unset {' and '.join(checks)}"
+        advice = f"To go on without, unset {' and '.join(checks)}"
+        settings = _settings(checks, variables)
+        return f"{type(error).__name__} under {settings}: {reason}. {advice}"
     return None
 
 
+def _settings(names: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return variables as a shell sets them: `NAME=value NAME=value`."""
+    return " ".join(f"{name}={variables[name]}" for name in names)
+
+
 def _named_variable(text: str, variables: Mapping[str, str]) -> str:
-    """Return the variable that a message of JAX names, or all that are set."""
+    """Return the variable that a message of JAX names, or a list of all variables of JAX."""
+    jax_names = [name for name in variables if name.startswith("JAX_")]
     words = re.findall(r"\bjax[._]\w+", text, re.IGNORECASE)
-    ours = [name for name in variables if name.startswith("JAX_")]
-    upper_words = [word.upper().replace(".", "_") for word in words]
-    named = [word for word in upper_words if word in ours]
-    return named[0] if named else f"what is wrong of {', '.join(sorted(ours)) or 'its variables'}"
+    for word in words:
+        name = word.upper().replace(".", "_")
+        if name in jax_names:
+            return name
+    return f"what is wrong of {', '.join(sorted(jax_names)) or 'its variables'}"
 
 
 def open_closed_streams() -> None:
-    """Open standard input, output and error to nowhere if this process was started without (`>&-`).
-
-    Python has None in their place. The next file that is opened would get the number of the closed
-    one, so that a library which prints would write into a checkpoint.
-    """
+    """Open standard streams that are closed (`>&-`), with /dev/null behind them."""
+    # Python sets a closed stream to None. The next file that is opened would get its number, and
+    # a library that prints would write into a checkpoint.
     for number, name in enumerate(_STREAMS):
         try:
             os.fstat(number)
@@ -251,125 +265,134 @@ def open_closed_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
         if getattr(sys, name) is None:
-            stream = os.fdopen(
-                number, "w" if number else "r", encoding="utf-8", errors="replace", closefd=False
-            )
+            mode = "w" if number else "r"
+            stream = os.fdopen(number, mode, encoding="utf-8", errors="replace", closefd=False)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 
 
 class Interrupts:
-    """Handlers of this process' signals, and the thread that sees to its end.
+    """Signal handlers of this process, and the thread that ends the process after a signal.
 
-    A run that saves when it is stopped has its own while it trains (`train/parallel/processes.py`).
-    So does a web server.
+    A training run and a web server install handlers of their own while they work
+    (`train/parallel/processes.py`). This object then leaves the signals to them.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        """Number of the first signal; None before."""
-        self._main = threading.get_ident()
-        self._heard_at = 0.0
+        """Number of the first signal, `None` before."""
+        self._main_thread = threading.get_ident()
+        self._received_at = 0.0
         self._raised_at: float | None = None
+        """Time at which KeyboardInterrupt was raised in the main thread."""
         self._is_over = False
-        self._nudged = False
-        """A signal of this object's own is on its way to the main thread."""
-        self._ear, self._mouth = os.pipe()
-        os.set_blocking(self._mouth, False)
+        """`True` once the command has returned."""
+        self._is_nudged = False
+        """`True` while a signal that this object sent is on its way to the main thread."""
+        # Python writes the number of every signal into the pipe. The watching thread reads it.
+        self._pipe_reader, self._pipe_writer = os.pipe()
+        os.set_blocking(self._pipe_writer, False)
 
     @property
     def exit_code(self) -> int | None:
-        """128 and the number of the signal, as a shell has it; None when nothing was received."""
+        """Exit code 128 plus the number of the signal, or `None` if no signal was received."""
         return None if self.received is None else 128 + self.received
 
     def listen(self) -> None:
-        """Install the handlers, in the main thread. A signal that is ignored stays ignored.
-
-        `nohup` ignores SIGHUP, and a shell ignores SIGINT in the background jobs of a script.
-        """
-        signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        """Install the handlers. Call this in the main thread. An ignored signal stays ignored."""
+        signal.set_wakeup_fd(self._pipe_writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
         for number in _SIGNALS:
+            # `nohup` ignores SIGHUP, and a shell ignores SIGINT in a script's background jobs.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
-        # An error that follows from the signal, in a callback or another thread, is no news.
+        # Errors in callbacks and other threads that follow from the signal are not printed.
         sys.unraisablehook = self._unless_interrupted(sys.unraisablehook)
         threading.excepthook = self._unless_interrupted(threading.excepthook)
 
     def finish(self) -> None:
-        """From now on a signal ends the process at once: the command is done."""
+        """Let later signals end the process at once, because the command has returned."""
         self._is_over = True
 
-    # In the main thread, as soon as it is back in Python
+    # Runs in the main thread, as soon as it executes Python again.
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._note(number)
+        """Raise KeyboardInterrupt once, if the main thread is outside of JAX."""
+        self._record(number)
         if self._is_over:
             self._leave()
         if self._raised_at is None and _can_unwind(frame):
             self._raised_at = time.monotonic()
             raise KeyboardInterrupt
 
-    def _note(self, number: int) -> None:
+    def _record(self, number: int) -> None:
+        """Remember the first signal and its time."""
         if self.received is None:
             self.received = number
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
 
-    # In the thread that watches
+    # Runs in the watching thread.
 
     def _watch(self) -> None:
+        """Wait for signals. After the first one, also check regularly that the process ends."""
         poll = select.poll()
-        poll.register(self._ear, select.POLLIN)
+        poll.register(self._pipe_reader, select.POLLIN)
         while True:
-            if poll.poll(None if self.received is None else 1000 * _NUDGE_S):
-                for number in os.read(self._ear, 64):
-                    self._hear(number)
+            timeout_ms = None if self.received is None else 1000 * _NUDGE_S
+            if poll.poll(timeout_ms):
+                for number in os.read(self._pipe_reader, 64):
+                    self._on_signal(number)
             if self.received is not None:
-                self._see_to_the_end()
+                self._check_end()
 
-    def _hear(self, number: int) -> None:
-        if number == self.received and self._nudged:
-            self._nudged = False
+    def _on_signal(self, number: int) -> None:
+        """Record a signal. End the process if the user insists with a second one."""
+        if number == self.received and self._is_nudged:
+            self._is_nudged = False
             return
         if number not in _SIGNALS or signal.getsignal(number) != self._handle:
-            return  # somebody else's now: a web server ends in its own way
-        insists = number in _INSISTING and self.received is not None
-        if insists and time.monotonic() - self._heard_at > ONE_S:
+            return  # a training run or a web server handles this signal itself
+        is_second = number in _INSISTING and self.received is not None
+        if is_second and time.monotonic() - self._received_at > ONE_S:
             self._leave()
-        self._note(number)
+        self._record(number)
 
-    def _see_to_the_end(self) -> None:
+    def _check_end(self) -> None:
+        """End the process if a signal takes too long, or make the main thread try again."""
         assert self.received is not None
-        now = time.monotonic()
+        time_s = time.monotonic()
         if self._raised_at is not None:
-            if now - self._raised_at > _CLEAN_UP_S:
+            if time_s - self._raised_at > _CLEAN_UP_S:
                 self._leave()
-        elif now - self._heard_at > _REACH_S or self._is_over:
+        elif time_s - self._received_at > _REACH_S or self._is_over:
             self._leave()
-        elif not self._nudged and signal.getsignal(self.received) == self._handle:
-            self._nudged = True
-            # The handler looks again where the main thread is, also if that waits for the system.
-            signal.pthread_kill(self._main, self.received)
+        elif not self._is_nudged and signal.getsignal(self.received) == self._handle:
+            self._is_nudged = True
+            # The handler looks again where the main thread is. The signal also ends a system call.
+            signal.pthread_kill(self._main_thread, self.received)
 
     def _leave(self) -> None:
-        # The main thread may go on writing there, or the disk hang.
+        """Remove temporary folders, for at most `_WORDS_S` seconds, and end the process."""
+        # Removal may block: the main thread may still write there, or the disk may hang.
         cleaning = threading.Thread(target=_remove_temporary_folders, daemon=True)
         cleaning.start()
         cleaning.join(_WORDS_S)
         leave(128 + (self.received or signal.SIGINT))
 
     def _unless_interrupted(self, hook: Any) -> Any:
+        """Return a hook for exceptions that calls `hook` only if no signal was received."""
+
         def show(report: Any) -> None:
             if self.received is None:
                 hook(report)
             elif report.exc_type is KeyboardInterrupt:
-                self._raised_at = None  # a callback has dropped it: it is raised again
+                self._raised_at = None  # a callback dropped the exception: raise it again
 
         return show
 
 
 def _remove_temporary_folders() -> None:
-    """Remove the folders of this process that the interpreter would remove as it ends."""
+    """Remove the temporary folders of this process, as the interpreter would when it ends."""
     if "tempfile" not in sys.modules:
         return
     from tempfile import TemporaryDirectory
@@ -381,32 +404,32 @@ def _remove_temporary_folders() -> None:
 
 
 def leave(code: int, text: str = "") -> NoReturn:
-    """End the process at once, from any thread: the main one may be where no exception reaches it.
+    """End the process at once. This works in any thread, also if the main thread hangs.
 
     Args:
-        text: printed on standard error, as far as that takes what is written to it.
+        text: Last line on standard error. It is dropped if it cannot be written in half a second.
     """
-
-    def speak() -> None:
-        with contextlib.suppress(Exception):
-            print(text, end="\n" if text else "", file=sys.stderr, flush=True)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError):
-            for stream in filter(os.isatty, (1, 2)):
-                os.write(stream, _SHOW_CURSOR)  # which a live bar has hidden
-
-    words = threading.Thread(target=speak, daemon=True)
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the interpreter is ending and starts no thread any more
-        words.start()
-        words.join(_WORDS_S)
+    output = threading.Thread(target=_write_last_output, args=(text,), daemon=True)
+    # An interpreter that is ending starts no thread and raises RuntimeError.
+    with contextlib.suppress(RuntimeError):
+        output.start()
+        output.join(_WORDS_S)
     os._exit(code)
 
 
+def _write_last_output(text: str) -> None:
+    """Print the text on standard error, flush standard output and show the terminal's cursor."""
+    with contextlib.suppress(Exception):
+        print(text, end="\n" if text else "", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        for stream in filter(os.isatty, (1, 2)):
+            os.write(stream, _SHOW_CURSOR)  # a progress bar may have hidden the cursor
+
+
 def _can_unwind(frame: FrameType | None) -> bool:
-    """Return True if an exception gets through to the command: nothing was called from C++."""
+    """Return True if an exception in this frame reaches the command, with no C++ in between."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package in _NO_UNWINDING or frame.f_code.co_name == "__del__":

@@ -1,6 +1,7 @@
-"""Old spellings of commands. Typed, they still run; recorded, they are shown as they are typed now.
+"""Old spellings of commands and their present ones.
 
-Studies on disk are never written again, so one may still say `python -m train sweep lm-tiny`.
+An old spelling still runs when it is typed. In recorded commands, which are never rewritten on disk
+(`python -m train sweep lm-tiny`), it is replaced when the command is shown.
 """
 
 from __future__ import annotations
@@ -32,16 +33,21 @@ OLD: dict[str, str] = {
     "zoo export": "export",
     "zoo": "models",
 }
-"""First words of a command when there were four doors, and the words in their place."""
+"""Old first words after `mupax` to the present ones.
+
+They come from the time of four programs: `python -m train`, `presets`, `zoo` and `train.data`.
+"""
 _MODULE = re.compile(
     r"\bpython -m (?:mupax\.)?(?:train\.(?=data\b))?(?=(?:train|presets|zoo|data)\b)"
 )
-"""Beginning of a command that names a package as a module. The next word comes after `mupax`."""
+"""Beginning of a command that starts a package as a module. It is replaced by `mupax `."""
 _COMMAND = re.compile(r"\bmupax (\w[\w-]*)(?: (\w[\w-]*))?")
+"""A command in a text: `mupax` and the next one or two words."""
 
 
 def old(words: Sequence[str]) -> str | None:
-    """Return the old spelling that the words after `mupax` begin with, or `None`."""
+    """Return the key of `OLD` with which the words after `mupax` begin, or `None`."""
+    # The longer spelling comes first: `zoo import` before `zoo`.
     for count in (2, 1):
         typed = " ".join(words[:count])
         if typed in OLD:
@@ -50,18 +56,20 @@ def old(words: Sequence[str]) -> str | None:
 
 
 def current_words(words: Sequence[str]) -> list[str]:
-    """Return the words after `mupax` without an old spelling."""
+    """Return the words after `mupax` with an old spelling replaced by the present one."""
     typed = old(words)
     if typed is None:
         return list(words)
-    return [*OLD[typed].split(), *words[len(typed.split()) :]]
+    arguments = words[len(typed.split()) :]
+    return [*OLD[typed].split(), *arguments]
 
 
 def current(text: str) -> str:
-    """Return a text, such as a recorded command, with every command as it is typed now."""
+    """Return a text, such as a recorded command, with every old spelling replaced."""
+    return _COMMAND.sub(_current_command, _MODULE.sub("mupax ", text))
 
-    def replaced(match: re.Match[str]) -> str:
-        words = [word for word in match.groups() if word is not None]
-        return " ".join(["mupax", *current_words(words)])
 
-    return _COMMAND.sub(replaced, _MODULE.sub("mupax ", text))
+def _current_command(match: re.Match[str]) -> str:
+    """Return the present spelling of a command that `_COMMAND` matched."""
+    words = [word for word in match.groups() if word is not None]
+    return " ".join(["mupax", *current_words(words)])

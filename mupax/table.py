@@ -1,6 +1,6 @@
-"""Entries of tables of plug-ins. What an entry needs is imported when it is looked up or called.
+"""Registries of plug-ins, such as presets and recipes, whose modules are imported only when needed.
 
-An entry says by an import inside a function where its object is, so that editors and the type checker find it.
+Each entry is a function with an import inside, so that editors and the type checker can follow it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Lazy(Generic[P, R]):
-    """A function that is imported when it is called.
+    """Callable that imports a function at each call and calls the function.
 
     Args:
-        load: imports the function and returns it.
+        load: Function that does the import and returns the imported function.
     """
 
     def __init__(self, load: Callable[[], Callable[P, R]]) -> None:
@@ -30,10 +30,12 @@ class Lazy(Generic[P, R]):
 
 
 class LazyRegistry(UserDict[str, Callable[P, R]]):
-    """Names to functions. An entry is imported when it is looked up; one that is set later may be any function.
+    """Dict of functions by name, which imports a function when it is looked up.
+
+    Functions that are set later are returned unchanged.
 
     Args:
-        entries: name to what imports the function and returns it.
+        entries: Name to a function that does the import and returns the imported function.
     """
 
     def __init__(self, entries: Mapping[str, Callable[[], Callable[P, R]]]) -> None:
@@ -49,11 +51,11 @@ class LazyRegistry(UserDict[str, Callable[P, R]]):
 
 
 def function_of(entry: F | str) -> F:
-    """Return the function of an entry. A user may write MODULE:FUNCTION in its place, which is imported here.
+    """Return the function of an entry. An entry `MODULE:FUNCTION` is imported.
 
     Raises:
-        ImportError: there is no such module.
-        AttributeError: the module has no such function.
+        ImportError: There is no such module.
+        AttributeError: The module has no such function.
     """
     if not isinstance(entry, str):
         return entry
@@ -62,7 +64,11 @@ def function_of(entry: F | str) -> F:
 
 
 def module_of(entry: object) -> str:
-    """Return the name of the module that an entry of a table comes from: a function, a class, or MODULE:FUNCTION."""
+    """Return the name of the module that defines an entry.
+
+    Args:
+        entry: Function, class or text `MODULE:FUNCTION`.
+    """
     if isinstance(entry, str):
         return entry.partition(":")[0]
     return getattr(entry, "__module__", None) or "__main__"

@@ -1,4 +1,7 @@
-"""Output for a terminal or a pipe: tables that break no word, counts for people, errors as one message, and an exit code."""
+"""Output of every command: wrapped text, tables, counts, error messages and the exit code.
+
+In a terminal, lines are wrapped between words. In a pipe or a file, nothing is wrapped or cut.
+"""
 
 from __future__ import annotations
 
@@ -32,61 +35,75 @@ if TYPE_CHECKING:
 GAP = 2
 """Spaces between columns."""
 PROSE = 36
-"""Narrowest column of prose in a table."""
+"""Narrowest width at which a last column of prose still stands beside the other columns."""
 MESSAGE_LINES = 10
-"""Longest message for bad input."""
+"""Maximum number of lines of a message about bad input."""
 UNBOUNDED = 1_000_000
-"""Width of a pipe or file: nothing there is wrapped or cut."""
+"""Width of a pipe or file, in columns."""
 _EXIT_S = 5.0
-"""How long a process whose command is done may take to end: threads of a library may wait for a disk or a network."""
+"""Seconds that the process may take to end after its command has returned."""
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
-"""A word of a command with its quotes."""
+"""A word of a shell command, with its quotes."""
 _LESS_MEMORY = "end other programs, raise the limit, or take a smaller batch or model"
-"""What helps where a command itself does not say what would."""
+"""Advice for a command that ran out of memory and has no advice of its own."""
 _NO_BREAK = "\u00a0"
 
 
 def columns(stream: TextIO | None = None) -> int:
-    """Width of the terminal that a stream is (standard output unless given), or `UNBOUNDED` where it is none."""
-    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else UNBOUNDED
+    """Return the width of the terminal behind a stream, or `UNBOUNDED` for a pipe or file.
+
+    Args:
+        stream: Stream that is written to. The default is standard output.
+    """
+    if not (stream or sys.stdout).isatty():
+        return UNBOUNDED
+    return shutil.get_terminal_size().columns
 
 
 def wrapped(line: str) -> str:
-    """A line of prose, wrapped between words to `columns()`."""
+    """Wrap one line of prose between words, to the width of standard output."""
     return "\n".join(_wrapped(line, columns()))
 
 
 def say(text: str) -> None:
-    """Print lines on standard output, wrapped between words where that is a terminal."""
+    """Print text on standard output. In a terminal its lines are wrapped between words."""
     _say(text, sys.stdout)
 
 
 def note(text: str) -> None:
-    """Print lines on standard error as `say` does on standard output."""
+    """Print text on standard error. In a terminal its lines are wrapped between words."""
     _say(text, sys.stderr)
 
 
 def _say(text: str, stream: TextIO) -> None:
     width = columns(stream)
-    lines = [part for line in text.split("\n") for part in _wrapped(line, width)]
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines += _wrapped(line, width)
     print("\n".join(lines), file=stream, flush=True)
 
 
 def command(line: str) -> str:
-    """Return a command to copy, as it can be started here, indented. In a narrow terminal it goes on after a backslash.
+    """Return a command as an indented text that a user can copy and run in this folder.
+
+    In a narrow terminal the command is continued on further lines, each after a backslash.
 
     Args:
-        line: command as it is typed now, or as an earlier version recorded it.
+        line: Command that begins with `mupax`, or an older spelling that a file recorded.
     """
     words = _SHELL_WORD.findall(_reachable(spellings.current(line)))
+
+    # A part is a flag with its values. Lines are broken only between parts.
     parts: list[str] = []
     for word in words:
         if not parts or word.startswith("--"):
             parts.append(word)
         else:
             parts[-1] += f" {word}"
+
     lines = parts[:1]
     for flag in parts[1:]:
+        # A line also has both indents, a space before the flag, and a space and a backslash.
         if len(lines[-1]) + len(flag) + 2 * GAP + 3 > columns():
             lines.append(flag)
         else:
@@ -95,21 +112,23 @@ def command(line: str) -> str:
 
 
 def console() -> Console:
-    """Rich's console for standard output, `UNBOUNDED` in a pipe; it leaves a broken one to `entry_point`."""
+    """Return a rich console for standard output. In a pipe its width is `UNBOUNDED`."""
     from rich.console import Console
 
     class Piped(Console):
+        # rich would end the process itself. `exit_code` turns the exception into code 141.
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Piped(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False, emoji=False)
+    width = None if sys.stdout.isatty() else UNBOUNDED
+    return Piped(width=width, highlight=False, emoji=False)
 
 
 def rich_console(**options: Any) -> Console:
-    """Return a console of rich that prints names such as `images:fire:` as they are, not as emoji.
+    """Return a rich console that prints names such as `images:fire:` unchanged, not as emoji.
 
     Args:
-        **options: arguments of `rich.console.Console`.
+        **options: Arguments of `rich.console.Console`.
     """
     from rich.console import Console
 
@@ -117,43 +136,61 @@ def rich_console(**options: Any) -> Console:
 
 
 def typed(*words: str) -> str:
-    """Return a command to type in this folder: quoted for a shell, with the path of mupax where the shell finds none or another.
+    """Return a command that starts this installation of mupax from this folder, quoted for a shell.
 
     Args:
-        *words: mupax and more.
+        *words: Words of the command line. The first is `mupax`. It is replaced by a path if the
+            shell finds no mupax on PATH, or another one.
     """
     return _reachable(shlex.join(words))
 
 
 def _reachable(line: str) -> str:
-    """Return a command with its first word, mupax, as it can be started from this folder."""
-    program, space, rest = line.partition(" ")
-    return f"{_program()}{space}{rest}" if program == "mupax" else line
+    """Replace `mupax` at the beginning of a command by the words that start it in this folder."""
+    program, space, arguments = line.partition(" ")
+    if program != "mupax":
+        return line
+    return f"{_program()}{space}{arguments}"
 
 
 def _program() -> str:
-    """Return how this installation's mupax is started: by its name, by its path, or as a module of this Python."""
+    """Return the words that start this installation of mupax.
+
+    These are `mupax` if the shell finds this installation, otherwise the path of its script, or
+    `PYTHON -m mupax` if there is no script.
+    """
     scripts = Path(sys.executable).parent
-    started = Path(sys.argv[0])  # pipx and uv link ~/.local/bin/mupax to an environment elsewhere
-    found = shutil.which("mupax")
+    # pipx and uv link ~/.local/bin/mupax to an environment elsewhere.
+    started = Path(sys.argv[0])
+    on_path = shutil.which("mupax")
     for script in (started, scripts / "mupax"):
-        if script.name == "mupax" and found and os.path.abspath(found) == os.path.abspath(script):
+        if script.name == "mupax" and on_path and _is_same_path(on_path, script):
             return "mupax"
+
     if (scripts / "mupax").is_file():
-        return _near(str(scripts / "mupax"))
+        return _shell_path(str(scripts / "mupax"))
+
     python = shutil.which("python")
-    is_ours = python is not None and os.path.abspath(python) == os.path.abspath(sys.executable)
-    return f"{'python' if is_ours else _near(sys.executable)} -m mupax"
+    if python is not None and _is_same_path(python, sys.executable):
+        return "python -m mupax"
+    return f"{_shell_path(sys.executable)} -m mupax"
 
 
-def _near(path: str) -> str:
-    """Return a path relative to this folder where it lies below, quoted for a shell."""
+def _is_same_path(path: str | Path, reference: str | Path) -> bool:
+    """Return True if two paths are equal once they are absolute. Links are not resolved."""
+    return os.path.abspath(path) == os.path.abspath(reference)
+
+
+def _shell_path(path: str) -> str:
+    """Return a path quoted for a shell, relative to this folder if the file lies below it."""
     relative = os.path.relpath(path)
-    return shlex.quote(path if relative.startswith("..") else relative)
+    if relative.startswith(".."):
+        return shlex.quote(path)
+    return shlex.quote(relative)
 
 
 def show(text: str) -> None:
-    """Write to standard output at once, a terminal without the characters that it would obey."""
+    """Write text to standard output and flush it. For a terminal, replace control characters."""
     if sys.stdout.isatty():
         text = "".join(map(_printable, text))
     sys.stdout.write(text)
@@ -161,18 +198,21 @@ def show(text: str) -> None:
 
 
 def _printable(character: str) -> str:
-    obeyed = ord(character) < 32 or 127 <= ord(character) < 160
-    return "\ufffd" if obeyed and character not in "\n\t" else character
+    """Replace a control character by U+FFFD. Newlines and tabs stay."""
+    is_control = ord(character) < 32 or 127 <= ord(character) < 160
+    if is_control and character not in "\n\t":
+        return "\ufffd"
+    return character
 
 
 class EntryPoint:
-    """A command line of the process, or of a test, that always returns an exit code.
+    """Callable command line that turns every exception into a message and an exit code.
 
-    1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe
-    (`| head`) has read enough.
+    Exit code 1 is a failure, 2 is bad input (one message on stderr), 130 is Ctrl-C, and 141 is a
+    closed pipe, such as `| head`.
 
     Args:
-        command: takes the words of a command line. It may raise.
+        command: Function of the words of a command line. It returns an exit code and may raise.
     """
 
     def __init__(self, command: Callable[[list[str]], int]) -> None:
@@ -180,23 +220,32 @@ class EntryPoint:
         functools.update_wrapper(self, command)
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Return the exit code of these words, or of those of the process, which then ends."""
-        return exit_code(self.command, argv) if argv is not None else whole_process(self.command)
+        """Run the command and return its exit code.
+
+        Args:
+            argv: Words of the command line. `None` takes the words of this process, and prepares
+                the process to end.
+        """
+        if argv is not None:
+            return exit_code(self.command, argv)
+        return whole_process(self.command)
 
 
 def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
-    """Make a command line of a function that takes its words."""
+    """Wrap a function of command-line words as an `EntryPoint`. Usable as a decorator."""
     return EntryPoint(main)
 
 
 def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | None = None) -> int:
-    """Run the command line of this process. Return its exit code, with which the process ends soon.
+    """Run the command line of this process and return its exit code.
 
-    After a signal this does not return: the interpreter would take apart what XLA's threads use.
+    The caller has to end the process: it is ended from here after `_EXIT_S` seconds. After a signal
+    this function does not return, but ends the process at once.
 
     Args:
-        main: takes the words of the command line.
-        interrupts: of this process; they are made here unless the caller listens already.
+        main: Function of the words of the command line.
+        interrupts: Signal handlers that are installed already. By default they are installed here,
+            in the main thread only.
     """
     open_closed_streams()
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -206,24 +255,26 @@ def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | Non
             if in_main_thread:
                 interrupts.listen()
         code = exit_code(main, sys.argv[1:], interrupts)
-    except KeyboardInterrupt:  # it came while an error was printed
+    except KeyboardInterrupt:  # Ctrl-C came while an error was printed
         code = 128 + signal.SIGINT
+
     if interrupts is not None:
         interrupts.finish()
         code = interrupts.exit_code or code
     if code >= 128:
+        # The interpreter's own end would free what threads of XLA still use.
         leave(code)
-    late = threading.Timer(_EXIT_S, leave, (code,))
-    late.daemon = True
-    late.start()
+
+    # Threads of a library may wait for a disk or a network and keep the process alive.
+    timer = threading.Timer(_EXIT_S, leave, (code,))
+    timer.daemon = True
+    timer.start()
     return code
 
 
-def _print_any_name() -> None:
-    """Let standard output escape what its encoding lacks, as standard error does.
-
-    Names of files may be any bytes.
-    """
+def _escape_unencodable() -> None:
+    """Let standard output escape characters that its encoding lacks, as standard error does."""
+    # A file's name may hold any bytes, and printing one must not raise.
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
@@ -232,16 +283,17 @@ def _print_any_name() -> None:
 def exit_code(
     main: Callable[[list[str]], int], argv: Sequence[str], interrupts: Interrupts | None = None
 ) -> int:
-    """Run a command line and return its exit code, whatever becomes of it.
+    """Run a command line and return its exit code. Exceptions are printed as messages.
 
     Args:
-        main: takes the words of the command line.
-        interrupts: signals of the process. After one of them no error is printed.
+        main: Function of the words of the command line.
+        interrupts: Signal handlers of the process. After a signal, no exception is printed.
     """
-    _print_any_name()
+    _escape_unencodable()
     try:
         code = main(list(argv))
     except SystemExit as stop:
+        # As in Python itself, a code that is a text means 1.
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -250,72 +302,87 @@ def exit_code(
     except Exception as error:
         if interrupts is not None and interrupts.received is not None:
             return 128 + interrupts.received
-        code = _explained(error)
+        code = _print_error(error)
     return _flushed(code)
 
 
-def _explained(error: Exception) -> int:
-    """Print what became of a command, and return its exit code."""
+def _print_error(error: Exception) -> int:
+    """Print the message of an exception that ended a command, and return the exit code.
+
+    An exception of an unexpected kind is a fault of mupax: it is printed with its traceback.
+    """
     if isinstance(error, MupaxError):
-        _complain("\n".join(f"error: {error}".splitlines()[:MESSAGE_LINES]))
+        lines = f"error: {error}".splitlines()
+        _complain("\n".join(lines[:MESSAGE_LINES]))
         return 2
     if isinstance(error, MupaxFailure):
         _complain(f"error: {error}")
         return 1
     if isinstance(error, RecursionError):
         _complain(
-            "error: a file or a word of the command line is nested too deep; write it with fewer levels"
+            "error: a file or a word of the command line is nested too deep; write it with fewer "
+            "levels"
         )
         return 2
-    if described := exhausted(error):
-        _complain(f"error: {described}; {_LESS_MEMORY}")
+
+    out_of_memory = exhausted(error)
+    if out_of_memory:
+        _complain(f"error: {out_of_memory}; {_LESS_MEMORY}")
         return 1
-    if described := process.explained(error):
-        _complain(f"error: {described}")
+
+    wrong_variable = process.explained(error)
+    if wrong_variable:
+        _complain(f"error: {wrong_variable}")
         return 2
+
     cause = system_error(error)
     if cause is None:
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exc()
         return 1
-    # Of a disk, say: where it happened is in its words.
-    _complain(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}")
+    # An error of the system, such as a full disk, needs no traceback: the message names the file.
+    file = f"{cause.filename}: " if cause.filename else ""
+    _complain(f"error: {file}{cause.strerror}")
     return 1
 
 
 def _complain(text: str) -> None:
-    """Print an error. Where standard error is closed or full, the exit code alone tells."""
+    """Print an error on standard error. Do nothing if standard error is closed or full."""
     with contextlib.suppress(OSError, ValueError):
         note(text)
 
 
 def _flushed(code: int) -> int:
-    """Write what the two outputs still hold. The interpreter's flush at exit could only complain.
+    """Flush standard output and standard error, and return the final exit code.
 
-    Returns:
-        The exit code. Of a command that went well it is 141 if nobody reads standard output, and 1
-        if standard output cannot be written.
+    Args:
+        code: Exit code of the command. 0 becomes 141 if nobody reads standard output, and 1 if
+            standard output cannot be written.
     """
-    if (error := _flush(sys.stdout)) is not None:
-        if not isinstance(error, BrokenPipeError):
-            reason = getattr(error, "strerror", None) or error
-            _complain(f"error: standard output cannot be written: {reason}")
-        code = code or (128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1)
+    # Flushed here, because the interpreter's own flush at exit cannot set the exit code.
+    error = _flush(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        code = code or 128 + signal.SIGPIPE
+    elif error is not None:
+        reason = getattr(error, "strerror", None) or error
+        _complain(f"error: standard output cannot be written: {reason}")
+        code = code or 1
     _flush(sys.stderr)
     return code
 
 
 def _flush(stream: TextIO | None) -> Exception | None:
-    """Flush a stream. If that fails, let the stream lead to nowhere and return the error."""
+    """Flush a stream. If that fails, redirect the stream to /dev/null and return the error."""
     if stream is None:
         return None
     try:
         stream.flush()
     except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError):  # what it holds must not fail again at exit
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+        # The text still in the buffer must not fail again when the interpreter ends.
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
         return error
     return None
 
@@ -326,75 +393,103 @@ def table(
     keys: int = 1,
     indent: int = 0,
 ) -> str:
-    """Rows as aligned columns no wider than `columns()`.
+    """Format rows as aligned columns, no wider than the terminal.
 
-    Columns that do not fit follow below, beside the key columns again. A cell wraps at words where it is too wide for a line of
-    its own, or is prose of the last column, which needs `PROSE` beside the others.
+    Columns that do not fit are printed as further blocks below, each with the key columns again. A
+    cell that is too wide for a line of its own is wrapped between words. So is prose in the last
+    column.
 
     Args:
-        rows: cells, the head first.
-        left: heads of the columns that align left, the others align right; all unless given.
-        keys: leading columns that say what a row is.
-        indent: spaces before each line.
+        rows: Cells of each row. The first row is the head.
+        left: Heads of the columns that align left. The others align right. By default all align
+            left.
+        keys: Number of leading columns that name a row and are repeated in every block.
     """
-    left, room = rows[0] if left is None else left, columns() - indent
-    cells = [*zip(*rows, strict=True)]
-    widths = [max(map(len, column)) for column in cells]
-    blocks: list[list[int]] = []
-    for i in range(keys, len(widths)):
-        prose = (
-            i == len(widths) - 1 and rows[0][i] in left and any(" " in cell for cell in cells[i])
-        )
-        if (
-            not blocks
-            or sum(widths[j] + GAP for j in blocks[-1])
-            + min(widths[i], PROSE if prose else UNBOUNDED)
-            > room
-        ):
-            blocks.append([*range(keys)])
-        blocks[-1].append(i)
-    lines = [line for block in blocks for line in ["", *_block(rows, block, widths, left, room)]][
-        1:
-    ]
+    left = rows[0] if left is None else left
+    line_width = columns() - indent
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    lines: list[str] = []
+    for block in _column_blocks(rows, left, widths, keys, line_width):
+        if lines:
+            lines.append("")
+        lines += _block_lines(rows, block, widths, left, line_width)
     return textwrap.indent("\n".join(lines), " " * indent)
 
 
+def _column_blocks(
+    rows: Sequence[Sequence[str]],
+    left: Collection[str],
+    widths: Sequence[int],
+    keys: int,
+    line_width: int,
+) -> list[list[int]]:
+    """Return the column indices of each block that fits on a line. A block begins with the keys."""
+    head = rows[0]
+    last = len(widths) - 1
+    blocks: list[list[int]] = []
+    for index in range(keys, len(widths)):
+        is_prose = index == last and head[index] in left and any(" " in row[index] for row in rows)
+        # Prose can be wrapped, so it needs no more than PROSE columns.
+        needed = min(widths[index], PROSE if is_prose else UNBOUNDED)
+        if not blocks or _start_of_next(blocks[-1], widths) + needed > line_width:
+            blocks.append(list(range(keys)))
+        blocks[-1].append(index)
+    return blocks
+
+
+def _start_of_next(block: Sequence[int], widths: Sequence[int]) -> int:
+    """Return the position on the line at which a column after those of a block starts."""
+    return sum(widths[index] + GAP for index in block)
+
+
 def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows, the head first, without the columns that have nothing under their head."""
+    """Return the rows without columns that are empty below their head.
+
+    Args:
+        rows: Cells of each row. The first row is the head.
+    """
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    return [*map(list, zip(*columns, strict=True))]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _block(
+def _block_lines(
     rows: Sequence[Sequence[str]],
     block: Sequence[int],
     widths: Sequence[int],
     left: Collection[str],
-    room: int,
+    line_width: int,
 ) -> list[str]:
-    lines = []
-    *_, last = block
-    start = sum(widths[i] + GAP for i in block[:-1])
+    """Format one block of columns. A last column that is too wide is wrapped."""
+    head = rows[0]
+    last = block[-1]
+    start = _start_of_next(block[:-1], widths)
+    lines: list[str] = []
     for row in rows:
-        cells = [
-            row[i].ljust(widths[i]) if rows[0][i] in left else row[i].rjust(widths[i])
-            for i in block
-        ]
-        more: list[str] = []
-        if start + widths[last] > room:
-            cells[-1], *more = _wrapped(row[last], room - start)
-        lines += [(" " * GAP).join(cells).rstrip(), *(" " * start + line for line in more)]
+        cells: list[str] = []
+        for index in block:
+            is_left = head[index] in left
+            cell = row[index]
+            cells.append(cell.ljust(widths[index]) if is_left else cell.rjust(widths[index]))
+
+        continued: list[str] = []
+        if start + widths[last] > line_width:
+            cells[-1], *continued = _wrapped(row[last], line_width - start)
+
+        lines.append((" " * GAP).join(cells).rstrip())
+        lines += [" " * start + line for line in continued]
     return lines
 
 
 def _wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line between words. Further lines have its indent, and short `code` is not broken."""
     if len(line) <= width:
         return [line]
-    text = re.sub(
-        r"`[^`]+`",
-        lambda code: code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0],
-        line,
-    )
+
+    def without_breaks(code: re.Match[str]) -> str:
+        return code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0]
+
+    text = re.sub(r"`[^`]+`", without_breaks, line)
     indent = " " * (len(line) - len(line.lstrip()))
     lines = textwrap.wrap(
         text,
@@ -407,10 +502,13 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def si(number: float) -> str:
-    """A count with three digits and its thousand's letter: 124 M."""
+    """Return a count with three digits and the letter of its thousands, such as `124 M`."""
     for letter in ("", "k", "M", "G", "T"):
+        # 999.5 would be rounded to 1000.
         if abs(number) < 999.5 or letter == "T":
             break
         number /= 1000
-    digits = max(0, 3 - len(f"{abs(number):.0f}")) if letter else 0
-    return f"{number:.{digits}f}{' ' if letter else ''}{letter}"
+    if not letter:
+        return f"{number:.0f}"
+    digits = max(0, 3 - len(f"{abs(number):.0f}"))
+    return f"{number:.{digits}f} {letter}"

@@ -52,7 +52,7 @@ MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/howto/add_a"
 """Pages whose Python is a module to save, which a test beside what is added does."""
 OWN_TEST = ("docs/howto/add_a_metric.md",)
 """Pages whose commands need such a module, and are run by its test."""
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\{?\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
 AS_A_SCAN = ("--model.compute.layers", "scan")
 """Compiles in a quarter of the time that twelve layers one by one take."""

@@ -1,4 +1,7 @@
-"""`mupax --completion SHELL`: a script that completes commands, subcommands and recipes. Other words are files."""
+"""`mupax --completion SHELL`: scripts that complete commands, subcommands and recipes in a shell.
+
+All other words are completed as names of files.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,17 @@ SHELLS = {
     "zsh": 'eval "$(mupax --completion zsh)" in ~/.zshrc, after compinit',
     "fish": "mupax --completion fish | source in ~/.config/fish/config.fish",
 }
-"""Shells, and the line that turns completion on."""
+"""Shell to the line that turns completion on, and the file for that line."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the script of a shell, and return the exit code.
+    """Print the completion script of a shell and return the exit code.
+
+    Args:
+        words: Words after `--completion`. The first one names the shell.
 
     Raises:
-        UsageError: the word is no shell.
+        UsageError: The first word is no shell of `SHELLS`.
     """
     shell, _ = command_line.first_word("mupax --completion", "shell", SHELLS, words)
     print(script(shell), end="")
@@ -43,7 +49,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def completions() -> dict[tuple[str, ...], list[str]]:
-    """Return the words that may follow the words after `mupax`."""
+    """Return the words that can follow `mupax` and a command, by the words typed after `mupax`.
+
+    The key `()` has all commands. The key `(command,)` has its subcommands and recipes.
+    """
     from mupax.train.config.recipes import RECIPES
 
     commands = table.commands()
@@ -53,35 +62,47 @@ def completions() -> dict[tuple[str, ...], list[str]]:
         if command.takes_recipe:
             names += RECIPES
         if names:
-            following[command.name,] = names
+            following[(command.name,)] = names
         for row in command.subcommands:
             if row.takes_recipe:
-                following[command.name, row.name] = list(RECIPES)
+                following[(command.name, row.name)] = list(RECIPES)
     return following
 
 
 def script(shell: str) -> str:
-    """Return the completion script of a shell, which is to be evaluated."""
+    """Return the completion script of a shell.
+
+    Args:
+        shell: Key of `SHELLS`.
+    """
     following = completions()
     if shell == "fish":
         return "".join(f"{line}\n" for line in _fish_lines(following))
+
+    # Branches of bash's `case`: the number of the word to complete, then the words before it.
     second = []
     third = []
     for typed, names in following.items():
+        words = " ".join(names)
         if len(typed) == 1:
-            second.append(f'        2:{typed[0]}) words="{" ".join(names)}" ;;')
+            second.append(f'        2:{typed[0]}) words="{words}" ;;')
         elif typed:
-            third.append(f'        3:"{" ".join(typed)}") words="{" ".join(names)}" ;;')
-    text = _BASH.format(
-        commands=" ".join(following[()]), second="\n".join(second), third="\n".join(third)
-    )
-    return _ZSH + text if shell == "zsh" else text
+            third.append(f'        3:"{" ".join(typed)}") words="{words}" ;;')
+
+    commands = " ".join(following[()])
+    text = _BASH.format(commands=commands, second="\n".join(second), third="\n".join(third))
+    if shell == "zsh":
+        # zsh runs the script of bash through bashcompinit.
+        return _ZSH + text
+    return text
 
 
 def _fish_lines(following: dict[tuple[str, ...], list[str]]) -> list[str]:
+    """Return the lines of fish's script: one for each list of words that `completions` has."""
     lines = []
     for typed, names in following.items():
         tokens = " ".join(["mupax", *typed])
         condition = f'\'test (commandline -opc | string join " ") = "{tokens}"\''
-        lines.append(_FISH_LINE.format(condition=condition, words=f"'{' '.join(names)}'"))
+        words = f"'{' '.join(names)}'"
+        lines.append(_FISH_LINE.format(condition=condition, words=words))
     return lines

@@ -1,6 +1,6 @@
-"""`mupax data prepare NAME`: write a data set to disk before a run needs it.
+"""`mupax data prepare NAME`: write a data set to disk, or tokenize a text, before a run needs it.
 
-A run prepares embedded data by itself. Large data sets are better prepared once, by hand.
+A run prepares small data sets by itself. Large data sets are better prepared once, by hand.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ class Prepare:
     """Write a data set as array_record, or tokenize a text."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
-    """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or records:PATH; a data set of your own
-    (--plugin MODULE)."""
+    """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or
+    records:PATH; or a data set of your own (--plugin MODULE)."""
     data_dir: str | None = None
-    """Folder of prepared data sets (the user's cache unless given)."""
+    """Folder of prepared data sets. The default is in the user's cache."""
     tokenizer: str = "bytes"
-    """Of text:PATH and records:PATH, as data.tokenizer."""
+    """Tokenizer of text:PATH and records:PATH, as data.tokenizer."""
     separator: str | None = None
-    """Of text:PATH and records:PATH, as data.separator."""
+    """Token that ends every document of text:PATH and records:PATH, as data.separator."""
     special_tokens: Literal["parse", "text"] = "parse"
-    """Of text:PATH and records:PATH, as data.special_tokens."""
+    """Treatment of special tokens quoted in text:PATH and records:PATH, as data.special_tokens."""
     field: str = "text"
-    """Of records: the field or column that has the text."""
+    """Field or column of records:PATH that has the text."""
     on_broken: Literal["stop", "skip"] = "stop"
-    """Of text:PATH and records:PATH: whether a broken file or record ends the preparation, or is left out and counted."""
+    """Treatment of a broken file or record in text:PATH and records:PATH: stop, or skip and count
+    it."""
     limits: LimitsConfig = DEFAULT_LIMITS
-    """Of text:PATH and records:PATH, as data.limits."""
+    """Limits of text:PATH and records:PATH, as data.limits."""
 
     def run(self) -> int:
-        """0 when prepared, 1 when TFDS could not."""
+        """Prepare the data set. Return exit code 0, or 1 if TFDS could not prepare it."""
         from mupax.train.config.data import source, source_key
         from mupax.train.data import cache
 
@@ -62,7 +63,7 @@ class Prepare:
         return 0
 
     def _tokenize(self) -> int:
-        """0 when a user's text is tokenized: what a run with the same data would begin with."""
+        """Tokenize a user's text, as a run with the same data would, and return exit code 0."""
         from mupax.train.config.data import DataConfig
         from mupax.train.data import load
         from mupax.zoo.configs import DecoderConfig
@@ -77,20 +78,21 @@ class Prepare:
             on_broken=self.on_broken,
             limits=self.limits,
         )
-        facts = load(
-            config,
-            DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31),
-            seed=0,
-        ).facts
-        train, evaluation = facts["train_tokens"], facts["eval_tokens"]
-        terminal.say(
-            f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens"
-        )
+        # `load` refuses a tokenizer that is larger than a model's vocabulary.
+        model = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31)
+        facts = load(config, model, seed=0).facts
+        training = f"{facts['train_tokens']:,} training"
+        evaluation = f"{facts['eval_tokens']:,} evaluation"
+        terminal.say(f"{self.name} is prepared: {training} and {evaluation} tokens")
         return 0
 
 
 def _prepare_published(name: str, data_dir: str | None) -> int:
-    """Lets TFDS download and write one of its own data sets."""
+    """Let TFDS download and write one of its own data sets, and return the exit code.
+
+    Args:
+        data_dir: Folder of prepared data sets. `None` is the user's cache.
+    """
     from mupax.train.data import cache
     from mupax.train.data.sources import published
 
@@ -103,41 +105,43 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
 
     from mupax.train.data.records import builders
 
-    for file in sorted((base / dataset).rglob("features.json")):  # TFDS reads what is there already
+    # TFDS reads the features of an earlier preparation.
+    for file in sorted((base / dataset).rglob("features.json")):
         builders.check_features(file)
 
     if dataset == "c4":
-        import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself
+        import tensorflow_datasets.text.c4  # registers c4, which TFDS does not do by itself
     try:
         full: Any = published.CONFIGS.get(name, name)
         builder = tfds.builder(
             full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False
         )
-        _reach(builder, base)
+        _check_hosts(builder, base)
         with cache.lock(base, dataset, terminal.note):
             cache.delete_incomplete(Path(builder.data_path))
             builder.download_and_prepare(file_format="array_record")
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever a data set's own code, network or licence raises
-        lines = [line for line in str(error).splitlines() if line.strip()][:5]
-        print(
-            f"error: TFDS could not prepare {name}: {type(error).__name__}",
-            *lines,
-            sep="\n  ",
-            file=sys.stderr,
-        )
+    except (Exception, SystemExit) as error:  # a data set's own code may raise anything
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        head = f"error: TFDS could not prepare {name}: {type(error).__name__}"
+        print(head, *lines[:5], sep="\n  ", file=sys.stderr)
         terminal.note(_advice(error))
         return 1
-    terminal.say(f"{name} is prepared in {base / builder.data_path.relative_to(builder.data_dir)}")
+
+    # `builder.data_dir` may be a stand-in for a folder with an unusual name. Print the real one.
+    folder = base / builder.data_path.relative_to(builder.data_dir)
+    terminal.say(f"{name} is prepared in {folder}")
     return 0
 
 
-def _reach(builder: Any, base: Path) -> None:
-    """Raises OSError if the data must be downloaded and a host of it cannot be reached: TFDS would try for minutes."""
-    downloaded = any(path.is_file() for path in (base / "downloads").rglob("*"))
-    if downloaded or builder.is_prepared() or urllib.request.getproxies():
+def _check_hosts(builder: Any, base: Path) -> None:
+    """Check that the hosts of data that must be downloaded can be reached.
+
+    Raises:
+        OSError: A host cannot be reached within 10 seconds.
+    """
+    # TFDS itself would try for minutes. Through a proxy, hosts cannot be tested this way.
+    has_downloads = any(path.is_file() for path in (base / "downloads").rglob("*"))
+    if has_downloads or builder.is_prepared() or urllib.request.getproxies():
         return
     for host in sorted({urlsplit(url).hostname for url in builder.url_infos} - {None}):
         try:
@@ -147,16 +151,27 @@ def _reach(builder: Any, base: Path) -> None:
 
 
 def _advice(error: BaseException) -> str:
+    """Return what a user can do about an error of TFDS."""
     text = f"{type(error).__name__} {error}".lower()
     if "tensorflow" in text and isinstance(error, ImportError):
-        return "This data set is made with TensorFlow: install tensorflow-cpu to prepare it; training needs none."
+        return (
+            "This data set is made with TensorFlow: install tensorflow-cpu to prepare it; training "
+            "needs none."
+        )
     if "beam" in text:
         return (
-            "This data set is made with Apache Beam: install apache-beam to prepare it; training needs none. "
-            "C4 need not be prepared: write --data.name hf:allenai/c4:en, which streams it."
+            "This data set is made with Apache Beam: install apache-beam to prepare it; training "
+            "needs none. C4 need not be prepared: write --data.name hf:allenai/c4:en, which "
+            "streams it."
         )
     if "cannot be reached" in text:
-        return "Run this where there is a network and copy the prepared folder, or set --data-dir to one that has it."
-    if "manual" in text:
+        return (
+            "Run this where there is a network and copy the prepared folder, or set --data-dir to "
+            "one that has it."
+        )
+    if "manual" in text:  # TFDS names the files that a user has to download
         return "Put the files it names where it says, and run this again."
-    return f"See https://www.tensorflow.org/datasets/catalog for what it needs; the error was {type(error).__name__}."
+    return (
+        "See https://www.tensorflow.org/datasets/catalog for what it needs; the error was "
+        f"{type(error).__name__}."
+    )

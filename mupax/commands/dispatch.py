@@ -1,4 +1,7 @@
-"""Run the command that the words of a command line name, and print overviews and examples."""
+"""Dispatch of `mupax COMMAND`, with the overview of all commands and the examples below each help.
+
+`mupax.__main__` calls `run`. Commands and their order come from `mupax.commands.table`.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,25 @@ def run(argv: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
     Args:
-        argv: words after `mupax`. An old spelling runs, and the new one is a line on standard error.
+        argv: Words after `mupax`. If they begin with an old spelling, the new one is printed on
+            standard error.
 
     Raises:
-        SystemExit: code 0, after help was printed.
-        UsageError: no command has that name, or its words do not fit.
-        PluginError: a module of `--plugin` cannot be imported.
+        SystemExit: Code 0, after help was printed.
+        UsageError: No command has that name, or its words do not fit.
+        PluginError: A module of `--plugin` cannot be imported.
     """
     modules, words = plugins.split(argv)
     old = spellings.old(words)
     if old is not None:
         words = spellings.current_words(words)
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # standard error that is closed or full is no reason to end
+        # The command runs even if standard error is closed or full.
+        with contextlib.suppress(OSError, ValueError):
             terminal.note(f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`")
     if not words or words[0] in _HELP:
         print(overview())
         return 0
+
     commands = table.commands()
     if words[0] not in commands:
         _refuse_command(words[0], commands)
@@ -51,17 +55,18 @@ def run(argv: Sequence[str]) -> int:
     try:
         if command.subcommands:
             row, words = _subcommand(command, words)
-            prog = prog if row is command else f"{prog} {row.name}"
+            if row is not command:
+                prog = f"{prog} {row.name}"
             command = row
         return _run(command, prog, words, modules)
     except SystemExit as stop:
-        if stop.code == 0:  # its help was printed
+        if stop.code == 0:  # the command's help was printed
             print(f"\n{_appendix(command)}")
         raise
 
 
 def overview() -> str:
-    """Return what `mupax --help` prints: every command by group."""
+    """Return the text of `mupax --help`: every command by group."""
     parts = ["usage: mupax COMMAND [--FLAG VALUE ...]"]
     names = table.commands()
     width = max(map(len, names))
@@ -71,15 +76,17 @@ def overview() -> str:
     notes = [
         "`mupax COMMAND --help` prints the flags of one and an example.",
         "`mupax --version` prints the version.",
-        "`mupax --completion bash`, `zsh` or `fish` prints a script that completes commands and recipes.",
+        "`mupax --completion bash`, `zsh` or `fish` prints a script that completes commands and "
+        "recipes.",
     ]
     parts.append("\n".join(map(terminal.wrapped, notes)))
     return "\n\n".join(parts)
 
 
 def _appendix(command: Command) -> str:
-    """Return what follows the help of a command: its subcommands where it also runs by itself, and an example."""
+    """Return the text below a command's help: an example, and subcommands that help leaves out."""
     parts = []
+    # A command without a run of its own prints its subcommands as its help.
     if command.run is not None and command.subcommands:
         rows = [(row.name, row.summary) for row in command.subcommands]
         parts.append(f"subcommands:\n{terminal.table(rows, indent=2)}\n")
@@ -88,9 +95,10 @@ def _appendix(command: Command) -> str:
 
 
 def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]:
-    """Return the subcommand that the first word names, and the words after it.
+    """Return the row that the first word names, and the words after it.
 
-    Without one it is the default, or the command itself where that runs alone.
+    If the first word names no row, return the command itself with all words if it runs without a
+    subcommand, otherwise its default subcommand.
     """
     rows = {row.name: row for row in command.subcommands}
     if words and words[0] in rows:
@@ -102,43 +110,48 @@ def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]
     if words and not words[0].startswith("-"):
         _refuse_name(prog, words[0])
     summaries = {row.name: row.summary for row in command.subcommands}
-    name, rest = command_line.first_word(prog, "command", summaries, words, command.default)
-    return rows[name], rest
+    name, words = command_line.first_word(prog, "command", summaries, words, command.default)
+    return rows[name], words
 
 
 def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
-    """Raise UsageError for a first word that is nearly a subcommand's name, where it is no file or folder."""
+    """Raise UsageError if the first word is nearly a subcommand's name and is no file or folder."""
     if not words or words[0].startswith("-") or Path(words[0]).exists():
         return
-    near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.75)
+    word = words[0]
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     if near:
-        raise command_line.UsageError(
-            f"{prog} has no {words[0]!r}; did you mean `{prog} {near[0]}`?"
-        )
+        raise command_line.UsageError(f"{prog} has no {word!r}; did you mean `{prog} {near[0]}`?")
 
 
 def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) -> int:
-    """Check what a command needs, and run it."""
+    """Make the checks of a command's row, then run the command.
+
+    Args:
+        modules: Names of the modules of `--plugin`.
+    """
     try:
         if command.prepared == "nothing":
             return _call(command, prog, words)
         _prepare(command, words)
         if command.prepared == "run":
-            # A run that is started again after a crash needs its plugins again.
+            # A child process that continues a crashed run needs the plugins again.
             return _call(command, prog, [*_plugin_words(modules), *words])
         with memory.explained(command.less_memory):
             return _call(command, prog, words)
     except ImportError as error:
+        # The package mupax-presets has all presets, but not the folder train/data.
         is_complete = importlib.util.find_spec("mupax.train.data") is not None
         if is_complete or not (error.name or "").startswith("mupax."):
             raise
         raise command_line.UsageError(
-            f"{command.name} needs {error.name}, which does not come with mupax-presets; install mupax"
+            f"{command.name} needs {error.name}, which does not come with mupax-presets; install "
+            "mupax"
         ) from error
 
 
 def _call(command: Command, prog: str, words: list[str]) -> int:
-    """Import a command and run it on its words."""
+    """Import a command and run it on the words after its name."""
     assert command.run is not None
     main = command.run()
     if not isinstance(main, type):
@@ -162,12 +175,13 @@ def _prepare(command: Command, words: list[str]) -> None:
     if command.prepared != "weights":
         hardware.keep_freed_memory()
     check_words(words, is_local=command.is_local)
-    # A run checks JAX's settings itself, once it knows that it is to train.
+    # A run checks JAX's settings itself, because its --print-config does not need JAX.
     if command.prepared != "run" and not _HELP & set(words):
         process.check(cache.remembered)
 
 
 def _plugin_words(modules: Sequence[str]) -> list[str]:
+    """Return the words of a command line that import the modules."""
     words: list[str] = []
     for module in modules:
         words += [plugins.FLAG, module]
@@ -175,7 +189,7 @@ def _plugin_words(modules: Sequence[str]) -> list[str]:
 
 
 def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
-    """Raise UsageError for a first word that is no command, with what to type in its place."""
+    """Raise UsageError for a first word that is no command. The message names the right command."""
     from mupax.train.config.recipes import RECIPES
 
     if word in RECIPES:
@@ -188,19 +202,19 @@ def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
                 f"{word} comes after {command.name}; write `mupax {command.name} {word}`"
             )
     summaries = {command.name: command.summary for command in commands.values()}
-    command_line.first_word("mupax", "command", summaries, [word])
+    command_line.first_word("mupax", "command", summaries, [word])  # raises
     raise AssertionError(word)
 
 
 def _refuse_name(prog: str, word: str) -> None:
-    """Raise UsageError for the name of a preset or model in a subcommand's place. Other words are not refused here."""
+    """Raise UsageError if the word after `presets` or `models` names a preset or a model."""
     from mupax.presets import PRESETS
     from mupax.zoo.configs import CONFIGS
 
     if prog == "mupax presets" and word in PRESETS:
         raise command_line.UsageError(
-            f"{word} is a preset, not a command; write `mupax presets constants {word}`, or table, limits or "
-            "desiderata in its place"
+            f"{word} is a preset, not a command; write `mupax presets constants {word}`, or table, "
+            "limits or desiderata in its place"
         )
     if prog == "mupax models" and word in CONFIGS:
         raise command_line.UsageError(

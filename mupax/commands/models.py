@@ -1,4 +1,4 @@
-"""`mupax models list` and `mupax models describe NAME`: named models, and the parameter tree of one."""
+"""`mupax models list` and `mupax models describe NAME`: named models, and a model's parameters."""
 
 from __future__ import annotations
 
@@ -29,42 +29,34 @@ COLUMNS = (
     "forward FLOPs",
 )
 
+SIZE_AXES = ("embed", "layers", "heads", "head_dim", "mlp")
+"""Axes whose sizes `mupax models list` prints, in the order of `COLUMNS`."""
+
 LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
-"""Columns of words; the others hold numbers and align right."""
+"""Columns of words, which align left. Columns of numbers align right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class List:
-    """Names, sizes, parameters, FLOPs of one forward pass (what no command does)."""
+    """Named models with sizes, parameters and FLOPs of one forward pass (the default command)."""
 
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
-        """0 when printed."""
-        summaries = [_summary(name, model) for name, model in configs.CONFIGS.items()]
+        """Print the models and return exit code 0."""
         if self.json:
+            summaries = [_summary(name, model) for name, model in configs.CONFIGS.items()]
             print(json.dumps(summaries, indent=2))
             return 0
+
         rows: list[Sequence[str]] = [COLUMNS]
-        for row in summaries:
-            sizes = [
-                str(row["sizes"].get(axis, ""))
-                for axis in ("embed", "layers", "heads", "head_dim", "mlp")
-            ]
-            costs = [
-                terminal.si(row["parameters"]),
-                f"{terminal.si(row['forward_flops'])} / {row['per']}",
-            ]
-            rows.append(
-                [
-                    row["name"],
-                    row["family"],
-                    *sizes,
-                    configs.CONFIGS[row["name"]].input_text,
-                    *costs,
-                ]
-            )
+        for name, model in configs.CONFIGS.items():
+            summary = _summary(name, model)
+            sizes = [str(summary["sizes"].get(axis, "")) for axis in SIZE_AXES]
+            parameters = terminal.si(summary["parameters"])
+            flops = f"{terminal.si(summary['forward_flops'])} / {summary['per']}"
+            rows.append([name, model.family, *sizes, model.input_text, parameters, flops])
         print(terminal.table(rows, left=LEFT))
         return 0
 
@@ -74,41 +66,37 @@ class Describe:
     """Every parameter of a model: path, role, shape, axes, count."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")]
-    """A model of `mupax models`, or a recipe or config file, for its model; `--config FILE` says the same."""
+    """A model of `mupax models`, or a recipe or config file that has the model. `--config FILE`
+    does the same."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
-        """0 when printed."""
+        """Print the parameters and return exit code 0."""
         model = cli.model_of(self.name)
-        summary, tree = _summary(self.name, model), _tree(model)
+        summary = _summary(self.name, model)
+        tree = _tree(model)
         if self.json:
             print(json.dumps({**summary, "tree": tree}, indent=2))
             return 0
+
         sizes = ", ".join(f"{axis} {size}" for axis, size in summary["sizes"].items())
         terminal.say(f"{self.name}: {model.family}, {sizes}")
         rows = [["path", "role", "shape", "axes", "parameters"]]
         for leaf in tree:
-            axes = " ".join(f"{axis}*" if axis in leaf["fan_in"] else axis for axis in leaf["axes"])
-            rows.append(
-                [
-                    leaf["path"],
-                    leaf["role"],
-                    " ".join(map(str, leaf["shape"])),
-                    axes,
-                    f"{leaf['count']:,}",
-                ]
-            )
+            marked = [f"{axis}*" if axis in leaf["fan_in"] else axis for axis in leaf["axes"]]
+            axes = " ".join(marked)
+            shape = " ".join(map(str, leaf["shape"]))
+            rows.append([leaf["path"], leaf["role"], shape, axes, f"{leaf['count']:,}"])
         rows.append(["total", "", "", "* fan-in", f"{summary['parameters']:,}"])
         terminal.say(f"\n{terminal.table(rows, left=LEFT)}\n")
-        terminal.say(
-            f"{terminal.si(summary['forward_flops'])}FLOPs per {model.unit}, one forward pass"
-        )
+        flops = terminal.si(summary["forward_flops"])
+        terminal.say(f"{flops}FLOPs per {model.unit}, one forward pass")
         return 0
 
 
 def _summary(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Sizes, parameters and FLOPs of a model, plain values."""
+    """Return name, sizes, parameter count, FLOPs and config of a model, as values for JSON."""
     return {
         "name": name,
         "family": model.family,
@@ -121,16 +109,21 @@ def _summary(name: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def _tree(model: ModelConfig) -> list[dict[str, Any]]:
-    """One row per parameter: path, role, shape, axes, fan_in, count."""
+    """Return path, role, shape, axes, fan-in axes and count of each parameter, sorted by path."""
     sizes = model.sizes()
-    return [
-        {
-            "path": path,
-            "role": f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value,
-            "shape": (shape := [sizes[axis] for axis in spec.axes]),
-            "axes": list(spec.axes),
-            "fan_in": list(spec.fan_in),
-            "count": math.prod(shape),
-        }
-        for path, spec in sorted(model.parameters().items())
-    ]
+    leaves: list[dict[str, Any]] = []
+    for path, spec in sorted(model.parameters().items()):
+        # A gain or bias is named after the matrix that it belongs to, too.
+        role = f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
+        shape = [sizes[axis] for axis in spec.axes]
+        leaves.append(
+            {
+                "path": path,
+                "role": role,
+                "shape": shape,
+                "axes": list(spec.axes),
+                "fan_in": list(spec.fan_in),
+                "count": math.prod(shape),
+            }
+        )
+    return leaves

@@ -1,11 +1,16 @@
-"""Commands of `mupax presets` that print what presets say: lists, tables, limits and comparisons."""
+"""Commands of `mupax presets` that print presets: lists, tables, limits and comparisons.
+
+The commands that compute more are elsewhere: `joint` in `mupax.presets.analysis.batch_command`,
+`balance` and `dynamics` in `mupax.train.studies`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro import conf
 
@@ -19,29 +24,31 @@ from mupax.presets.papers import choices
 from mupax.train.config import cli
 from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for
 
+if TYPE_CHECKING:
+    from mupax.presets.tuned import find
+
 PresetName = Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
 OptimizerName = Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS))]
-"""Name of an optimizer. Help lists those that there are, also those of plugins."""
+"""Type of an optimizer's name. Help lists all optimizers, also those of plug-ins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class List:
-    """Name and one line of every preset (what no command does)."""
+    """Name and summary of every preset (the default command)."""
 
     def run(self) -> int:
-        print(
-            terminal.table(
-                [[name, command_line.summary(make)] for name, make in presets.PRESETS.items()]
-            )
-        )
+        rows = [[name, command_line.summary(make)] for name, make in presets.PRESETS.items()]
+        print(terminal.table(rows))
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constants:
-    """A preset's constants, their defaults, and of those that sources disagree on each value: its rule, source and status.
+    """Constants of a preset with their defaults.
 
-    Every preset takes those of parameter groups too, as --preset.rates.readout 4.
+    Where sources disagree on a constant, each published value is listed with its rule, source and
+    status. Every preset also takes constants of parameter groups, such as
+    --preset.rates.readout 4.
     """
 
     preset: PresetName
@@ -55,54 +62,54 @@ class Constants:
             raise presets.PresetError(
                 f"{self.preset} takes no constants; all its numbers are in its file"
             )
-        defaults = {
-            n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()
-        }
+        parameters = inspect.signature(presets.PRESETS[name]).parameters
+        defaults = {constant: parameter.default for constant, parameter in parameters.items()}
         if self.json:
-            listed = {
-                n: [dataclasses.asdict(choice) for choice in choices.of(name, n)] for n in defaults
-            }
-            return print_json(
-                {n: {"default": x, "choices": listed[n]} for n, x in defaults.items()}
-            )
+            entries = {}
+            for constant, default in defaults.items():
+                published = [dataclasses.asdict(choice) for choice in choices.of(name, constant)]
+                entries[constant] = {"default": default, "choices": published}
+            return print_json(entries)
         print(table.constants_text(name, defaults))
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table(PresetFlags, RunFlags):
-    """Every parameter's factors under a preset: forward multiplier, initial std, learning rate, eps and weight decay.
+    """Factors of a preset for every parameter: multiplier, std, learning rate, eps and decay.
 
-    Factors are relative to the base (1 where the model is the base); --absolute shows values instead.
+    Factors are relative to the base model, whose own factors are 1. --absolute prints values.
     """
 
     preset: PresetName
     """A preset, or measured:PATH."""
     model: Annotated[str, conf.arg(aliases=("--config",), metavar="MODEL|RECIPE|FILE")]
-    """A model of `mupax models`, or a recipe or config file, for its model; `--config FILE` says the same."""
+    """A model of `mupax models`, or a recipe or config file that has the model. `--config FILE`
+    does the same."""
     optimizer: OptimizerName = "adam"
-    """Optimizer whose learning rates and eps hold."""
+    """Optimizer whose learning rates and eps are printed."""
     decay: Literal["coupled", "independent"] = "coupled"
-    """How weight decay enters."""
+    """Kind of weight decay: w -= lr*wd*w (coupled) or w -= wd*w (independent)."""
     absolute: Switch = False
-    """Values (base constant x factor), not factors."""
+    """Print values (base constant x factor) instead of factors."""
     rules: Switch = False
-    """The power laws in m = size / base size, not their values."""
+    """Print power laws in m = size / base size instead of values."""
     joint: horizon.Applied = "none"
-    """Also what this rule makes of the optimizer's numbers between the batch and tokens of the base and those of the run."""
+    """Also print the optimizer's hyperparameters under this joint rule, from the batch and tokens
+    of the base to those of the run."""
     noise_scale: float | None = None
-    """Examples, from `mupax noise`; above it the rule does not hold."""
+    """Noise scale in examples, from `mupax noise`. The joint rule does not hold above it."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
         model = cli.model_of(self.model)
         preset = preset_for(self.config(self.preset), model)
-        sizes, tied = (
-            model.sizes(),
-            {name: factor.spec for name, factor in model.factors().items() if factor.spec},
-        )
+        sizes = model.sizes()
+        # A readout that is tied to the embedding has a multiplier, but no parameter of its own.
+        tied = {name: factor.spec for name, factor in model.factors().items() if factor.spec}
         specs = {**dict(sorted(model.parameters().items())), **tied}
+
         if self.rules:
             rows = table.rule_rows(preset, specs, self.optimizer)
         else:
@@ -110,115 +117,123 @@ class Table(PresetFlags, RunFlags):
                 preset, specs, sizes, self.optimizer, self.decay, absolute=self.absolute
             )
         rule = joint.of(self.joint, self.optimizer)
-        far = joint.path(
+        batch, tokens = self.ends()
+        hyperparameters = joint.path(
             rule,
-            *self.ends(),
+            batch,
+            tokens,
             b1=self.b1,
             b2=self.b2,
             decay=self.decay,
             noise_scale=self.noise_scale,
         )
         if self.json:
-            return print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
+            has_joint = self.joint != "none"
+            return print_json({"parameters": rows, "joint": hyperparameters} if has_joint else rows)
+
         title = f"{self.model} under {preset.describe()}, {self.optimizer}, {self.decay} decay"
         print(terminal.wrapped(title), table.text(rows), sep="\n\n")
-        if forward := table.forward_text(preset, sizes):
+        forward = table.forward_text(preset, sizes)
+        if forward:
             print(f"\n{terminal.wrapped(forward)}")
         for caution in preset.cautions(sizes, self.optimizer):
             terminal.say(f"caution: {caution}")
         if self.joint != "none":
-            terminal.say(
-                f"\nunder the joint rule {self.joint}, over the base's numbers\n{table.text(far)}"
-            )
+            title = f"under the joint rule {self.joint}, over the base's numbers"
+            terminal.say(f"\n{title}\n{table.text(hyperparameters)}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits(ConstantFlags):
-    """What each size does on its way to infinity: exponent and verdict of activations, logits, updates, gradients, decay.
+    """Limits as one size grows: exponents and verdicts of activations, logits, updates, gradients.
 
-    Computed from the preset's rules alone, for a pre-norm transformer.
+    They are computed from the preset's rules alone, for a pre-norm transformer.
     """
 
     preset: PresetName
     """A preset."""
     optimizer: OptimizerName = "adam"
-    """Optimizer whose learning rates and eps hold."""
+    """Optimizer whose learning rates and eps hold in the limits."""
     joint: horizon.Applied = "none"
-    """The rule by which the optimizer's numbers follow batch and tokens (of Adam)."""
+    """Joint rule by which the hyperparameters of Adam follow batch and tokens."""
     experts: Switch = False
-    """Of a model of experts: its width with their hidden size, their number at a fixed share of active ones, their size alone."""
+    """Print limits of a model of experts: width with the experts' hidden size, number of experts at
+    a fixed share of active ones, and hidden size alone."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
         preset = presets.get(self.preset, **self.values())
-        adam, rule = preset.family(self.optimizer) == "adam", joint.of(self.joint, self.optimizer)
+        # Joint rules are about Adam alone.
+        is_adam = preset.family(self.optimizer) == "adam"
+        rule = joint.of(self.joint, self.optimizer)
         if self.json:
-            rows = {
-                **verdicts.verdicts(preset, self.optimizer, experts=self.experts),
-                **(joint_limits.verdicts(rule) if adam else {}),
-            }
-            entries = {
-                row: {limit: dataclasses.asdict(e) for limit, e in at.items()}
-                for row, at in rows.items()
-            }
-            return print_json(entries)
-        what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
-        print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
+            rows = dict(verdicts.verdicts(preset, self.optimizer, experts=self.experts))
+            if is_adam:
+                rows.update(joint_limits.verdicts(rule))
+            return print_json({row: _as_dicts(limits) for row, limits in rows.items()})
+
+        title = "size^exponent of each observable as one size grows, the ratios of widths fixed"
+        print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {title}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer, experts=self.experts)))
-        if adam:
+        if is_adam:
             terminal.say(f"\n{joint_limits.limits_text(rule)}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Desiderata(ConstantFlags):
-    """Which dimensions can be scaled: of d_k, d_v, d_ff, d_model, heads alone, width, positions and depth, by mapping of a block.
+    """Dimensions that can grow alone: d_k, d_v, d_ff, d_model, heads, width, positions and depth.
 
-    At the first step under SGD: entries stay (signal), they move where every weight has an equal part of the loss's decay (speed),
-    the preset's own rates make parts equal (balance) and of order one (loss decay). `mupax check MODEL --desiderata` measures.
+    Each mapping of a block is checked at the first step under SGD. Signal: entries stay. Speed:
+    entries move if every weight has an equal part in the loss's decay. Balance: the preset's own
+    learning rates make these parts equal. Loss decay: the parts are of order one.
+    `mupax check MODEL --desiderata` measures the same.
     """
 
     preset: PresetName
     """A preset."""
     encoder: Switch = False
-    """Of an encoder-decoder: both stacks and cross-attention, and either depth alone."""
+    """Print an encoder-decoder: both stacks and cross-attention, and either depth alone."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
-        preset, of = presets.get(self.preset, **self.values()), {"encoder": self.encoder}
+        preset = presets.get(self.preset, **self.values())
         if self.json:
-            by_dimension = {
-                d: desiderata.desiderata(preset, d, **of) for d in desiderata.growths(**of)
-            }
-            return print_json(
-                {
-                    d: {name: dataclasses.asdict(c) for name, c in cells.items()}
-                    for d, cells in by_dimension.items()
-                }
-            )
-        print(
-            terminal.wrapped(f"{preset.describe()}: dimension^exponent of what does not stay"),
-            end="\n\n",
-        )
-        print(terminal.table(desiderata.rows(preset, **of)))
+            by_dimension = {}
+            for dimension in desiderata.growths(encoder=self.encoder):
+                cells = desiderata.desiderata(preset, dimension, encoder=self.encoder)
+                by_dimension[dimension] = _as_dicts(cells)
+            return print_json(by_dimension)
+
+        title = f"{preset.describe()}: dimension^exponent of what does not stay"
+        print(terminal.wrapped(title), end="\n\n")
+        print(terminal.table(desiderata.rows(preset, encoder=self.encoder)))
         return 0
+
+
+def _as_dicts(cells: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return dataclasses by name as dicts by name, for JSON."""
+    return {name: dataclasses.asdict(cell) for name, cell in cells.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Verdicts of several presets side by side: what is not stable in some, a row per growing size and observable."""
+    """Verdicts of several presets side by side.
+
+    There is a row for each growing size and observable that is not stable in some preset.
+    """
 
     names: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="PRESET ...")]
     """Presets, each with its default constants."""
     optimizer: OptimizerName = "adam"
-    """Optimizer whose learning rates and eps hold."""
+    """Optimizer whose learning rates and eps hold in the verdicts."""
     summary: Switch = False
-    """One row per preset: each verdict with what shows it most."""
+    """Print one row per preset: each verdict, with the observable that shows it most."""
     markdown: Switch = False
-    """A Markdown table."""
+    """Print a Markdown table."""
     json: Switch = False
     """Print JSON."""
 
@@ -230,30 +245,34 @@ class Compare:
 
     def run(self) -> int:
         compared = [presets.get(name) for name in self.names]
-        rows = (verdicts.summary_rows if self.summary else verdicts.compare_rows)(
-            compared, self.optimizer
-        )
+        if self.summary:
+            rows = verdicts.summary_rows(compared, self.optimizer)
+            keys = 1  # the preset
+        else:
+            rows = verdicts.compare_rows(compared, self.optimizer)
+            keys = 2  # the growing size and the observable
+
         if self.json:
-            return print_json([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
-        print(
-            verdicts.markdown(rows)
-            if self.markdown
-            else terminal.table(rows, keys=1 if self.summary else 2)
-        )
+            head, *body = rows
+            return print_json([dict(zip(head, row, strict=True)) for row in body])
+        if self.markdown:
+            print(verdicts.markdown(rows))
+        else:
+            print(terminal.table(rows, keys=keys))
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """Presets whose base, constants and optimizer a study found best: the rate, what it was found on, how it transfers.
+    """Tuned presets: presets with the base, constants and optimizer that a study found best.
 
-    `mupax train RECIPE --preset PRESET:NAME` uses one. The list has those that come with mupax, those in the folder
-    `tuned` here, and those in ~/.config/mupax/tuned, each with its origin: first those that were measured here, then those
-    whose numbers others have published.
+    `mupax train RECIPE --preset PRESET:NAME` uses a tuned preset. The list has the tuned presets
+    that come with mupax, those in the folder `tuned` here, and those in ~/.config/mupax/tuned.
+    Those that were measured with mupax come first, then those with published numbers.
     """
 
     name: Annotated[conf.Positional[str | None], conf.arg(metavar="PRESET:NAME")] = None
-    """Say everything about one."""
+    """Print everything about one tuned preset."""
     json: Switch = False
     """Print JSON."""
 
@@ -272,7 +291,7 @@ class Tuned:
         for path in find.files().values():
             try:
                 listed.append((find.load(path), path))
-            except presets.PresetError as error:  # a file of the user's does not hide all others
+            except presets.PresetError as error:  # one bad file must not hide all others
                 unread += 1
                 terminal.note(f"left out: {error}")
         if self.json:
@@ -280,15 +299,18 @@ class Tuned:
         elif listed:
             measured = [entry for entry in listed if not entry[0].is_published]
             published = [entry for entry in listed if entry[0].is_published]
-            for head, group in (
-                ("measured here", measured),
-                ("published, and not measured here", published),
-            ):
-                if group:
-                    rows = [
-                        [tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in group
-                    ]
-                    print(f"{head}\n{terminal.table(rows)}\n")
+            _print_tuned("measured here", measured)
+            _print_tuned("published, and not measured here", published)
         else:
             terminal.say("no preset is tuned yet; `mupax transfer ... --save-tuned NAME` makes one")
         return 2 if unread else 0
+
+
+def _print_tuned(head: str, listed: Sequence[tuple[find.Tuned, Path]]) -> None:
+    """Print tuned presets, each with its origin, below a head. Print nothing if there are none."""
+    from mupax.presets.tuned import find
+
+    if not listed:
+        return
+    rows = [[tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in listed]
+    print(f"{head}\n{terminal.table(rows)}\n")

@@ -1,7 +1,7 @@
-"""The table of commands. `mupax --help`, dispatch, shell completion and docs/reference/commands.md are made from it.
+"""Table of the commands of `mupax`.
 
-The function of a row imports what runs the command, so that a process loads only the command that
-was typed.
+`mupax --help`, dispatch, shell completion and docs/reference/commands.md are made from this table.
+A row has a function that imports its command, so that a process imports only what was typed.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from mupax import plugins
 from mupax.command_line import Runnable
 
 Prepared = Literal["nothing", "run", "arrays", "weights"]
-"""What is done before a command: nothing; for a run its paths and memory are checked; for arrays
-JAX's settings too; for weights the same, but memory that is freed goes back to the system."""
+"""Checks before a command.
+
+`nothing` checks nothing. `run` checks paths and memory. `arrays` and `weights` also check JAX's
+settings. Commands of weights return freed memory to the system; the other two keep it for reuse.
+"""
 Main = Callable[[list[str]], int]
-"""Function of the words after a command's name. It returns the exit code."""
+"""Function that runs a command. It takes the words after the name and returns the exit code."""
 _MACHINE = "Take a smaller model, or a machine with more memory"
 _ONE_BATCH = "Write a smaller --data.batch-size, or more --accumulation-steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A row of the table.
+    """A row of the table: one command or subcommand.
 
     Attributes:
-        name: word that is typed.
-        summary: line of `--help`.
-        example: words of a command line after `mupax`.
-        run: imports and returns what runs the command: a function of the words after its name that
-            returns the exit code, or the dataclass of its flags. `None` for a command that does
-            nothing without a subcommand.
-        subcommands: rows of the second words.
-        default: subcommand of a line whose second word names none.
-        takes_recipe: the first word is a recipe, in whose place `--config FILE` may stand.
-        prepared: what is checked before it runs.
-        is_local: its paths have to be on this machine, not in a bucket.
-        less_memory: what to write where memory runs out.
+        summary: Line of `mupax --help`.
+        example: Words of an example after `mupax`.
+        run: Function that imports the command and returns it, either as a `Main` or as the
+            dataclass of its flags. `None` if the command needs a subcommand.
+        subcommands: Rows for the word after the command.
+        default: Name of the subcommand that runs if the line names none.
+        takes_recipe: `True` if the first word is a recipe. `--config FILE` may replace the recipe.
+        prepared: Checks before the command is imported.
+        is_local: `True` if paths in a bucket are refused.
+        less_memory: Advice for the message about too little memory, one or more sentences.
     """
 
     name: str
@@ -634,7 +635,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Use": USE,
     "Theory": THEORY,
 }
-"""Groups of commands in the order of `mupax --help`."""
+"""Commands by group, in the order of `mupax --help`."""
 
 
 def commands() -> dict[str, Command]:

@@ -25,9 +25,9 @@ from scripts.pages.markdown import replaced, table
 
 PAGE = ROOT / "docs" / "evidence" / "performance.md"
 FOLDER = PAGE.with_suffix("")
-BESIDE_PYTORCH = {"torch_step": "pytorch.step", "torch_parts": "pytorch.parts"}
+PYTORCH_BENCHMARKS = {"torch_step": "pytorch.step", "torch_parts": "pytorch.parts"}
 """Benchmark with a table of its own to its module in this room."""
-INSIDE = {
+OWN_BENCHMARKS = {
     "preset_cost": "step.preset_cost",
     "layers": "step.layers",
     "attention": "step.attention",
@@ -37,7 +37,7 @@ INSIDE = {
     "start": "runs.start",
 }
 """Benchmark of two ways to do one thing here, which share a table, to its module in this room."""
-MODULES = BESIDE_PYTORCH | INSIDE
+MODULES = PYTORCH_BENCHMARKS | OWN_BENCHMARKS
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -110,7 +110,7 @@ def page(text: str, folder: Path) -> str:
         if not path.exists():
             continue
         measured = json.loads(path.read_text())
-        if name in BESIDE_PYTORCH:
+        if name in PYTORCH_BENCHMARKS:
             text = replaced(text, name, part(name, measured))
         else:
             rows += rows_inside(name, measured)

@@ -32,7 +32,7 @@ from scripts import ROOT, harness
 from scripts.studies import verdicts
 
 OUT = ROOT / "docs" / "evidence" / "transfer"
-KEPT = "<!-- leaderboard: begin -->\n"
+LAST_SECTIONS = "<!-- leaderboard: begin -->\n"
 """First line of what other commands and persons write at the end of the page."""
 LM = (
     "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
@@ -152,7 +152,7 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         ]
     # The last two sections are kept: scripts.pages.leaderboard writes one, the other is about finished measurements.
     page = OUT.with_suffix(".md").read_text()
-    return "\n".join([*parts, verdicts.document(), page[page.index(KEPT) :]])
+    return "\n".join([*parts, verdicts.document(), page[page.index(LAST_SECTIONS) :]])
 
 
 def _row(study: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def test_benchmark_runs_and_its_page_is_made(
     assert printed["benchmark"] == name
     assert all(ratio > 0 for result in printed["results"] for ratio in result["ratio"].values())
     text = bench.page(bench.PAGE.read_text(), tmp_path)
-    if name in bench.BESIDE_PYTORCH:
+    if name in bench.PYTORCH_BENCHMARKS:
         assert f"python -m scripts.bench.{bench.MODULES[name]}" in text
         assert bench.table(bench.rows_of(printed["results"])) in text
     else:

@@ -298,7 +298,7 @@ def test_help_without_boxes_has_the_flags_in_use_too(
 ) -> None:
     """As where the terminal has ASCII alone."""
     boxed = listed(capsys, "lm-tiny", "--help")
-    monkeypatch.setattr(command_line._Held, "encoding", "ascii")
+    monkeypatch.setattr(command_line._HelpBuffer, "encoding", "ascii")
     assert listed(capsys, "lm-tiny", "--help") == boxed
 
 
