@@ -258,7 +258,10 @@ def _help_text(text: str, description: str) -> str:
 
 @contextlib.contextmanager
 def _joined_docstrings() -> Iterator[None]:
-    """Patch tyro, while entered, so that it joins the lines of a field's docstring."""
+    """Patch tyro, while entered, so that it joins the lines of a docstring's paragraphs.
+
+    Empty lines and items of a list ("- " or "* ") still begin a new line (`_joined_lines`).
+    """
     # tyro starts a paragraph at a line that is indented or begins with no letter. It has no option.
     join_lines = tyro._strings.remove_single_line_breaks
     tyro._strings.remove_single_line_breaks = _joined_lines

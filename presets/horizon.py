@@ -113,7 +113,11 @@ class JointRule:
         return False
 
     def described(self) -> str:
-        """Return one line on the rule's source, status and tests."""
+        """Return the rule in one line, for the user.
+
+        The line has the rule's name (and its flag, if `--joint` accepts it), `source`, `status`,
+        `families`, what the source `tested`, and the `remark`.
+        """
         use = f"{self.name} (`--joint {self.name}`)" if self.applied else self.name
         families = ", ".join(self.families)
         remark = ""

@@ -164,10 +164,14 @@ def timescale(lr: float, weight_decay: float, steps: int, decay: str = "coupled"
 
 
 def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:
-    """Return a table of all joint rules: a header and one row per rule.
+    """Return a table of the joint rules, which scale settings with batch and tokens.
+
+    The first row is the header. Each rule has one row. A cell is empty if the source of the rule
+    says nothing about the setting.
 
     Args:
-        ratios: `batch` and `tokens` at which factors are printed. By default formulas are printed.
+        ratios: `batch` and `tokens` of the run, divided by those of the base. The cells then have
+            the factors at these ratios. By default they have formulas.
     """
     table = [["rule", "lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]]
     for joint in RULES.values():

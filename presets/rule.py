@@ -501,12 +501,13 @@ def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float])
 
 
 def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:
-    """Return the factor by which the multiplier of `rule` grows in `form`.
+    """Return the factor on the multiplier of a rule that takes the rule to another form.
 
-    `rule.moved(theta(rule, spec, form))` is the rule in that form.
+    A form says where factors are kept, in the weight or in its multiplier (table at the top of
+    this file). `rule.moved(theta(rule, spec, form))` is the rule in that form: it trains the same.
 
     Args:
-        rule: Row of a parameter that is not `tied`, in any form.
+        rule: Rule of one parameter, in any form. Not that of a tied readout (`ParamSpec.tied`).
     """
     if form == "table-9":
         # SGD's learning rate is divided by theta^2, which leaves 1.

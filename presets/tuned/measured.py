@@ -215,7 +215,12 @@ def load(path: str | Path) -> Table:
 
 
 def _table(contents: Any) -> Table:
-    """Return the table of a file's contents."""
+    """Make a `Table` from the parsed JSON of a file that `save` wrote.
+
+    Raises:
+        PresetError: The file is of another format, an entry is missing or unknown, or a value is
+            none that the entry can have.
+    """
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _refuse(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
     # Files of models without an encoder may lack this entry.

@@ -344,7 +344,16 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
 
 
 def _role_of_matrix(name: str, shapes: Mapping[str, Sequence[Shape]]) -> str:
-    """Return the role of the matrix that a bias belongs to, or "" if there is no such matrix."""
+    """Return the role of the matrix that a bias is added to, such as "hidden".
+
+    The matrix is the parameter with the same name but for the last word: "weight" or "kernel" in
+    place of "bias". The result is "" if there is none, or if neither its name nor its shapes show
+    a role.
+
+    Args:
+        name: Name of the bias, which ends in "bias".
+        shapes: Shapes of every parameter at all sizes, by name.
+    """
     for leaf in ("weight", "kernel"):
         matrix = name[: -len("bias")] + leaf
         if matrix in shapes:

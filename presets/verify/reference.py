@@ -62,7 +62,12 @@ class Reference:
 
 
 def _kind(difference: Difference) -> str:
-    """Return the kind of parameter. Parameters of one kind count once in `Reference.distance`."""
+    """Return the kind of parameter that a difference is about, as `Reference.distance` counts them.
+
+    Kinds are "readout", "vectors" (gains and biases), "embeddings", "queries and keys" and
+    "matrices". A difference without a parameter, such as that of the logits' scale, has its own
+    name.
+    """
     spec = difference.spec
     if spec is None:
         return difference.name

@@ -76,7 +76,12 @@ def sizes_of(
 def _matrix_shapes(
     parameters: Mapping[str, Parameter], labels: Mapping[str, Label]
 ) -> dict[Role, list[tuple[str, Shape]]]:
-    """Return names and shapes by role, without biases and gains of single roles."""
+    """Return the names and shapes of parameters, grouped by role.
+
+    Biases are left out, and gains that belong to a matrix, such as a query's (`ParamSpec.of`).
+    Gains of the residual stream stay, because they show the width. A fused array of queries, keys
+    and values is listed under the values.
+    """
     shapes: dict[Role, list[tuple[str, Shape]]] = {}
     for name, parameter in parameters.items():
         spec = parameter.spec

@@ -162,8 +162,8 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
     if name in READING:
         lines += [READING[name], ""]
     lines += [
-        f"Tuned at the base: {_setting(base['octaves'])}. "
-        f"{cell['train_seconds'] / 60:.0f} minutes in all; [recipe and settings](quality/{name}/result.json).",
+        f"Learning rates and std tuned at the base, as multiples of the recipe's: {_setting(base['octaves'])}. "
+        f"All runs of the cell trained for {cell['train_seconds'] / 60:.0f} minutes; [recipe and settings](quality/{name}/result.json).",
         "",
         f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
         f"|---|{'---|' * (len(sizes) + 1)}",

@@ -145,16 +145,18 @@ def layer_decayed(factors: Factors, definition: Definition, decay: float) -> Fac
 
 
 def init_stds(preset: Preset, definition: Definition) -> ParamValues:
-    """Return the initial standard deviation (for gains: the value) of every parameter.
+    """Return the initial standard deviation of every parameter by name. For gains, the value.
 
-    If the preset starts keys as queries, the result also has an entry `SHARED_INIT` + name for each
-    key parameter: the draw of its query parameter (`draw_of`).
+    If the preset starts keys as copies of queries, the result has a further entry for each key
+    parameter, under `SHARED_INIT` + name. It is no standard deviation: it is the hash of the query
+    parameter's name (`draw_of`), from which both then draw the same random numbers.
 
     Args:
-        preset: Preset, whose standard deviations are the same for all of its optimizers.
+        preset: Any preset. Its initialization does not depend on the optimizer.
 
     Raises:
-        PresetError: Keys start as queries, and have not the shape of the queries.
+        PresetError: The preset has no rule for a parameter, or keys start as queries and differ
+            from them in shape.
     """
     # A measured table knows only its own optimizer, so the optimizer is the preset's first.
     optimizer = preset.optimizers[0]

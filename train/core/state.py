@@ -226,10 +226,16 @@ class RejectedStep(Exception):
         super().__init__(self.what)
 
     def message(self, checkpoint: int | None, faults: FaultsConfig) -> str:
-        """Return a message on the step, the last checkpoint and what to do, a line each.
+        """Return a message for the user in two or three lines.
+
+        The first line says what is wrong with the step, and which checkpoint is the last good one.
+        The others say what to do: which flags make training more stable and, if the run stopped at
+        its first such step, how to pass over it.
 
         Args:
-            checkpoint: Step of the newest good checkpoint, if any.
+            checkpoint: Step of the newest good checkpoint, or `None` if there is none.
+            faults: Policy of the run. It decides whether the message is about too many such steps
+                in a row, about rollbacks that did not help, or about a single step.
         """
         if checkpoint is None:
             note = "there is no checkpoint yet"

@@ -293,7 +293,18 @@ def _centre(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
 
 
 def _scaled(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
-    """Scale an image by the fit edge or squash and return its middle size x size pixels."""
+    """Resize an image by the fit "edge" or "squash", and cut out its middle.
+
+    "edge" scales the shorter edge to `pixels.resize` (by default `size`) and keeps the proportions;
+    "squash" scales both edges to it.
+
+    Args:
+        image: Image [H, W, C].
+        size: Pixels on a side of the result.
+
+    Returns:
+        The central pixels, float32 [size, size, C].
+    """
     H, W, _ = image.shape
     height = pixels.resize or size
     width = height

@@ -551,7 +551,11 @@ class _Lasting:
         return getattr(self._stream, name)
 
     def _call(self, write: Callable[[], object]) -> None:
-        """Call a method of the stream, unless it is closed."""
+        """Call a method of the stream. Do nothing once the stream is closed.
+
+        If the call fails because the terminal or pipe is gone, the error is dropped, the stream
+        counts as closed from then on, and `log` gets a message.
+        """
         if self._is_closed:
             return
         try:

@@ -433,18 +433,21 @@ def open_model(
     tokenizer: str | None = None,
     separator: str | None = None,
 ) -> TrainedModel:
-    """Open the model at a path for use.
+    """Open the model at a path for use, with the tokenizer and chat template that belong to it.
 
-    In contrast to `describe`, the config of a run names the run's own tokenizer and chat template.
+    The config of a run names the files that the run keeps, if it keeps them. `describe` returns
+    the names that were recorded, which may stand for other files on this machine.
 
     Args:
-        path, step, average, needs_run: see `describe`.
-        tokenizer: data.tokenizer of weights, by default the file beside them.
+        path, step, average, needs_run: See `describe`.
+        tokenizer: Tokenizer of weights, written as `--data.tokenizer`. By default the file beside
+            the weights. With another one, the separator beside the weights is not used.
+        separator: Token that ends a document, for weights. By default that of their tokenizer.
 
     Raises:
-        UsageError: a tokenizer or separator is given for a run, which has its own.
-        AssetsError: the run's own tokenizer is missing or damaged.
-        MupaxError: see `describe`.
+        UsageError: A tokenizer or separator is given for a run, which has its own.
+        AssetsError: The run's own tokenizer is missing or damaged.
+        MupaxError: See `describe`.
     """
     model = describe(path, step, average, needs_run=needs_run)
     changes: dict[str, Any] = {}

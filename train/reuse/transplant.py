@@ -371,12 +371,14 @@ def overshoot_notes(config: OptimizerConfig) -> list[str]:
 
 
 def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
-    """Return the power of the gradient in each field of an optimizer state that holds a moment.
+    """Return the fields of an optimizer state that hold moments, with their power of the gradient.
 
-    The result is empty for a state without moments.
+    The power is 1 for a running mean or sum of gradients, such as Adam's mu, and 2 for one of
+    their squares, such as nu. The result is empty for a state without moments.
 
     Args:
-        opt_state: state of one transformation of the optimizer's chain.
+        opt_state: State of one transformation of the optimizer's chain.
+        optimizer: Name of the optimizer, a key of `OPTIMIZERS`.
     """
     fields = getattr(opt_state, "_fields", ())
     moments = OPTIMIZERS[optimizer].moments

@@ -163,15 +163,16 @@ def _show(
 def measured(
     saved: TrainedModel, batches: int
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """Compute the products of every two gradients of training batches.
+    """Compute the inner products of the gradients of training batches, each with each.
+
+    All gradients are taken at the same parameters, those of the checkpoint.
 
     Args:
-        saved: Checkpoint of a run. Its parameters are differentiated.
         batches: Number of training batches, from the step of the checkpoint on.
 
     Returns:
-        Products, float64 [batches, batches] for each trained parameter by name, and the names of
-        the parameters by group.
+        For each trained parameter by name its products, float64 [batches, batches], and the names
+        of the parameters by group.
     """
     import jax
     import jax.numpy as jnp

@@ -168,9 +168,12 @@ def _without_prefix(files: Tensors, family: Family) -> dict[str, str]:
 def _check_number_of_layers(
     files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str]
 ) -> None:
-    """Refuse a config that claims more layers than the file has tensors.
+    """Refuse a config whose layers, or layers times experts, are more than the file's tensors.
 
     This comes before any loop over layers, because a config may claim millions of them.
+
+    Raises:
+        TensorFileError: They are more.
     """
     largest = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
     if math.prod(largest) > len(names_in_file):

@@ -85,9 +85,13 @@ def room(config: Config, definition: Definition, layout: Layout) -> int | None:
 
 
 def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, int]:
-    """Return the bytes on one device during the backward pass of a layer's MLP, by content.
+    """Estimate the memory of one device while the backward pass is in the MLP of the largest layer.
 
-    The gradients of all blocks' parameters are counted.
+    Returns:
+        Bytes of each of three kinds of arrays: "gradients", those of the parameters of all blocks,
+        which are all in memory at that time; "one layer", the layer's activations; and "one layer's
+        weights, whole", its matrices in the dtype of the computation, gathered from the devices
+        that store parts of them. The last two are the largest of any stack.
     """
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     gradients = 0

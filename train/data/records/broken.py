@@ -149,7 +149,15 @@ class Tally:
         self.reason = ""
 
     def add(self, place: str, error: DataError) -> None:
-        """Count a broken entry, or raise its error and name the flag that leaves it out."""
+        """Count a broken entry as left out, or raise its error if broken entries are not left out.
+
+        Args:
+            place: Name of the entry, for the summary.
+
+        Raises:
+            DataError: The tally was made with `skip` false. The message is that of `error` and the
+                flag that leaves broken entries out.
+        """
         if not self._skip:
             raise DataError(
                 f"{error}, or add --data.on-broken skip to leave out what is broken"

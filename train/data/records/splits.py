@@ -155,5 +155,9 @@ def _read_records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, b
 
 
 def _read_ids(file: IdFile, start: int, stop: int) -> list[tuple[np.ndarray, bool]]:
-    """Return a part of a file of ids, which contains the separators of its documents."""
+    """Return the ids from `start` to `stop` - 1 of a file, as the only entry of a list.
+
+    The ids already contain a separator after every document. The entry therefore says `False`: no
+    document ends with it (`Reader`).
+    """
     return [(file.read(start, stop), False)]

@@ -269,14 +269,22 @@ class _RefusedError(_NotTextError):
 def _place_file(
     result: Files, name: str, file: Path, field: str, vocab_size: int | None, kind: str
 ) -> None:
-    """Add a file to the list of its format in `result`.
+    """Find the format of a file, and add the file to the list of that format in `result`.
+
+    Args:
+        name: Name of the file in these lists.
+        field: Field of records whose text is a document.
+        vocab_size: Vocabulary size for files of ids. With `None` they count as plain text.
+        kind: "text", "records" or "chat", as for `files`. Only "chat" reads records differently.
 
     Raises:
-        DamagedError: The file cannot be unpacked.
+        DamagedError: The file is compressed and cannot be unpacked.
         LimitError: The file exceeds a limit.
         ids.WidthError: The file has ids of ambiguous width.
-        _RefusedError: The file has a known format and cannot be read.
-        _NotTextError: The file has no format that is read.
+        _RefusedError: The format is known, but the file cannot be used: it cannot be opened, is in
+            UTF-16 or UTF-32, has no text in `field`, or has no ids of the tokenizer. Or the format
+            is CSV, TSV, Arrow or Feather.
+        _NotTextError: The file is none of records, ids and plain text.
     """
     suffix = _format(file)
     try:

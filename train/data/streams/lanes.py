@@ -186,7 +186,11 @@ class StreamShard:
         return self._ids(start, stop)
 
     def _check(self, i: int) -> None:
-        """Compare the ids of step i in the file with their checksum."""
+        """Check that the ids of step i in the file have the recorded checksum, and note the result.
+
+        Raises:
+            DataError: They have another one.
+        """
         begin = self._steps[i - 1].tokens if i else 0
         ids = self._ids(begin, self._steps[i].tokens)
         self._intact[i] = zlib.crc32(ids.tobytes()) == self._steps[i].crc

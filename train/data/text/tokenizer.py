@@ -101,7 +101,7 @@ class Bytes:
         return spans
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of some ids.
+        """Return the text of some ids, without separators (id 0).
 
         Bytes that are no UTF-8 become U+FFFD, and so do ids above 255, which a model with a larger
         vocabulary may write.

@@ -126,10 +126,15 @@ class Export:
 
 
 def _print_summary(source: WeightsSource, preset: dict[str, Any]) -> None:
-    """Print sizes of the model, notes of reading, and the inexact part of absorbed skips.
+    """Print the sizes of a model and the notes of reading it.
+
+    If multipliers of skip connections were folded into the weights, also print what is not exact
+    about that: by how much the norms' eps counts more.
 
     Args:
-        preset: record of the preset of the written or read weights.
+        source: Model and weights, as they were read.
+        preset: Record of the preset of the written weights (`mupax import`) or of the read ones
+            (`mupax export`).
     """
     from mupax.terminal import si
 

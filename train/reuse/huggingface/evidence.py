@@ -49,11 +49,14 @@ def evaluation(workdir: Path, step: int) -> dict[str, Any]:
 
 
 def measured(row: Mapping[str, Any], averaged: bool, task: str) -> str:
-    """Return a sentence about an evaluation.
+    """Return the sentence of a model card on the run's evaluation: its loss and other metrics.
+
+    It says so if there is no evaluation, if the loss was not finite, or if the moving average of
+    the weights was evaluated and the card is for the weights themselves.
 
     Args:
-        row: result of `evaluation`.
-        averaged: whether the card is for the moving average of the weights.
+        row: Result of `evaluation`.
+        averaged: Whether the card is for the moving average of the weights.
         task: "tokens" or "images".
     """
     loss = row.get("eval_loss")

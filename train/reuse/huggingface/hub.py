@@ -35,20 +35,23 @@ class HubError(MupaxError):
 
 
 def local(path: Path, revision: str | None) -> Path:
-    """Return the folder of a model: a path of this machine, or the snapshot of a model of the hub.
+    """Return where a model is on this machine, after downloading it if it is one of the hub.
 
-    The snapshot is downloaded unless the cache has it.
+    A path that exists wins over a model of that name on the hub. A note says so if it is a folder
+    that might be meant as ORG/NAME, but not if it is a run. Files of the hub are not downloaded if
+    the cache has them.
 
     Args:
-        path: a path, or ORG/NAME. A path that exists comes first, and a note says so. A missing
-            path in an existing folder ORG is a path, too, unless there is a revision.
-        revision: branch, tag or commit; by default main.
+        path: A path, or ORG/NAME of the hub. A missing path also counts as a path if its parent
+            folder exists and there is no `revision`.
+        revision: Branch, tag or commit on the hub, by default main.
 
     Raises:
-        UsageError: a revision of a path.
-        HubError: no such model or revision, no permission to read it, no config, or no safetensors.
-        ConfigError, JsonError, TensorFileError: a config or an index that mupax cannot read.
-        MupaxFailure: the hub does not answer, and the cache has no complete copy.
+        UsageError: A revision is given with a path.
+        HubError: No such model or revision, no permission to read it, no config, no safetensors,
+            or a config of a model that mupax does not have.
+        JsonError, TensorFileError: A config or an index is damaged.
+        MupaxFailure: The hub does not answer, and the cache has no complete copy.
     """
     name = str(path)
     is_name = not is_remote(path) and bool(_NAME.fullmatch(name))

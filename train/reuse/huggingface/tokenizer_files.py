@@ -278,9 +278,10 @@ def _special_ids(library: Any) -> set[int]:
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer.json's tokens, empty if the file is damaged.
+    """Return the ids of the tokens in a tokenizer.json, by token.
 
-    Damage is reported when the tokenizer is opened.
+    For a Unigram model these are the added tokens alone. The result is empty if the file is
+    damaged, which is reported when the tokenizer is opened.
     """
     try:
         content = json.loads(file.read_bytes())

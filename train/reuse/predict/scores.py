@@ -147,11 +147,14 @@ def _percent(share: float | None) -> str:
 
 
 def listed(classes: Sequence[dict[str, Any]], most: int = MOST) -> str:
-    """Return a sentence that says which classes `table` lists.
+    """Return a line for the user that says how many classes `table` lists, and which.
+
+    `table` leaves out classes without examples. Of more than `most` classes it lists those of the
+    least recall.
 
     Args:
-        classes: Rows of `scores`, one per class, `[classes]`.
-        most: Largest number of classes in the table, by default `MOST`.
+        classes: The entry "classes" of `scores`, one row per class.
+        most: Largest number of classes in the table.
     """
     rows = _with_examples(classes)
     line = f"{min(len(rows), most)} of {len(classes)} classes are listed"

@@ -334,7 +334,13 @@ class Worker:
             self._join(job, text)
 
     def _next_job(self) -> Job | None:
-        """Return the job whose text gets the next slot."""
+        """Return the job whose next waiting text should get a slot, or `None` if no job should.
+
+        The first is the job whose client has the fewest texts in slots, then the job that has the
+        fewest itself, then the one that has waited longest. The slots may all be taken. If there is
+        then no memory to put another text aside, only jobs count whose next text was put aside
+        before.
+        """
         with self._changed:
             jobs = [job for job in self._jobs if job.waiting and not job.is_cancelled]
         if not self.slots.num_free and self._num_aside() >= self._max_aside:

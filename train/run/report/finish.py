@@ -203,7 +203,14 @@ def _loss_panel(
 
 
 def _panel_metrics(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
-    """Return the names of the metrics that have a panel of their own, besides the loss."""
+    """Return the names of the metrics, besides the loss, that get a panel of their own in loss.png.
+
+    These are the metrics shown everywhere that an evaluation in the rows has, and whose
+    `Metric.pictures` names the kind of data.
+
+    Args:
+        unit: Kind of data, "tokens" or "images".
+    """
     names = []
     for name, metric in shown_everywhere().items():
         if name != "loss" and unit in metric.pictures:

@@ -135,10 +135,19 @@ def troubles(
 def at_base(
     preset: Preset, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
 ) -> dict[tuple[str, int], float]:
-    """Return the numbers that a table gives a model, by (observable, step).
+    """Return the numbers that a preset gives a model of these sizes, by (observable, step).
 
-    They are the initial size of every weight, its first step divided by the peak learning rate, its
-    factor on eps, and the initial size of attention logits.
+    The step is 0 for initialization and 1 for the first optimizer step. For each parameter, with
+    its label from `labels`, the result has:
+
+    * ("weight/LABEL", 0): initial size of its entries, multiplier included.
+    * ("movement/LABEL", 1): size of its first step, multiplier included, divided by the peak
+      learning rate, for optimizers whose steps are as large as the rate (Adam and Lion).
+    * ("gradient/LABEL", 0): factor on eps.
+
+    ("attention", 0), the initial size of attention logits, is left out for a model without
+    attention and for a preset that starts keys as queries. Of one number per layer the median
+    counts.
 
     Args:
         sizes: Size of every logical axis of the model.

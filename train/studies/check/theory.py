@@ -73,7 +73,7 @@ class Expected:
 
     @property
     def low(self) -> float:
-        """Least slope that agrees."""
+        """Least measured slope that still agrees with theory: `slope` - `below`."""
         return self.slope - self.below
 
     @property

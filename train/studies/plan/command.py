@@ -447,7 +447,13 @@ def _time(
 
 
 def _with_flags(config: Config, flags: Sequence[str]) -> Config:
-    """The run with flags of a mesh, put behind those that make it."""
+    """Return the config of a run after further flags, without its workdir.
+
+    The flags are parsed after those that turn the recipe into the run, so they win.
+
+    Args:
+        flags: Words such as `--mesh.fsdp`, `16`.
+    """
     argv = words_of(command_of(config))[2:]  # without `train` and the recipe
     return dataclasses.replace(
         cli.parse(config.recipe, cli.recipe(config.recipe), [*argv, *flags]).config, workdir=None

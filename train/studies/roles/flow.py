@@ -56,10 +56,14 @@ class Norms(NamedTuple):
 
 
 def norms(graph: Graph) -> Norms:
-    """Find the norms of a graph.
+    """Find the norms, such as LayerNorm and RMSNorm, in the graph of a traced loss.
 
-    A norm's statistic is the root of a sum of squares, with or without a constant that is added and
-    a mean that is subtracted.
+    A norm is known by its statistic: the root of a sum of squares. Before the root a constant (eps)
+    may be added, and before the squares a mean subtracted.
+
+    Returns:
+        The values of all norms together: those from the squares up to the root (`statistics`), and
+        the roots and all else that a norm multiplies or divides by (`factors`).
     """
     statistics: set[Node] = set()
     factors: set[Node] = set()
@@ -397,7 +401,12 @@ class Flow:
         return False
 
     def branch_of(self, node: Node) -> Node | None:
-        """Return the sum that ends the innermost residual branch around a value, or `None`."""
+        """Return the sum that ends the innermost residual branch that a value is in.
+
+        A value is in a branch if it is computed from the fork, where the branch leaves the stream,
+        and is the last value of the branch or one that this is computed from. The fork itself is
+        not in the branch. The result is `None` if the value is in no branch.
+        """
         for end, branch in self.branches.items():
             is_after_fork = branch.fork is not node and self.precedes(branch.fork, node)
             if is_after_fork and self.precedes(node, branch.last):

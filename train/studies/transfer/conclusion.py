@@ -166,7 +166,12 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
 
 
 def _training(measured: Measured, analysis: Analysis) -> Step:
-    """Return the command that trains the largest size at the rate of the verdict."""
+    """Return what to do after a study that is decided: a sentence, and in most cases a command.
+
+    If the best rate transfers, the command trains the largest size at the best rate of the
+    smallest. Otherwise it trains the largest size at its own best rate. If the study did not find
+    that rate, there is no command, and the sentence says to search it on a wider grid.
+    """
     axis = measured.study.axis
     large = f"{axis} {analysis.sizes[-1]}"
     if analysis.verdict == "transfers":

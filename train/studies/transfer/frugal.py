@@ -318,7 +318,12 @@ class Frugal(Measured):
         return Optimum(vertex, deviation, curvature, noise, False)
 
     def _curve(self, index: int, seeds: int) -> Curve:
-        """Return the losses of a size at the rates that have so many seeds."""
+        """Return the losses of one size as a curve over log2 of the learning rate.
+
+        Args:
+            seeds: Number of seeds. Only rates that were trained from all of the seeds 0 to
+                `seeds` - 1 are in the curve, with the losses of these seeds.
+        """
         rates = self.rates_with(index, seeds)
         losses = []
         for rate in rates:

@@ -127,12 +127,16 @@ def squashed(losses: np.ndarray) -> np.ndarray:
 
 
 def fitted(unit: np.ndarray, values: np.ndarray, like: Any = None) -> Any:
-    """The process given values at points of the unit cube.
+    """Fit a Gaussian process to values at points of the unit cube.
 
     Args:
-        unit: points [n, D].
-        values: of them [n].
-        like: a process whose lengths and noise to take; found by maximum likelihood unless given.
+        unit: Points, [n, D].
+        values: Values at these points, [n].
+        like: Fitted process whose kernel is kept: its length scales, amplitude and noise. By
+            default they are those of maximum likelihood.
+
+    Returns:
+        A `GaussianProcessRegressor` of scikit-learn.
     """
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
