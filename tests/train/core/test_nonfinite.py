@@ -255,7 +255,7 @@ def test_rows_are_on_disk_before_the_checkpoint_after_them(monkeypatch: pytest.M
         save(checkpoints, step, *rest, **more)
 
     monkeypatch.setattr(loop.Checkpoints, "save", watched)
-    monkeypatch.setattr(metrics, "_INTERVAL_S", 60.0)  # the writer's thread alone would be late
+    monkeypatch.setattr(metrics, "_DRAIN_SECONDS", 60.0)  # the writer's thread alone would be late
     assert train("--workdir", "flushed").code == 0
     assert saves == [(4, 4), (8, 8), (12, 12)]
 
