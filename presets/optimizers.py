@@ -68,6 +68,12 @@ def _import_directions():
     return optimizer
 
 
+def _import_muon():
+    from mupax.train.core import muon
+
+    return muon
+
+
 _DECAY = {"weight_decay", "decay"}
 _ADAM_READS = frozenset({"b1", "b2", "eps"})
 _ADAM = Optimizer(
@@ -97,7 +103,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon": dataclasses.replace(
         _ADAM,
         family="muon",
-        direction=Lazy(lambda: _import_directions().muon),
+        direction=Lazy(lambda: _import_muon().muon),
         reads=_ADAM_READS | _SGD_READS,
     ),
     "lion": Optimizer(

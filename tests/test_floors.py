@@ -73,7 +73,11 @@ OWN_IDEAS = {
 """Files that only one file of their folder imports, with the reason why they are not part of it."""
 MOST_OWN_IDEAS = 27
 ENTRIES: dict[str, tuple[str, ...]] = {
-    "presets/optimizers.py": ("mupax.train.core.optimizer", "mupax.train.config.run"),
+    "presets/optimizers.py": (
+        "mupax.train.core.muon",
+        "mupax.train.core.optimizer",
+        "mupax.train.config.run",
+    ),
     "train/config/data.py": (
         "mupax.train.data.sources",
         "mupax.train.data.records",

@@ -21,7 +21,7 @@ import optax
 from mupax.presets import VECTORS, Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import TOLERANCE, hyperparams, resolve
-from mupax.train.core.optimizer import build, first_step, hidden_matrices
+from mupax.train.core.optimizer import build, first_step
 from mupax.zoo.definition import Arrays, Definition
 
 LATER = (10, 100, 1000, 10_000, 100_000, 1_000_000)
@@ -72,6 +72,9 @@ def check_chain(
     # is the user's choice.
     matrices = {}
     if preset.family(optimizer) == "muon":
+        # Imported only here, because most runs have no Muon.
+        from mupax.train.core.muon import hidden_matrices
+
         matrices = hidden_matrices(definition.specs)
     if preset.family(optimizer) in ("adam", "muon"):
         eps = {name: values for name, values in factors.eps.items() if name not in matrices}

@@ -24,12 +24,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
+from mupax.presets import ParamSpec
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.roles import ADAPTERS
 from mupax.table import function_of
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core.orthogonalize import orthogonalize
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
@@ -40,16 +38,6 @@ _STREAM = 0x726F756E
 _GOLDEN = 0x9E3779B9
 """2^32 divided by the golden ratio. Its multiples are spread evenly."""
 _LOW_BITS = 0xFFFF
-
-
-class ScaleByMuonState(NamedTuple):
-    """State of `muon`."""
-
-    count: jax.Array
-    mu: optax.Updates
-    """Momentum of every parameter."""
-    nu: optax.Updates
-    """Second moments of the parameters that use Adam. Matrices have an `optax.MaskedNode`."""
 
 
 def sgd(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -98,74 +86,6 @@ def adam(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         return directions, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, cast("Any", update))
-
-
-def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """Return Muon's direction: orthogonalized Nesterov momentum for every hidden matrix.
-
-    All other parameters get Adam's direction. The direction has no factor that depends on a
-    matrix's shape, as `optax.contrib.muon` has (sqrt(max(1, out/in))). The preset's learning rate
-    has that factor, once.
-
-    Args:
-        config: `momentum` is for the matrices, `b1` and `b2` for the other parameters.
-        specs: Specs of the trained parameters. Their roles tell which are hidden matrices.
-    """
-    matrix_specs = hidden_matrices(specs)
-    beta = config.momentum
-    adam_direction = adam(config, specs)
-
-    def init(params: optax.Params) -> ScaleByMuonState:
-        def second_moment(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
-            if path[-1].key in matrix_specs:
-                return optax.MaskedNode()
-            return jnp.zeros_like(w)
-
-        nu = jax.tree_util.tree_map_with_path(second_moment, params)
-        return ScaleByMuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), nu)
-
-    def matrices_of(tree: Mapping) -> dict:
-        return {name: leaf for name, leaf in tree.items() if name in matrix_specs}
-
-    def others_of(tree: Mapping) -> dict:
-        return {name: leaf for name, leaf in tree.items() if name not in matrix_specs}
-
-    def update(updates, state, params=None, *, factors, hyper, layout=ONE_DEVICE, **_):
-        del params
-        grads = matrices_of(updates)
-        matrix_mu = optax.tree.update_moment(grads, matrices_of(state.mu), beta, 1)
-        count = optax.safe_increment(state.count)
-        # The next step's momentum, if it had this step's gradient again, as `optax.contrib` has it.
-        mu_hat = optax.tree.bias_correction(matrix_mu, beta, optax.safe_increment(count))
-        grad_hat = optax.tree.bias_correction(grads, beta, count)
-        nesterov = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, grad_hat)
-        matrix_updates = orthogonalize(nesterov, matrix_specs, layout=layout)
-
-        adam_state: Any = optax.ScaleByAdamState(
-            state.count, others_of(state.mu), others_of(state.nu)
-        )
-        other_updates, adam_state = cast("Any", adam_direction.update)(
-            others_of(updates), adam_state, factors=factors, hyper=hyper
-        )
-
-        directions = {**matrix_updates, **other_updates}
-        mu = {**matrix_mu, **adam_state.mu}
-        nu = {**state.nu, **adam_state.nu}
-        # Results have the order of the names in `updates`.
-        directions = {name: directions[name] for name in updates}
-        mu = {name: mu[name] for name in updates}
-        return directions, ScaleByMuonState(adam_state.count, mu, nu)
-
-    return optax.GradientTransformationExtraArgs(cast("Any", init), cast("Any", update))
-
-
-def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
-    """Return the specs of the matrices that Muon orthogonalizes.
-
-    A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
-    """
-    not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
-    return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
 
 
 def stored(

@@ -20,7 +20,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import hyperparams, resolve
 from mupax.train.core.guards import check_chain
-from mupax.train.core.optimizer import dimension_numbers
+from mupax.train.core.muon import hidden_matrices
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import define, definition
 
@@ -105,7 +105,11 @@ def test_right_chains_pass(name: str, chain: Any):
 
 
 def muon(scale_by_shape: bool) -> optax.GradientTransformation:
-    numbers: Any = {name: dimension_numbers(MODEL.specs).get(name) for name in MODEL.specs}
+    numbers: Any = dict.fromkeys(MODEL.specs)
+    for name, spec in hidden_matrices(MODEL.specs).items():
+        fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
+        fan_out = tuple(spec.axes.index(axis) for axis in spec.fan_out)
+        numbers[name] = MuonDimensionNumbers(fan_in, fan_out)
     if scale_by_shape:
         return optax.contrib.muon(1.0, muon_weight_dimension_numbers=numbers, adam_eps_root=0.0)
     matrices = {n: numbers[n] for n in numbers if isinstance(numbers[n], MuonDimensionNumbers)}

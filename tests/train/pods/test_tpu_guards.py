@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from mupax.train.config.run import MeshConfig, OptimizerConfig
-from mupax.train.core import optimizer
-from mupax.train.core.orthogonalize import ITERATIONS, newton_schulz, sides
+from mupax.train.core import muon
+from mupax.train.core.muon import ITERATIONS, newton_schulz, sides
 from mupax.train.core.program import Program
 from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods.compiled import Compiled, compile_for
@@ -184,5 +184,5 @@ def test_control_iterations_that_the_compiler_splits_send(monkeypatch: pytest.Mo
             results[name] = orthogonal.reshape(shape).transpose(inverse)
         return results
 
-    monkeypatch.setattr(optimizer, "orthogonalize", where_they_are)
+    monkeypatch.setattr(muon, "orthogonalize", where_they_are)
     assert inside_iterations(step("v5e:4x4", optimizer=MUON))

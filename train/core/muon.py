@@ -1,9 +1,9 @@
-"""Orthogonalization of many matrices at once, on one device or spread over a mesh.
+"""Muon: orthogonalized momentum for hidden matrices, Adam for all other parameters.
 
-Muon replaces the momentum of a matrix by its nearest orthogonal matrix. Each device computes that
-for whole matrices of its own, so that no iteration communicates. Matrices travel twice: their
-parts are exchanged by an all-to-all before the iterations, and the results by another one after
-them.
+Muon replaces the momentum of a matrix by its nearest orthogonal matrix. On a mesh each device
+computes that for whole matrices of its own, so that no iteration communicates. Matrices travel
+twice: their parts are exchanged by an all-to-all before the iterations, and the results by another
+one after them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
-from mupax.presets import ParamSpec
-from mupax.zoo.partition import Layout
+from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
+from mupax.presets.roles import ADAPTERS
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.optimizer import Specs, adam
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients (a, b, c) of five iterations of Jordan et al. 2024 (modded-nanogpt)."""
@@ -27,6 +31,84 @@ ITERATIONS = "newton_schulz"
 _EPS = 1e-8
 
 Coefficients = Sequence[tuple[float, float, float]]
+
+
+class ScaleByMuonState(NamedTuple):
+    """State of `muon`."""
+
+    count: jax.Array
+    mu: optax.Updates
+    """Momentum of every parameter."""
+    nu: optax.Updates
+    """Second moments of the parameters that use Adam. Matrices have an `optax.MaskedNode`."""
+
+
+def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
+    """Return Muon's direction: orthogonalized Nesterov momentum for every hidden matrix.
+
+    All other parameters get Adam's direction. The direction has no factor that depends on a
+    matrix's shape, as `optax.contrib.muon` has (sqrt(max(1, out/in))). The preset's learning rate
+    has that factor, once.
+
+    Args:
+        config: `momentum` is for the matrices, `b1` and `b2` for the other parameters.
+        specs: Specs of the trained parameters. Their roles tell which are hidden matrices.
+    """
+    matrix_specs = hidden_matrices(specs)
+    beta = config.momentum
+    adam_direction = adam(config, specs)
+
+    def init(params: optax.Params) -> ScaleByMuonState:
+        def second_moment(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
+            if path[-1].key in matrix_specs:
+                return optax.MaskedNode()
+            return jnp.zeros_like(w)
+
+        nu = jax.tree_util.tree_map_with_path(second_moment, params)
+        return ScaleByMuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), nu)
+
+    def matrices_of(tree: Mapping) -> dict:
+        return {name: leaf for name, leaf in tree.items() if name in matrix_specs}
+
+    def others_of(tree: Mapping) -> dict:
+        return {name: leaf for name, leaf in tree.items() if name not in matrix_specs}
+
+    def update(updates, state, params=None, *, factors, hyper, layout=ONE_DEVICE, **_):
+        del params
+        grads = matrices_of(updates)
+        matrix_mu = optax.tree.update_moment(grads, matrices_of(state.mu), beta, 1)
+        count = optax.safe_increment(state.count)
+        # The next step's momentum, if it had this step's gradient again, as `optax.contrib` has it.
+        mu_hat = optax.tree.bias_correction(matrix_mu, beta, optax.safe_increment(count))
+        grad_hat = optax.tree.bias_correction(grads, beta, count)
+        nesterov = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, grad_hat)
+        matrix_updates = orthogonalize(nesterov, matrix_specs, layout=layout)
+
+        adam_state: Any = optax.ScaleByAdamState(
+            state.count, others_of(state.mu), others_of(state.nu)
+        )
+        other_updates, adam_state = cast("Any", adam_direction.update)(
+            others_of(updates), adam_state, factors=factors, hyper=hyper
+        )
+
+        directions = {**matrix_updates, **other_updates}
+        mu = {**matrix_mu, **adam_state.mu}
+        nu = {**state.nu, **adam_state.nu}
+        # Results have the order of the names in `updates`.
+        directions = {name: directions[name] for name in updates}
+        mu = {name: mu[name] for name in updates}
+        return directions, ScaleByMuonState(adam_state.count, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(cast("Any", init), cast("Any", update))
+
+
+def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
+    """Return the specs of the matrices that Muon orthogonalizes.
+
+    A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
+    """
+    not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
+    return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from mupax.presets import ParamSpec
 from mupax.train.config.run import MeshConfig, parse_rules
-from mupax.train.core.optimizer import hidden_matrices
-from mupax.train.core.orthogonalize import (
+from mupax.train.core.muon import (
     ITERATIONS,
+    hidden_matrices,
     newton_schulz,
     orthogonalize,
     sides,
@@ -236,7 +236,7 @@ class OtherSlice:
 def test_slices_repeat_the_work_that_devices_of_one_slice_share(
     slices: tuple[int, int], repeated: bool
 ) -> None:
-    from mupax.train.core import orthogonalize as module
+    from mupax.train.core import muon as module
 
     grid = np.array(
         [[OtherSlice(device, index) for device in jax.devices()[:2]] for index in slices]
