@@ -233,13 +233,12 @@ def _parameter(spec: ParamSpec, shape: tuple[int, ...], layout: Layout) -> Param
     for inner in (*dimensions.s[1:], *dimensions.t[1:]):
         names[inner] = ()
 
-    used = {name for axes in names for name in axes}
-    shared = tuple(
-        name
-        for name, size in layout.mesh.shape.items()
-        if size > 1 and name not in used and not _crosses_islands(layout.mesh, name)
-    )
-    split = Split(names[dimensions.s[0]], names[dimensions.t[0]], shared)
+    used = set().union(*names)
+    shared: list[str] = []
+    for name, size in layout.mesh.shape.items():
+        if size > 1 and name not in used and not _crosses_islands(layout.mesh, name):
+            shared.append(name)
+    split = Split(names[dimensions.s[0]], names[dimensions.t[0]], tuple(shared))
     return Parameter(dimensions, split, PartitionSpec(*names))
 
 
@@ -249,9 +248,10 @@ def _crosses_islands(mesh: jax.sharding.Mesh, axis: str) -> bool:
     Such devices repeat the work instead of sharing it, because the network between them is slow.
     """
     dimension = mesh.axis_names.index(axis)
-    first, second = mesh.devices.take(0, dimension), mesh.devices.take(-1, dimension)
-    slices = [getattr(devices.flat[0], "slice_index", None) for devices in (first, second)]
-    return slices[0] != slices[1]
+    first = mesh.devices.take(0, dimension).flat[0]
+    last = mesh.devices.take(-1, dimension).flat[0]
+    # Devices of a CPU have no slice.
+    return getattr(first, "slice_index", None) != getattr(last, "slice_index", None)
 
 
 def _orthogonalize_parts(
