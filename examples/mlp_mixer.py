@@ -117,12 +117,12 @@ if __name__ == "__main__":
     import sys
 
     from examples import mlp_mixer
-    from mupax.train.config.recipes import vit_digits
+    from mupax.train.config.recipes import RECIPES
     from mupax.train.config.run import PresetConfig
     from mupax.train.run import loop
 
     preset = PresetConfig(name="mup", base="embed=32,mlp=128,layers=2")
     config = dataclasses.replace(
-        vit_digits(), recipe="mlp-mixer", model=mlp_mixer.MIXER, preset=preset
+        RECIPES["vit-digits"](), recipe="mlp-mixer", model=mlp_mixer.MIXER, preset=preset
     )
     sys.exit(loop.run(config.resolved()))
