@@ -96,8 +96,8 @@ def _harder(outcomes: Outcomes) -> list[str]:
 
 def _alike(outcomes: Outcomes) -> list[str]:
     by_reason: dict[str, list[Outcome]] = {}
-    for own in outcomes.values():
-        for outcome in own:
+    for outcomes_of_study in outcomes.values():
+        for outcome in outcomes_of_study:
             if outcome.trains_alike:
                 by_reason.setdefault(_reason(outcome), []).append(outcome)
     lines = []

@@ -390,7 +390,7 @@ def newton_schulz(x: jax.Array, coefficients: Coefficients = NEWTON_SCHULZ) -> j
     Products are summed in float32 and stored in the dtype of x.
 
     Args:
-        x: Matrix [s, t].
+        x: Matrix [s, t], of any scale.
         coefficients: One triple (a, b, c) per iteration.
     """
     rows_are_few = x.shape[0] <= x.shape[1]

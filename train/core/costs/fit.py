@@ -484,7 +484,6 @@ def _scaled(program: Program, usage: MemoryEstimate, target: Program) -> MemoryE
     Activations are in proportion to the estimates by shapes. All else is taken from shapes.
 
     Args:
-        usage: Memory of `program`.
         target: Program of the same run with other flags.
     """
     activations = _activations(target, target.config)
@@ -564,9 +563,6 @@ def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
     """Estimate the peak of a smaller run on the same mesh.
 
     The state shrinks with the parameters, and activations in proportion to the estimates by shapes.
-
-    Args:
-        usage: Memory of `program`.
     """
     program.layout.check_batch(config.data.batch_size, config.accumulation_steps)
     model = definition(config.model)

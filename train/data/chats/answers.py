@@ -307,9 +307,9 @@ def _unmarked(marked: str) -> tuple[str, list[Span]]:
     spans: list[Span] = []
     length = len(before_first)
     for part in marked_parts:
-        answer, mark, rest = part.partition(MARKS[1])
+        answer, mark, text_after = part.partition(MARKS[1])
         if mark:
             spans.append((length, length + len(answer)))
-        texts += [answer, rest]
-        length += len(answer) + len(rest)
+        texts += [answer, text_after]
+        length += len(answer) + len(text_after)
     return "".join(texts), spans

@@ -55,7 +55,6 @@ def measured(row: Mapping[str, Any], averaged: bool, task: str) -> str:
     the weights was evaluated and the card is for the weights themselves.
 
     Args:
-        row: Result of `evaluation`.
         averaged: Whether the card is for the moving average of the weights.
         task: "tokens" or "images".
     """

@@ -162,11 +162,7 @@ def _images(source: WeightsSource) -> list[str]:
 
 
 def _use(source: WeightsSource, loader: str, tokenizer: bool, chats: bool) -> str:
-    """Return a code block that uses the export with `transformers`.
-
-    Args:
-        loader: class of `transformers`.
-    """
+    """Return a code block that opens the export by `loader`, a class of `transformers`."""
     code = ["import transformers", ""]
     if source.images:
         code.append(

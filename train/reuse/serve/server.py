@@ -492,11 +492,7 @@ async def _wait_for_disconnection(request: Request) -> None:
 
 
 def _log(path: str, token_counts: dict[str, int], began: float) -> None:
-    """Log an answered request.
-
-    Args:
-        token_counts: Result of `usage`.
-    """
+    """Log an answered request, with the token counts of `usage`."""
     num_read = token_counts["prompt_tokens"]
     num_made = token_counts["completion_tokens"]
     seconds = time.monotonic() - began

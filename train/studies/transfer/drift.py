@@ -207,9 +207,9 @@ def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
     # Seeds differ in their level and their slope. The rest is noise of single runs.
     deviations = losses - losses.mean(axis=1, keepdims=True)
     lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
-    rest = deviations - lines @ np.linalg.lstsq(lines, deviations, rcond=None)[0]
+    residuals = deviations - lines @ np.linalg.lstsq(lines, deviations, rcond=None)[0]
     freedom = (len(x) - 2) * (seeds - 1)
-    variance = float((rest**2).sum()) / freedom
+    variance = float((residuals**2).sum()) / freedom
     curvature_variance = variance * float(curvature_map @ curvature_map) / seeds
     error = math.sqrt(curvature_variance) / fitted_curve.curvature
     # A vertex is a ratio. Its second-order term counts where noise makes the parabola nearly flat.
