@@ -1,4 +1,4 @@
-"""The pages docs/howto/add_a_*.md: each example is what a reader saves and runs, at most 30 lines, and trains."""
+"""The pages docs/howto/add_a_*.md and sections of extend.md: each example is what a reader saves and runs, at most 30 lines, and trains."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.reuse.transplant import powers_of
 
 DOCS = Path(__file__).parents[1] / "docs" / "howto"
+SECTIONS = {"add_a_dataset": "Add a data set", "add_a_preset": "Add a preset"}
+"""Headings of docs/howto/extend.md whose section is an example of its own."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ def test_a_page_works(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = (DOCS / f"{page}.md").read_text()
+    text = example_text(page)
     example, *commands = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 30
     (name,) = re.findall(r"Save this as `(\w+)\.py`", text)
@@ -100,6 +102,16 @@ def test_a_page_works(
         refused(
             ["--data.name", recipe, "--data.tokenizer", "bytes"], "is images and the model", capsys
         )
+
+
+def example_text(page: str) -> str:
+    """Return the text of a page, or of its section of docs/howto/extend.md."""
+    if page not in SECTIONS:
+        return (DOCS / f"{page}.md").read_text()
+    heading = f"\n## {SECTIONS[page]}\n"
+    _, found, after = (DOCS / "extend.md").read_text().partition(heading)
+    assert found, heading
+    return after.partition("\n## ")[0]
 
 
 def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,9 @@ PAGES = sorted(
     if path not in OF_THE_SITE and not path.startswith(("docs/notebooks/", "docs/reference/api.md"))
 )
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
-MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/howto/add_a"))
+MODULES = tuple(
+    name for name in DOCUMENTS if name.startswith(("docs/howto/add_a", "docs/howto/extend.md"))
+)
 """Pages whose Python is a module to save, which a test beside what is added does."""
 OWN_TEST = ("docs/howto/add_a_metric.md",)
 """Pages whose commands need such a module, and are run by its test."""

@@ -204,7 +204,7 @@ SOURCES: dict[str, DataKind] = {
     ),
 }
 """Pattern of data.name to the kind of data. To add a kind, write its loader and a line here
-(docs/howto/add_a_dataset.md is an example)."""
+(docs/howto/extend.md has an example)."""
 _PUBLISHED: dict[str, Task] = {
     **dict.fromkeys(("c4", "lm1b", "wiki40b"), "tokens"),
     **dict.fromkeys(("mnist", "cifar10", "cifar100", "imagenet2012"), "images"),
