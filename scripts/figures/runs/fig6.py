@@ -34,7 +34,8 @@ FIGURE = Figure(
     "logits of the last layer, of the paper's ViT (alpha_A = alpha_L = 1) on the endless image set (the paper: CIFAR-5M). The "
     "paper finds loss curves nearly equal in N and H, slower early at large L, and similar final kernels. The widest model at hand stands for "
     "the limit: the limit itself is of H at one N and L, and 250 steps on 64 new images of 16 positions are "
-    "64 x 16 x (2 x 250 - 1) = 510,976 directions of a matrix, whose record needs a width of two million ([dynamics.md](../concepts/dynamics.md) says why).",
+    "64 x 16 x (2 x 250 - 1) = 510,976 directions of a matrix, whose record needs a width of two million "
+    "([presets.md](../concepts/presets.md#the-infinite-model) says why).",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
