@@ -7,7 +7,7 @@ Pillow. A budget of S seconds on two cores is 2 S CPU seconds (user and system) 
 its exit, so that other work on the machine takes the time of nobody. Every seed is another split of the images, which all
 rivals share. Ours has no compilation cache and no scan of the folder from before. Where it took more than its budget it is trained
 again with fewer steps. What has ended is in `FOLDER/rows.json` and is not run again: the same command goes on. `--render` only
-writes the table into docs/howto/own_images.md.
+writes the table into docs/howto/data.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.figures.result import mean
 from scripts.vision.small_folders import SETS
 
 OUT = ROOT / "docs" / "evidence" / "small_folders.json"
-PAGE = ROOT / "docs" / "howto" / "own_images.md"
+PAGE = ROOT / "docs" / "howto" / "data.md"
 BEGIN = "<!-- small folders: begin -->"
 END = "<!-- small folders: end -->"
 CORES = 2

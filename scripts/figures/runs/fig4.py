@@ -94,7 +94,8 @@ FIGURE = Figure(
     "their mean over seeds with many more heads; trained on the endless image set (the paper: CIFAR-5M). The limit itself can be computed "
     "([presets.md](../concepts/presets.md#the-infinite-model)) but not here: 64 new images of 16 positions a step, which the "
     "centred output reads twice, are 64 x 16 x (2 x 40 - 1) directions of a matrix in 40 steps, "
-    "with the two looks 83,968, and their record needs a width of 336,000. On one batch of few images it stands in place of the many heads in [the infinite limit in time](#the-infinite-limit-in-time), where slopes are near -1 too.",
+    "with the two looks 83,968, and their record needs a width of 336,000. On one batch of few images it stands in "
+    "place of the many heads in [the infinite limit in time](#the-infinite-limit-in-time), where slopes are near -1 too.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
