@@ -5,6 +5,9 @@ python -m scripts.pages.commands
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
+
 from mupax import spellings
 from mupax.commands import completion, table
 from mupax.commands.table import Command
@@ -14,9 +17,12 @@ PAGE = ROOT / "docs" / "reference" / "commands.md"
 HEAD = """# Commands
 
 `mupax COMMAND --help` prints the flags of a command and an example. `mupax train RECIPE --help` prints the flags of a recipe that
-are used most, and `--help all` every one. Where a command takes a recipe, `--config FILE` may stand in its place: YAML or JSON, such as
-the `config.json` of a run. `--plugin MODULE` first imports a module with presets, models, data or optimizers of your own
-([how](../howto/extend.md)). In a checkout `python -m train RECIPE` is `mupax train RECIPE`. Made by `python -m scripts.pages.commands`.
+are used most, and `--help all` every one. `--plugin MODULE` first imports a module with presets, models, data or optimizers of your own
+([how](../howto/extend.md)). `python -m scripts.pages.commands` makes this page.
+
+"""
+RECIPES = """A file may stand in the place of a recipe, by `--config FILE` (YAML or JSON, such as the `config.json` of a run), after
+{commands}.
 
 """
 EXIT_CODES = """## Exit codes
@@ -27,8 +33,7 @@ stopped by that signal. `tests/train/inputs.md` has 300 right and wrong command 
 """
 OLD = """## Old spellings
 
-Commands had four first words before. What was typed then still runs, with the same output and exit code, and prints a line on standard
-error that names the new spelling.
+These still run, and print a line on standard error that names the new spelling.
 
 | old | now |
 |---|---|
@@ -37,14 +42,11 @@ error that names the new spelling.
 
 def document() -> str:
     """Return the page."""
-    parts = [HEAD]
+    takes_recipe = ", ".join(f"`{name}`" for name, row in _rows() if row.takes_recipe)
+    parts = [HEAD, RECIPES.format(commands=takes_recipe)]
     for group, commands in table.GROUPS.items():
-        parts.append(
-            f"## {group}\n\n| command | what it does | example | recipe |\n|---|---|---|---|\n"
-        )
-        for command in commands:
-            parts.append(_row(command.name, command))
-            parts += [_row(f"{command.name} {row.name}", row) for row in command.subcommands]
+        parts.append(f"## {group}\n\n| command | what it does | example |\n|---|---|---|\n")
+        parts += [_row(name, row) for name, row in _rows(commands)]
         parts.append("\n")
     parts.append(
         "## Completion\n\nCompletion of commands, subcommands and recipes is turned on by one line:\n\n"
@@ -54,14 +56,31 @@ def document() -> str:
         code, _, place = line.partition(" in ")
         parts.append(f"| {shell} | `{code.replace('|', chr(92) + '|')}` in {place} |\n")
     parts += ["\n", EXIT_CODES, OLD]
+    shortened = [now for typed, now in spellings.OLD.items() if typed == f"train {now}"]
+    parts.append(f"| `mupax train` and {', '.join(shortened)} | `mupax` and the same word |\n")
     for typed, now in spellings.OLD.items():
-        parts.append(f"| `mupax {typed}` | `mupax {now}` |\n")
+        if now not in shortened:
+            parts.append(f"| `mupax {typed}` | `mupax {now}` |\n")
     return "".join(parts)
 
 
+def _rows(commands: Iterable[Command] | None = None) -> Iterator[tuple[str, Command]]:
+    """Yield each command as it is typed, and its row.
+
+    A command whose example is one of its subcommands has no line of its own.
+    """
+    if commands is None:
+        commands = itertools.chain.from_iterable(table.GROUPS.values())
+    for command in commands:
+        names = [row.name for row in command.subcommands]
+        if command.example.split()[1] not in names:
+            yield command.name, command
+        for row in command.subcommands:
+            yield f"{command.name} {row.name}", row
+
+
 def _row(typed: str, command: Command) -> str:
-    takes_recipe = "`--config`" if command.takes_recipe else ""
-    return f"| `{typed}` | {command.summary} | `mupax {command.example}` | {takes_recipe} |\n"
+    return f"| `{typed}` | {command.summary} | `mupax {command.example}` |\n"
 
 
 if __name__ == "__main__":
