@@ -40,7 +40,7 @@ def drawing(floors: tuple[tuple[str, ...], ...], arrows: set[tuple[str, str]]) -
                 letter if (name, other) in arrows else "·" for other, letter in letters.items()
             ]
             lines.append(
-                f"{number:>5}  {letters[name]}  {name:<{width}}  {' '.join(below)}".rstrip()
+                f"{number:>5}  {letters[name]}  {name:<{width}}  {''.join(below)}".rstrip()
             )
     return "\n".join([f"floor     {'room':<{width}}  imports from", *lines])
 
@@ -62,10 +62,10 @@ def test_control_another_arrow_is_another_drawing():
     drawn = drawing(floors, {("b", "a"), ("d", "c")})
     assert drawn.splitlines() == [
         "floor     room  imports from",
-        "    2  d  d     · · c ·",
-        "    1  c  c     · · · ·",
-        "    1  b  b     a · · ·",
-        "    0  a  a     · · · ·",
+        "    2  d  d     ··c·",
+        "    1  c  c     ····",
+        "    1  b  b     a···",
+        "    0  a  a     ····",
     ]
     assert drawn != drawing(floors, {("b", "a"), ("d", "c"), ("d", "a")})
 

@@ -177,13 +177,11 @@ def first_line(folder: str) -> str:
 
 def table() -> str:
     """Return the table of leaves for docs/concepts/architecture.md."""
-    rows = ["| leaf | what it is | imports the leaves |", "|---|---|---|"]
-    for leaf, lower in LEAVES.items():
+    rows = ["| leaf | what it is |", "|---|---|"]
+    for leaf in LEAVES:
         folders = [leaf, *(folder for folder, of in SAME_LEAF.items() if of == leaf)]
         names = ", ".join(f"`{folder}`" for folder in folders)
-        rows.append(
-            f"| {names} | {first_line(leaf)} | {', '.join(f'`{name}`' for name in lower)} |"
-        )
+        rows.append(f"| {names} | {first_line(leaf)} |")
     return "\n".join(rows)
 
 
