@@ -25,8 +25,8 @@ RECIPES = """A file may stand in the place of a recipe, by `--config FILE` (YAML
 {commands}.
 
 """
-EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for every command. `tests/train/inputs.md` has 300 right and wrong command lines with
-their messages.
+EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for every command. `tests/train/inputs.md` has 300 right and wrong
+command lines with their messages.
 
 """
 OLD = """## Old spellings
