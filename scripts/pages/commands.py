@@ -41,7 +41,7 @@ These still run, and print a line on standard error that names the new spelling.
 def document() -> str:
     """Return the page."""
     takes_recipe = ", ".join(f"`{name}`" for name, row in _rows() if row.takes_recipe)
-    parts = [HEAD, RECIPES.format(commands=takes_recipe)]
+    parts = [HEAD, RECIPES.format(commands=takes_recipe), EXIT_CODES]
     for group, commands in table.GROUPS.items():
         parts.append(f"## {group}\n\n| command | what it does | example |\n|---|---|---|\n")
         parts += [_row(name, row) for name, row in _rows(commands)]
@@ -53,7 +53,7 @@ def document() -> str:
     for shell, line in completion.SHELLS.items():
         code, _, place = line.partition(" in ")
         parts.append(f"| {shell} | `{code.replace('|', chr(92) + '|')}` in {place} |\n")
-    parts += ["\n", EXIT_CODES, OLD]
+    parts += ["\n", OLD]
     shortened = [now for typed, now in spellings.OLD.items() if typed == f"train {now}"]
     parts.append(f"| `mupax train` and {', '.join(shortened)} | `mupax` and the same word |\n")
     for typed, now in spellings.OLD.items():
