@@ -24,6 +24,7 @@ from scripts.pages import papers  # noqa: E402
 
 # Of the notebooks' kernels.
 os.environ["PYTHONPATH"] = str(ROOT)
+os.environ["MUPAX_DOCS"] = str(ROOT / "docs")
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 READ = (
@@ -32,7 +33,9 @@ READ = (
     "zoo",
     "train",
     "examples",
+    "scripts/launch",
     "docs/notebooks/commands.py",
+    "docs/howto/launch.md",
     "requirements-site.txt",
 )
 """What notebooks run and read."""
