@@ -152,45 +152,51 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Wrong joint rules",
         "",
-        "A mutant is a joint rule with one number wrong by a power of k, the ratio of the batch or of the tokens to the base's. Theory is",
-        f"asked about the right rule; `lm-tiny`'s optimizer, at b1 0.97 and b2 0.99, takes the steps of the wrong one's runs at {SIZES} sizes,",
-        f"each twice the one before. Made by `{COMMAND}`; the rows, with what gave each away, are in `joint-mutations.json`.",
+        "A mutant is a joint rule with one value wrong by a power of k, the ratio of batch or tokens to the",
+        f"base's: each of {', '.join(COLUMNS)}. `lm-tiny`'s",
+        f"optimizer (b1 0.97, b2 0.99) takes steps by the wrong rule at {SIZES} sizes, each twice the one before,",
+        "and the check compares them with theory of the right rule.",
+        f"`{COMMAND}` makes this section; `joint-mutations.json` has what",
+        "caught each mutant.",
         "",
-        f"Of {len(rows)} mutants the program's verdict catches **{len(caught)}**, and of {len(blamed)} it blames the wrong number alone.",
-        f"The table's verdict, from the formulas alone, catches {len(formulas)}.",
+        f"Of {len(rows)} mutants the check of the program catches **{len(caught)}**, and blames the wrong value",
+        f"alone in {len(blamed)}. The check of the formulas alone catches {len(formulas)}.",
         "",
-        "A study of best rates hardly tells scaled betas from fixed ones: on a noisy quadratic the optimum moves alike under both, to 0.05",
-        "octaves per doubling of the batch. Here they are read off what the moments do.",
-        "",
-        "| rule | grows | numbers | caught | by the formulas |",
-        "|---|---|---|---|---|",
+        "| rule | grows | caught | by the formulas |",
+        "|---|---|---|---|",
     ]
     for rule, grows in STUDIES:
         mine = [each for each in rows if (each["rule"], each["grows"]) == (rule, grows)]
-        numbers = sorted({each["column"] for each in mine}, key=COLUMNS.index)
         caught_here = sum(bool(each["wrong"]) for each in mine)
         by_formulas = sum(bool(each["table"]) for each in mine)
-        cells = [rule, grows, ", ".join(numbers), f"{caught_here} of {len(mine)}"]
+        cells = [rule, grows, f"{caught_here} of {len(mine)}"]
         lines.append(f"| {' | '.join(cells)} | {by_formulas} of {len(mine)} |")
     numbers = sorted(
         {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index
     )
     lines += [
         "",
-        f"The control, constant numbers (`none`) at a growing batch, is wrong in {', '.join(numbers)}.",
+        f"The control, constant values (`none`) at a growing batch, is wrong in {_all_or_list(numbers)}.",
     ]
-    unseen = [each for each in rows if not each["table"]]
+    unseen: dict[tuple[str, str], list[str]] = {}
+    for each in rows:
+        if not each["table"]:
+            place = f"{each['rule']}, {each['grows']}: {each['column']}"
+            unseen.setdefault((place, _why(each)), []).append(f"k^{each['exponent']:g}")
     lines += ["", "By the formulas alone these are no error:", ""]
     lines += [
-        f"- {each['rule']}, {each['grows']}: {each['column']} x k^{each['exponent']:g}: {_why(each)}"
-        for each in unseen
+        f"- {place} x {', '.join(powers)}: {reason}" for (place, reason), powers in unseen.items()
     ]
     return "\n".join(lines) + "\n"
 
 
+def _all_or_list(columns: list[str]) -> str:
+    return "all of them" if columns == list(COLUMNS) else ", ".join(columns)
+
+
 def _why(each: dict[str, Any]) -> str:
     if each["column"] == "eps":
-        return "the source lets eps over noise grow as T^0.5, and less of that is no worse"
+        return "the source lets eps over noise grow as T^0.5, so a smaller eps is no worse"
     return "nothing that theory judges changes"
 
 

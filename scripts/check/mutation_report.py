@@ -27,22 +27,16 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     lines = [
         "## Wrong rules",
         "",
-        "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter group wrong by a power of m, the ratio of",
-        "the width to its base. Theory is asked about the right rule, and the mutant is trained.",
-        "",
-        "| model | trained |",
-        "|---|---|",
-        f"| all | {SIZES} sizes, {SEEDS} seeds; {MORE_SEEDS} seeds if the mutant passes |",
-        "| encoder-decoder | grows heads, on the first and the third size |",
-        "| experts | four in each layer |",
-        "",
-        f"`{command}` makes this section. `mutations.json` has a row for each mutant, with its power of m and what gave it away.",
-        "Rules for batch and tokens have [their own section](#wrong-joint-rules).",
+        "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter group wrong",
+        f"by a power of m, the ratio of the width to its base. The mutant is trained at {SIZES} sizes with",
+        f"{SEEDS} seeds ({MORE_SEEDS} if it passes) and compared with theory of the right rule. Encoder-decoders grow",
+        "heads, on the first and the third size; expert models have four experts in each layer.",
+        f"`{command}` makes this section; `mutations.json` has each mutant's power and",
+        "the observable that caught it.",
         "",
         f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "
         f"({_percent(len(caught), len(training))}). Activations and their changes alone catch {len(alone)} "
-        f"({_percent(len(alone), len(training))}); the other mutants are caught by a role's own weights (`weight`, `movement`,",
-        "`gradient`).",
+        f"({_percent(len(alone), len(training))}); the role's own weights (`weight`, `movement`, `gradient`) catch the rest.",
         "",
         *_shares(outcomes),
     ]
@@ -72,7 +66,7 @@ def _shares(outcomes: Outcomes) -> list[str]:
 def _misses(outcomes: Outcomes) -> list[str]:
     return [
         f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, which moves some activation by a factor of 2^{one.change:.2g}. "
-        f"The right rule itself strays as far at these sizes: {_strays(one.group)}."
+        f"The right rule itself strays from theory at these sizes: {_strays(one.group)}."
         for study, own in outcomes.items()
         for one in missed(own)
     ]
@@ -82,7 +76,7 @@ def _strays(group: str) -> str:
     """How far theory's exponent for a group's movement is from the right rule's slope, as measured once."""
     allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
     below, above = allowances.get(f"movement/{group} @1", (0.0, 0.0))
-    return f"up to {below:g} below theory and {above:g} above (`movement/{group} @1` in `train/studies/check/allowances.json`)"
+    return f"up to {below:g} below theory and {above:g} above (`movement/{group} @1` in `allowances.json`)"
 
 
 def _harder(outcomes: Outcomes) -> list[str]:
@@ -111,9 +105,9 @@ def _alike(outcomes: Outcomes) -> list[str]:
 def _reason(outcome: Outcome) -> str:
     """Return why a mutant trains as the right rule does."""
     if outcome.same_numbers and outcome.column == "init_std":
-        return "the program gets bitwise the same values, because a bias starts at zero whatever its std"
+        return "bitwise the same values, because a bias starts at zero whatever its std"
     if outcome.same_numbers:
-        return "the program gets bitwise the same values, because this optimizer does not read the column"
+        return "bitwise the same values, because this optimizer does not read the column"
     if outcome.column == "eps":
         return "eps is far below every gradient"
     return "no activation differs by more than rounding"

@@ -124,55 +124,75 @@ def rows_of_file() -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the section of the page."""
+    """Return the page's sections on right presets, other vocabularies and wrong tables.
+
+    Args:
+        rows: Rows of `structures.json`, one per model, grown size and preset.
+    """
+    lines = [
+        *_right_presets(rows),
+        "",
+        *campaign.lines(),
+        "",
+        *_wrong_tables(),
+        "",
+        *untold.lines(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _right_presets(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the section that counts the right presets that pass, and lists those that fail."""
     passed = sum(row["verdict"] == "pass" for row in rows)
     lines = [
         "## Right presets",
         "",
-        "The check of right presets under Adam on `lm-proxy`, `vit-proxy` and each with one thing changed:",
-        f"{SIZES} sizes from the smallest, each twice the one before, {SEEDS} seeds, {STEPS} steps. lm-proxy has SwiGLU, rotary positions",
-        "and no biases; vit-proxy has GELU, learned positions and biases. `ntk` and `hybrid` are judged against the lazy limit that their",
-        f"source wants (`--accept lazy`). `{COMMAND}`; `structures.json` has every observable.",
+        f"Right presets under Adam: {SIZES} sizes, each twice the one before, {SEEDS} seeds, {STEPS} steps.",
+        f"The {len(MODELS)} models are `lm-proxy` (SwiGLU, rotary positions, no biases), `vit-proxy` (GELU, learned",
+        "positions, biases) and each with one change: QK-norm, GQA, another activation, biases or none, a",
+        "tied readout (for which `u-mup` has no rule). `ntk` and `hybrid` are compared with the lazy limit",
+        f"of their papers (`--accept lazy`). `{COMMAND}` makes these",
+        "sections; `structures.json` has a row for each check.",
         "",
-        f"Of {len(rows)} checks **{passed}** pass. A cell counts the presets that pass.",
+        f"Of {len(rows)} checks **{passed}** pass.",
         "",
-        f"| model | {' | '.join(f'growing {grow}' for grow in RIGHT)} |",
-        f"|---|{'---|' * len(RIGHT)}",
-    ]
-    for model in MODELS:
-        cells = []
-        for grow in RIGHT:
-            own = [row for row in rows if (row["model"], row["grow"]) == (model, grow)]
-            good = sum(row["verdict"] == "pass" for row in own)
-            cells.append(f"{good} of {len(own)}")
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    failed = [
-        f"- {row['model']}, {row['grow']}, `{row['preset']}`: {'; '.join(row['failed'])}"
-        for row in rows
-        if row["failed"]
-    ]
-    if failed:
-        lines += ["", "Failed:", "", *failed]
-    lines += ["", *campaign.lines()]
-    lines += [
-        "",
-        "## Wrong tables",
-        "",
-        "`depth-mup` with one mistake, which the program follows: the first verdict passes, the second names the role. By theory alone.",
-        "ed is ed-proxy untied, with relative positions and a table for each stack; of its depth the decoder's grows.",
-        "",
-        f"Each of the {len(WRONG)} mistakes is named by the role that has it (by which observable: `scripts/check/wrong_tables.py`).",
-        "",
-        "| verdict | model | mistakes |",
+        "| growing | presets | pass |",
         "|---|---|---|",
     ]
-    by_verdict: dict[tuple[str, str], list[str]] = {}
+    for grow, presets_of_growth in RIGHT.items():
+        checks = [row for row in rows if row["grow"] == grow]
+        good = sum(row["verdict"] == "pass" for row in checks)
+        names = ", ".join(f"`{name}`" for name in presets_of_growth)
+        lines.append(f"| {grow} | {names} | {good} of {len(checks)} |")
+
+    failed = []
+    for row in rows:
+        if row["failed"]:
+            reasons = "; ".join(row["failed"])
+            failed.append(f"- {row['model']}, {row['grow']}, `{row['preset']}`: {reasons}")
+    if failed:
+        lines += ["", "Failed:", "", *failed]
+    return lines
+
+
+def _wrong_tables() -> list[str]:
+    """Return the section that lists every wrong table by the verdict that it must get."""
+    lines = [
+        "## Wrong tables",
+        "",
+        "Each table is `depth-mup` with one mistake. Theory is derived from the wrong table itself, nothing",
+        "is trained, and the check's second verdict must name the role that has the mistake. All",
+        f"{len(WRONG)} are named. `scripts/check/wrong_tables.py` has the model and the observable of each.",
+        "",
+        "| verdict | mistakes |",
+        "|---|---|",
+    ]
+    by_verdict: dict[str, list[str]] = {}
     for name, mistake in WRONG.items():
-        by_verdict.setdefault((mistake.word, mistake.model), []).append(name)
-    for (verdict, model), names in sorted(by_verdict.items()):
-        lines.append(f"| {verdict} | {model} | {'; '.join(names)} |")
-    lines += ["", *untold.lines()]
-    return "\n".join(lines) + "\n"
+        by_verdict.setdefault(mistake.word, []).append(name)
+    for verdict, names in sorted(by_verdict.items()):
+        lines.append(f"| {verdict} | {'; '.join(names)} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -31,8 +31,11 @@ NAMES = (
 )  # fmt: skip
 GROWN = {"head_dim": "N", "heads": "H", "depth": "L"}
 SHOWN = (
-    ("attention", 0), ("variance over heads", 0), ("update query", 1), ("update attention", 1), ("change residual", 1), ("change logits", 1),
-)  # fmt: skip
+    ("attention", 0),
+    ("update attention", 1),
+    ("change residual", 1),
+    ("change logits", 1),
+)
 """Columns of the Markdown table: observable and step."""
 
 
@@ -73,11 +76,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Every preset: theory and measurement",
         "",
-        "Exponents of observables as one size grows eightfold from width 64, 4 heads, depth 2, under Adam: theory from the preset's",
-        "rules alone (`mupax presets limits`) | the measured slope and its 95 % interval over four seeds. Small sizes stray from exponents",
-        "even where the rule is exact; `allowances.json` says how far. An observable that explodes soon leaves its power law and may fall",
-        "short of it. Without a rule for depth the tokens of a deep stream grow alike, so allowances in depth are wide. *check* is the verdict",
-        "on all observables, and how many are wrong. `python -m scripts.check.theory_and_measurement`",
+        "One size grows eightfold from width 64, 4 heads, depth 2, under Adam. A cell has the exponent in",
+        "theory (`mupax presets limits`) | the measured slope and its 95 % interval over four seeds.",
+        "*check* is the verdict on all observables and how many are wrong.",
+        "",
+        "Small sizes deviate from an exact rule by the amounts in `allowances.json`. These are wide in depth",
+        "for presets without a rule for it. An observable that explodes soon leaves its power law.",
+        "`theory-and-measurement.json` has all observables",
+        "(`python -m scripts.check.theory_and_measurement`).",
         "",
         _agreement(rows),
     ]

@@ -45,15 +45,15 @@ class Untold:
 UNTOLD = (
     Untold(
         tuple(TABLES), ("sgd",), ("value rate x G under GQA",),
-        "in key heads alone right tables explode too, and `check --grow kv_heads` refuses SGD",
+        "right tables explode too when only key heads grow; `check --grow kv_heads` refuses SGD",
     ),
     Untold(
         ("completep", "spectral"), ("adam",), _EPS,
-        "`Preset.uneven`: their rows are of widths that grow together, and eps is not judged where one grows alone",
+        "`Preset.uneven`: their rules assume that widths grow together, so eps is not checked when one grows alone",
     ),
     Untold(
         ("spectral",), ("adam", "sgd", "muon"), _STARTS,
-        "a start is bounded by both fans, and where one grows alone the right one is smaller by what the mistake adds",
+        "both fans bound the initial std; when one grows alone, the right std is smaller by the factor of the mistake",
     ),
 )  # fmt: skip
 
@@ -96,18 +96,27 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
 
 
 def lines() -> list[str]:
-    """Of the page: what is told under every preset and optimizer, and what is not."""
-    where = "; ".join(
-        f"`{preset}` under {', '.join(optimizers)}" for preset, optimizers in TABLES.items()
+    """Return the page's text on the mistakes that no preset and optimizer can name, with a table of reasons."""
+    by_optimizers: dict[tuple[str, ...], list[str]] = {}
+    for preset, optimizers in TABLES.items():
+        by_optimizers.setdefault(optimizers, []).append(f"`{preset}`")
+    combinations = "; ".join(
+        f"{', '.join(presets)} under {', '.join(optimizers)}"
+        for optimizers, presets in by_optimizers.items()
     )
     text = [
-        f"The same mistakes are made in {where}, rates in the optimizer's column. An eps is a mistake only where Adam reads it, and one of",
-        f"depth only in presets with a rule for it. Of the {len(WRONG)} these cannot be told:",
+        f"The same mistakes are made in {combinations}.",
+        "A wrong eps counts only where Adam reads it, and a wrong depth exponent only in presets with a rule for depth.",
+        f"Of the {len(WRONG)} these are not named:",
         "",
         "| mistakes | presets | optimizers | why |",
         "|---|---|---|---|",
     ]
-    return text + [
-        f"| {'; '.join(one.mistakes)} | {', '.join(f'`{name}`' for name in one.presets)} | {', '.join(one.optimizers)} | {one.reason} |"
-        for one in UNTOLD
-    ]
+    for exception in UNTOLD:
+        mistakes = "; ".join(exception.mistakes)
+        presets = ", ".join(f"`{name}`" for name in exception.presets)
+        if exception.presets == tuple(TABLES):
+            presets = "all"
+        optimizers = ", ".join(exception.optimizers)
+        text.append(f"| {mistakes} | {presets} | {optimizers} | {exception.reason} |")
+    return text
