@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,20 +40,21 @@ PAGE = ROOT / "docs" / "howto" / "launch.md"
 
 INTRODUCTION = """## Does it fit a pod?
 
-`mupax compile` compiles the run's own step with the TPU compiler (extra `tpu`), on a machine without a TPU:
+Compile the run's own step with the TPU compiler (extra `tpu`), on a machine without a TPU:
 
 ```text
 mupax compile lm-8b --topology v5e:16x16
 ```
 
-It prints memory, collectives, the largest temporaries and a bound of the step's time. Nothing here was measured on a TPU. The recipes made
-for pods, by `python -m scripts.bench.pods`; `docs/evidence/pods.json` has each report in full:
+This prints memory, collectives, the largest temporaries and a lower bound on the step's time. The
+recipes made for pods (`python -m scripts.bench.pods`; full reports: `docs/evidence/pods.json`),
+compiled and not measured:
 """
 COLUMNS = """
-- **memory** is what the compiler allocates on a chip; **expected** is the sum of `train/pods/estimates.py`, from sizes alone.
-- **step** is the longest of: products at the chip's peak, main memory traffic, collectives, and estimated cycles. Everything is taken to
-  overlap and attention kernels have no estimated cycles, so it is a lower bound, and **MFU** an upper one.
-- **program** is the commit whose step was compiled. Figures of different programs are not to be compared.
+- **memory** is what the compiler allocates on a chip; `train/pods/estimates.py` computes **expected** from sizes alone.
+- **step** is the longest of: matrix products at the chip's peak, main memory traffic, collectives, estimated cycles.
+  Attention kernels have no estimated cycles.
+- **program** is the compiled commit. Do not compare figures of different programs.
 """
 
 
@@ -130,22 +131,24 @@ def document(record: dict[str, Any]) -> str:
     """Return the section of the page."""
     pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods), COLUMNS]
-    without_flags = _names(report for report in pods if "flags" not in report)
+    without_flags = _names([report for report in pods if "flags" not in report], pods)
     if without_flags:
         lines += [
-            "Compiled by earlier programs, without `--vmem-kib` 32768 on v5e and v5p, and with v5p as a mesh without "
-            f"links around: {without_flags}.",
+            f"Without `--vmem-kib` 32768 on v5e and v5p, and with v5p not as a torus: {without_flags}.",
             "",
         ]
-    chunked = _names(report for report in pods if "loss" not in report)
+    chunked = _names([report for report in pods if "loss" not in report], pods)
     if chunked:
-        lines += [f"With the loss by chunks of tokens: {chunked}.", ""]
+        lines += [f"Loss in chunks of tokens: {chunked}.", ""]
     if cost := record.get("preset_cost"):
         lines += _preset_cost(cost)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _names(reports: Iterable[dict[str, Any]]) -> str:
+def _names(reports: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]]) -> str:
+    """Return the recipe and pod of each report, or "all" for every pod of the page."""
+    if len(reports) > 1 and len(reports) == len(pods):
+        return "all"
     return ", ".join(f"{report['recipe']} on {report['topology']}" for report in reports)
 
 
@@ -153,28 +156,36 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
     head = (
         "recipe",
         "pod",
-        "parameters",
         "batch",
-        "memory",
-        "of",
-        "expected",
-        "FLOPs a step",
+        "memory, GiB",
+        "expected, GiB",
         "cycles",
-        "step",
-        "bound by",
-        "MFU",
+        "step at least, s",
+        "MFU at most",
         "program",
     )
     rows = []
     for r in pods:
         line = r["roofline"]
-        rows.append((
-            r["recipe"], r["topology"], f"{r['parameters'] / 1e9:.2f} B", str(r["batch_size"]),
-            gib(r["peak_bytes_per_device"]) + ("" if r["fits"] else " (does not fit)"), gib(r["hbm_bytes_per_device"]),
-            gib(sum(r["expected_bytes_per_device"].values())), f"{r['flops_per_step']:.3g}",
-            f"{r['estimated_cycles']:,}", f"≥ {line['step_seconds']:.2f} s", line["bound"].replace("_", " "), f"≤ {line['mfu']:.0%}",
-            "{commit}, {date}".format_map(r["program"]) if r.get("program") else "not known",
-        ))  # fmt: skip
+        used = gib(r["peak_bytes_per_device"]).removesuffix(" GiB")
+        memory = f"{used} of {gib(r['hbm_bytes_per_device']).removesuffix(' GiB')}"
+        expected = gib(sum(r["expected_bytes_per_device"].values()))
+        program = "not known"
+        if r.get("program"):
+            program = f"{r['program']['commit']}, {r['program']['date']}"
+        rows.append(
+            (
+                r["recipe"],
+                r["topology"],
+                str(r["batch_size"]),
+                memory if r["fits"] else f"{memory} (does not fit)",
+                expected.removesuffix(" GiB"),
+                f"{r['estimated_cycles']:,}",
+                f"{line['step_seconds']:.2f}",
+                f"{line['mfu']:.0%}",
+                program,
+            )
+        )
     return table([head, *rows])
 
 
