@@ -60,8 +60,7 @@ def rows_inside(name: str, measured: dict[str, Any]) -> list[list[str]]:
         ours = next(way for way in result["ms"] if way not in result["ratio"])
         for baseline in result["ratio"]:
             pair = f"{ours} / {baseline}"
-            milliseconds = f"{result['ms'][ours]:,.0f}"
-            rows.append([name, _label(result), pair, milliseconds, _ratio(result, baseline)])
+            rows.append([name, _label(result), pair, _ratio(result, baseline)])
         if "temporary_bytes" in result:
             rows[-1][-1] += f"; temporaries {_of_bytes(result['temporary_bytes'])}"
         if "flops" in result:
@@ -104,7 +103,7 @@ def part(name: str, measured: dict[str, Any]) -> str:
 
 def page(text: str, folder: Path) -> str:
     """Return the text of docs/evidence/performance.md with the tables of what is in the folder."""
-    rows = [["benchmark", "case", "compared", "first, ms", "ratio"]]
+    rows = [["benchmark", "case", "compared", "ratio"]]
     for name in MODULES:
         path = folder / f"{name}.json"
         if not path.exists():
