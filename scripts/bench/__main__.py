@@ -60,7 +60,7 @@ def rows_inside(name: str, measured: dict[str, Any]) -> list[list[str]]:
 
     Args:
         name: Name of the benchmark, which is the first cell.
-        measured: Content of the benchmark's JSON file.
+        measured: Content of `docs/evidence/performance/NAME.json`.
     """
     rows = []
     for result in measured["results"]:

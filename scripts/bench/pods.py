@@ -141,7 +141,7 @@ def document(record: dict[str, Any]) -> str:
     """Return the section of the page.
 
     Args:
-        record: Content of docs/evidence/pods.json.
+        record: Content of docs/evidence/pods.json, with the keys `pods` and `preset_cost`.
     """
     pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods), COLUMNS]

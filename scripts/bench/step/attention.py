@@ -48,7 +48,7 @@ def measure(sizes: Sequence[int], dtype: str, causal: bool, rounds: int) -> dict
     """Return times and ratios of forward and backward, after a check that all outputs agree.
 
     Args:
-        sizes: Batch, length, heads and head dimension.
+        sizes: Shape of queries, keys and values, [batch, length, heads, head_dim].
     """
     random = np.random.default_rng(0)
     q, k, v, weights = (jnp.asarray(random.standard_normal(sizes), dtype) for _ in range(4))

@@ -23,7 +23,7 @@ from scripts.bench import in_turns
 
 
 def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dict[str, Any]:
-    """Return times, ratio and bytes of temporaries, after a check that losses and gradients agree."""
+    """Return times, ratio and bytes of temporaries, after a check that both results agree."""
     random = np.random.default_rng(0)
     features = jnp.asarray(random.standard_normal((1, tokens, width)), dtype)
     weight = jnp.asarray(random.standard_normal((width, vocab)) * width**-0.5, jnp.float32)

@@ -1,4 +1,4 @@
-"""Compare a training step with unrolled layers, with a scan over layers, and with fused projections.
+"""Compare a training step with unrolled layers, with a scan, and with fused projections.
 
     python -m scripts.bench.step.layers [--model lm|vit] [--rounds 20] [--json FILE.json]
 
