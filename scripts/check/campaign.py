@@ -291,7 +291,7 @@ def lines() -> list[str]:
 
 def _correct(row: dict[str, Any]) -> bool:
     """Return whether a right rule passes, or whether a wrong rule is caught."""
-    return row.get("passes", row.get("caught"))
+    return row["passes"] if "passes" in row else row["caught"]
 
 
 if __name__ == "__main__":
