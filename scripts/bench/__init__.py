@@ -1,1 +1,4 @@
-"""What things cost. `python -m scripts.bench NAME` measures in turns (`in_turns.py`) and writes docs/evidence/performance.md."""
+"""Benchmarks of time and memory.
+
+`python -m scripts.bench NAME` measures one and writes docs/evidence/performance.md.
+"""

@@ -1,9 +1,10 @@
-"""Runs the named benchmarks and writes their tables into docs/evidence/performance.md, from what these and earlier runs of them measured.
+"""Run benchmarks and write their tables into docs/evidence/performance.md.
 
     python -m scripts.bench [NAME ... | --all]
 
-The names are those that run anywhere; all of them take an hour. Every one leaves docs/evidence/performance/NAME.json; what the page says
-around the tables is written by hand.
+Every benchmark writes docs/evidence/performance/NAME.json. The page's tables are made from all of
+these files, so a benchmark that is not run now keeps its figures. The names are those that run on
+any machine. All of them take an hour. The text around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from scripts.pages.markdown import replaced, table
 PAGE = ROOT / "docs" / "evidence" / "performance.md"
 FOLDER = PAGE.with_suffix("")
 PYTORCH_BENCHMARKS = {"torch_step": "pytorch.step", "torch_parts": "pytorch.parts"}
-"""Benchmark with a table of its own to its module in this room."""
+"""Modules of the benchmarks that have a table of their own, by name of the benchmark."""
 OWN_BENCHMARKS = {
     "preset_cost": "step.preset_cost",
     "layers": "step.layers",
@@ -36,52 +37,65 @@ OWN_BENCHMARKS = {
     "sweep_cost": "runs.sweep_cost",
     "start": "runs.start",
 }
-"""Benchmark of two ways to do one thing here, which share a table, to its module in this room."""
+"""Modules of the benchmarks that share the table "inside", by name of the benchmark."""
 MODULES = PYTORCH_BENCHMARKS | OWN_BENCHMARKS
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the table of one benchmark: the time of each thing compared, and the first one's ratio to the others."""
-    names = list(results[0]["ms"])
-    ours = next(name for name in names if name not in results[0]["ratio"])
-    baselines = [name for name in names if name != ours]
-    times = [f"{name}, ms" for name in (ours, *baselines)]
-    rows = [["", *times, *(f"{ours} / {name}" for name in baselines)]]
+    """Return head and rows of a benchmark's own table: times, and our ratio to each baseline."""
+    ours = _ours(results[0])
+    baselines = [name for name in results[0]["ms"] if name != ours]
+    head = ["", *(f"{name}, ms" for name in (ours, *baselines))]
+    head += [f"{ours} / {name}" for name in baselines]
+    rows = [head]
     for result in results:
-        measured = [f"{result['ms'][name]:.1f}" for name in (ours, *baselines)]
-        rows.append([_label(result), *measured, *(_ratio(result, name) for name in baselines)])
+        row = [_label(result), *(f"{result['ms'][name]:.1f}" for name in (ours, *baselines))]
+        row += [_ratio(result, name) for name in baselines]
+        rows.append(row)
     return rows
 
 
 def rows_inside(name: str, measured: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of one benchmark in the shared table: a line for every pair."""
+    """Return the rows of one benchmark in the shared table, one per compared pair.
+
+    Args:
+        name: Name of the benchmark, which is the first cell.
+        measured: Content of `docs/evidence/performance/NAME.json`.
+    """
     rows = []
     for result in measured["results"]:
-        ours = next(way for way in result["ms"] if way not in result["ratio"])
+        ours = _ours(result)
         for baseline in result["ratio"]:
             pair = f"{ours} / {baseline}"
-            milliseconds = f"{result['ms'][ours]:,.0f}"
-            rows.append([name, _label(result), pair, milliseconds, _ratio(result, baseline)])
+            rows.append([name, _label(result), pair, _ratio(result, baseline)])
         if "temporary_bytes" in result:
-            rows[-1][-1] += f"; temporaries {_of_bytes(result['temporary_bytes'])}"
+            rows[-1][-1] += f"; temporaries {_two_sizes(result['temporary_bytes'])}"
         if "flops" in result:
             rows[-1][-1] += f"; FLOPs {result['flops']:.4f}, bytes {result['bytes']:.4f}"
     return rows
 
 
-def _of_bytes(temporary_bytes: dict[str, int]) -> str:
+def _ours(result: dict[str, Any]) -> str:
+    """Return the name of the implementation that the ratios compare with the others."""
+    return next(name for name in result["ms"] if name not in result["ratio"])
+
+
+def _two_sizes(temporary_bytes: dict[str, int]) -> str:
     first, second = temporary_bytes.values()
     return f"{first / 1e6:.0f} of {second / 1e6:.0f} MB"
 
 
 def _ratio(result: dict[str, Any], name: str) -> str:
-    spread = result.get("quartiles", {}).get(name)
-    return f"{result['ratio'][name]:.2f}" + (
-        f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else ""
-    )
+    """Return the cell of a ratio, with quartiles if they were measured."""
+    ratio = f"{result['ratio'][name]:.2f}"
+    quartiles = result.get("quartiles", {}).get(name)
+    if quartiles:
+        ratio += f" ({quartiles[0]:.2f}-{quartiles[1]:.2f})"
+    return ratio
 
 
 def _label(result: dict[str, Any]) -> str:
+    """Return the cell that names the case of a result."""
     if "model" in result:
         return str(result["model"])
     if "vocab" in result:
@@ -92,19 +106,23 @@ def _label(result: dict[str, Any]) -> str:
 
 
 def part(name: str, measured: dict[str, Any]) -> str:
-    """The command of a benchmark, with its versions, and its table."""
+    """Return the part of the page on a benchmark with its own table: command, versions, table."""
     versions = ", ".join(
         f"{key} {measured[key]}" for key in ("python", "jax", "torch") if key in measured
     )
     rounds = measured["results"][0]["rounds"]
-    how = " --one-core" if measured["cores"] == 1 else ""
-    command = f"`python -m scripts.bench.{MODULES[name]}{how}` ({versions}; {rounds} rounds)"
+    flag = " --one-core" if measured["cores"] == 1 else ""
+    command = f"`python -m scripts.bench.{MODULES[name]}{flag}` ({versions}; {rounds} rounds)"
     return f"{command}\n\n{table(rows_of(measured['results']))}"
 
 
 def page(text: str, folder: Path) -> str:
-    """Return the text of docs/evidence/performance.md with the tables of what is in the folder."""
-    rows = [["benchmark", "case", "compared", "first, ms", "ratio"]]
+    """Return the page with its tables made again from the JSON files of a folder.
+
+    Args:
+        text: Present content of the page. A table without a file stays.
+    """
+    rows = [["benchmark", "case", "compared", "ratio"]]
     for name in MODULES:
         path = folder / f"{name}.json"
         if not path.exists():
@@ -116,8 +134,9 @@ def page(text: str, folder: Path) -> str:
             rows += rows_inside(name, measured)
     if len(rows) > 1:
         text = replaced(text, "inside", table(rows))
-    if (path := folder / tpu.FILE.name).exists():
-        text = replaced(text, "tpu", tpu.part(json.loads(path.read_text())))
+    tpu_file = folder / tpu.FILE.name
+    if tpu_file.exists():
+        text = replaced(text, "tpu", tpu.part(json.loads(tpu_file.read_text())))
     return text
 
 
@@ -126,25 +145,22 @@ class Options:
     """Flags of the command."""
 
     names: Positional[tuple[str, ...]] = ()
+    """Benchmarks to run."""
     one_core: Switch = False
-    """One core, CPU time: for a machine busy with other work."""
+    """Run on one core and count CPU time, for a machine that is busy with other work."""
     all: Switch = False
-    """Measure all of them, for an hour."""
+    """Run all benchmarks, which takes an hour."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is named, and write the page; returns the exit code 0."""
+    """Run the named benchmarks, write the page and return the exit code 0."""
     args = harness.parse(Options, argv)
     harness.check_names(args.names, MODULES, "benchmark")
     for name in MODULES if args.all else args.names:
-        words = [
-            sys.executable,
-            "-m",
-            f"scripts.bench.{MODULES[name]}",
-            "--json",
-            str(FOLDER / f"{name}.json"),
-        ]
-        words += ["--one-core"] if args.one_core else []
+        module = f"scripts.bench.{MODULES[name]}"
+        words = [sys.executable, "-m", module, "--json", str(FOLDER / f"{name}.json")]
+        if args.one_core:
+            words.append("--one-core")
         subprocess.run(words, check=True)
     PAGE.write_text(page(PAGE.read_text(), FOLDER))
     return 0

@@ -1,4 +1,8 @@
-"""The commit of the program that a compiled figure is of: what stands in the checkout, or where a committed report first stood."""
+"""Commit of the program that a compiled figure is of.
+
+The commit is the checkout's, or the one that first had a committed report. Used by `pods` and
+`tpu`.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +13,49 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = ("docs/evidence/pods.json", "docs/pods.json")
-"""Where the reports of pods are, and where they were before."""
+"""Paths of the reports of pods, the present one first."""
 
 
 def head(root: Path) -> dict[str, str]:
-    """The commit that stands in a checkout, and its day.
-
-    Args:
-        root: of the checkout.
+    """Return the `commit` and its `date` that a checkout stands at.
 
     Raises:
-        SystemExit: what is compiled there is not what was committed: its figures would be of no commit.
+        SystemExit: Product files have changes that are not committed, so figures would have no
+            commit.
     """
-    if changed := _git(root, "status", "--porcelain", "--", "*.py", ":!scripts", ":!tests"):
+    changed = _git(root, "status", "--porcelain", "--", "*.py", ":!scripts", ":!tests")
+    if changed:
         raise SystemExit(
             f"commit first what a step is made of, so that its figures have a commit:\n{changed}"
         )
-    return dict(
-        zip(("commit", "date"), _git(root, "log", "-1", "--format=%h %cs").split(), strict=True)
-    )
+    commit, date = _git(root, "log", "-1", "--format=%h %cs").split()
+    return {"commit": commit, "date": date}
 
 
 def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None:
-    """The first commit that has a report in `docs/evidence/pods.json`; None where none has, or the folder is no checkout.
+    """Return the first commit of the unbroken history of a report in docs/evidence/pods.json.
 
-    Args:
-        report: told from others of its pod by its cycles and the time that the compiler took.
-        root: of the checkout.
+    A report is identified by its pod, its cycles and the time that the compiler took.
+
+    Returns:
+        `commit` and `date`; `None` if the newest commit does not have the report, or if the folder
+        is no checkout.
     """
-
-    def key(one: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(
-            one.get(name) for name in ("recipe", "topology", "estimated_cycles", "compile_seconds")
-        )
-
-    first = None
+    oldest = None
     for commit, date, reports in _history(root):
-        if key(report) not in map(key, reports):
+        if _key(report) not in map(_key, reports):
             break
-        first = {"commit": commit, "date": date}
-    return first
+        oldest = {"commit": commit, "date": date}
+    return oldest
+
+
+def _key(report: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("recipe", "topology", "estimated_cycles", "compile_seconds")
+    return tuple(report.get(name) for name in names)
 
 
 def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """Commit, its day and the reports in it, the last commit first."""
+    """Yield each commit of the reports, its date and its reports, the newest commit first."""
     for line in _git(root, "log", "--format=%h %cs", "--", *RECORDS).splitlines():
         commit, date = line.split()
         contents = [_git(root, "show", f"{commit}:{path}") for path in RECORDS]
@@ -61,7 +64,8 @@ def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says of a checkout; nothing where it says nothing or there is none."""
-    return subprocess.run(
+    """Return the output of a git command in a checkout; empty if the command fails."""
+    completed = subprocess.run(
         ["git", "-C", root, *words], capture_output=True, text=True, check=False
-    ).stdout.rstrip()
+    )
+    return completed.stdout.rstrip()

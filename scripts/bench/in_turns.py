@@ -1,4 +1,7 @@
-"""Times two or more things in turns, so that whatever else the machine does falls on all of them."""
+"""Time two or more functions in turns, so that other work on the machine slows all of them alike.
+
+Used by every benchmark of this package.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from mupax.command_line import Switch
 from scripts import harness
 
 Seconds = dict[str, list[float]]
-"""Name to one time per round."""
+"""Times in seconds, one per round, by name."""
 
 
 T = TypeVar("T", bound="Timing")
@@ -28,17 +31,17 @@ class Timing:
     """Flags that every benchmark has."""
 
     rounds: int = 10
-    """Turns of each."""
+    """Turns of each function."""
     one_core: Switch = False
-    """One core, CPU time: for a machine busy with other work."""
+    """Run on one core and count CPU time, for a machine that is busy with other work."""
     tiny: Switch = False
-    """Small shapes, to see that it runs."""
+    """Use small shapes, to see that the benchmark runs."""
     json: Path | None = None
     """Also write the result here."""
 
 
 def parse(options: type[T], argv: Sequence[str] | None) -> T:
-    """Return the flags of a benchmark, and keep this process on one core if they say so."""
+    """Return the flags of a benchmark. With `--one-core`, also keep this process on one core."""
     args = harness.parse(options, argv)
     if args.one_core:
         one_core()
@@ -46,14 +49,18 @@ def parse(options: type[T], argv: Sequence[str] | None) -> T:
 
 
 def one_core() -> None:
-    """Keep this process on one core, and count CPU time from here on. To be called before JAX starts its threads."""
+    """Keep this process on one core, so that `clock` counts CPU time.
+
+    Call this before JAX starts its threads.
+    """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def keep_freed_memory() -> None:
-    """Start this command again with glibc told what `mupax.train` tells it (`hardware.keep_freed_memory`): too late where JAX is imported.
+    """Start this command again with an allocator that keeps freed memory, as `mupax train` does.
 
-    It holds for everything in the process, whatever it is compared with.
+    Everything that the process compares runs with the same allocator. The process is replaced,
+    because `hardware.keep_freed_memory` has no effect after JAX is imported.
     """
     options = {
         "MALLOC_ARENA_MAX": "1",
@@ -65,26 +72,32 @@ def keep_freed_memory() -> None:
 
 
 def clock() -> Callable[[], float]:
-    """Wall time, or CPU time on one core, which what else the machine does changes little."""
+    """Return the clock to time with: CPU time if this process has one core, otherwise wall time."""
+    # Other work on the machine changes CPU time little.
     return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
 
 
 def in_turns(
     steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn: int = 3
 ) -> Seconds:
-    """Seconds of one step, per round the median of a turn.
+    """Time functions in turns and return the seconds of one step, as the median of each turn.
 
     Args:
-        steps: name to a function that does one step and returns when it is done.
-        rounds: how often each has its turn; every round goes through them the other way round.
-        steps_per_turn: timed steps of a turn, after one that is not: it finds caches and threads as another left them.
+        steps: Functions by name. Each does one step and returns when the step is complete.
+        rounds: Turns of each function. Every round reverses the order of the one before.
+        steps_per_turn: Timed steps of a turn. One step before them is not timed, because it finds
+            caches and threads as another function left them.
     """
     seconds: Seconds = {name: [] for name in steps}
     now = clock()
+
+    # The first step of each compiles.
     for step in steps.values():
         step()
+
     for turn in range(rounds):
-        for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
+        order = list(steps) if turn % 2 == 0 else list(steps)[::-1]
+        for name in order:
             steps[name]()
             times = []
             for _ in range(steps_per_turn):
@@ -96,30 +109,33 @@ def in_turns(
 
 
 def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
-    """Median milliseconds of each, and of every other the median over rounds of the ratio `ours` / other with quartiles."""
-    ratios = {
-        other: sorted(a / b for a, b in zip(seconds[ours], times, strict=True))
-        for other, times in seconds.items()
-        if other != ours
-    }
+    """Compare one function's times with those of every other function.
+
+    Returns:
+        `ms`, the median milliseconds of each; `ratio`, by name of another function the median over
+        rounds of ours / other; `quartiles` of these ratios; and the number of `rounds`.
+    """
+    milliseconds = {}
+    ratios = {}
+    quartiles = {}
+    for name, times in seconds.items():
+        milliseconds[name] = round(1e3 * statistics.median(times), 3)
+        if name == ours:
+            continue
+        per_round = sorted(a / b for a, b in zip(seconds[ours], times, strict=True))
+        quarter = len(per_round) // 4
+        ratios[name] = round(statistics.median(per_round), 4)
+        quartiles[name] = [round(per_round[quarter], 4), round(per_round[-1 - quarter], 4)]
     return {
-        "ms": {name: round(1e3 * statistics.median(times), 3) for name, times in seconds.items()},
-        "ratio": {
-            other: round(statistics.median(per_round), 4) for other, per_round in ratios.items()
-        },
-        "quartiles": {
-            other: [
-                round(per_round[len(per_round) // 4], 4),
-                round(per_round[-1 - len(per_round) // 4], 4),
-            ]
-            for other, per_round in ratios.items()
-        },
+        "ms": milliseconds,
+        "ratio": ratios,
+        "quartiles": quartiles,
         "rounds": len(seconds[ours]),
     }
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return facts on the machine that the figures were measured on."""
     import jax
 
     device = jax.devices()[0]
@@ -134,12 +150,12 @@ def machine() -> dict[str, Any]:
 
 
 def report(name: str, results: Sequence[Any], path: Path | None, **facts: Any) -> None:
-    """Write what a benchmark measured, with the machine and more facts about it."""
+    """Print a benchmark's results with facts on the machine, and write them to `path` if given."""
     write({"benchmark": name, **machine(), **facts, "results": results}, path)
 
 
 def write(result: Mapping[str, Any], path: Path | None) -> None:
-    """Print the JSON object in one line, and write it indented where a path is given."""
+    """Print a JSON object in one line, and write it indented to `path` if given."""
     print(json.dumps(result))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,17 @@
-"""Compile the recipes made for pods, ahead of time, and write a section of docs/howto/launch.md and docs/evidence/pods.json.
+"""Compile the recipes made for pods and write their section of docs/howto/launch.md.
 
     python -m scripts.bench.pods [--only "lm-8b v5e:16x16"] [--json REPORT ...]
 
-Needs the TPU compiler (extra `tpu`) but no TPU. Every pod takes minutes of one core; `--only` compiles one and keeps the
-others of the committed file, `--json` takes reports that `mupax compile ... --json` wrote. Every report has the commit
-of its program, which the page says beside its figures.
+Needs the TPU compiler (extra `tpu`) but no TPU. A pod takes minutes of one core. `--only` compiles
+one pod and keeps the others of docs/evidence/pods.json. `--json` takes reports that
+`mupax compile ... --json` wrote. Every report has the commit of its program, which the page shows.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,27 +33,30 @@ PODS = (
     ("lm-1b", "v5e:8x8"),
     ("vit-h14", "v5e:4x4"),
 )
+"""Recipes and topologies to compile, in the order of the page."""
 COSTS = ((256, 2, 8, "float32"), (512, 4, 8, "bfloat16"))
-"""Width, depth, batch and compute type of the decoders whose preset is counted."""
+"""Width, depth, batch size and compute type of the decoders whose preset cost is counted."""
 RECORD = ROOT / "docs" / "evidence" / "pods.json"
 PAGE = ROOT / "docs" / "howto" / "launch.md"
 
 INTRODUCTION = """## Does it fit a pod?
 
-`mupax compile` compiles the run's own step with the TPU compiler (extra `tpu`), on a machine without a TPU:
+Compile the run's own step with the TPU compiler (extra `tpu`), on a machine without a TPU:
 
 ```text
 mupax compile lm-8b --topology v5e:16x16
 ```
 
-It prints memory, collectives, the largest temporaries and a bound of the step's time. Nothing here was measured on a TPU. The recipes made
-for pods, by `python -m scripts.bench.pods`; `docs/evidence/pods.json` has each report in full:
+This prints memory, collectives, the largest temporaries and a lower bound on the step's time. The
+recipes made for pods (`python -m scripts.bench.pods`; full reports: `docs/evidence/pods.json`),
+compiled and not measured:
 """
 COLUMNS = """
-- **memory** is what the compiler allocates on a chip; **expected** is the sum of `train/pods/estimates.py`, from sizes alone.
-- **step** is the longest of: products at the chip's peak, main memory traffic, collectives, and estimated cycles. Everything is taken to
-  overlap and attention kernels have no estimated cycles, so it is a lower bound, and **MFU** an upper one.
-- **program** is the commit whose step was compiled. Figures of different programs are not to be compared.
+- **memory** is what the compiler allocates on a chip; `train/pods/estimates.py` computes
+  **expected** from sizes alone.
+- **step** is the longest of: matrix products at the chip's peak, main memory traffic, collectives,
+  estimated cycles. Attention kernels have no estimated cycles.
+- **program** is the compiled commit. Do not compare figures of different programs.
 """
 
 
@@ -62,26 +65,30 @@ class Options:
     """Flags of the command."""
 
     only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Compile only this pod."""
+    """Compile only this pod, written as "RECIPE TOPOLOGY"."""
     json: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Take a report from a file."""
+    """Take this report of `mupax compile` in place of compiling."""
     preset_cost: Switch = False
-    """Count again what a preset costs on TPU."""
+    """Count the cost of a preset on TPU again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, write both files; returns the exit code 0."""
+    """Compile the chosen pods, write the record and the page, and return the exit code 0."""
     args = harness.parse(Options, argv)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"pods": []}
     reports = {(r["recipe"], r["topology"]): r for r in record["pods"]}
     for path in args.json:
         report = json.loads(path.read_text())
         reports[report["recipe"], report["topology"]] = {**report, "program": commits.head(ROOT)}
-    selection = [tuple(words.split()) for words in args.only or ()]
-    for recipe, topology in selection if args.only or args.json or args.preset_cost else PODS:
+
+    selection: Sequence[tuple[str, ...]] = PODS
+    if args.only or args.json or args.preset_cost:
+        selection = [tuple(words.split()) for words in args.only]
+    for recipe, topology in selection:
         reports[recipe, topology] = compiled(recipe, topology)
     if args.preset_cost or not (args.only or args.json):
         record["preset_cost"] = [preset_cost(*case) for case in COSTS]
+
     record["pods"] = [reports[pod] for pod in PODS if pod in reports]
     for report in record["pods"]:
         report.setdefault("program", commits.first_committed(report, ROOT))
@@ -91,9 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compiled(recipe: str, topology: str) -> dict[str, Any]:
-    """The report of one pod."""
+    """Compile a recipe's step for a topology and return its report with the checkout's commit."""
     from mupax.train.pods import topology as topologies
 
+    # Before JAX is imported.
     topologies.ready()
     from mupax.train.config.recipes import RECIPES
     from mupax.train.pods.compiled import compile_for
@@ -105,7 +113,10 @@ def compiled(recipe: str, topology: str) -> dict[str, Any]:
 def preset_cost(
     width: int, depth: int, batch_size: int, dtype: str, preset: str = "depth-mup"
 ) -> dict[str, Any]:
-    """FLOPs and bytes of the unrolled step on one v5e chip, with a preset over without, as the compiler counts them."""
+    """Return the ratios of a step's FLOPs and bytes with a preset to those without.
+
+    The TPU compiler counts both for one v5e chip. The layers are unrolled.
+    """
     from mupax.train.pods import topology
 
     devices = topology.devices("v5e:2x2")[:1]
@@ -127,71 +138,96 @@ def preset_cost(
 
 
 def document(record: dict[str, Any]) -> str:
-    """Return the section of the page."""
+    """Return the section of the page.
+
+    Args:
+        record: Content of docs/evidence/pods.json, with the keys `pods` and `preset_cost`.
+    """
     pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods), COLUMNS]
-    without_flags = _names(report for report in pods if "flags" not in report)
+    without_flags = _names([report for report in pods if "flags" not in report], pods)
     if without_flags:
         lines += [
-            "Compiled by earlier programs, without `--vmem-kib` 32768 on v5e and v5p, and with v5p as a mesh without "
-            f"links around: {without_flags}.",
+            "Without `--vmem-kib` 32768 on v5e and v5p, and with v5p not as a torus: "
+            f"{without_flags}.",
             "",
         ]
-    chunked = _names(report for report in pods if "loss" not in report)
+    chunked = _names([report for report in pods if "loss" not in report], pods)
     if chunked:
-        lines += [f"With the loss by chunks of tokens: {chunked}.", ""]
-    if cost := record.get("preset_cost"):
-        lines += _preset_cost(cost)
+        lines += [f"Loss in chunks of tokens: {chunked}.", ""]
+    if record.get("preset_cost"):
+        lines += _preset_cost(record["preset_cost"])
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _names(reports: Iterable[dict[str, Any]]) -> str:
+def _names(reports: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]]) -> str:
+    """Return the recipe and pod of each report, or "all" for every pod of the page."""
+    if len(reports) > 1 and len(reports) == len(pods):
+        return "all"
     return ", ".join(f"{report['recipe']} on {report['topology']}" for report in reports)
 
 
 def _summary(pods: Sequence[dict[str, Any]]) -> str:
+    """Return the table of the pods."""
     head = (
         "recipe",
         "pod",
-        "parameters",
         "batch",
-        "memory",
-        "of",
-        "expected",
-        "FLOPs a step",
+        "memory, GiB",
+        "expected, GiB",
         "cycles",
-        "step",
-        "bound by",
-        "MFU",
+        "step at least, s",
+        "MFU at most",
         "program",
     )
     rows = []
     for r in pods:
-        line = r["roofline"]
-        rows.append((
-            r["recipe"], r["topology"], f"{r['parameters'] / 1e9:.2f} B", str(r["batch_size"]),
-            gib(r["peak_bytes_per_device"]) + ("" if r["fits"] else " (does not fit)"), gib(r["hbm_bytes_per_device"]),
-            gib(sum(r["expected_bytes_per_device"].values())), f"{r['flops_per_step']:.3g}",
-            f"{r['estimated_cycles']:,}", f"≥ {line['step_seconds']:.2f} s", line["bound"].replace("_", " "), f"≤ {line['mfu']:.0%}",
-            "{commit}, {date}".format_map(r["program"]) if r.get("program") else "not known",
-        ))  # fmt: skip
+        roofline = r["roofline"]
+        used = gib(r["peak_bytes_per_device"]).removesuffix(" GiB")
+        memory = f"{used} of {gib(r['hbm_bytes_per_device']).removesuffix(' GiB')}"
+        expected = gib(sum(r["expected_bytes_per_device"].values()))
+        program = "not known"
+        if r.get("program"):
+            program = f"{r['program']['commit']}, {r['program']['date']}"
+        rows.append(
+            (
+                r["recipe"],
+                r["topology"],
+                str(r["batch_size"]),
+                memory if r["fits"] else f"{memory} (does not fit)",
+                expected.removesuffix(" GiB"),
+                f"{r['estimated_cycles']:,}",
+                f"{roofline['step_seconds']:.2f}",
+                f"{roofline['mfu']:.0%}",
+                program,
+            )
+        )
     return table([head, *rows])
 
 
-def _preset_cost(rows: Sequence[dict[str, Any]]) -> list[str]:
-    head = ("width", "depth", "batch", "compute", "preset", "FLOPs", "bytes")
-    lines = [
-        (
-            str(r["width"]), str(r["depth"]), str(r["batch_size"]), r["dtype"], r["preset"],
-            f"{r['ratio']['flops']:.4f}", f"{r['ratio']['bytes']:.4f}",
+def _preset_cost(costs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of the page on the cost of a preset."""
+    rows: list[Sequence[str]] = [
+        ("width", "depth", "batch", "compute", "preset", "FLOPs", "bytes"),
+    ]
+    for cost in costs:
+        rows.append(
+            (
+                str(cost["width"]),
+                str(cost["depth"]),
+                str(cost["batch_size"]),
+                cost["dtype"],
+                cost["preset"],
+                f"{cost['ratio']['flops']:.4f}",
+                f"{cost['ratio']['bytes']:.4f}",
+            )
         )
-        for r in rows
-    ]  # fmt: skip
     return [
-        "A preset costs no step time: FLOPs and bytes of the unrolled step with the preset over those of the same model without factors under "
-        "`optax.adamw`, as the TPU compiler counts them for one v5e chip (`python -m scripts.bench.pods --preset-cost`).",
+        "A preset costs no step time. FLOPs and bytes of the unrolled step with the preset over",
+        "those of the same model without factors under `optax.adamw`, as the TPU compiler counts",
+        "them for one v5e chip (`python -m scripts.bench.pods --preset-cost`):",
         "",
-        table([head, *lines]),
+        table(rows),
     ]
 
 

@@ -1,10 +1,12 @@
-"""Whole steps compiled for TPU pods beside MaxText's of the same shapes, kept in `docs/evidence/performance/tpu.json`.
+"""Compare steps compiled for TPU pods with MaxText's of the same shapes.
 
     mupax compile RECIPE --topology ... --json REPORT
     python -m scripts.bench.tpu --json REPORT --shape SHAPE --says TEXT
     python -m scripts.bench
 
-SHAPE is one of the file's, each with its flags and what MaxText takes. A row has the commit of its program where it is known.
+Adds a report to docs/evidence/performance/tpu.json; `scripts.bench` then writes the page. SHAPE is
+one of the record's, each with its flags and MaxText's figures. A row has the commit of its program
+where the commit is known.
 """
 
 from __future__ import annotations
@@ -22,33 +24,45 @@ from scripts.pages.markdown import table
 
 FILE = ROOT / "docs" / "evidence" / "performance" / "tpu.json"
 HEAD = (
-    "", "cycles", "of MaxText's", "arguments, of MaxText's", "temporaries, GB", "of MaxText's",
-    "sums (of gradients), GB: beside products + alone", "program",
-)  # fmt: skip
+    "",
+    "cycles",
+    "of MaxText's",
+    "arguments, of MaxText's",
+    "temporaries, GB",
+    "of MaxText's",
+    "sums (of gradients), GB: beside products + alone",
+    "program",
+)
+"""Head of the table on the page."""
 SUMS = ("all-reduce", "reduce-scatter")
+"""Kinds of collectives that sum gradients."""
 
 
 def row_of(
     report: Mapping[str, Any], shape: str, says: str, program: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return a row of the file from a report of `mupax compile`; bytes are those of one chip.
+    """Return a row of the record from a report of `mupax compile`. Bytes are those of one chip.
 
     Args:
-        report: of a step that fits.
-        shape: it is of.
-        says: what is different in it, in words.
-        program: commit and day.
+        report: Report of a step that fits the chip's memory.
+        shape: Key of the record's `shapes`.
+        says: Text on the difference to other steps of this shape.
+        program: Keys `commit` and `date` of the compiled program.
     """
-    sums = [one for one in report["collectives"] if one["kind"] in SUMS and not one["gathers"]]
-    alone = sum(one["alone_bytes"] for one in sums)
+    wire_bytes = 0
+    alone_bytes = 0
+    for collective in report["collectives"]:
+        if collective["kind"] in SUMS and not collective["gathers"]:
+            wire_bytes += collective["wire_bytes"]
+            alone_bytes += collective["alone_bytes"]
     return {
         "shape": shape,
         "says": says,
         "cycles": report["estimated_cycles"],
         "argument_bytes": report["argument_bytes_per_device"],
         "temporary_bytes": report["temporary_bytes_per_device"],
-        "sums_beside_bytes": round(sum(one["wire_bytes"] for one in sums) - alone),
-        "sums_alone_bytes": round(alone),
+        "sums_beside_bytes": round(wire_bytes - alone_bytes),
+        "sums_alone_bytes": round(alone_bytes),
         "step_seconds": report["roofline"]["step_seconds"],
         "jax": report["jax"],
         "program": dict(program),
@@ -56,7 +70,7 @@ def row_of(
 
 
 def part(record: Mapping[str, Any]) -> str:
-    """Return the commands of the shapes and a table: MaxText's step, and ours as it is now.
+    """Return the page's list of commands and its table: per shape MaxText's and mupax's step.
 
     Args:
         record: Content of docs/evidence/performance/tpu.json, which also has all earlier rows.
@@ -66,40 +80,40 @@ def part(record: Mapping[str, Any]) -> str:
     ]
     rows: list[Sequence[str]] = [HEAD]
     for name, shape in record["shapes"].items():
-        theirs = shape["maxtext"]
-        rows.append((
-            f"{name}, MaxText", _cycles(theirs), "", f"{theirs['argument_bytes'] / 1e9:.3f} GB",
-            f"{theirs['temporary_bytes'] / 1e9:.2f}", "", "", "",
-        ))  # fmt: skip
-        of_shape = [row for row in record["rows"] if row["shape"] == name]
-        rows += [_shown(row, theirs) for row in _current(of_shape)]
+        maxtext = shape["maxtext"]
+        arguments = f"{maxtext['argument_bytes'] / 1e9:.3f} GB"
+        temporaries = f"{maxtext['temporary_bytes'] / 1e9:.2f}"
+        head = f"{name}, MaxText"
+        rows.append((head, _cycles(maxtext), "", arguments, temporaries, "", "", ""))
+        shape_rows = [row for row in record["rows"] if row["shape"] == name]
+        rows += [_table_row(row, maxtext) for row in _current(shape_rows)]
     return "\n".join([*commands, "", table(rows)])
 
 
 def _current(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the newest row without flags of the compiler, and the rows with flags after it."""
-    newest = max(
-        index for index, row in enumerate(rows) if not row["says"].startswith("`--xla-flags")
-    )
+    """Return the newest row without compiler flags, and the rows with such flags after it."""
+    newest = 0
+    for index, row in enumerate(rows):
+        if not row["says"].startswith("`--xla-flags"):
+            newest = index
     return rows[newest:]
 
 
-def _shown(row: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
-    cycles, arguments, temporaries = (
-        row[name] / theirs[name] for name in ("cycles", "argument_bytes", "temporary_bytes")
-    )
+def _table_row(row: Mapping[str, Any], maxtext: Mapping[str, Any]) -> Sequence[str]:
+    """Return the cells of one step, with its ratios to MaxText's step."""
     sums = ""
     if "sums_alone_bytes" in row:
         sums = f"{row['sums_beside_bytes'] / 1e9:.1f} + {row['sums_alone_bytes'] / 1e9:.1f}"
-    program = "{commit}, {date}".format_map(row["program"]) if row["program"] else ""
-    size = f"{row['temporary_bytes'] / 1e9:.2f}"
+    program = ""
+    if row["program"]:
+        program = f"{row['program']['commit']}, {row['program']['date']}"
     return (
         row["says"],
         _cycles(row),
-        f"{cycles:.3f}",
-        f"{arguments:.2f}",
-        size,
-        f"{temporaries:.2f}",
+        f"{row['cycles'] / maxtext['cycles']:.3f}",
+        f"{row['argument_bytes'] / maxtext['argument_bytes']:.2f}",
+        f"{row['temporary_bytes'] / 1e9:.2f}",
+        f"{row['temporary_bytes'] / maxtext['temporary_bytes']:.2f}",
         sums,
         program,
     )
@@ -116,15 +130,16 @@ class Options:
     json: Path
     """Report of `mupax compile`."""
     shape: str
-    """One of the file's."""
+    """Shape of the record that the report is of."""
     says: str
-    """Words on what is different in this report."""
+    """Text on the difference to other steps of the shape."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Add a report; returns the exit code 0."""
+    """Add a report to the record and return the exit code 0."""
     args = harness.parse(Options, argv)
-    record, report = json.loads(FILE.read_text()), json.loads(args.json.read_text())
+    record = json.loads(FILE.read_text())
+    report = json.loads(args.json.read_text())
     harness.check_names([args.shape], record["shapes"], "shape")
     if not report["fits"]:
         harness.refuse(f"{args.json} is of a step that does not fit; there is nothing to compare")

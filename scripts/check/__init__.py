@@ -1,6 +1,6 @@
-"""What the coordinate check catches: wrong rules, one at a time and joint, on every structure; what it allows right ones."""
+"""Studies of the coordinate check: right rules that must pass, and wrong ones that must not."""
 
 from scripts import ROOT
 
 PAGE = ROOT / "docs" / "evidence" / "checks.md"
-"""Page of the coordinate check. Each command here writes the section between its markers."""
+"""Page of the coordinate check. Each command of this package writes its own section of the page."""

@@ -1,10 +1,11 @@
-"""Right presets, and wrong rules, by the coordinate check at the vocabularies and contexts of real models.
+"""Check right presets, and wrong rules, at the vocabularies and contexts of real models.
 
     python -m scripts.check.campaign [--tasks N] [--only structures mutants own]
 
-Writes docs/evidence/check-campaign.json, a series of models at a time; `python -m scripts.check.structures` then writes the page. Type the
-same command again to go on: what the file holds is not run again. Series are run in an order drawn once from a fixed seed, so that
-whatever is there when it is stopped is a random sample of all.
+Writes docs/evidence/check-campaign.json after each series of models; `python -m
+scripts.check.structures` then writes the page. Repeat the command to continue: a series that the
+record holds is not run again. The order of the series is shuffled by a fixed seed, so that an
+unfinished record is a random sample.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ RECORD = ROOT / "docs" / "evidence" / "check-campaign.json"
 COMMAND = "python -m scripts.check.campaign"
 SIZES = 3
 SEEDS = 3
-"""As `mupax check --sizes 3 --seeds 3`, with all ten of its steps."""
+"""Sizes and seeds of `mupax check --sizes 3 --seeds 3`, of which all ten steps are taken."""
 INPUTS = ((2048, 64), (256, 512), (32000, 16))
-"""Vocabulary and context of every language structure."""
+"""Vocabularies and contexts at which every language model is checked."""
 LARGEST = (32000, 512)
-"""Those of one structure of each kind, growing heads under mup."""
+"""Vocabulary and context of one series per language model: growing heads under mup."""
 RIGHT = {
     "head_dim": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup"),
     "heads": (
@@ -52,28 +53,29 @@ RIGHT = {
     ),
     "depth": ("depth-mup", "completep", "u-mup"),
 }
-"""What grows, and the presets whose tables keep everything as it is then, or as their source wants it."""
+"""Presets that must pass, by the size that grows."""
 MORE_MODELS: dict[str, TransformerConfig] = {
     **MENDING,
     "lm, experts": replace(LM, experts=4),
     "lm, experts, shared": replace(LM, experts=4, shared_experts=1),
 }
-"""Encoder-decoders and experts, which have rules in fewer presets."""
+"""Encoder-decoders and models with experts, for which fewer presets have rules."""
 MORE_RIGHT = {"head_dim": ("mup",), "heads": ("mup",), "depth": ("depth-mup",), "experts": ("mup",)}
+"""Presets that must pass on `MORE_MODELS`, by the size that grows."""
 GOAL = {"block.query": 0.5, "block.key": 0.5}
-"""Power of the width that a wrong rule is wrong by; 1/4 in other groups."""
+"""Power of the width by which a wrong rule is wrong, for groups where it is not 1/4."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A series of models that share their compiled programs, and the rules that are tried on it.
+    """Series of models that share their compiled programs, with the rules to try on them.
 
     Attributes:
-        kind: structures, mutants or own.
-        model: of `MODELS`, `MORE_MODELS` or `own_models.OWN_MODELS`.
-        grow: what grows.
-        inputs: vocabulary and context; None for images, and for models that have their own.
-        rules: presets, or the column that is wrong.
+        kind: "structures" or "own" for right presets, "mutants" for wrong rules.
+        model: Key of `MODELS`, `MORE_MODELS` or `own_models.OWN_MODELS`.
+        grow: Size that grows, such as "head_dim".
+        inputs: Vocabulary and context; `None` for images and for a user's models.
+        rules: Names of presets, or the wrong columns of a "mutants" task.
     """
 
     kind: str
@@ -84,13 +86,13 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Name in the record."""
+        """Key of the task in the record."""
         inputs = "" if self.inputs is None else f" {self.inputs[0]}x{self.inputs[1]}"
         return f"{self.kind}: {self.model}{inputs} growing {self.grow}"
 
 
 def tasks() -> list[Task]:
-    """Return all series in the order in which they are run: drawn from a fixed seed."""
+    """Return all series in the order in which they are run, which is shuffled by a fixed seed."""
     listed: list[Task] = []
     for grow, names in RIGHT.items():
         for model in MODELS:
@@ -100,21 +102,25 @@ def tasks() -> list[Task]:
                 listed.append(Task("structures", model, grow, None, rules))
             else:
                 listed += [Task("structures", model, grow, inputs, rules) for inputs in INPUTS]
+
     language = [model for model in MODELS if MODELS[model].task == "tokens"]
     listed += [Task("structures", model, "heads", LARGEST, ("mup",)) for model in language]
     for grow, names in MORE_RIGHT.items():
         for model, config in MORE_MODELS.items():
             if grow != "experts" or config.experts is not None:
                 listed.append(Task("structures", model, grow, INPUTS[0], names))
+
     listed += [Task("own", model, "width", None, ("mup",)) for model in own_models.OWN_MODELS]
     listed += [Task("mutants", "decoder", "head_dim", inputs, COLUMNS) for inputs in INPUTS]
     listed += [Task("mutants", "tied decoder", "head_dim", inputs, COLUMNS) for inputs in INPUTS]
+
+    # A fixed order: what a stopped campaign has measured is a random sample of all series.
     random.Random(37).shuffle(listed)
     return listed
 
 
 def run(task: Task) -> list[dict[str, Any]]:
-    """Return a row per rule that is tried on the series."""
+    """Run one task and return one row of the record per rule."""
     if task.kind == "mutants":
         return _mutants(task)
     if task.kind == "own":
@@ -123,30 +129,33 @@ def run(task: Task) -> list[dict[str, Any]]:
 
 
 def _structures(task: Task) -> list[dict[str, Any]]:
+    """Train right presets on a model of the zoo and return one row per preset."""
     model = MODELS.get(task.model) or MORE_MODELS[task.model]
     keeps: set[str] = set()
     if task.inputs is not None:
         vocabulary, context = task.inputs
         keeps = {"vocab_size", "seq_len", "target_len"}
-        model = replace(model, vocab_size=vocabulary, seq_len=context)  # pyright: ignore[reportCallIssue]
+        changes: dict[str, Any] = {"vocab_size": vocabulary, "seq_len": context}
+        model = replace(model, **changes)
     grown = check.grow(model, task.grow, SIZES, keeps)
     definitions = [definition(config) for config in grown]
     series = check.Series(definitions, _adam())
     batch = check.batch(grown[0])
+    sizes = [2.0**count for count in range(SIZES)]
+
     rows = []
     for name in task.rules:
         base = None if presets.get(name).baseless else grown[0].base_sizes()
         preset = presets.get(name, base=base)
         accept = (theory.LAZY,) if "features" in preset.vanishing else ()
         expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accept)
-        findings = check.judge(
-            series.measure(preset, batch, SEEDS), [2.0**i for i in range(SIZES)], expected
-        )
+        findings = check.judge(series.measure(preset, batch, SEEDS), sizes, expected)
         rows.append({"rule": name, **_judged(findings)})
     return rows
 
 
 def _own(task: Task) -> list[dict[str, Any]]:
+    """Train mup on a model of a user's kind and return its row."""
     model = own_models.OWN_MODELS[task.model]
     definitions = model.definitions()
     findings = check.study(
@@ -156,21 +165,24 @@ def _own(task: Task) -> list[dict[str, Any]]:
 
 
 def _mutants(task: Task) -> list[dict[str, Any]]:
-    """Return the right rule's row, which must pass, and one per wrong rule, which must not."""
+    """Return the row of the right rule, which must pass, and of each wrong rule, which must not."""
     study = next(study for study in STUDIES if study.name == f"{task.model}, Adam")
     assert task.inputs is not None
     vocabulary, context = task.inputs
     changes = {**study.changes, "vocab_size": vocabulary, "seq_len": context}
     suite = Suite(replace(study, changes=changes), (0, 2))
     rows = [{"rule": "right", **_judged(suite.right(SEEDS))}]
+
+    # Each group once, in the order of the mutants.
     groups = list(dict.fromkeys(mutant.group for mutant in suite.mutants()))
     for group in groups:
         for column in task.rules:
             if task.model == "tied decoder" and group == "readout" and column != "multiplier":
-                continue  # a tied readout has a multiplier and nothing else to get wrong
-            outcome = suite.run(Mutant(group, column, GOAL.get(group, 0.25)), SEEDS)
+                continue  # a tied readout has only a multiplier to get wrong
+            mutant = Mutant(group, column, GOAL.get(group, 0.25))
+            caught_by = suite.run(mutant, SEEDS).by
             rows.append(
-                {"rule": f"{group} {column}", "caught": outcome.by is not None, "by": outcome.by}
+                {"rule": f"{group} {column}", "caught": caught_by is not None, "by": caught_by}
             )
     return rows
 
@@ -182,6 +194,7 @@ def _adam() -> OptimizerConfig:
 
 
 def _judged(findings: list[Finding]) -> dict[str, Any]:
+    """Return the part of a row that says whether a rule passes, with each failed observable."""
     failed = [
         f"{f.observable} @{f.step} {f.verdict} ({f.slope:+.2f}, theory {f.expected.slope:+.2f})"
         for f in findings
@@ -195,9 +208,9 @@ class Options:
     """Flags of the command."""
 
     tasks: int | None = None
-    """Most series to run; all by default."""
+    """Largest number of series to run; all by default."""
     only: tuple[Literal["structures", "mutants", "own"], ...] = ()
-    """Kinds."""
+    """Kinds of series to run; all by default."""
 
 
 def main() -> None:
@@ -217,38 +230,38 @@ def main() -> None:
         RECORD.write_text(
             harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "tasks", record)
         )
-        bad = [row["rule"] for row in rows if not row.get("passes", row.get("caught"))]
+        bad = [row["rule"] for row in rows if not _correct(row)]
         print(
-            f"{task.key}: {len(rows)} rules, {seconds} s, not as they should be: {bad or 'none'}",
+            f"{task.key}: {len(rows)} rules, {seconds} s, not correct: {bad or 'none'}",
             flush=True,
         )
     print("python -m scripts.check.structures writes the page")
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return what was measured, by the key of its task."""
+    """Return the tasks of the record with their rows, by `Task.key`."""
     return dict(harness.read_rows(RECORD, "tasks"))
 
 
 def lines() -> list[str]:
-    """Return the page's section on what was measured so far."""
+    """Return the lines of the page's section on the campaign, as far as it is measured."""
     record = recorded()
     listed = tasks()
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"The same with all ten steps of the command, {SIZES} sizes and {SEEDS} seeds, at other vocabularies and contexts. Made by",
-        f"`{COMMAND}`, which runs series in an order drawn from a fixed seed and goes on where it was stopped. So far",
+        f"The same at other vocabularies and contexts, with all ten steps. `{COMMAND}` runs the",
+        "series in a random but fixed order and continues where it stopped. Measured so far:",
         f"{len(record)} of {len(listed)} series.",
         "",
-        "| kind | vocabulary, context | series | checks | as they should be |",
+        "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for task in record.values():
-        inputs = (
-            f"{task['inputs'][0]:,}, {task['inputs'][1]}" if task["inputs"] else "the model's own"
-        )
+        inputs = "the model's own"
+        if task["inputs"]:
+            inputs = f"{task['inputs'][0]:,}, {task['inputs'][1]}"
         groups.setdefault((task["kind"], inputs), []).append(task)
     names = {
         "structures": "right presets",
@@ -256,17 +269,29 @@ def lines() -> list[str]:
         "mutants": "wrong rules",
     }
     wrong: list[str] = []
-    for (kind, inputs), own in sorted(groups.items()):
-        rows = [row for task in own for row in task["rows"]]
-        good = [row for row in rows if row.get("passes", row.get("caught"))]
-        page.append(f"| {names[kind]} | {inputs} | {len(own)} | {len(rows)} | {len(good)} |")
-        wrong += [
-            f"- {task['kind']}, {task['model']}, {inputs}, growing {task['grow']}: {row['rule']} {'; '.join(row.get('failed', ['not caught']))}"
-            for task in own
-            for row in task["rows"]
-            if not row.get("passes", row.get("caught"))
-        ]  # fmt: skip
-    return [*page, "", "Not as they should be:", "", *(wrong or ["None."])]
+    for (kind, inputs), measured_tasks in sorted(groups.items()):
+        num_rows = 0
+        num_correct = 0
+        for task in measured_tasks:
+            series = f"{task['kind']}, {task['model']}, {inputs}, growing {task['grow']}"
+            for row in task["rows"]:
+                num_rows += 1
+                if _correct(row):
+                    num_correct += 1
+                else:
+                    reasons = "; ".join(row.get("failed", ["not caught"]))
+                    wrong.append(f"- {series}: {row['rule']} {reasons}")
+        page.append(
+            f"| {names[kind]} | {inputs} | {len(measured_tasks)} | {num_rows} | {num_correct} |"
+        )
+    if wrong:
+        page += ["", "Not correct:", "", *wrong]
+    return page
+
+
+def _correct(row: dict[str, Any]) -> bool:
+    """Return whether a right rule passes, or whether a wrong rule is caught."""
+    return row["passes"] if "passes" in row else row["caught"]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""How many wrong joint rules the check catches: writes docs/evidence/joint-mutations.json and .md.
+"""Count the wrong joint rules that the check catches.
 
     python -m scripts.check.joint_mutations
 
-Every rule that can be applied x every number that it scales x k^(1/4, 1/2 of either sign), k the ratio of batch or tokens to the base's.
-Theory is asked about the right rule and `lm-tiny`'s own optimizer, as its run would have it under the wrong one, is what steps.
+Mutants are every applicable rule with every value that it scales times k^(1/4, 1/2 of either
+sign), where k is the ratio of batch or tokens to the base's. `lm-tiny`'s own optimizer takes steps
+by the wrong rule and is compared with theory of the right rule. Writes
+docs/evidence/joint-mutations.json and its section of the page.
 """
 
 from __future__ import annotations
@@ -33,15 +35,26 @@ RECORD = PAGE.with_name("joint-mutations.json")
 COMMAND = "python -m scripts.check.joint_mutations"
 SIZES = 4
 EXPONENTS = (0.25, -0.25, 0.5, -0.5)
+"""Powers of k by which a value is wrong."""
 STUDIES = (("sde", "batch"), ("complete-d", "batch"), ("complete-d", "tokens"))
-"""Rule and what grows, of the axes that the rule speaks of."""
+"""Joint rules with the axes, batch or tokens, along which each is checked."""
 BETAS = ("--optimizer.b1", "0.97", "--optimizer.b2", "0.99")
-"""At the base: eight times the batch and a mistake of k^1/2 leave them in (0, 1), where they would be refused before the check."""
+"""Flags of the betas at the base.
+
+Eight times the batch and an error of k^1/2 leave these betas in (0, 1). Outside, they would be
+refused before the check.
+"""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`column` of a rule is k^exponent too large."""
+    """Error in a joint rule: `column` is k^`exponent` too large.
+
+    Attributes:
+        rule: Name of the right rule, a key of `RULES`.
+        grows: "batch" or "tokens", whose ratio to the base is k.
+        column: Value of the rule that is wrong, one of `COLUMNS`.
+    """
 
     rule: str
     grows: str
@@ -52,70 +65,78 @@ class Mutant:
         return f"{self.rule}, {self.grows}: {self.column} x k^{self.exponent:g}"
 
     def of(self) -> JointRule:
-        """The rule with this error in it."""
+        """Return the rule with this error in it."""
         right = RULES[self.rule]
         power = (getattr(right, self.column) or ONE) * axis(self.grows) ** self.exponent
         return replace(right, **{self.column: power})
 
 
 def mutants(rule: str, grows: str) -> Iterator[Mutant]:
-    """Every mutant of one study."""
-    return (Mutant(rule, grows, column, exponent) for column in COLUMNS for exponent in EXPONENTS)
+    """Yield every mutant of one study."""
+    for column in COLUMNS:
+        for exponent in EXPONENTS:
+            yield Mutant(rule, grows, column, exponent)
 
 
 class Suite:
-    """One study's runs, whose programs its mutants share.
+    """Runs of one study, whose compiled programs all mutants share.
 
     Args:
-        rule: the right one.
-        grows: batch or tokens.
-        sizes: how many runs, each of twice the one before.
-        words: flags of the run.
+        rule: Name of the right rule, a key of `RULES`.
+        grows: "batch" or "tokens".
+        sizes: Number of runs, each with twice the batch or tokens of the one before.
+        words: Flags of the `lm-tiny` run at the base, `BETAS` by default.
     """
 
     def __init__(
         self, rule: str, grows: str, sizes: int = SIZES, words: tuple[str, ...] = BETAS
     ) -> None:
-        self.grows, self._programs = grows, dict[Any, Callable]()
+        self.grows = grows
+        self._programs: dict[Any, Callable] = {}
         config = cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--joint", rule, *words]).config
         self.runs = joint_run.runs(config, grows, sizes)
         self.expected = joint_run.expectation(self.runs, grows)
-        self.observations = [self._observe(k) for k in range(sizes)]
+        self.observations = [self._observe(index) for index in range(sizes)]
 
-    def _observe(self, k: int) -> dict[str, float]:
-        return joint_run.observe(
-            self.runs[k], 2.0**k if self.grows == "batch" else 1.0, self._programs
-        )
+    def _observe(self, index: int) -> dict[str, float]:
+        """Return the observables of one run."""
+        batch_ratio = 2.0**index if self.grows == "batch" else 1.0
+        return joint_run.observe(self.runs[index], batch_ratio, self._programs)
 
     def right(self) -> list[Finding]:
-        """The right rule itself, judged: the control, which must pass."""
+        """Return the findings on the right rule itself: the control, which must pass."""
         return joint_run.judged(self.observations, self.expected)
 
     def run(self, mutant: Mutant) -> list[Finding]:
-        """What the check says of a wrong rule's runs; at the base it is the right one."""
+        """Return the findings on a wrong rule's runs, whose base equals the right rule's."""
+        observations = [self.observations[0]]
         with mock.patch.dict(horizon.RULES, {mutant.rule: mutant.of()}):
-            grown = [self.observations[0], *(self._observe(k) for k in range(1, len(self.runs)))]
-        return joint_run.judged(grown, self.expected)
+            for index in range(1, len(self.runs)):
+                observations.append(self._observe(index))
+        return joint_run.judged(observations, self.expected)
 
 
 def row(mutant: Mutant, findings: list[Finding]) -> dict[str, Any]:
-    """What the file holds of a mutant: the observables outside their bands, and what theory alone says of its formulas."""
+    """Return the row of a mutant in the record.
+
+    Returns:
+        Fields of the mutant; `wrong`, the distance from theory of each observable outside its
+        band; `table`, the errors that theory sees in the formulas alone.
+    """
     wrong = {f.observable: round(f.slope - f.expected.slope, 3) for f in findings if not f.agrees}
-    return {
-        **dataclasses.asdict(mutant),
-        "wrong": wrong,
-        "table": sorted(troubles(mutant.of(), mutant.grows)),
-    }
+    table = sorted(troubles(mutant.of(), mutant.grows))
+    return {**dataclasses.asdict(mutant), "wrong": wrong, "table": table}
 
 
 def main() -> None:
-    """Run every mutant, then write the page."""
+    """Run every mutant, then write the record and the page."""
     rows = []
     for rule, grows in STUDIES:
         suite = Suite(rule, grows)
         if not passes(suite.right()):
             raise SystemExit(
-                f"{rule}, {grows}: the right rule itself does not pass; nothing can be said of wrong ones"
+                f"{rule}, {grows}: the right rule itself does not pass; "
+                "nothing can be said of wrong ones"
             )
         for mutant in mutants(rule, grows):
             rows.append(row(mutant, suite.run(mutant)))
@@ -124,73 +145,77 @@ def main() -> None:
         "command": COMMAND,
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
     }
-    lines = ",\n".join(json.dumps(each) for each in rows)
+    lines = ",\n".join(json.dumps(row) for row in rows)
     RECORD.write_text(f'{json.dumps(about)[:-1]}, "mutants": [\n{lines}\n]}}\n')
     write_section(PAGE, "joint-mutations", markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:
-    """What the committed file holds."""
+    """Return the rows of the committed record."""
     return json.loads(RECORD.read_text())["mutants"]
 
 
-def named(each: dict[str, Any]) -> bool:
-    """Whether the check saw the mutant, and blames its number alone."""
-    right = {
-        joint_run.LABELS[name] for name, column in OBSERVABLES.items() if column == each["column"]
-    }
-    return bool(each["wrong"]) and set(each["wrong"]) <= right
+def named(row: dict[str, Any]) -> bool:
+    """Return whether the check caught a mutant and blames only the value that is wrong."""
+    blamable = set()
+    for name, column in OBSERVABLES.items():
+        if column == row["column"]:
+            blamable.add(joint_run.LABELS[name])
+    return bool(row["wrong"]) and set(row["wrong"]) <= blamable
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the section of the page."""
-    caught, blamed = (
-        [each for each in rows if each["wrong"]],
-        [each for each in rows if named(each)],
-    )
-    formulas = [each for each in rows if each["table"]]
+    num_caught = sum(bool(row["wrong"]) for row in rows)
+    num_blamed = sum(named(row) for row in rows)
+    num_by_formulas = sum(bool(row["table"]) for row in rows)
     lines = [
         "## Wrong joint rules",
         "",
-        "A mutant is a joint rule with one number wrong by a power of k, the ratio of the batch or of the tokens to the base's. Theory is",
-        f"asked about the right rule; `lm-tiny`'s optimizer, at b1 0.97 and b2 0.99, takes the steps of the wrong one's runs at {SIZES} sizes,",
-        f"each twice the one before. Made by `{COMMAND}`; the rows, with what gave each away, are in `joint-mutations.json`.",
+        "A mutant is a joint rule with one value wrong by a power of k, the ratio of batch or",
+        f"tokens to the base's: each of {', '.join(COLUMNS)}. `lm-tiny`'s optimizer (b1 0.97, b2",
+        f"0.99) takes steps by the wrong rule at {SIZES} sizes, each twice the one before, and the",
+        f"check compares them with theory of the right rule. `{COMMAND}` makes this section;",
+        "`joint-mutations.json` has what caught each mutant.",
         "",
-        f"Of {len(rows)} mutants the program's verdict catches **{len(caught)}**, and of {len(blamed)} it blames the wrong number alone.",
-        f"The table's verdict, from the formulas alone, catches {len(formulas)}.",
+        f"Of {len(rows)} mutants the check of the program catches **{num_caught}**, and blames",
+        f"the wrong value alone in {num_blamed}. The check of the formulas alone catches",
+        f"{num_by_formulas}.",
         "",
-        "A study of best rates hardly tells scaled betas from fixed ones: on a noisy quadratic the optimum moves alike under both, to 0.05",
-        "octaves per doubling of the batch. Here they are read off what the moments do.",
-        "",
-        "| rule | grows | numbers | caught | by the formulas |",
-        "|---|---|---|---|---|",
+        "| rule | grows | caught | by the formulas |",
+        "|---|---|---|---|",
     ]
     for rule, grows in STUDIES:
-        mine = [each for each in rows if (each["rule"], each["grows"]) == (rule, grows)]
-        numbers = sorted({each["column"] for each in mine}, key=COLUMNS.index)
-        caught_here = sum(bool(each["wrong"]) for each in mine)
-        by_formulas = sum(bool(each["table"]) for each in mine)
-        cells = [rule, grows, ", ".join(numbers), f"{caught_here} of {len(mine)}"]
-        lines.append(f"| {' | '.join(cells)} | {by_formulas} of {len(mine)} |")
-    numbers = sorted(
-        {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index
-    )
+        study_rows = [row for row in rows if (row["rule"], row["grows"]) == (rule, grows)]
+        caught = sum(bool(row["wrong"]) for row in study_rows)
+        by_formulas = sum(bool(row["table"]) for row in study_rows)
+        total = len(study_rows)
+        lines.append(f"| {rule} | {grows} | {caught} of {total} | {by_formulas} of {total} |")
+
+    wrong_columns = {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}
+    in_order = sorted(wrong_columns, key=COLUMNS.index)
+    listed = "all of them" if in_order == list(COLUMNS) else ", ".join(in_order)
     lines += [
         "",
-        f"The control, constant numbers (`none`) at a growing batch, is wrong in {', '.join(numbers)}.",
+        f"The control, constant values (`none`) at a growing batch, is wrong in {listed}.",
+        "",
+        "By the formulas alone these are no error:",
+        "",
     ]
-    unseen = [each for each in rows if not each["table"]]
-    lines += ["", "By the formulas alone these are no error:", ""]
-    lines += [
-        f"- {each['rule']}, {each['grows']}: {each['column']} x k^{each['exponent']:g}: {_why(each)}"
-        for each in unseen
-    ]
+    unseen: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if not row["table"]:
+            place = f"{row['rule']}, {row['grows']}: {row['column']}"
+            unseen.setdefault((place, _why(row)), []).append(f"k^{row['exponent']:g}")
+    for (place, reason), powers in unseen.items():
+        lines.append(f"- {place} x {', '.join(powers)}: {reason}")
     return "\n".join(lines) + "\n"
 
 
-def _why(each: dict[str, Any]) -> str:
-    if each["column"] == "eps":
-        return "the source lets eps over noise grow as T^0.5, and less of that is no worse"
+def _why(row: dict[str, Any]) -> str:
+    """Return why theory sees no error in the formulas of a mutant."""
+    if row["column"] == "eps":
+        return "the source lets eps over noise grow as T^0.5, so a smaller eps is no worse"
     return "nothing that theory judges changes"
 
 

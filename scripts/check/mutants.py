@@ -1,7 +1,8 @@
-"""Wrong rules, made from right ones: what the coordinate check must catch.
+"""Wrong rules, made from right ones, that the coordinate check must catch.
 
-A mutant changes one column of one parameter group by a power of the grown size. Theory is asked about the right rule, the
-mutant is what trains, so a check that passes it has missed an error a person could make.
+A mutant changes one column of one parameter group by a power of the grown size. The mutant is
+trained and compared with theory of the right rule. A check that passes it has missed an error that
+a person could make. Used by `mutation_suite` and `campaign`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from mupax.presets import ParamSpec, Power, Preset, Rule
 from mupax.presets.rule import axis
 
 COLUMNS = ("init_std", "multiplier", "lr", "eps")
+"""Columns of a rule that a mutant changes."""
 EXPONENTS = (0.5, -0.5, 0.25, -0.25, 1.0, -1.0)
+"""Powers of m by which a mutant's column is wrong."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`column` of `group` is m^exponent too large, m being the ratio of `size`.
+    """Error in a rule: `column` of `group` is m^`exponent` too large.
 
     Attributes:
         group: `ParamSpec.group` of the rows to change.
-        column: init_std, multiplier, lr or eps.
-        exponent: power of the error.
-        size: logical axis that carries it.
+        column: One of `COLUMNS`.
+        size: Logical axis whose ratio to its base is m.
     """
 
     group: str
@@ -36,12 +38,14 @@ class Mutant:
         return f"{self.group} {self.column} x m^{self.exponent:g}"
 
     def of(self, preset: Preset) -> Preset:
-        """The preset with this error in it."""
+        """Return the preset with this error in its rules."""
         factor = axis(self.size) ** self.exponent
 
         def rule(spec: ParamSpec) -> Rule:
             row = preset.rule(spec)
-            return _changed(row, self.column, factor) if spec.group == self.group else row
+            if spec.group == self.group:
+                return _changed(row, self.column, factor)
+            return row
 
         return replace(preset, rule=rule)
 
@@ -65,13 +69,14 @@ def all_of(
     exponents: Iterable[float] = EXPONENTS,
     columns: Iterable[str] = COLUMNS,
 ) -> Iterator[Mutant]:
-    """Every mutant of the parameter groups that have the size in their rules: in depth, those inside a block.
+    """Yield every mutant of a model: each exponent with each parameter group and column.
+
+    In depth (`size` "layers") only groups inside a block are changed, because only these have depth
+    in their rules. A tied readout has only its multiplier changed.
 
     Args:
-        specs: of the model's parameters; a tied readout among them has a multiplier and nothing else to get wrong.
-        size: logical axis that carries the error.
-        exponents: powers of the error.
-        columns: which columns.
+        specs: Parameters of the model; a tied readout is one of them.
+        size: Logical axis whose ratio to its base is m, "embed" by default.
     """
     tied = {spec.group: spec.tied for spec in specs if size != "layers" or spec.in_block}
     for exponent in exponents:
@@ -82,7 +87,11 @@ def all_of(
 
 
 def eps_dominates(preset: Preset) -> Preset:
-    """What Adam does where eps is far above every gradient: an update is gradient / eps, SGD at the rate lr / eps."""
+    """Return the preset with the learning rates of SGD replaced by Adam's over eps.
+
+    With eps far above every gradient, Adam's update is gradient / eps: SGD at the learning rate lr
+    / eps.
+    """
 
     def rule(spec: ParamSpec) -> Rule:
         row = preset.rule(spec)

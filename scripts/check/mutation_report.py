@@ -1,4 +1,7 @@
-"""Page of the mutation suite: shares caught, mutants that were missed, and errors that change no training."""
+"""Page of the mutation suite: shares caught, missed mutants, and errors that change no training.
+
+Used by `scripts.check.mutations`.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,40 @@ from scripts.check.mutants import COLUMNS
 from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, SIZES, Outcome
 
 Outcomes = Mapping[str, Sequence[Outcome]]
-"""Study name to what became of its mutants."""
+"""Outcomes of the mutants of each study, by the name of the study."""
 
 
 def missed(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return the mutants that change training and passed."""
-    return [one for one in outcomes if one.by is None and not one.trains_alike]
+    """Return the mutants that change training and pass the check."""
+    return [outcome for outcome in outcomes if outcome.by is None and not outcome.trains_alike]
 
 
 def markdown(outcomes: Outcomes, command: str) -> str:
-    """Return the text of the page."""
-    every = [one for study in outcomes.values() for one in study]
-    training = [one for one in every if not one.trains_alike]
-    caught = [one for one in training if one.by is not None]
-    alone = [one for one in training if one.by_activations is not None]
+    """Return the section of the page.
+
+    Args:
+        command: Command that makes the section, which the section names.
+    """
+    mutants = [outcome for study in outcomes.values() for outcome in study]
+    training = [outcome for outcome in mutants if not outcome.trains_alike]
+    num_caught = sum(outcome.by is not None for outcome in training)
+    num_by_activations = sum(outcome.by_activations is not None for outcome in training)
+    share_caught = _percent(num_caught, len(training))
+    share_by_activations = _percent(num_by_activations, len(training))
     lines = [
         "## Wrong rules",
         "",
-        "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter group wrong by a power of m, the ratio of",
-        "the width to its base. Theory is asked about the right rule, and the mutant is trained.",
+        "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter",
+        "group wrong by a power of m, the ratio of the width to its base. The mutant is trained",
+        f"at {SIZES} sizes with {SEEDS} seeds ({MORE_SEEDS} if it passes) and compared with theory",
+        "of the right rule. Encoder-decoders grow heads, on the first and the third size; expert",
+        f"models have four experts in each layer. `{command}` makes this section; `mutations.json`",
+        "has each mutant's power and the observable that caught it.",
         "",
-        "| model | trained |",
-        "|---|---|",
-        f"| all | {SIZES} sizes, {SEEDS} seeds; {MORE_SEEDS} seeds if the mutant passes |",
-        "| encoder-decoder | grows heads, on the first and the third size |",
-        "| experts | four in each layer |",
-        "",
-        f"`{command}` makes this section. `mutations.json` has a row for each mutant, with its power of m and what gave it away.",
-        "Rules for batch and tokens have [their own section](#wrong-joint-rules).",
-        "",
-        f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "
-        f"({_percent(len(caught), len(training))}). Activations and their changes alone catch {len(alone)} "
-        f"({_percent(len(alone), len(training))}); the other mutants are caught by a role's own weights (`weight`, `movement`,",
-        "`gradient`).",
+        f"Of {len(mutants)} mutants {len(training)} change training, and the check catches "
+        f"**{num_caught}** of those ({share_caught}). Activations and their changes alone catch "
+        f"{num_by_activations} ({share_by_activations}); the role's own weights (`weight`, "
+        "`movement`, `gradient`) catch the rest.",
         "",
         *_shares(outcomes),
     ]
@@ -53,71 +57,81 @@ def markdown(outcomes: Outcomes, command: str) -> str:
 
 
 def _shares(outcomes: Outcomes) -> list[str]:
+    """Return the table of caught mutants, with a row per study and a column per rule's column."""
     head = ["study", *COLUMNS, "by activations", "change no training"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for study, own in outcomes.items():
-        training = [outcome for outcome in own if not outcome.trains_alike]
+    for study, study_outcomes in outcomes.items():
+        training = [outcome for outcome in study_outcomes if not outcome.trains_alike]
         cells = [study]
         for column in COLUMNS:
-            of_column = [outcome for outcome in training if outcome.column == column]
-            caught = sum(outcome.by is not None for outcome in of_column)
-            cells.append(f"{caught} of {len(of_column)}" if of_column else "")
+            in_column = [outcome for outcome in training if outcome.column == column]
+            caught = sum(outcome.by is not None for outcome in in_column)
+            cells.append(f"{caught} of {len(in_column)}" if in_column else "")
         by_activations = sum(outcome.by_activations is not None for outcome in training)
         cells.append(f"{by_activations} of {len(training)}")
-        cells.append(str(len(own) - len(training)))
+        cells.append(str(len(study_outcomes) - len(training)))
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 
 
 def _misses(outcomes: Outcomes) -> list[str]:
-    return [
-        f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, which moves some activation by a factor of 2^{one.change:.2g}. "
-        f"The right rule itself strays as far at these sizes: {_strays(one.group)}."
-        for study, own in outcomes.items()
-        for one in missed(own)
-    ]
+    """Return a line per missed mutant, with the size of its effect and of the right rule's own."""
+    lines = []
+    for study, study_outcomes in outcomes.items():
+        for outcome in missed(study_outcomes):
+            mutant = f"`{outcome.group}` {outcome.column} x m^{outcome.exponent:g}"
+            lines.append(
+                f"- {study}: {mutant}, which moves some activation by a factor of "
+                f"2^{outcome.change:.2g}. The right rule itself strays from theory at these sizes: "
+                f"{_strays(outcome.group)}."
+            )
+    return lines
 
 
 def _strays(group: str) -> str:
-    """How far theory's exponent for a group's movement is from the right rule's slope, as measured once."""
+    """Return how far the right rule's slope of a group's movement strays from theory, in words."""
     allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
-    below, above = allowances.get(f"movement/{group} @1", (0.0, 0.0))
-    return f"up to {below:g} below theory and {above:g} above (`movement/{group} @1` in `train/studies/check/allowances.json`)"
+    observable = f"movement/{group} @1"
+    below, above = allowances.get(observable, (0.0, 0.0))
+    return f"up to {below:g} below theory and {above:g} above (`{observable}` in `allowances.json`)"
 
 
 def _harder(outcomes: Outcomes) -> list[str]:
-    return [
-        f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, by {one.by}"
-        for study, own in outcomes.items()
-        for one in own
-        if one.by is not None and one.seeds == MORE_SEEDS
-    ]
+    """Return a line per mutant that only the larger number of seeds catches."""
+    lines = []
+    for study, study_outcomes in outcomes.items():
+        for outcome in study_outcomes:
+            if outcome.by is not None and outcome.seeds == MORE_SEEDS:
+                mutant = f"`{outcome.group}` {outcome.column} x m^{outcome.exponent:g}"
+                lines.append(f"- {study}: {mutant}, by {outcome.by}")
+    return lines
 
 
 def _alike(outcomes: Outcomes) -> list[str]:
+    """Return a line per reason why mutants train as the right rule does, with their number."""
     by_reason: dict[str, list[Outcome]] = {}
-    for outcomes_of_study in outcomes.values():
-        for outcome in outcomes_of_study:
+    for study_outcomes in outcomes.values():
+        for outcome in study_outcomes:
             if outcome.trains_alike:
                 by_reason.setdefault(_reason(outcome), []).append(outcome)
     lines = []
     for reason, mutants in by_reason.items():
         farthest = max(outcome.change for outcome in mutants)
-        differ = f" (at most a factor of 2^{farthest:.1g})" if farthest else ""
-        lines.append(f"- {reason}{differ}: {len(mutants)} mutants")
+        bound = f" (at most a factor of 2^{farthest:.1g})" if farthest else ""
+        lines.append(f"- {reason}{bound}: {len(mutants)} mutants")
     return lines
 
 
 def _reason(outcome: Outcome) -> str:
     """Return why a mutant trains as the right rule does."""
     if outcome.same_numbers and outcome.column == "init_std":
-        return "the program gets bitwise the same values, because a bias starts at zero whatever its std"
+        return "bitwise the same values, because a bias starts at zero whatever its std"
     if outcome.same_numbers:
-        return "the program gets bitwise the same values, because this optimizer does not read the column"
+        return "bitwise the same values, because this optimizer does not read the column"
     if outcome.column == "eps":
         return "eps is far below every gradient"
     return "no activation differs by more than rounding"
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.1f} %"
+def _percent(part: int, total: int) -> str:
+    return f"{100 * part / max(total, 1):.1f} %"

@@ -1,6 +1,7 @@
-"""How much of what a person could get wrong the coordinate check sees: mutants trained, judged and counted.
+"""Studies of wrong rules: mutants of a right rule are trained, judged and counted.
 
-A study is one right rule on one model, growing one size under one optimizer. Its mutants share the compiled programs.
+A study is one right rule on one model, growing one size under one optimizer. Its mutants share the
+compiled programs. Used by `mutations` and `campaign`.
 """
 
 from __future__ import annotations
@@ -24,34 +25,40 @@ from mupax.zoo.definition import definition
 from scripts.check import mutants
 from scripts.check.mutants import Mutant
 
-SIZES, SEEDS, STEPS = 4, 4, 1
-"""As `mupax check`, but one step of its ten: later steps cost the most and can only reveal more."""
+SIZES = 4
+SEEDS = 4
+STEPS = 1
+"""Sizes and seeds of `mupax check`, but one step in place of ten.
+
+Later steps cost the most, and can only show more errors.
+"""
 
 MORE_SEEDS = 16
-"""For a mutant that passes with fewer, `mupax check --seeds 16`: is it the spread of seeds that hides it?"""
+"""Seeds for a mutant that passes with `SEEDS`: the spread over seeds may hide the error."""
 
 ROUND_OFF = 1e-3
-"""Two trainings are the same when no activation differs by more than this power of two, at any size, seed or step read."""
+"""Largest power of two between the activations of two runs that count as the same training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What the mutants are made from.
+    """One right rule on one model, from which the mutants are made.
 
     Attributes:
-        name: for people and for resuming.
-        model: whose structure.
-        optimizer: adam or sgd.
-        eps: Adam's. Far above the gradients an update is gradient over eps, so that a wrong eps is a wrong rate.
-        peak_lr: rate at base size.
-        preset: the right rule, by name.
-        grow: the size that grows; mutants are powers of `size`, the axis that grows with it.
-        tied: the model with its readout tied to the token embedding; of its mutants those of this table and its readout.
-        besides: leave out the parameter groups that this model has too.
-        changes: fields of the model that are not as its name has them.
-        doublings: of the size that grows, one number for every model; zero first.
-        columns: which to mutate.
-        exponents: by how much.
+        name: Text that people read, and the key by which a record is continued.
+        model: Name of a model, whose smallest size is trained first.
+        eps: Adam's eps. Far above the gradients an update is gradient / eps, so that a wrong eps
+            acts as a wrong learning rate.
+        peak_lr: Learning rate at base size.
+        preset: Name of the right rule.
+        grow: Size that grows, such as "head_dim".
+        size: Logical axis that grows with `grow`. Mutants are wrong by a power of its ratio.
+        tied: Tie the readout to the token embedding and mutate only these two groups.
+        besides: Name of a model whose parameter groups are not mutated.
+        changes: Fields of the model's config to replace.
+        doublings: Number of doublings of `grow` in each model of the series. The first is 0.
+        columns: Columns of the rule to mutate.
+        exponents: Powers of the ratio by which a column is wrong.
     """
 
     name: str
@@ -80,9 +87,12 @@ _EPS_MATTERS: dict[str, Any] = {
 _IN_HEADS: dict[str, Any] = {"grow": "heads", "doublings": (0, 2)}
 _EXPERTS: dict[str, Any] = {"model": "lm-proxy", "besides": "lm-proxy", "changes": {"experts": 4}}
 _ENCODER_DECODER: dict[str, Any] = {
-    "model": "ed-proxy", "besides": "lm-proxy", "changes": {"positions": "relative", "tied": False}, **_IN_HEADS,
-}  # fmt: skip
-"""Of an encoder-decoder: its encoder, attention to what that wrote, and relative positions."""
+    "model": "ed-proxy",
+    "besides": "lm-proxy",
+    "changes": {"positions": "relative", "tied": False},
+    **_IN_HEADS,
+}
+"""Fields of a study on the parts that a decoder lacks: encoder, cross-attention, relative bias."""
 
 STUDIES = (
     Study(name="decoder, Adam", model="lm-proxy"),
@@ -130,16 +140,18 @@ STUDIES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the check made of one mutant.
+    """Verdict of the check on one mutant.
 
     Attributes:
-        group, column, exponent: the mutant.
-        same_numbers: the program was given bitwise the right rule's numbers, so that nothing had to be run.
-        change: the farthest that any activation, or change of one, lies from the right rule's at the same seed, size and
-            step, as a power of two.
-        seeds: how many initializations the verdict took.
-        by: the observable farthest outside its band, its slope and theory's; None if the mutant passed.
-        by_activations: the same among activations and their changes, which no longer say whose weights are at fault.
+        group, column, exponent: Fields of the mutant.
+        same_numbers: The program gets bitwise the values of the right rule, so nothing was run.
+        change: Largest distance of any activation, or change of one, from the right rule's at the
+            same seed, size and step, as a power of two.
+        seeds: Number of initializations that the verdict is based on.
+        by: Observable farthest outside its band, with its slope and theory's; `None` if the mutant
+            passed.
+        by_activations: Same as `by`, among activations and their changes only. These do not say
+            which weights are at fault.
     """
 
     group: str
@@ -153,26 +165,29 @@ class Outcome:
 
     @property
     def trains_alike(self) -> bool:
-        """Whether training is the right rule's: such a mutant is no error."""
+        """`True` if the mutant trains as the right rule does, which makes it no error."""
         return self.change <= ROUND_OFF
 
 
 class Suite:
-    """One study's mutants, ready to run.
+    """Compiled programs and right rule of one study, ready to run mutants.
 
     Args:
-        study: what is measured.
-        doublings: in place of the study's.
+        doublings: Series of sizes in place of the study's own.
     """
 
     def __init__(self, study: Study, doublings: Sequence[int] | None = None) -> None:
-        doublings = study.doublings if doublings is None else doublings
-        self.study, self._doublings = study, doublings
-        changes = {**study.changes, **({"tied": True} if study.tied else {})}
+        self.study = study
+        self._doublings = study.doublings if doublings is None else doublings
+
+        changes = dict(study.changes)
+        if study.tied:
+            changes["tied"] = True
         model: configs.ModelConfig = replace(configs.get(study.model), **changes)
         inputs = {"vocab_size", "seq_len"} & study.changes.keys()
-        doubled = check.grow(model, study.grow, doublings[-1] + 1, inputs)
-        grown = [doubled[count] for count in doublings]
+        doubled = check.grow(model, study.grow, self._doublings[-1] + 1, inputs)
+        grown = [doubled[count] for count in self._doublings]
+
         config = OptimizerConfig(
             name=study.optimizer,
             peak_lr=study.peak_lr,
@@ -180,39 +195,48 @@ class Suite:
             eps=study.eps,
             decay="coupled",
         )
-        self._definitions = [definition(one) for one in grown]
+        self._definitions = [definition(model) for model in grown]
         self.series = check.Series(self._definitions, config, STEPS)
         self._batch = check.batch(grown[0])
         self._right = presets.get(study.preset, base=grown[0].base_sizes())
 
     def mutants(self) -> Iterator[Mutant]:
-        """Every mutant of the study."""
-        study, specs = self.study, list(self._definitions[0].specs.values())
-        if (readout := self._definitions[0].tied_readout) is not None:
-            specs = [*(spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING), readout]
+        """Yield every mutant of the study."""
+        study = self.study
+        specs = list(self._definitions[0].specs.values())
+        readout = self._definitions[0].tied_readout
+        if readout is not None:
+            specs = [spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING]
+            specs.append(readout)
         if study.besides is not None:
-            other_specs = definition(check.smallest(configs.get(study.besides))).specs.values()
-            specs = [spec for spec in specs if spec.group not in {one.group for one in other_specs}]
+            excluded = definition(check.smallest(configs.get(study.besides))).specs.values()
+            excluded_groups = {spec.group for spec in excluded}
+            specs = [spec for spec in specs if spec.group not in excluded_groups]
         return mutants.all_of(specs, study.size, study.exponents, study.columns)
 
     def right(self, seeds: int = SEEDS) -> list[Finding]:
-        """The right rule itself, judged: the control, which must pass."""
+        """Return the findings on the right rule itself: the control, which must pass."""
         return self._judge(self._measured(self._right, seeds))
 
     def run(self, mutant: Mutant, seeds: int = SEEDS) -> Outcome:
         """Train a mutant and judge it by the right rule's theory."""
         wrong = mutant.of(self._right)
-        what = (mutant.group, mutant.column, mutant.exponent)
         if digest(self.series.numbers(wrong)) == digest(self.series.numbers(self._right)):
-            return Outcome(*what, same_numbers=True, seeds=seeds)
+            return Outcome(
+                mutant.group, mutant.column, mutant.exponent, same_numbers=True, seeds=seeds
+            )
+
         measured = self._measured(wrong, seeds)
         bad = [finding for finding in self._judge(measured) if not finding.ok]
+        bad_activations = [finding for finding in bad if "/" not in finding.observable]
         return Outcome(
-            *what,
+            mutant.group,
+            mutant.column,
+            mutant.exponent,
             change=_change(self._measured(self._right, seeds), measured),
             seeds=seeds,
             by=_worst(bad),
-            by_activations=_worst([finding for finding in bad if "/" not in finding.observable]),
+            by_activations=_worst(bad_activations),
         )
 
     def _measured(self, preset: presets.Preset, seeds: int) -> dict[str, np.ndarray]:
@@ -220,10 +244,14 @@ class Suite:
 
     @functools.cached_property
     def _expected(self) -> Mapping[tuple[str, int], theory.Expected]:
-        first, last, optimizer = self._definitions[0], self._definitions[-1], self.study.optimizer
+        """Theory of the right rule, by observable and step."""
+        first = self._definitions[0]
+        last = self._definitions[-1]
         if self.study.eps < 1e-6:
-            return theory.of(self._right, first, last, optimizer)
-        # Only what training does counts here: not the gradient over eps, which names a wrong eps without any step.
+            return theory.of(self._right, first, last, self.study.optimizer)
+
+        # Only training counts here. The ratio of gradient to eps would name a wrong eps before
+        # any step.
         expected = theory.of(mutants.eps_dominates(self._right), first, last, "sgd")
         return {
             key: expectation
@@ -236,24 +264,31 @@ class Suite:
 
 
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:
-    """The farthest that an activation or its change lies from the right rule's, as a power of two; 99 and more are 99."""
+    """Return the largest distance of an activation, or change of one, from the right rule's.
+
+    Returns:
+        Power of two, at most 99.
+    """
     farthest = 0.0
     for name, values in right.items():
         if "/" in name:
-            continue
+            continue  # a role's own weights, not an activation
         differ = values != wrong[name]
         with np.errstate(divide="ignore", invalid="ignore"):
-            apart = np.abs(np.log2(wrong[name][differ] / values[differ]))
-        farthest = max(farthest, float(np.max(np.nan_to_num(apart, nan=99.0), initial=0.0)))
+            distance = np.abs(np.log2(wrong[name][differ] / values[differ]))
+        distance = np.nan_to_num(distance, nan=99.0)
+        farthest = max(farthest, float(np.max(distance, initial=0.0)))
     return min(farthest, 99.0)
 
 
 def _worst(bad: list[Finding]) -> str | None:
+    """Return the finding whose slope is farthest from theory, in words; `None` without findings."""
     if not bad:
         return None
 
-    def outside(finding: Finding) -> float:
+    def distance(finding: Finding) -> float:
         return abs(np.nan_to_num(finding.slope - finding.expected.slope, nan=np.inf))
 
-    finding = max(bad, key=outside)
-    return f"{finding.observable} @{finding.step}: {finding.slope:+.2f}, theory {finding.expected.slope:+.2f}"
+    finding = max(bad, key=distance)
+    slopes = f"{finding.slope:+.2f}, theory {finding.expected.slope:+.2f}"
+    return f"{finding.observable} @{finding.step}: {slopes}"

@@ -1,9 +1,11 @@
-"""How many wrong rules the coordinate check catches: writes docs/evidence/mutations.json and .md, mutant by mutant, resumable.
+"""Count the wrong rules that the coordinate check catches.
 
     python -m scripts.check.mutations [--studies "decoder, Adam" ...] [--again]
 
-Every parameter group of the smallest decoder and ViT x {init std, multiplier, rate, eps} x m^(1/4, 1/2, 1 of either sign).
-What the file holds is not run again unless it is asked for. What passes with four seeds is run with sixteen.
+A mutant has one column (init std, multiplier, lr, eps) of one parameter group wrong by a power of
+m, the ratio of a size to its base. Writes docs/evidence/mutations.json after each mutant and then
+the section of the page. A mutant that the record holds is not run again without `--again`. A
+mutant that passes with four seeds is run with sixteen.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from mupax.command_line import Switch
 from mupax.train.studies.check import check
 from scripts import harness
 from scripts.check import PAGE, mutation_report
-from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Suite
+from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Study, Suite
 from scripts.pages.markdown import write_section
 
 RECORD = PAGE.with_name("mutations.json")
@@ -31,47 +33,51 @@ class Options:
     studies: tuple[str, ...] = ()
     """Studies to run; all by default."""
     again: Switch = False
-    """Run what the file holds once more."""
+    """Run mutants that the record holds once more."""
 
 
 def main() -> None:
-    """Run the mutants that are not in the file yet, then write the page."""
+    """Run the mutants that the record does not hold, then write the page."""
     args = harness.parse(Options)
     harness.check_names(args.studies, [study.name for study in STUDIES])
-    path = RECORD
-    rows: dict[str, dict[str, Any]] = dict(harness.read_rows(path, "mutants"))
-    for study in (study for study in STUDIES if not args.studies or study.name in args.studies):
-        suite = Suite(study)
-        names = {f"{study.name}: {mutant}": mutant for mutant in suite.mutants()}
-        for seeds in (SEEDS, MORE_SEEDS):
-            fewer = seeds == SEEDS
-            todo = [
-                n
-                for n in names
-                if (n not in rows or args.again if fewer else _passed(rows[n], seeds))
-            ]
-            if todo and not check.passes(suite.right(seeds)):
-                raise SystemExit(
-                    f"{study.name}: the right rule itself does not pass; nothing can be said of wrong ones"
-                )
-            for name in todo:
-                outcome = suite.run(names[name], seeds)
-                rows[name] = {
-                    "study": study.name,
-                    **dataclasses.asdict(outcome),
-                    "change": round(outcome.change, 6),
-                }
-                print(name, outcome.by, outcome.by_activations, f"{outcome.change:.2g}", flush=True)
-                path.write_text(
-                    harness.with_rows(
-                        {"command": COMMAND, "versions": harness.versions()}, "mutants", rows
-                    )
-                )
+    rows: dict[str, dict[str, Any]] = dict(harness.read_rows(RECORD, "mutants"))
+    for study in STUDIES:
+        if not args.studies or study.name in args.studies:
+            _run_study(study, rows, again=args.again)
     write_section(PAGE, "mutations", mutation_report.markdown(outcomes(), COMMAND))
 
 
+def _run_study(study: Study, rows: dict[str, dict[str, Any]], *, again: bool) -> None:
+    """Run the mutants of a study, add their rows to `rows`, and write the record after each.
+
+    Args:
+        again: Also run mutants that `rows` holds.
+    """
+    suite = Suite(study)
+    mutants = {f"{study.name}: {mutant}": mutant for mutant in suite.mutants()}
+    for seeds in (SEEDS, MORE_SEEDS):
+        if seeds == SEEDS:
+            todo = [name for name in mutants if name not in rows or again]
+        else:
+            todo = [name for name in mutants if _passed(rows[name], seeds)]
+
+        # Control: nothing can be said of wrong rules if the right one fails.
+        if todo and not check.passes(suite.right(seeds)):
+            raise SystemExit(
+                f"{study.name}: the right rule itself does not pass; "
+                "nothing can be said of wrong ones"
+            )
+        for name in todo:
+            outcome = suite.run(mutants[name], seeds)
+            values = dataclasses.asdict(outcome)
+            rows[name] = {"study": study.name, **values, "change": round(outcome.change, 6)}
+            print(name, outcome.by, outcome.by_activations, f"{outcome.change:.2g}", flush=True)
+            facts = {"command": COMMAND, "versions": harness.versions()}
+            RECORD.write_text(harness.with_rows(facts, "mutants", rows))
+
+
 def _passed(row: dict[str, Any], seeds: int) -> bool:
-    """Whether a mutant that changes training passed with fewer seeds."""
+    """Return whether a mutant changes training and passed with fewer seeds than `seeds`."""
     return bool(mutation_report.missed([_outcome(row)])) and row["seeds"] < seeds
 
 
@@ -80,12 +86,11 @@ def _outcome(row: dict[str, Any]) -> Outcome:
 
 
 def outcomes() -> dict[str, list[Outcome]]:
-    """What the file holds, by study."""
-    rows = json.loads(RECORD.read_text())["mutants"].values()
+    """Return the outcomes of the record by the name of the study, for studies that have some."""
     by_study: dict[str, list[Outcome]] = {study.name: [] for study in STUDIES}
-    for row in rows:
+    for row in json.loads(RECORD.read_text())["mutants"].values():
         by_study[row["study"]].append(_outcome(row))
-    return {study: own for study, own in by_study.items() if own}
+    return {study: results for study, results in by_study.items() if results}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Five models of a user's kind: written by hand, given to `check.study` with batches of evenly drawn random inputs.
+"""Five models as a user would write them, for `check.study`, with batches of uniform random inputs.
 
-Nothing in them has a name that the check knows: no `embed`, no `block`, no `internals`. Two have biases.
+Nothing in them has a name that the check knows: no `embed`, no `block`, no `internals`. Two have
+biases. Used by `campaign`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from mupax.presets import ParamSpec, Preset, Role
 from mupax.zoo.definition import Definition, define
 from scripts import ROOT
 
+# Shapes: B batch, T and S positions, D width, H heads, N head dimension, F hidden units.
 VOCAB = 1024
 CONTEXT = 32
 HEADS = 4
+"""Number of heads at the smallest width."""
 _MIXER = runpy.run_path(str(ROOT / "docs" / "howto" / "mixer.py"))
 WIDTHS = (64, 128, 256)
 
@@ -30,6 +33,7 @@ WIDTHS = (64, 128, 256)
 def _matrix(
     role: Role, sizes: dict[str, int], *axes: str, fan_in: tuple[str, ...] = ()
 ) -> nnx.Param:
+    """Return a parameter of zeros with the given logical axes and its `ParamSpec`."""
     spec = ParamSpec(
         role=role,
         axes=axes,
@@ -39,8 +43,9 @@ def _matrix(
     return nnx.Param(jnp.zeros([sizes[axis] for axis in axes]), spec=spec)
 
 
-def _bias(of: nnx.Param, sizes: dict[str, int]) -> nnx.Param:
-    spec = of.get_metadata()["spec"].bias
+def _bias(matrix: nnx.Param, sizes: dict[str, int]) -> nnx.Param:
+    """Return a bias of zeros for the outputs of a matrix."""
+    spec = matrix.get_metadata()["spec"].bias
     return nnx.Param(jnp.zeros([sizes[axis] for axis in spec.axes]), spec=spec)
 
 
@@ -49,7 +54,7 @@ def _rms(x: jax.Array) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """A language model of one causal block, with learned positions; heads grow with the width."""
+    """Language model of one causal block with learned positions. Heads grow with the width."""
 
     def __init__(self, width: int, bias: bool = False, tokens: int = VOCAB) -> None:
         heads = HEADS * width // WIDTHS[0]
@@ -78,20 +83,25 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         h_BTD = self.words[...][tokens] + self.places[...][: tokens.shape[1]]
         x_BTD = _rms(h_BTD)
-        q, k, v = (jnp.einsum("btd,dhn->bthn", x_BTD, w[...]) for w in (self.q, self.k, self.v))
-        logits_BHTS = jnp.einsum("bthn,bshn->bhts", q, k) / q.shape[-1]
+        q_BTHN = jnp.einsum("btd,dhn->bthn", x_BTD, self.q[...])
+        k_BSHN = jnp.einsum("btd,dhn->bthn", x_BTD, self.k[...])
+        v_BSHN = jnp.einsum("btd,dhn->bthn", x_BTD, self.v[...])
+        logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, k_BSHN) / q_BTHN.shape[-1]
         causal_TS = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
         weights = jax.nn.softmax(jnp.where(causal_TS, logits_BHTS, -1e9))
-        h_BTD = h_BTD + jnp.einsum("bhts,bshn,hnd->btd", weights, v, self.o[...])
-        hidden = _rms(h_BTD) @ self.up[...]
-        hidden = hidden if self.up_bias is None else hidden + self.up_bias[...]
-        written = jax.nn.gelu(hidden) @ self.down[...]
-        written = written if self.down_bias is None else written + self.down_bias[...]
-        return _rms(h_BTD + written) @ self.out[...]
+        h_BTD = h_BTD + jnp.einsum("bhts,bshn,hnd->btd", weights, v_BSHN, self.o[...])
+
+        hidden_BTF = _rms(h_BTD) @ self.up[...]
+        if self.up_bias is not None:
+            hidden_BTF = hidden_BTF + self.up_bias[...]
+        update_BTD = jax.nn.gelu(hidden_BTF) @ self.down[...]
+        if self.down_bias is not None:
+            update_BTD = update_BTD + self.down_bias[...]
+        return _rms(h_BTD + update_BTD) @ self.out[...]
 
 
 class Bag(nnx.Module):
-    """A classifier of texts: the mean of its words' vectors, an MLP, five classes."""
+    """Text classifier with five classes: the mean of the word vectors and an MLP."""
 
     def __init__(self, width: int) -> None:
         sizes = {"embed": width, "mlp": 2 * width, "vocab": VOCAB, "classes": 5}
@@ -102,19 +112,29 @@ class Bag(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         h_BD = _rms(self.words[...][tokens].mean(1))
-        return _rms(h_BD + jax.nn.relu(h_BD @ self.up[...]) @ self.down[...]) @ self.out[...]
+        update_BD = jax.nn.relu(h_BD @ self.up[...]) @ self.down[...]
+        return _rms(h_BD + update_BD) @ self.out[...]
 
 
 def _random_tokens(
     count: int, outputs: int = VOCAB, *, pooled: bool = False
 ) -> dict[str, np.ndarray]:
+    """Return a batch of random tokens.
+
+    Args:
+        count: Number of sequences of `CONTEXT` tokens.
+        outputs: Number of classes, `VOCAB` by default.
+        pooled: One target per sequence in place of one per token.
+    """
     rng = np.random.default_rng(1)
     inputs = rng.integers(0, VOCAB, (count, CONTEXT)).astype(np.int32)
-    targets = rng.integers(0, outputs, (count,) if pooled else (count, CONTEXT)).astype(np.int32)
+    target_shape = (count,) if pooled else (count, CONTEXT)
+    targets = rng.integers(0, outputs, target_shape).astype(np.int32)
     return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
 
 
 def _random_patches() -> dict[str, np.ndarray]:
+    """Return a batch of 32 random images, cut into patches, for the mixer."""
     rng = np.random.default_rng(0)
     images = rng.standard_normal((32, _MIXER["POSITIONS"], _MIXER["PATCH"])).astype(np.float32)
     labels = rng.integers(0, _MIXER["CLASSES"], 32).astype(np.int32)
@@ -123,7 +143,11 @@ def _random_patches() -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A model of a user's kind and what it is checked on."""
+    """Model class with the function that makes its batch.
+
+    Attributes:
+        make: Function from a width to the model.
+    """
 
     make: Callable[[int], nnx.Module]
     batch: Callable[[], dict[str, np.ndarray]]
@@ -138,10 +162,10 @@ def _defined(model: OwnModel, width: int) -> Definition:
 
 
 def right(definitions: list[Definition]) -> Preset:
-    """Return mup, relative to the smallest model."""
+    """Return mup with the smallest model as its base."""
     names = ("embed", "heads", "kv_heads", "head_dim", "mlp")
-    first: dict[str, Any] = definitions[0].sizes
-    return presets.get("mup", base={name: first[name] for name in names if name in first})
+    smallest: dict[str, Any] = definitions[0].sizes
+    return presets.get("mup", base={name: smallest[name] for name in names if name in smallest})
 
 
 OWN_MODELS = {
@@ -151,4 +175,8 @@ OWN_MODELS = {
     "bag of words": OwnModel(Bag, lambda: _random_tokens(32, 5, pooled=True)),
     "mixer": OwnModel(_MIXER["Mixer"], _random_patches),
 }
-"""An MLP-Mixer with biases as published joins them when roles know that a bias along positions is shared by all channels."""
+"""Models by name.
+
+The mixer of the docs has no biases. The published one has, but roles do not know yet that all
+channels share a bias along positions.
+"""

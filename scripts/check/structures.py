@@ -1,9 +1,11 @@
-"""Every right preset on every structure, and every wrong table, by the coordinate check: writes docs/evidence/structures.json and .md.
+"""Check every right preset on every structure, and list the wrong tables.
 
     python -m scripts.check.structures [--models "lm" ...] [--grow heads ...] [--again]
 
-Right ones are trained, a series of models at a time, and the file is written after each; what it holds is not run again unless
-asked for. Presets that give a series the same numbers are trained once. Wrong tables are judged by theory: nothing is trained.
+Writes docs/evidence/structures.json and its sections of the page. Right presets are trained, one
+series of growing models at a time, and the record is written after each series. A series that the
+record holds is not trained again without `--again`. Presets that give a series the same values are
+trained once. Wrong tables are judged by theory, without training.
 """
 
 from __future__ import annotations
@@ -26,21 +28,24 @@ from scripts.pages.markdown import write_section
 
 RECORD = PAGE.with_name("structures.json")
 COMMAND = "python -m scripts.check.structures"
-SIZES, SEEDS, STEPS = 3, 3, 3
-"""As `mupax check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
+SIZES = 3
+SEEDS = 3
+STEPS = 3
+"""Sizes and seeds of `mupax check --sizes 3 --seeds 3`, but three steps in place of ten."""
+
+BASE_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
+"""Axes whose sizes in the smallest model are the base of a preset."""
 
 
 def right(name: str, smallest: Definition) -> Preset:
-    """A preset relative to the smallest model; absolute where it has no base."""
-    base = {
-        axis: smallest.sizes[axis]
-        for axis in ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
-    }
-    return presets.get(name, base=None if presets.get(name).baseless else base)
+    """Return a preset whose base is the smallest model, or without a base if it takes none."""
+    if presets.get(name).baseless:
+        return presets.get(name, base=None)
+    return presets.get(name, base={axis: smallest.sizes[axis] for axis in BASE_AXES})
 
 
 def accepted(preset: Preset) -> tuple[str, ...]:
-    """What its source wants and has to be asked for."""
+    """Return the verdicts to accept: lazy, if the features of the preset vanish on purpose."""
     return (theory.LAZY,) if "features" in preset.vanishing else ()
 
 
@@ -50,42 +55,60 @@ def troubles(
     optimizer: str = "adam",
     accept: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Observable and step to what is wrong with a table, by theory."""
+    """Return what theory alone finds wrong with a table of rules, by "OBSERVABLE @STEP".
+
+    Args:
+        ends: Smallest and largest model of the series.
+        accept: Verdicts that count as right, such as `theory.LAZY`.
+    """
     expected = theory.of(preset, *ends, optimizer, accept=accept)
-    return {f"{name} @{step}": one.trouble for (name, step), one in expected.items() if one.trouble}
+    return {
+        f"{name} @{step}": expectation.trouble
+        for (name, step), expectation in expected.items()
+        if expectation.trouble
+    }
 
 
 def measure(model: str, grow: str) -> list[dict[str, Any]]:
-    """A row per right preset: the verdicts, how many observables, and what failed."""
+    """Train every right preset on one series of models and return one row of the record per preset.
+
+    Args:
+        model: Key of `MODELS`.
+        grow: Key of `RIGHT`, the size that grows.
+    """
     grown = check.grow(MODELS[model], grow, SIZES)
-    definitions = [definition(one) for one in grown]
+    definitions = [definition(config) for config in grown]
     adam = OptimizerConfig(
         name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
     )
-    series, rows = check.Series(definitions, adam, STEPS), []
+    series = check.Series(definitions, adam, STEPS)
+    sizes = [2.0**count for count in range(SIZES)]
+
+    rows = []
     for name in RIGHT[grow]:
         if name == "u-mup" and "tied" in model:
-            continue  # it has no rule for one
+            continue  # u-mup has no rule for a tied readout
+
         preset = right(name, definitions[0])
         expected = theory.of(
             preset, definitions[0], definitions[-1], "adam", accept=accepted(preset)
         )
         measured = series.measure(preset, check.batch(grown[0]), SEEDS)
-        findings = check.judge(measured, [2.0**i for i in range(SIZES)], expected)
-        unsaid = groups.not_judged(definitions[0].specs, expected)
-        row = report.to_json(
-            findings,
-            {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))},
-            unsaid,
-        )
-        row["failed"] = [
-            f"{o['observable']} @{o['step']} {o['verdict']} ({o['slope']:+.2f}, theory {o['predicted']:+.2f})"
-            for o in row["observables"] if not o["ok"]
-        ]  # fmt: skip
+        findings = check.judge(measured, sizes, expected)
+        unjudged = groups.not_judged(definitions[0].specs, expected)
+
+        facts = {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))}
+        row = report.to_json(findings, facts, unjudged)
+        row["failed"] = [_failure(o) for o in row["observables"] if not o["ok"]]
         row["observables"] = len(row["observables"])
         rows.append(row)
-        print(model, grow, name, report.verdict_line(findings, unsaid), flush=True)
+        print(model, grow, name, report.verdict_line(findings, unjudged), flush=True)
     return rows
+
+
+def _failure(observable: dict[str, Any]) -> str:
+    slopes = f"({observable['slope']:+.2f}, theory {observable['predicted']:+.2f})"
+    return f"{observable['observable']} @{observable['step']} {observable['verdict']} {slopes}"
 
 
 @dataclass(frozen=True)
@@ -93,86 +116,106 @@ class Options:
     """Flags of the command."""
 
     models: tuple[str, ...] = tuple(MODELS)
+    """Models to train."""
     grow: tuple[str, ...] = tuple(RIGHT)
+    """Sizes to grow."""
     again: Switch = False
-    """Measure what the file holds once more."""
+    """Train series that the record holds once more."""
 
 
 def main() -> None:
-    """Measure what the file does not hold, then write the page."""
+    """Train the series that the record does not hold, then write the page."""
     args = harness.parse(Options)
     harness.check_names(args.models, list(MODELS))
     harness.check_names(args.grow, list(RIGHT))
     rows = rows_of_file()
     for grow in args.grow:
         for model in args.models:
-            if args.again or not any((row["model"], row["grow"]) == (model, grow) for row in rows):
-                rows = [
-                    row for row in rows if (row["model"], row["grow"]) != (model, grow)
-                ] + measure(model, grow)
-                RECORD.write_text(
-                    harness.with_rows(
-                        {"command": COMMAND, "versions": harness.versions()}, "rows", rows
-                    )
-                )
+            remaining = [row for row in rows if (row["model"], row["grow"]) != (model, grow)]
+            if len(remaining) < len(rows) and not args.again:
+                continue
+            rows = remaining + measure(model, grow)
+            facts = {"command": COMMAND, "versions": harness.versions()}
+            RECORD.write_text(harness.with_rows(facts, "rows", rows))
     write_section(PAGE, "structures", markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:
-    """What was measured."""
+    """Return the rows of the record, or an empty list if there is no record."""
     return harness.read_rows(RECORD, "rows")
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the section of the page."""
+    """Return the page's sections on right presets, other vocabularies and wrong tables.
+
+    Args:
+        rows: Rows of `structures.json`, one per model, grown size and preset.
+    """
+    lines = [
+        *_right_presets(rows),
+        "",
+        *campaign.lines(),
+        "",
+        *_wrong_tables(),
+        "",
+        *untold.lines(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _right_presets(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the section that counts the right presets that pass, and lists those that fail."""
     passed = sum(row["verdict"] == "pass" for row in rows)
     lines = [
         "## Right presets",
         "",
-        "The check of right presets under Adam on `lm-proxy`, `vit-proxy` and each with one thing changed:",
-        f"{SIZES} sizes from the smallest, each twice the one before, {SEEDS} seeds, {STEPS} steps. lm-proxy has SwiGLU, rotary positions",
-        "and no biases; vit-proxy has GELU, learned positions and biases. `ntk` and `hybrid` are judged against the lazy limit that their",
-        f"source wants (`--accept lazy`). `{COMMAND}`; `structures.json` has every observable.",
+        f"Right presets under Adam: {SIZES} sizes, each twice the one before, {SEEDS} seeds,",
+        f"{STEPS} steps. The {len(MODELS)} models are `lm-proxy` (SwiGLU, rotary positions, no",
+        "biases), `vit-proxy` (GELU, learned positions, biases) and each with one change:",
+        "QK-norm, GQA, another activation, biases or none, a tied readout (for which `u-mup` has",
+        "no rule). `ntk` and `hybrid` are compared with the lazy limit of their papers (`--accept",
+        f"lazy`). `{COMMAND}` makes these sections; `structures.json` has a row for each check.",
         "",
-        f"Of {len(rows)} checks **{passed}** pass. A cell counts the presets that pass.",
+        f"Of {len(rows)} checks **{passed}** pass.",
         "",
-        f"| model | {' | '.join(f'growing {grow}' for grow in RIGHT)} |",
-        f"|---|{'---|' * len(RIGHT)}",
-    ]
-    for model in MODELS:
-        cells = []
-        for grow in RIGHT:
-            own = [row for row in rows if (row["model"], row["grow"]) == (model, grow)]
-            good = sum(row["verdict"] == "pass" for row in own)
-            cells.append(f"{good} of {len(own)}")
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    failed = [
-        f"- {row['model']}, {row['grow']}, `{row['preset']}`: {'; '.join(row['failed'])}"
-        for row in rows
-        if row["failed"]
-    ]
-    if failed:
-        lines += ["", "Failed:", "", *failed]
-    lines += ["", *campaign.lines()]
-    lines += [
-        "",
-        "## Wrong tables",
-        "",
-        "`depth-mup` with one mistake, which the program follows: the first verdict passes, the second names the role. By theory alone.",
-        "ed is ed-proxy untied, with relative positions and a table for each stack; of its depth the decoder's grows.",
-        "",
-        f"Each of the {len(WRONG)} mistakes is named by the role that has it (by which observable: `scripts/check/wrong_tables.py`).",
-        "",
-        "| verdict | model | mistakes |",
+        "| growing | presets | pass |",
         "|---|---|---|",
     ]
-    by_verdict: dict[tuple[str, str], list[str]] = {}
+    for grow, presets_of_growth in RIGHT.items():
+        checks = [row for row in rows if row["grow"] == grow]
+        good = sum(row["verdict"] == "pass" for row in checks)
+        names = ", ".join(f"`{name}`" for name in presets_of_growth)
+        lines.append(f"| {grow} | {names} | {good} of {len(checks)} |")
+
+    failed = []
+    for row in rows:
+        if row["failed"]:
+            reasons = "; ".join(row["failed"])
+            failed.append(f"- {row['model']}, {row['grow']}, `{row['preset']}`: {reasons}")
+    if failed:
+        lines += ["", "Failed:", "", *failed]
+    return lines
+
+
+def _wrong_tables() -> list[str]:
+    """Return the section that lists every wrong table by the verdict that it must get."""
+    lines = [
+        "## Wrong tables",
+        "",
+        "Each table is `depth-mup` with one mistake. Theory is derived from the wrong table",
+        "itself, nothing is trained, and the check's second verdict must name the role that has",
+        f"the mistake. All {len(WRONG)} are named. `scripts/check/wrong_tables.py` has the model",
+        "and the observable of each.",
+        "",
+        "| verdict | mistakes |",
+        "|---|---|",
+    ]
+    by_verdict: dict[str, list[str]] = {}
     for name, mistake in WRONG.items():
-        by_verdict.setdefault((mistake.word, mistake.model), []).append(name)
-    for (verdict, model), names in sorted(by_verdict.items()):
-        lines.append(f"| {verdict} | {model} | {'; '.join(names)} |")
-    lines += ["", *untold.lines()]
-    return "\n".join(lines) + "\n"
+        by_verdict.setdefault(mistake.word, []).append(name)
+    for verdict, names in sorted(by_verdict.items()):
+        lines.append(f"| {verdict} | {'; '.join(names)} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Every preset, by theory and by measurement: docs/evidence/theory-and-measurement.json and a section of docs/evidence/checks.md.
+"""Compare every preset's exponents in theory with measured ones.
 
     python -m scripts.check.theory_and_measurement
 
-Every preset that has a rule for Adam, growing head_dim, heads and depth on the smallest decoder; presets share the compiled
-programs. The Markdown table is generated from the JSON, whose rows are all observables that theory speaks of.
+Trains every preset that has a rule for Adam on the smallest decoder, growing head_dim, heads and
+depth. Writes docs/evidence/theory-and-measurement.json, which has all observables that theory
+predicts, and its section of docs/evidence/checks.md.
 """
 
 from __future__ import annotations
@@ -27,32 +28,46 @@ from scripts.pages.markdown import write_section
 
 OUT = ROOT / "docs" / "evidence" / "theory-and-measurement.json"
 NAMES = (
-    "sp", "mup", "mup-half", "depth-mup", "completep", "ntk", "hybrid", "maximal-update", "u-mup", "spectral", "sp-layerwise",
-)  # fmt: skip
+    "sp",
+    "mup",
+    "mup-half",
+    "depth-mup",
+    "completep",
+    "ntk",
+    "hybrid",
+    "maximal-update",
+    "u-mup",
+    "spectral",
+    "sp-layerwise",
+)
 GROWN = {"head_dim": "N", "heads": "H", "depth": "L"}
+"""Sizes that grow, with their symbols."""
 SHOWN = (
-    ("attention", 0), ("variance over heads", 0), ("update query", 1), ("update attention", 1), ("change residual", 1), ("change logits", 1),
-)  # fmt: skip
-"""Columns of the Markdown table: observable and step."""
+    ("attention", 0),
+    ("update attention", 1),
+    ("change residual", 1),
+    ("change logits", 1),
+)
+"""Observables and steps that the tables of the page show."""
 
 
 def main() -> None:
-    """Measure, then write both files."""
+    """Train every preset, then write the record and the page."""
     rows: list[dict[str, Any]] = []
     for axis in GROWN:
         grown = check.grow(configs.get("lm-proxy"), axis, 4)
-        definitions = [definition(one) for one in grown]
+        definitions = [definition(model) for model in grown]
         config = OptimizerConfig(
             name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12
         )
         series = check.Series(definitions, config)
         for name in NAMES:
-            absolute = name == "u-mup"
-            preset = presets.get(name, base=None if absolute else grown[0].base_sizes())
+            # u-mup has absolute rules, without a base.
+            base = None if name == "u-mup" else grown[0].base_sizes()
+            preset = presets.get(name, base=base)
             expected = theory.of(preset, definitions[0], definitions[-1], "adam")
-            findings = check.judge(
-                series.measure(preset, check.batch(grown[0])), [1, 2, 4, 8], expected
-            )
+            measured = series.measure(preset, check.batch(grown[0]))
+            findings = check.judge(measured, [1, 2, 4, 8], expected)
             rows.append(report.to_json(findings, {"preset": name, "grow": axis}))
             print(axis, name, report.verdict_line(findings), flush=True)
     versions = {"python": platform.python_version(), "jax": jax.__version__}
@@ -62,22 +77,24 @@ def main() -> None:
         "optimizer": "adam",
         "model": "lm-proxy",
     }
-    OUT.write_text(
-        json.dumps({**about, "studies": rows}, indent=None, separators=(",", ":")) + "\n"
-    )
+    record = {**about, "studies": rows}
+    OUT.write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n")
     write_section(PAGE, "theory-and-measurement", markdown(rows))
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the section of the page: a table per grown size, with theory and measurement of the observables that tell presets apart."""
+    """Return the section of the page, with one table of the observables `SHOWN` per grown size."""
     lines = [
         "## Every preset: theory and measurement",
         "",
-        "Exponents of observables as one size grows eightfold from width 64, 4 heads, depth 2, under Adam: theory from the preset's",
-        "rules alone (`mupax presets limits`) | the measured slope and its 95 % interval over four seeds. Small sizes stray from exponents",
-        "even where the rule is exact; `allowances.json` says how far. An observable that explodes soon leaves its power law and may fall",
-        "short of it. Without a rule for depth the tokens of a deep stream grow alike, so allowances in depth are wide. *check* is the verdict",
-        "on all observables, and how many are wrong. `python -m scripts.check.theory_and_measurement`",
+        "One size grows eightfold from width 64, 4 heads, depth 2, under Adam. A cell has the",
+        "exponent in theory (`mupax presets limits`) | the measured slope and its 95 % interval",
+        "over four seeds. *check* is the verdict on all observables and how many are wrong.",
+        "",
+        "Small sizes deviate from an exact rule by the amounts in `allowances.json`. These are",
+        "wide in depth for presets without a rule for it. An observable that explodes soon leaves",
+        "its power law. `theory-and-measurement.json` has all observables (`python -m",
+        "scripts.check.theory_and_measurement`).",
         "",
         _agreement(rows),
     ]
@@ -88,29 +105,37 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         # Presets whose rules agree under this axis share a row.
         names: dict[tuple[str, ...], list[str]] = {}
         for row in rows:
-            if row["grow"] == axis:
-                cells = {(o["observable"], o["step"]): o for o in row["observables"]}
-                shown = [_cell(cells.get(key)) for key in SHOWN]
-                names.setdefault((*shown, _verdict(row)), []).append(f"`{row['preset']}`")
+            if row["grow"] != axis:
+                continue
+            observables = {(o["observable"], o["step"]): o for o in row["observables"]}
+            shown = [_cell(observables.get(key)) for key in SHOWN]
+            names.setdefault((*shown, _verdict(row)), []).append(f"`{row['preset']}`")
         for cells, presets_of_row in names.items():
             lines.append(f"| {', '.join(presets_of_row)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _agreement(rows: list[dict[str, Any]]) -> str:
+    """Return a sentence that counts the slopes by verdict."""
     verdicts = collections.Counter(o["verdict"] for row in rows for o in row["observables"])
-    against = sum(count for verdict, count in verdicts.items() if verdict.startswith("contradicts"))
-    explode, healthy = verdicts.pop("explodes", 0), verdicts.pop("as predicted", 0)
-    remainder = [
-        f"{count} {verdict}"
-        for verdict, count in verdicts.items()
-        if not verdict.startswith("contradicts")
-    ]
+    total = verdicts.total()
+    healthy = verdicts.pop("as predicted", 0)
+    explode = verdicts.pop("explodes", 0)
+    contradict = 0
+    remainder = []
+    for verdict, count in verdicts.items():
+        if verdict.startswith("contradicts"):
+            contradict += count
+        else:
+            remainder.append(f"{count} {verdict}")
     bad = ", ".join([f"{explode} explode as predicted", *sorted(remainder)])
-    return f"Of {healthy + explode + verdicts.total()} slopes {healthy} are as predicted, {bad}, and {against} contradict theory."
+    return (
+        f"Of {total} slopes {healthy} are as predicted, {bad}, and {contradict} contradict theory."
+    )
 
 
 def _cell(observable: dict[str, Any] | None) -> str:
+    """Return a table cell: exponent in theory, measured slope and interval."""
     if observable is None:
         return ""
     slope = f"{observable['slope']:+.2f} [{observable['low']:+.2f}, {observable['high']:+.2f}]"
@@ -118,6 +143,7 @@ def _cell(observable: dict[str, Any] | None) -> str:
 
 
 def _verdict(row: dict[str, Any]) -> str:
+    """Return the verdicts of a preset's failed observables with their number, or "passes"."""
     bad = [observable for observable in row["observables"] if not observable["ok"]]
     if not bad:
         return "passes"

@@ -1,4 +1,7 @@
-"""Wrong tables under every optimizer and preset: which mistakes an optimizer reads, and which cannot be told, with the reason."""
+"""Mistakes that theory cannot name, by preset and optimizer, with the reasons.
+
+Used by `scripts.check.structures`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ TABLES = {
     "completep": ("adam", "sgd", "muon", "lion"),
     "spectral": ("adam", "sgd", "muon"),
 }
-"""Presets that the mistakes are made in, and the optimizers that these have a rule for."""
+"""Optimizers that each preset has a rule for. The mistakes are made in all of these presets."""
 _STARTS = (
     "key heads in the value's fan-in",
     "MLP out with the width for fan-in",
@@ -27,13 +30,11 @@ _EPS = ("MLP in with the row of any hidden matrix",)
 
 @dataclass(frozen=True)
 class Untold:
-    """Mistakes that theory does not name.
+    """Mistakes that theory does not name in some presets under some optimizers.
 
     Attributes:
-        presets: in which.
-        optimizers: under which.
-        mistakes: keys of `WRONG`.
-        reason: a clause.
+        mistakes: Keys of `WRONG`.
+        reason: Clause that the page shows.
     """
 
     presets: tuple[str, ...]
@@ -45,69 +46,94 @@ class Untold:
 UNTOLD = (
     Untold(
         tuple(TABLES), ("sgd",), ("value rate x G under GQA",),
-        "in key heads alone right tables explode too, and `check --grow kv_heads` refuses SGD",
+        "right tables explode too when only key heads grow; `check --grow kv_heads` refuses SGD",
     ),
     Untold(
         ("completep", "spectral"), ("adam",), _EPS,
-        "`Preset.uneven`: their rows are of widths that grow together, and eps is not judged where one grows alone",
+        "`Preset.uneven`: their rules assume that widths grow together, "
+        "so eps is not checked when one grows alone",
     ),
     Untold(
         ("spectral",), ("adam", "sgd", "muon"), _STARTS,
-        "a start is bounded by both fans, and where one grows alone the right one is smaller by what the mistake adds",
+        "both fans bound the initial std; when one grows alone, "
+        "the right std is smaller by the factor of the mistake",
     ),
 )  # fmt: skip
 
 
 def untold(preset: str, optimizer: str) -> set[str]:
-    """Mistakes in a preset that cannot be told under an optimizer."""
-    return {
-        name
-        for one in UNTOLD
-        if preset in one.presets and optimizer in one.optimizers
-        for name in one.mistakes
-    }
+    """Return the mistakes that theory cannot name in a preset under an optimizer.
+
+    Returns:
+        Keys of `WRONG`.
+    """
+    names: set[str] = set()
+    for exception in UNTOLD:
+        if preset in exception.presets and optimizer in exception.optimizers:
+            names.update(exception.mistakes)
+    return names
 
 
 def reads(wrong: Wrong, table: Preset, specs: Iterable[ParamSpec], optimizer: str) -> bool:
-    """Whether a mistake changes anything that the optimizer reads: eps is Adam's alone, and of Muon's what it leaves to Adam.
+    """Return whether a mistake changes anything that the optimizer reads.
 
     Args:
-        wrong: the mistake.
-        table: the right one.
-        specs: of the model's parameters.
-        optimizer: that trains.
+        table: Right table, which `wrong` is applied to.
+        specs: `ParamSpec` of every parameter of the model.
     """
-    changed, family = wrong.of(table), table.family(optimizer)
+    wrong_table = wrong.of(table)
+    family = table.family(optimizer)
     for spec in specs:
-        row, other = table.rule(spec), changed.rule(spec)
-        if not (family == "adam" or (family == "muon" and row.muon is None)):
-            other = replace(other, eps=row.eps)
-        if row != other:
+        row = table.rule(spec)
+        wrong_row = wrong_table.rule(spec)
+        # Only Adam reads eps. Muon leaves parameters without a Muon rule to Adam.
+        reads_eps = family == "adam" or (family == "muon" and row.muon is None)
+        if not reads_eps:
+            wrong_row = replace(wrong_row, eps=row.eps)
+        if row != wrong_row:
             return True
     return False
 
 
 def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
-    """Whether what has to name a mistake does: its observable, or one of the same kind and word where others are not read."""
+    """Return whether theory's findings name a mistake.
+
+    The observable of the mistake names it, and so does another one of the same kind with the same
+    verdict: some optimizers do not read the column that makes the first observable wrong.
+
+    Args:
+        troubles: Verdict of theory by observable and step (`scripts.check.structures.troubles`).
+    """
+    if wrong.where in troubles:
+        return True
     kind = wrong.where.partition("/")[0]
-    return wrong.where in troubles or any(
-        name.startswith(f"{kind}/") and word == wrong.word for name, word in troubles.items()
+    return any(
+        name.startswith(f"{kind}/") and verdict == wrong.word for name, verdict in troubles.items()
     )
 
 
 def lines() -> list[str]:
-    """Of the page: what is told under every preset and optimizer, and what is not."""
-    where = "; ".join(
-        f"`{preset}` under {', '.join(optimizers)}" for preset, optimizers in TABLES.items()
+    """Return the lines of the page on mistakes that theory cannot name, with a table of reasons."""
+    by_optimizers: dict[tuple[str, ...], list[str]] = {}
+    for preset, optimizers in TABLES.items():
+        by_optimizers.setdefault(optimizers, []).append(f"`{preset}`")
+    combinations = "; ".join(
+        f"{', '.join(presets)} under {', '.join(optimizers)}"
+        for optimizers, presets in by_optimizers.items()
     )
     text = [
-        f"The same mistakes are made in {where}, rates in the optimizer's column. An eps is a mistake only where Adam reads it, and one of",
-        f"depth only in presets with a rule for it. Of the {len(WRONG)} these cannot be told:",
+        f"The same mistakes are made in {combinations}. A wrong eps counts only where Adam reads",
+        "it, and a wrong depth exponent only in presets with a rule for depth. Of the",
+        f"{len(WRONG)} these are not named:",
         "",
         "| mistakes | presets | optimizers | why |",
         "|---|---|---|---|",
     ]
-    return text + [
-        f"| {'; '.join(one.mistakes)} | {', '.join(f'`{name}`' for name in one.presets)} | {', '.join(one.optimizers)} | {one.reason} |"
-        for one in UNTOLD
-    ]
+    for exception in UNTOLD:
+        mistakes = "; ".join(exception.mistakes)
+        presets = ", ".join(f"`{name}`" for name in exception.presets)
+        if exception.presets == tuple(TABLES):
+            presets = "all"
+        optimizers = ", ".join(exception.optimizers)
+        text.append(f"| {mistakes} | {presets} | {optimizers} | {exception.reason} |")
+    return text

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train on TPU slices in GKE: fills in jobset.yaml, or calls XPK, which makes its own JobSet.
+# Train on TPU slices in GKE. Fills in jobset.yaml, or calls XPK, which makes its own JobSet.
 #
 #   scripts/launch/gke.sh --name RUN --image IMAGE --accelerator tpu-v5-lite-podslice --topology 16x16 --hosts 64 --chips 4
 #       [--slices 2] [--claim VOLUME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
 #   scripts/launch/gke.sh --xpk CLUSTER --name RUN --image IMAGE --topology v5litepod-256 [--slices 2] [--dry-run] -- RECIPE ...
 #
-# IMAGE has the package installed. --hosts are those of one slice, --chips those of one host. The volume of --claim is mounted
-# on /shared, where --workdir belongs. A run that fails or is preempted starts again and goes on (--resume is added).
+# IMAGE has the package installed. --hosts is the number in one slice, --chips the number in one host. The volume of --claim is
+# mounted on /shared, where --workdir belongs. A run that fails or is preempted is started again and continues (--resume is added).
 set -euo pipefail
 
 usage() { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
@@ -44,7 +44,7 @@ if [[ $xpk ]]; then
     exit
 fi
 
-# Values go into the template as they are; what sed or YAML would read otherwise is refused, not escaped.
+# Values go into the template unchanged. Characters with a meaning in YAML are refused, not escaped.
 filled=$(<"$(dirname "${BASH_SOURCE[0]}")/jobset.yaml")
 volume='emptyDir: {}'
 [[ ! $claim ]] || volume="persistentVolumeClaim: {claimName: $claim}"

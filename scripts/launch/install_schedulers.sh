@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install what the tests marked `schedulers` start: wheels into FOLDER, and, as root on Debian, SLURM and Open MPI 4. Nothing goes
-# into the environment of PYTHON. What cannot be had is named here, and its tests are skipped.
+# Install the programs that the tests marked `schedulers` start: wheels into FOLDER and, as root on Debian, SLURM and Open MPI 4.
+# Nothing is installed into the environment of PYTHON. A program that cannot be installed is named, and its tests are skipped.
 #
 #   scripts/launch/install_schedulers.sh PYTHON FOLDER
 set -uo pipefail
@@ -25,7 +25,7 @@ if ((${#packages[@]})); then
     fi
 fi
 
-# uv, because pip takes two minutes for what it does in ten seconds. Ray takes the locked versions of what it shares with a run.
+# uv takes ten seconds where pip takes two minutes. Ray gets the locked versions of packages that it shares with a run.
 [ -x "$folder/uv/bin/uv" ] \
     || timeout 120 "$python" -m pip --disable-pip-version-check install -q --target "$folder/uv" "uv>=0.6,<0.14" \
     || missing "uv, which installs the wheels"

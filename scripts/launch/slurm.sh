@@ -3,12 +3,12 @@
 #
 #   scripts/launch/slurm.sh --nodes 4 --gpus 8 [--time 24:00:00] [--partition NAME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
 #
-# To be run in the checkout, which all nodes must see, as they must see --workdir. The job is told to stop two minutes before
-# its time is over, saves, and goes on where it was when it is submitted again (--resume is added). After a crash it starts
-# again by itself, at most five times (--restart 5 is added).
+# Call this in the checkout. All nodes must see the checkout and --workdir. Two minutes before its time ends, the job gets
+# SIGTERM and saves. Submit it again to continue (--resume is added). After a crash the run starts again, at most five times
+# (--restart 5 is added).
 set -euo pipefail
 
-usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
+usage() { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
 
 nodes='' gpus='' time=24:00:00 partition='' dry_run=''
 while (($#)); do
@@ -32,7 +32,7 @@ job() {
         signal=TERM@120 open-mode=append 'output=%x-%j.log'
     ((gpus == 0)) || echo "#SBATCH --gpus-per-node=$gpus"
     [[ ! $partition ]] || echo "#SBATCH --partition=$partition"
-    # One process that fails takes the others with it, whatever kept it from telling them.
+    # If one process fails, end the others, even if it could not tell them.
     printf 'srun --kill-on-bad-exit=1'
     printf ' %q' .venv/bin/python -u -m train "$@" --resume --restart 5
     echo

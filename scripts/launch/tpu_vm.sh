@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train on a Cloud TPU VM slice of any number of hosts: the committed checkout goes to all of them, then each starts the run.
+# Train on a Cloud TPU VM slice of any number of hosts. Copies the committed checkout to all hosts and starts the run on each.
 #
 #   scripts/launch/tpu_vm.sh --tpu NAME --zone ZONE [--project NAME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
 #
-# --workdir must be a bucket (gs://...) or a folder that all hosts share. Started again it goes on (--resume is added); after a crash
-# it starts again by itself, at most five times (--restart 5 is added).
+# --workdir must be a bucket (gs://...) or a folder that all hosts share. Call this again to continue a run (--resume is added).
+# After a crash the run starts again, at most five times (--restart 5 is added).
 set -euo pipefail
 
 usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
@@ -37,7 +37,7 @@ run() {
     fi
 }
 
-# uv brings a Python that is new enough; the images have an older one.
+# uv installs Python 3.12; the images have an older Python.
 install='rm -rf mupax && mkdir mupax && tar xzf mupax.tar.gz -C mupax && cd mupax && python3 -m pip install -q --user uv'
 install+=' && ~/.local/bin/uv venv -q --python 3.12 --seed ~/mupax-venv --allow-existing'
 install+=' && ~/.local/bin/uv pip install -q --python ~/mupax-venv/bin/python -r requirements.txt -e ".[tpu,gcs]"'

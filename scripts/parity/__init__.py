@@ -1,1 +1,1 @@
-"""Logits of the same weights here and in `transformers`: docs/howto/huggingface.md."""
+"""Comparison of logits with `transformers`, for docs/howto/huggingface.md."""

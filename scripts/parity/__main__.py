@@ -1,8 +1,11 @@
-"""`python -m scripts.parity`: logits of the same weights here and in `transformers`, both ways, for every family.
+"""Compare logits of the same weights in mupax and in `transformers`, both ways, for every family.
 
-Models have random weights: every matrix, gain and bias its own numbers. `in` reads a file that transformers wrote, `out`
-lets transformers read a file written from a model under a preset, at a size other than the preset's base. `--write` puts
-the table into docs/howto/huggingface.md. Needs torch and transformers (`make parity` installs them).
+    python -m scripts.parity [--write]
+
+Models have random weights: every matrix, gain and bias has its own values. `in` reads files that
+transformers wrote. `out` lets transformers read files that mupax wrote, from a model under a preset
+at another size than the preset's base. `--write` writes docs/evidence/parity.json and the table of
+docs/howto/huggingface.md. Needs torch and transformers (`make parity` installs them).
 """
 
 # Torch is optional and in no lock file.
@@ -48,180 +51,205 @@ PRESETS: dict[str, PresetConfig] = {
     "mup, mean-field form": PresetConfig(name="mup", form="mean-field"),
     "u-mup": PresetConfig(name="u-mup"),
 }
-"""mup and depth-mup are taken relative to the family's proxy; u-mup has absolute numbers."""
+"""Presets by the name in the table. mup and depth-mup get a base of `BASES`; u-mup has none."""
 
 BASES = {"decoder": "lm-proxy", "vit": "vit-proxy", "encoder-decoder": "ed-proxy"}
+"""Base model of the presets, by family."""
 
 
 class Row(NamedTuple):
-    """One comparison."""
+    """Result of one comparison.
+
+    Attributes:
+        model: Key of `MODELS` or `WRITTEN`.
+        way: "in" or "out".
+        preset: Key of `PRESETS`.
+        largest: Largest |logit|.
+        difference: Largest |difference| of a logit in float32.
+    """
 
     model: str
     way: str
     preset: str
     largest: float
-    """Largest |logit|."""
     difference: float
-    """Largest |difference| of a logit, float32."""
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """Model, way and preset of every comparison; a preset that has no rule for the model is left out, and of variants a form."""
+    """Return model, way and preset of every comparison.
+
+    Presets that have no rule for a model are left out. Variants are not compared in the mean-field
+    form.
+    """
     comparisons = []
     for model, config in MODELS.items():
         for name in PRESETS:
             if name == "u-mup" and (config.tied_readout or config.denoises):
-                continue
+                continue  # u-mup has no rule for it
             if name == "mup, mean-field form" and model in VARIANTS:
                 continue
-            comparisons += [(model, way, name) for way in ("in", "out")]
+            comparisons += [(model, "in", name), (model, "out", name)]
     return comparisons
 
 
 def measure(model: str, way: str, preset: str, folder: Path) -> Row:
-    """One comparison, in an empty folder."""
+    """Run one comparison of `cases` and return its row.
+
+    Args:
+        folder: Empty folder, in which the models are saved.
+    """
     config = {**MODELS, **WRITTEN}[model]
     preset_config = PRESETS[preset]
     if preset_config.name in ("mup", "depth-mup"):
         preset_config = replace(preset_config, base=BASES[config.family])
     built, parameterization = definition(config), preset_for(preset_config, config)
     factors = resolve(parameterization, built, parameterization.optimizers[0])
-    theirs_at, ours_at = folder / "theirs", folder / "ours"
+    transformers_folder = folder / "theirs"
+    mupax_folder = folder / "ours"
     if way == "in":
-        random_transformers(config, theirs_at)
-        source = trained.read(theirs_at)
+        random_transformers(config, transformers_folder)
+        source = trained.read(transformers_folder)
         assert source.model == config, (source.model, config)
-        files.write_imported(source, preset_config, ours_at, "random")
-        params: Any = transplant.place(trained.read(ours_at), built, factors)
+        files.write_imported(source, preset_config, mupax_folder, "random")
+        params: Any = transplant.place(trained.read(mupax_folder), built, factors)
     else:
         params = random_params(built, init_stds(parameterization, built))
         plain = fold.absorb_multipliers(params, fold.scales(built, factors))
         record = pretrained.plain.preset_record(preset_config, parameterization, built, factors)
-        files.write_huggingface(
-            pretrained.WeightsSource(
-                config, plain, {name: np.ones(()) for name in plain}, record, []
-            ),
-            theirs_at,
-            "float32",
-        )
+        ones = {name: np.ones(()) for name in plain}
+        source = pretrained.WeightsSource(config, plain, ones, record, [])
+        files.write_huggingface(source, transformers_folder, "float32")
+
     inputs = inputs_of(config)
-    ours = np.asarray(
-        jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
-    )
-    theirs = transformers_logits(theirs_at, *inputs)
-    return Row(model, way, preset, float(np.abs(theirs).max()), float(np.abs(ours - theirs).max()))
+    arrays = [jnp.asarray(array) for array in inputs]
+    logits = jax.jit(built.apply)(params, factors.multiplier, factors.forward, *arrays)
+    ours = np.asarray(logits)
+    theirs = transformers_logits(transformers_folder, *inputs)
+    largest = float(np.abs(theirs).max())
+    difference = float(np.abs(ours - theirs).max())
+    return Row(model, way, preset, largest, difference)
 
 
 def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ...]:
-    """Random tokens [B, T], images [B, size, size, channels], or an encoder's tokens, their mask and a decoder's tokens."""
+    """Return random inputs of a model.
+
+    Returns:
+        Tokens [B, T]; images [B, size, size, channels]; or, for an encoder-decoder, the encoder's
+        tokens and their mask [B, S], and the decoder's tokens [B, T].
+    """
     random = np.random.default_rng(1)
     if isinstance(config, ImageModel):
-        return (
-            random.standard_normal(
-                (batch, config.image_size, config.image_size, config.channels)
-            ).astype(np.float32),
-        )
-    vocab, length = config.sizes()["vocab"], config.example()["inputs"].shape[0]
+        shape = (batch, config.image_size, config.image_size, config.channels)
+        return (random.standard_normal(shape).astype(np.float32),)
+
+    vocab = config.sizes()["vocab"]
+    length = config.example()["inputs"].shape[0]
     tokens = random.integers(vocab, size=(batch, length), dtype=np.int32)
     if not isinstance(config, EncoderDecoderConfig):
         return (tokens,)
     mask = (np.arange(length) < np.array([[length], [length // 2], [3]])).astype(np.int32)
-    return tokens, mask, random.integers(vocab, size=(batch, config.targets), dtype=np.int32)
+    targets = random.integers(vocab, size=(batch, config.targets), dtype=np.int32)
+    return tokens, mask, targets
 
 
 def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Parameters of initial size; gains and biases are random too."""
+    """Return random parameters of their initial size, gains and biases included.
+
+    Args:
+        stds: Initial std of each parameter, one for each layer of a stacked one. Gains and biases
+            start at this value.
+    """
     random = np.random.default_rng(0)
-
-    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        std, normal = (
-            stds[name].reshape(-1, *[1] * (len(shape) - 1)),
-            random.standard_normal(shape, np.float32),
-        )
-        return std + 0.2 * normal if built.specs[name].role in VECTORS else std * normal
-
-    return {
-        name: draw(name, leaf.shape).astype(np.float32) for name, leaf in built.abstract.items()
-    }
+    params = {}
+    for name, leaf in built.abstract.items():
+        std = stds[name].reshape(-1, *[1] * (len(leaf.shape) - 1))
+        normal = random.standard_normal(leaf.shape, np.float32)
+        if built.specs[name].role in VECTORS:
+            values = std + 0.2 * normal
+        else:
+            values = std * normal
+        params[name] = values.astype(np.float32)
+    return params
 
 
 def random_transformers(config: TransformerConfig, folder: Path) -> None:
-    """A model of transformers with random weights, saved as it saves them."""
+    """Save a model of transformers with random weights into a folder, in transformers' format."""
     import torch
     from transformers import AutoConfig
 
     fields = huggingface.to_huggingface(config)
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model, random = _auto(settings).from_config(settings), torch.Generator().manual_seed(0)
+    model = _auto(settings).from_config(settings)
+    random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=random)
-            gain = name.endswith("weight") and value.ndim == 1
-            value.copy_(
-                1 + 0.2 * noise
-                if gain
-                else noise * (0.2 if value.ndim == 1 else value.shape[-1] ** -0.5)
-            )
-        for stack in (
-            (model.model.encoder, model.model.decoder)
-            if isinstance(config, EncoderDecoderConfig) and config.embedding_norm
-            else ()
-        ):
-            stack.embed_tokens.weight.copy_(
-                model.model.shared.weight
-            )  # later versions tie all tables or none
+            if value.ndim > 1:
+                value.copy_(noise * value.shape[-1] ** -0.5)
+            elif name.endswith("weight"):
+                value.copy_(1 + 0.2 * noise)  # a gain
+            else:
+                value.copy_(noise * 0.2)  # a bias
+        if isinstance(config, EncoderDecoderConfig) and config.embedding_norm:
+            # Later versions of transformers tie all embedding tables or none.
+            for stack in (model.model.encoder, model.model.decoder):
+                stack.embed_tokens.weight.copy_(model.model.shared.weight)
     model.save_pretrained(folder)
 
 
 def transformers_logits(folder: Path, inputs: np.ndarray, *extra_inputs: np.ndarray) -> np.ndarray:
-    """Logits of a folder's model by transformers, float32; images are turned to its channels-first order."""
+    """Return the logits of a saved model by transformers in float32.
+
+    Args:
+        inputs: First array of `inputs_of`. Images are transposed to channels first.
+        extra_inputs: Mask and decoder tokens of an encoder-decoder.
+    """
     import torch
     from transformers import AutoConfig
 
-    kind = _auto(AutoConfig.from_pretrained(folder))
+    model_class = _auto(AutoConfig.from_pretrained(folder))
     with torch.no_grad():
-        model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
         if inputs.ndim == 4:
-            return model(torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())).logits.numpy()
+            images = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())
+            return model(images).logits.numpy()
         names = ("input_ids", "attention_mask", "decoder_input_ids")
-        tokens = {
-            name: torch.from_numpy(x.astype(np.int64))
-            for name, x in zip(names, (inputs, *extra_inputs), strict=False)
-        }
-        return model(**tokens).logits.numpy()
+        arguments = {}
+        for name, array in zip(names, (inputs, *extra_inputs), strict=False):
+            arguments[name] = torch.from_numpy(array.astype(np.int64))
+        return model(**arguments).logits.numpy()
 
 
 def _auto(settings: Any) -> Any:
-    """The class of transformers that makes a config's model."""
+    """Return the auto class of transformers that makes the model of a config."""
     import transformers
 
-    kind = settings.architectures[0].removeprefix(
-        settings.__class__.__name__.removesuffix("Config").removesuffix("Text")
-    )
+    family = settings.__class__.__name__.removesuffix("Config").removesuffix("Text")
+    suffix = settings.architectures[0].removeprefix(family)
     return {
         "LMHeadModel": transformers.AutoModelForCausalLM,
         "ForCausalLM": transformers.AutoModelForCausalLM,
         "ForImageClassification": transformers.AutoModelForImageClassification,
         "ForConditionalGeneration": transformers.AutoModelForSeq2SeqLM,
-    }[kind]
+    }[suffix]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table with one line per model: the largest differences over its presets."""
+    """Return a Markdown table with a row per model and its largest differences over the presets."""
     lines = [
         "| model | read from `transformers` | written for `transformers` |",
         "|---|---|---|",
     ]
     for model in dict.fromkeys(row.model for row in rows):
-        own = [row for row in rows if row.model == model]
-        read = max(row.difference for row in own if row.way == "in")
-        written = max(row.difference for row in own if row.way == "out")
+        model_rows = [row for row in rows if row.model == model]
+        read = max(row.difference for row in model_rows if row.way == "in")
+        written = max(row.difference for row in model_rows if row.way == "out")
         lines.append(f"| {model} | {read:.1e} | {written:.1e} |")
     return "\n".join(lines)
 
 
 def recorded() -> list[Row]:
-    """Return the committed rows."""
+    """Return the rows of docs/evidence/parity.json."""
     return [Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
 
 
@@ -230,11 +258,11 @@ class Options:
     """Flags of the command."""
 
     write: Switch = False
-    """Write the rows and the table of the page."""
+    """Write the record and the table of the page."""
 
 
 def main() -> None:
-    """Measure every case and print the table."""
+    """Run every comparison, print the table and, with `--write`, write record and page."""
     args = harness.parse(Options)
     rows = []
     for case in cases():
@@ -243,10 +271,9 @@ def main() -> None:
     text = table(rows)
     print(text)
     if args.write:
-        versions = {
-            name: importlib.metadata.version(name).split("+")[0]
-            for name in ("transformers", "torch", "jax")
-        }
+        versions = {}
+        for name in ("transformers", "torch", "jax"):
+            versions[name] = importlib.metadata.version(name).split("+")[0]
         about = {"command": "python -m scripts.parity --write", "versions": versions}
         content = harness.with_rows(about, "rows", [row._asdict() for row in rows])
         RECORD.write_text(content)

@@ -1,4 +1,7 @@
-"""A small model of every family and layout that `transformers` has too."""
+"""A small model of every family and layout that `transformers` has, too.
+
+Used by `scripts.parity` and by tests of the export.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,20 @@ from mupax.zoo.transformer import RoutingConfig, TransformerConfig
 
 GPT2 = DecoderConfig(width=48, depth=3, num_heads=6, vocab_size=97, seq_len=29, tied=True)
 LLAMA = DecoderConfig(
-    width=48, depth=3, num_heads=6, head_dim=10, vocab_size=97, seq_len=29, mlp_ratio=2.5, norm_eps=1e-6,
-    positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
-)  # fmt: skip
+    width=48,
+    depth=3,
+    num_heads=6,
+    head_dim=10,
+    vocab_size=97,
+    seq_len=29,
+    mlp_ratio=2.5,
+    norm_eps=1e-6,
+    positions="rotary",
+    rope_theta=500_000.0,
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+)
 NEOX = replace(
     GPT2,
     positions="rotary",
@@ -23,13 +37,27 @@ NEOX = replace(
     bias=True,
 )
 GEMMA = replace(
-    LLAMA, num_kv_heads=3, activation="geglu", tied=True, post_norm=True, window=5, full_every=2, attention_softcap=2.0,
+    LLAMA,
+    num_kv_heads=3,
+    activation="geglu",
+    tied=True,
+    post_norm=True,
+    window=5,
+    full_every=2,
+    attention_softcap=2.0,
     logit_softcap=3.0,
-)  # fmt: skip
+)
 VIT = ViTConfig(
-    width=48, depth=3, num_heads=6, image_size=12, patch_size=4, num_classes=11, pool="cls", activation="gelu_exact",
+    width=48,
+    depth=3,
+    num_heads=6,
+    image_size=12,
+    patch_size=4,
+    num_classes=11,
+    pool="cls",
+    activation="gelu_exact",
     norm_eps=1e-12,
-)  # fmt: skip
+)
 MBART = EncoderDecoderConfig(
     width=48,
     depth=3,
@@ -40,10 +68,24 @@ MBART = EncoderDecoderConfig(
     activation="gelu_exact",
 )
 T5 = EncoderDecoderConfig(
-    width=48, depth=3, encoder_depth=2, num_heads=6, head_dim=10, vocab_size=97, seq_len=23, target_len=17, mlp_ratio=2.5,
-    activation="relu", norm="rmsnorm", norm_eps=1e-6, bias=False, positions="relative", distance_buckets=16,
-    longest_distance=20, embedding_norm=False,
-)  # fmt: skip
+    width=48,
+    depth=3,
+    encoder_depth=2,
+    num_heads=6,
+    head_dim=10,
+    vocab_size=97,
+    seq_len=23,
+    target_len=17,
+    mlp_ratio=2.5,
+    activation="relu",
+    norm="rmsnorm",
+    norm_eps=1e-6,
+    bias=False,
+    positions="relative",
+    distance_buckets=16,
+    longest_distance=20,
+    embedding_norm=False,
+)
 
 VARIANTS: dict[str, TransformerConfig] = {
     "Llama 3.1": replace(
@@ -103,7 +145,7 @@ VARIANTS: dict[str, TransformerConfig] = {
         routing=RoutingConfig(gate="softmax-all"),
     ),
 }
-"""Models that differ from one of the others in a few fields."""
+"""Models that differ from one of `MODELS` in a few fields."""
 
 MODELS: dict[str, TransformerConfig] = {
     "GPT-2, tied": GPT2,
@@ -119,7 +161,10 @@ MODELS: dict[str, TransformerConfig] = {
     "T5 v1.1": replace(T5, tied=False, activation="geglu", target_len=None),
     **VARIANTS,
 }
-"""Sizes at which no two axes are equal that could be mistaken for each other."""
+"""Models by the name in the table.
+
+Sizes differ between any two axes that could be mistaken for each other.
+"""
 
 WRITTEN: dict[str, TransformerConfig] = {
     "SigLIP, fixed positions": replace(
@@ -130,4 +175,7 @@ WRITTEN: dict[str, TransformerConfig] = {
         VARIANTS["Qwen3-MoE"], routing=RoutingConfig(gate="softmax", capacity_factor=7.0)
     ),
 }
-"""Models that are written as another one of the same logits (`mupax.zoo.huggingface.equivalent`), and so read as that one."""
+"""Models that are written as another model of the same logits, and read as that other model.
+
+`mupax.zoo.huggingface.equivalent` has the other model.
+"""

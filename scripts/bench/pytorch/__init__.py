@@ -1,1 +1,1 @@
-"""The same models, steps and runs in PyTorch."""
+"""Benchmarks against PyTorch: models, steps and runs as in mupax."""

@@ -1,14 +1,19 @@
-"""Model FLOPs utilization of whole training steps in bfloat16 on one GPU, against PyTorch on the same GPU in the same run.
+"""Measure model FLOPs utilization of training steps on one GPU, in mupax and in PyTorch.
 
-    python -m scripts.bench.pytorch.gpu_mfu [--minutes 10] [--steps 20] [--profile [FOLDER]] [--json FILE.json]
+    python -m scripts.bench.pytorch.gpu_mfu [--minutes 10] [--steps 20] [--profile [FOLDER]]
+        [--json FILE.json]
 
-The most telling points come first: of every model, both sides at the batch that most likely is best, and a sweep of small models
-vmapped against runs of their own (`scripts.bench.runs.sweep_cost`); then other batches, then other ways to compile. What the
-minutes do not reach is listed. The best point of each side counts. FLOPs are the model's own (`mupax.zoo.families`: matrix
-products, half of a causal context), whatever is computed again. PyTorch is the twin of `scripts.bench.pytorch.models` under
-`torch.compile` with its flash attention, autocast to bfloat16 and fused AdamW, as its users train. Each point runs in a process of
-its own (`scripts.bench.pytorch.gpu_point`), so that one framework's memory never takes from the other's.
-Needs JAX and PyTorch with CUDA; no data. On another device `--tiny` shows that it runs.
+The most telling points come first: of every model, both sides at the batch size that most likely is
+best, and a sweep of small models against runs of their own (`scripts.bench.runs.sweep_cost`). Then
+come other batch sizes, then other ways to compile. Points that the minutes do not reach are listed.
+
+The best point of each side counts. All is in bfloat16. FLOPs are the model's own
+(`mupax.zoo.families`: matrix products, half of a causal context), without what is computed again.
+PyTorch trains the model of `scripts.bench.pytorch.models` as its users do: under `torch.compile`,
+with flash attention, autocast to bfloat16 and fused AdamW. Each point runs in a process of its own
+(`scripts.bench.pytorch.gpu_point`), so that one framework's memory never takes from the other's.
+
+Needs JAX and PyTorch with CUDA, and no data. On another device `--tiny` shows that it runs.
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ BATCHES = {
     "gpt2-medium": [32, 48, 16, 8],
     "vit-s16": [512, 1024, 256],
 }
-"""Models, the most telling first, and sequences or images per step that are tried, the most likely best first."""
+"""Batch sizes to try, by model. The most telling model is first.
+
+Of each model, the batch size that is most likely best is first.
+"""
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mupax": [
@@ -45,19 +53,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "torch": [{}],
 }
-"""What each side may do, the most likely best first; its best counts."""
+"""Compute settings to try on each side, the one that is most likely best first."""
 
 SWEEP = "sweep"
-"""Name of the point that is a sweep against runs of their own, beside the models'."""
+"""Name of the point that measures a sweep against runs of their own."""
 
 MODELS = (*list(BATCHES)[:3], SWEEP, *list(BATCHES)[3:])
-"""Points in the order in which they are measured."""
+"""Models and the sweep in the order in which they are measured."""
 LEAST_SECONDS = 20.0
-"""A point is not started with less time left: starting and compiling take as much."""
+"""Least time for which a point is started. Starting and compiling take this long."""
 
 
 class Point(NamedTuple):
-    """What one process measures."""
+    """Measurement of one process."""
 
     model: str
     side: str = "mupax"
@@ -66,81 +74,55 @@ class Point(NamedTuple):
 
     @property
     def text(self) -> str:
-        """It in words."""
-        return " ".join(
-            [
-                self.side,
-                self.model,
-                *([str(self.batch_size)] if self.batch_size else []),
-                *(self.variant or {}).values(),
-            ]
-        )
+        """Side, model, batch size and variant in words."""
+        words = [self.side, self.model]
+        if self.batch_size:
+            words.append(str(self.batch_size))
+        return " ".join([*words, *(self.variant or {}).values()])
 
     def command(self, args: Options, folder: Path) -> list[str]:
-        """Return the command that measures it, from the arguments of `main` and a folder of temporary files."""
+        """Return the command that measures this point and writes temporary files into `folder`."""
         tiny = ["--tiny"] if args.tiny else []
         if self.model == SWEEP:
-            words = [
-                "scripts.bench.runs.sweep_cost",
-                "--how",
-                "together",
-                "--alone",
-                "2",
-                "--json",
-                str(folder / "sweep.json"),
-            ]
-            return [
-                sys.executable,
-                "-m",
-                *words,
-                *(["--rates", "2", "--seeds", "1", "--steps", "4"] if tiny else []),
-                *tiny,
-            ]
-        words = [
-            self.side,
-            self.model,
-            str(self.batch_size),
-            "--variant",
-            json.dumps(self.variant or {}),
-        ]
+            words = ["scripts.bench.runs.sweep_cost", "--how", "together", "--alone", "2"]
+            words += ["--json", str(folder / "sweep.json")]
+            if args.tiny:
+                words += ["--rates", "2", "--seeds", "1", "--steps", "4"]
+            return [sys.executable, "-m", *words, *tiny]
+
+        words = ["scripts.bench.pytorch.gpu_point", self.side, self.model, str(self.batch_size)]
+        words += ["--variant", json.dumps(self.variant or {})]
         if args.profile is not None:
             words += ["--profile", str(args.profile / self.text.replace(" ", "-"))]
-        return [
-            sys.executable,
-            "-m",
-            "scripts.bench.pytorch.gpu_point",
-            *words,
-            "--steps",
-            str(args.steps),
-            *tiny,
-        ]
+        return [sys.executable, "-m", *words, "--steps", str(args.steps), *tiny]
 
 
 def plan(
     models: Sequence[str], sides: Sequence[str], batches: Sequence[int] | None, *, tiny: bool
 ) -> list[Point]:
-    """Every point, the most telling first.
+    """Return all points in the order in which they are measured, the most telling first.
 
     Args:
-        models: of `BATCHES`, and `SWEEP`.
-        sides: of `VARIANTS`.
-        batches: in place of each model's.
-        tiny: one variant of one batch.
+        models: Keys of `BATCHES`, and `SWEEP`.
+        sides: Keys of `VARIANTS`.
+        batches: Batch sizes in place of each model's own.
+        tiny: Only plan one variant at one batch size.
     """
-    ranked: list[tuple[tuple[int, int], Point]] = []
+    ranked: list[tuple[tuple[int, bool], Point]] = []
     for model in models:
         if model == SWEEP:
-            ranked.append(((0, 0), Point(SWEEP)))
+            ranked.append(((0, False), Point(SWEEP)))
             continue
+        sizes = batches or ([2] if tiny else BATCHES[model])
         for side in sides:
-            for place, variant in enumerate(VARIANTS[side][: 1 if tiny else None]):
-                sizes = batches or ([2] if tiny else BATCHES[model])
-                # All models at their first batch, then at others; then the next variant at the first batch, ...
-                ranked += [
-                    ((place, number > 0), Point(model, side, size, variant))
-                    for number, size in enumerate(sizes)
-                ]
-    return [point for _, point in sorted(ranked, key=lambda one: one[0])]
+            variants = VARIANTS[side][:1] if tiny else VARIANTS[side]
+            for variant_rank, variant in enumerate(variants):
+                # All models at their first batch size, then at others; then the next variant at
+                # the first batch size, and so on.
+                for number, size in enumerate(sizes):
+                    rank = (variant_rank, number > 0)
+                    ranked.append((rank, Point(model, side, size, variant)))
+    return [point for _, point in sorted(ranked, key=lambda entry: entry[0])]
 
 
 def measure(
@@ -150,41 +132,53 @@ def measure(
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What was measured, and what was left out, with the reason.
+    """Measure points until the time ends. Return the results, and the points left out with reasons.
 
     Args:
-        points: of `plan`.
-        run: a point and its time limit in seconds to what it measured, with `failed` where it did not.
-        seconds: for all of them.
-        timeout_s: most that one may take.
-        clock: in seconds.
+        points: Points in the order of `plan`.
+        run: Function from a point and its time limit in seconds to its result, which has the key
+            `failed` if the point does not run.
+        seconds: Time for all points together, in seconds.
+        timeout_s: Largest time for one point, in seconds.
+        clock: Function that returns the time in seconds.
     """
-    end, results, left_out = clock() + seconds, [], []
+    end = clock() + seconds
+    results: list[dict[str, Any]] = []
+    left_out: list[str] = []
     for point in points:
-        smaller = [
-            row["batch_size"]
-            for row in results
-            if "failed" in row
-            and (row["side"], row["model"], row["variant"])
-            == (point.side, point.model, point.variant)
-        ]
-        if smaller and point.batch_size >= min(smaller):
-            left_out.append(f"{point.text} (a batch of {min(smaller)} does not run)")
-        elif (left := end - clock()) < LEAST_SECONDS:
+        failed_sizes = [row["batch_size"] for row in results if _failed_like(row, point)]
+        if failed_sizes and point.batch_size >= min(failed_sizes):
+            left_out.append(f"{point.text} (a batch of {min(failed_sizes)} does not run)")
+            continue
+
+        seconds_left = end - clock()
+        if seconds_left < LEAST_SECONDS:
             left_out.append(f"{point.text} (no time left)")
-        else:
-            row = {**point._asdict(), **run(point, min(timeout_s, left))}
-            print(line(row), flush=True)
-            results.append(row)
+            continue
+
+        row = {**point._asdict(), **run(point, min(timeout_s, seconds_left))}
+        print(line(row), flush=True)
+        results.append(row)
     return results, left_out
 
 
+def _failed_like(row: dict[str, Any], point: Point) -> bool:
+    """Return whether a result is a failure of the point's side, model and variant."""
+    same_kind = (row["side"], row["model"], row["variant"]) == (
+        point.side,
+        point.model,
+        point.variant,
+    )
+    return "failed" in row and same_kind
+
+
 def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
-    """Return what a point's process says, or `failed` and why."""
+    """Run a point in a process of its own and return its result, or the reason under `failed`."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
     with tempfile.TemporaryDirectory() as folder:
         words = point.command(args, Path(folder))
-        # A group of its own: what it started, compilers among them, ends with it.
+        # A process group of its own: the processes that a point starts, such as compilers, end
+        # with it.
         process = subprocess.Popen(
             words,
             stdout=subprocess.PIPE,
@@ -201,44 +195,55 @@ def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             return {"failed": f"no answer in {timeout_s:.0f} s"}
+
     lines = output.splitlines()
     if process.returncode or not lines or not lines[-1].startswith("{"):
-        return {
-            "failed": (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1][
-                -300:
-            ]
-        }
+        reasons = errors.strip().splitlines() or [f"exit status {process.returncode}"]
+        return {"failed": reasons[-1][-300:]}
     return json.loads(lines[-1])
 
 
 def line(row: dict[str, Any]) -> str:
-    """A result in words."""
-    what = Point(*(row[name] for name in Point._fields)).text
+    """Return a result as one line of text."""
+    text = Point(*(row[name] for name in Point._fields)).text
     if "failed" in row:
-        return f"{what}: does not run ({row['failed']})"
+        return f"{text}: does not run ({row['failed']})"
     if row["model"] == SWEEP:
-        whole, step = (1 / one["ratio"]["runs of their own"] for one in row["results"])
-        return f"{what}: {whole:.1f} times as fast as runs of their own by whole commands, {step:.1f} times by a step"
-    mfu = (
-        f", MFU {100 * row['mfu']:.1f} %"
-        if row["mfu"]
-        else f", no MFU: the peak of {row['device']} is not known"
-    )
-    return f"{what}: {1e3 * row['step_s']:.1f} ms, {row['units_per_s']:.0f} {row['unit']}s/s{mfu}"
+        command, step = (1 / result["ratio"]["runs of their own"] for result in row["results"])
+        return (
+            f"{text}: {command:.1f} times as fast as runs of their own by whole commands, "
+            f"{step:.1f} times by a step"
+        )
+    mfu = f"no MFU: the peak of {row['device']} is not known"
+    if row["mfu"]:
+        mfu = f"MFU {100 * row['mfu']:.1f} %"
+    rate = f"{row['units_per_s']:.0f} {row['unit']}s/s"
+    return f"{text}: {1e3 * row['step_s']:.1f} ms, {rate}, {mfu}"
 
 
 def summary(points: list[dict[str, Any]], left_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Of every model the fastest point of both sides, and their ratio; all points, and those left out."""
-    rows = {}
+    """Return the record of the command.
+
+    Args:
+        points: Results of `measure`; one with the key `failed` counts for nothing.
+        left_out: Points that were not measured, with reasons.
+
+    Returns:
+        `best`, by model the fastest point of each side and the ratio of their FLOP/s; `points`;
+        `left_out`.
+    """
+    best: dict[str, dict[str, Any]] = {}
     for point in points:
-        if "failed" not in point and point["model"] != SWEEP:
-            row = rows.setdefault(point["model"], {})
-            if point["flops_per_s"] > row.get(point["side"], {"flops_per_s": 0})["flops_per_s"]:
-                row[point["side"]] = point
-    for row in rows.values():
-        if len(row) == 2:
-            row["ratio"] = row["mupax"]["flops_per_s"] / row["torch"]["flops_per_s"]
-    return {"benchmark": "gpu_mfu", "best": rows, "points": points, "left_out": [*left_out]}
+        if "failed" in point or point["model"] == SWEEP:
+            continue
+        sides = best.setdefault(point["model"], {})
+        fastest = sides.get(point["side"], {"flops_per_s": 0})
+        if point["flops_per_s"] > fastest["flops_per_s"]:
+            sides[point["side"]] = point
+    for sides in best.values():
+        if len(sides) == 2:
+            sides["ratio"] = sides["mupax"]["flops_per_s"] / sides["torch"]["flops_per_s"]
+    return {"benchmark": "gpu_mfu", "best": best, "points": points, "left_out": [*left_out]}
 
 
 @dataclass(frozen=True)
@@ -246,37 +251,35 @@ class Options:
     """Flags of the command."""
 
     models: tuple[str, ...] = MODELS
+    """Models to measure, and the sweep."""
     batches: tuple[int, ...] = ()
-    """Instead of the batches of each model."""
+    """Batch sizes in place of each model's own."""
     sides: tuple[str, ...] = tuple(VARIANTS)
+    """Sides to measure, mupax and torch by default."""
     minutes: float = 10
     """Minutes for all points together."""
     timeout: float = 240
     """Seconds that one point may take."""
     steps: int = 20
-    """Timed steps of a point, three times over."""
+    """Number of timed steps of a point, three times over."""
     profile: Path | None = None
-    """Also trace a few steps of every point, into a folder each."""
+    """Also trace a few steps of every point, into subfolders of this one (gpu-profile)."""
     tiny: Switch = False
-    """Small models, to see that it runs."""
+    """Use small models, to see that the benchmark runs."""
     json: Path | None = None
     """Also write the result here, after every point."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code: 0, or 1 where nothing ran."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--profile" in words and words[words.index("--profile") + 1 :][:1] in (
-        [],
-        *([w] for w in words if w[:2] == "--"),
-    ):
-        words.insert(words.index("--profile") + 1, "gpu-profile")  # a folder may be left out
+    """Measure, report the results and return the exit code: 0, or 1 if no point ran."""
+    words = _with_profile_folder(sys.argv[1:] if argv is None else argv)
     args = harness.parse(Options, words)
     harness.check_names(args.models, MODELS)
     harness.check_names(args.sides, VARIANTS)
     if args.steps < 1 or args.minutes <= 0:
         harness.refuse(
-            f"--steps {args.steps} --minutes {args.minutes:g}: write at least 1 step, and more than no minutes"
+            f"--steps {args.steps} --minutes {args.minutes:g}: write at least 1 step, and more "
+            "than no minutes"
         )
     points: list[dict[str, Any]] = []
 
@@ -296,6 +299,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["best"]))
     return 0 if any("failed" not in row for row in rows) else 1
+
+
+def _with_profile_folder(words: Sequence[str]) -> list[str]:
+    """Return the words of the command line, with a folder after `--profile` if there is none."""
+    words = list(words)
+    if "--profile" in words:
+        index = words.index("--profile") + 1
+        if index == len(words) or words[index].startswith("--"):
+            words.insert(index, "gpu-profile")
+    return words
 
 
 if __name__ == "__main__":

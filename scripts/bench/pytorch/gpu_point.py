@@ -1,6 +1,9 @@
-"""One point of `scripts.bench.pytorch.gpu_mfu`, in a process of its own: a model's whole training steps timed on this device, and traced.
+"""Measure one point of `scripts.bench.pytorch.gpu_mfu` in a process of its own.
 
-python -m scripts.bench.pytorch.gpu_point mupax gpt2 32 --variant '{"remat": "dots"}' [--steps 20] [--profile FOLDER] [--tiny]
+    python -m scripts.bench.pytorch.gpu_point mupax gpt2 32 --variant '{"remat": "dots"}'
+        [--steps 20] [--profile FOLDER] [--tiny]
+
+Times a model's complete training steps on this device. `--profile` also traces some.
 """
 
 # Torch is optional and in no lock file.
@@ -22,11 +25,16 @@ from mupax.command_line import Switch
 from scripts import harness
 
 TRACED_STEPS = 3
-"""Steps of a trace, after the timed ones."""
+"""Number of traced steps, after the timed ones."""
 
 
 def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool) -> Any:
-    """The run of a named model in bfloat16."""
+    """Return the run of a named model in bfloat16.
+
+    Args:
+        variant: Fields of `ComputeConfig`.
+        tiny: Shrink the model to width 32 and depth 2.
+    """
     from mupax.zoo import configs
     from mupax.zoo.configs import ComputeConfig
     from scripts.bench.pytorch.step import config_of as run_of
@@ -34,34 +42,44 @@ def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool
     model = replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", **variant))
     if tiny:
         small = {"width": 32, "depth": 2, "num_heads": 2, "head_dim": None, "num_kv_heads": None}
-        text = {"vocab_size": 64, "seq_len": 16}
-        image = {"image_size": 32, "num_classes": 10}
-        model = replace(model, **small, **(text if model.task == "tokens" else image))  # pyright: ignore
+        if model.task == "tokens":
+            small |= {"vocab_size": 64, "seq_len": 16}
+        else:
+            small |= {"image_size": 32, "num_classes": 10}
+        model = replace(model, **small)  # pyright: ignore[reportArgumentType]
     return run_of(model, batch_size)
 
 
 def jax_point(config: Any) -> Callable[[], None]:
-    """One step on the device, returning when it is queued."""
+    """Return a function that queues one step of mupax, with a function `wait` for all of them."""
     import jax
 
     from mupax.train.core.program import assemble
     from scripts.bench.pytorch.step import batches_of
 
     program = assemble(config, jax.devices()[:1])
-    compiled, state, run = program.compile_train(), program.initial_state(), program.step_inputs()
+    compiled = program.compile_train()
+    state = program.initial_state()
+    step_inputs = program.step_inputs()
     batch = jax.device_put(batches_of(program, 1)[0])
     metrics: Any = None
 
     def step() -> None:
         nonlocal state, metrics
-        state, metrics = compiled(state, run, batch)
+        state, metrics = compiled(state, step_inputs, batch)
 
-    step.wait = lambda: jax.block_until_ready((state, metrics))  # pyright: ignore[reportFunctionMemberAccess]
+    def wait() -> None:
+        jax.block_until_ready((state, metrics))
+
+    step.wait = wait  # pyright: ignore[reportFunctionMemberAccess]
     return step
 
 
 def torch_point(config: Any) -> Callable[[], None]:
-    """The same in PyTorch; random weights, since only time is compared here."""
+    """Return a function that queues one step in PyTorch, with a function `wait` for all of them.
+
+    The weights are random, since only time is compared.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -70,8 +88,10 @@ def torch_point(config: Any) -> Callable[[], None]:
 
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, opt, size = config.model, config.optimizer, config.data.batch_size
+    model = config.model
+    size = config.data.batch_size
     net = torch_models.Transformer(model).to(device)
+    opt = config.optimizer
     optimizer = torch_models.adamw(net, opt.peak_lr, opt.weight_decay, opt.b1, opt.b2, opt.eps)
     if isinstance(model, DecoderConfig):
         inputs = torch.randint(model.vocab_size, (size, model.seq_len), device=device)
@@ -99,7 +119,12 @@ def torch_point(config: Any) -> Callable[[], None]:
 
 
 def timed(step: Any, repeats: int, steps: int) -> float:
-    """Seconds of one step: the median of `repeats` runs of `steps` steps each, after two that compile and warm up."""
+    """Return the seconds of one step, as the median of `repeats` measurements of `steps` steps.
+
+    Args:
+        step: Function of `jax_point` or `torch_point`.
+    """
+    # The first two steps compile and warm up.
     for _ in range(2):
         step()
     step.wait()
@@ -114,12 +139,13 @@ def timed(step: Any, repeats: int, steps: int) -> float:
 
 
 def traced(side: str, step: Any, folder: Path) -> None:
-    """A few more steps in a trace: of JAX for XProf or TensorBoard, of PyTorch for a browser's tracing page.
+    """Trace `TRACED_STEPS` steps into a folder.
+
+    A trace of JAX is for XProf or TensorBoard, one of PyTorch for a browser's tracing page.
 
     Args:
-        side: whose step.
-        step: of `jax_point` or `torch_point`, compiled.
-        folder: gets the files.
+        side: "mupax" or "torch", which chooses the profiler.
+        step: Function of `jax_point` or `torch_point`, already compiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if side == "mupax":
@@ -140,7 +166,7 @@ def traced(side: str, step: Any, folder: Path) -> None:
 
 
 def device_of(side: str) -> str:
-    """What the device is called: by NVIDIA's name, the same on both sides."""
+    """Return the name of the device, which is NVIDIA's on both sides."""
     if side == "mupax":
         import jax
 
@@ -160,33 +186,44 @@ def point(
     profile: Path | None,
     tiny: bool,
 ) -> dict[str, Any]:
-    """Seconds of a step, units per second, FLOP/s and MFU of one side, model and batch, in this process.
+    """Return seconds of a step, units per second, FLOP/s and MFU of one side, model and batch.
 
     Args:
-        side: mupax or torch.
-        name: of the model, as `mupax.zoo.configs.get`.
-        batch_size: sequences or images of a step.
-        variant: fields of `ComputeConfig`; of mupax alone.
-        steps: timed, three times over; the median counts.
-        profile: folder of a trace of a few more steps.
-        tiny: a small model in its place.
+        side: "mupax" or "torch", the framework that trains.
+        name: Name of the model, as of `mupax.zoo.configs.get`.
+        batch_size: Number of sequences or images in a step.
+        variant: Fields of `ComputeConfig`, which PyTorch ignores.
+        steps: Number of timed steps, three times over. The median counts.
+        profile: Folder for a trace of `TRACED_STEPS` more steps.
+        tiny: Use a small model in place of the named one.
     """
     from mupax.train.parallel.hardware import peak_flops
     from mupax.zoo import families
 
     config = config_of(name, batch_size, variant if side == "mupax" else {}, tiny=tiny)
-    step = (jax_point if side == "mupax" else torch_point)(config)
+    step = jax_point(config) if side == "mupax" else torch_point(config)
     seconds = timed(step, 3, steps)
     if profile is not None:
         traced(side, step, profile)
     units = batch_size * config.model.units
-    rate, device = units * families.train_flops(config.model) / seconds, device_of(side)
+    flops_per_s = units * families.train_flops(config.model) / seconds
+    device = device_of(side)
     peak = peak_flops(device)
-    return {
-        "side": side, "model": name, "batch_size": batch_size, **variant, "step_s": seconds, "unit": config.model.unit,
-        "units_per_s": units / seconds, "flops_per_s": rate, "mfu": rate / peak if peak else None, "device": device,
-        **({"profile": str(profile)} if profile else {}),
-    }  # fmt: skip
+    result = {
+        "side": side,
+        "model": name,
+        "batch_size": batch_size,
+        **variant,
+        "step_s": seconds,
+        "unit": config.model.unit,
+        "units_per_s": units / seconds,
+        "flops_per_s": flops_per_s,
+        "mfu": flops_per_s / peak if peak else None,
+        "device": device,
+    }
+    if profile:
+        result["profile"] = str(profile)
+    return result
 
 
 @dataclass(frozen=True)
@@ -197,21 +234,28 @@ class Options:
     model: Positional[str]
     batch_size: Positional[int]
     variant: str = "{}"
-    """Fields of the model's compute section, as JSON."""
+    """Fields of the model's compute section, as a JSON object."""
     steps: int = 20
-    """Timed steps, three times over."""
+    """Number of timed steps, three times over."""
     profile: Path | None = None
-    """Write a trace here."""
+    """Also write a trace into this folder."""
     tiny: Switch = False
-    """A small model, to see that it runs."""
+    """Use a small model, to see that the benchmark runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print one line of JSON; returns the exit code 0."""
+    """Measure the point, print the result as one line of JSON and return the exit code 0."""
     args = harness.parse(Options, argv)
-    variant = json.loads(args.variant)
-    options = {"steps": args.steps, "profile": args.profile, "tiny": args.tiny}
-    print(json.dumps(point(args.side, args.model, args.batch_size, variant, **options)))
+    result = point(
+        args.side,
+        args.model,
+        args.batch_size,
+        json.loads(args.variant),
+        steps=args.steps,
+        profile=args.profile,
+        tiny=args.tiny,
+    )
+    print(json.dumps(result))
     return 0
 
 

@@ -1,8 +1,10 @@
-"""The same decoder and vision transformer in plain PyTorch, from the same weights, for comparisons of speed.
+"""Decoder and vision transformer in plain PyTorch, with the weights of mupax's models.
 
-Written as PyTorch users write them: one product for queries, keys and values, `scaled_dot_product_attention`, fused AdamW.
-Gate and up share a product too. B batch, T positions, H heads, N head dimension.
+Written as PyTorch users write them: one product for queries, keys and values, one for gate and up,
+`scaled_dot_product_attention`, and fused AdamW. Used by the benchmarks of this package.
 """
+
+# Shapes: B batch, T positions, D width, H heads, N head dimension.
 
 # Torch is optional and in no lock file.
 # pyright: reportMissingImports=false
@@ -24,12 +26,17 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig | DecoderConfig) -> None:
         super().__init__()
-        width, bias = config.width, config.bias
-        self.heads, self.kv_heads, self.size = config.num_heads, config.kv_heads, config.heads_dim
-        self.causal, self.gated = isinstance(config, DecoderConfig), config.gated
+        width = config.width
+        bias = config.bias
+        self.heads = config.num_heads
+        self.kv_heads = config.kv_heads
+        self.size = config.heads_dim
+        self.causal = isinstance(config, DecoderConfig)
+        self.gated = config.gated
         self.gelu = "none" if config.activation == "gelu_exact" else "tanh"
         self.rotary = isinstance(config, DecoderConfig) and config.positions == "rotary"
-        self.attention_norm, self.mlp_norm = norm(config), norm(config)
+        self.attention_norm = norm(config)
+        self.mlp_norm = norm(config)
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.size, bias=bias)
         self.out = nn.Linear(self.heads * self.size, width, bias=bias)
         self.up = nn.Linear(width, (2 if self.gated else 1) * config.mlp_dim, bias=bias)
@@ -44,20 +51,27 @@ class Block(nn.Module):
     def attention(
         self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the output of attention [B, T, D], which is added to the stream."""
+        """Return the output of attention [B, T, D], which is added to the residual stream.
+
+        Args:
+            x: Normalized residual stream [B, T, D].
+            cos: Cosines of rotary positions [T, N / 2]; `None` for learned positions.
+            sin: Sines of rotary positions [T, N / 2]; `None` for learned positions.
+        """
         batch, length, _ = x.shape
         sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
         parts = self.qkv(x).split(sizes, dim=-1)
         q, k, v = (part.view(batch, length, -1, self.size).transpose(1, 2) for part in parts)
         if cos is not None and sin is not None:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q = rotate(q, cos, sin)
+            k = rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(
             q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads
         )
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to the stream, [B, T, D], from its norm."""
+        """Return the output of the MLP [B, T, D] for a normalized residual stream [B, T, D]."""
         x = self.up(x)
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
@@ -66,7 +80,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens [B, T] or images [B, H, W, C] to logits."""
+    """Decoder of tokens [B, T], or vision transformer of images [B, height, width, channels]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,39 +99,33 @@ class Transformer(nn.Module):
             learned = True
             self.readout = nn.Linear(config.width, config.num_classes, bias=config.bias)
         self.position = nn.Parameter(torch.zeros(config.seq_len, config.width)) if learned else None
-        # Constants of the model: the patch multiplier, and rotary angles.
-        self.patch_scale, self.readout_scale = 1.0, 1.0
+        # Constants of the model: multipliers and rotary angles.
+        self.patch_scale = 1.0
+        self.readout_scale = 1.0
         if not learned:
             assert isinstance(config, DecoderConfig)
             half = config.heads_dim // 2
-            angle = np.arange(config.seq_len)[:, None] * config.rope_theta ** (
-                -np.arange(half) / half
-            )
-            self.register_buffer(
-                "cos", torch.tensor(np.cos(angle), dtype=torch.float32), persistent=False
-            )
-            self.register_buffer(
-                "sin", torch.tensor(np.sin(angle), dtype=torch.float32), persistent=False
-            )
+            frequencies = config.rope_theta ** (-np.arange(half) / half)
+            angle = np.arange(config.seq_len)[:, None] * frequencies
+            cos = torch.tensor(np.cos(angle), dtype=torch.float32)
+            sin = torch.tensor(np.sin(angle), dtype=torch.float32)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if isinstance(self.config, DecoderConfig):
             h = self.token(inputs)
         else:
-            batch, grid, patch = (
-                len(inputs),
-                self.config.image_size // self.config.patch_size,
-                self.config.patch_size,
-            )
-            cells = (
-                inputs.view(batch, grid, patch, grid, patch, -1)
-                .transpose(2, 3)
-                .reshape(batch, grid * grid, -1)
-            )
-            h = self.patch(self.patch_scale * cells)
+            batch = len(inputs)
+            patch = self.config.patch_size
+            grid = self.config.image_size // patch
+            cells = inputs.view(batch, grid, patch, grid, patch, -1)
+            patches = cells.transpose(2, 3).reshape(batch, grid * grid, -1)
+            h = self.patch(self.patch_scale * patches)
         if self.position is not None:
             h = h + self.position[: h.shape[1]]
-        cos, sin = getattr(self, "cos", None), getattr(self, "sin", None)
+        cos = getattr(self, "cos", None)
+        sin = getattr(self, "sin", None)
         for block in self.blocks:
             h = block(h, cos, sin)
         h = self.norm(h)
@@ -127,48 +135,53 @@ class Transformer(nn.Module):
 
 
 def norm(config: ViTConfig | DecoderConfig) -> nn.Module:
-    """LayerNorm or RMSNorm of the residual stream."""
+    """Return the model's norm of the residual stream, LayerNorm or RMSNorm."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, eps=1e-5)
     return nn.LayerNorm(config.width, eps=1e-5, bias=config.bias)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions in the half-split layout of Llama."""
+    """Return queries or keys [B, H, T, N] with rotary positions in Llama's half-split layout."""
     a, b = x.chunk(2, dim=-1)
-    cos, sin = cos[: x.shape[-2]].to(x.dtype), sin[: x.shape[-2]].to(x.dtype)
+    length = x.shape[-2]
+    cos = cos[:length].to(x.dtype)
+    sin = sin[:length].to(x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
-    """Copy the weights of the JAX model, named as in its definition, into the PyTorch one."""
-    config, w = model.config, {name: np.asarray(value) for name, value in arrays.items()}
+    """Copy the weights of the JAX model into the PyTorch model.
+
+    Args:
+        arrays: Weights by their name in the JAX model's definition.
+    """
+    config = model.config
+    w = {name: np.asarray(value) for name, value in arrays.items()}
 
     def columns(*names: str) -> np.ndarray:
-        """Matrices [L, embed, ...] side by side as PyTorch has them, [L, outputs, embed]."""
-        return np.concatenate(
-            [w[n].reshape(config.depth, config.width, -1) for n in names], axis=2
-        ).swapaxes(1, 2)
+        """Return matrices [L, embed, ...] side by side in PyTorch's layout, [L, outputs, embed]."""
+        matrices = [w[name].reshape(config.depth, config.width, -1) for name in names]
+        return np.concatenate(matrices, axis=2).swapaxes(1, 2)
 
     def put(target: nn.Parameter | torch.Tensor | None, value: np.ndarray) -> None:
         assert target is not None
         assert tuple(target.shape) == value.shape, (target.shape, value.shape)
         target.data.copy_(torch.tensor(value))
 
-    ups = ("block.mlp.gate", "block.mlp.up") if config.gated else ("block.mlp.up",)
-    qkv = columns(*(f"block.attention.{n}" for n in ("query", "key", "value")))
-    up = columns(*ups)
+    qkv = columns("block.attention.query", "block.attention.key", "block.attention.value")
+    if config.gated:
+        up = columns("block.mlp.gate", "block.mlp.up")
+    else:
+        up = columns("block.mlp.up")
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
         put(block.qkv.weight, qkv[i])
         put(block.out.weight, w["block.attention.out"][i].reshape(-1, config.width).T)
         put(block.up.weight, up[i])
         put(block.down.weight, w["block.mlp.down"][i].T)
-        for ours, theirs in (
-            ("attention_norm", block.attention_norm),
-            ("mlp_norm", block.mlp_norm),
-        ):
-            put(theirs.weight, w[f"block.{ours}.gain"][i])  # pyright: ignore[reportArgumentType]
+        put(block.attention_norm.weight, w["block.attention_norm.gain"][i])  # pyright: ignore
+        put(block.mlp_norm.weight, w["block.mlp_norm.gain"][i])  # pyright: ignore
         if config.bias:
             for linear in (block.qkv, block.out, block.up, block.down):
                 linear.bias.data.zero_()
@@ -189,13 +202,10 @@ def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
 def adamw(
     model: nn.Module, lr: float, weight_decay: float, b1: float, b2: float, eps: float
 ) -> torch.optim.AdamW:
-    """Fused AdamW; gains and biases do not decay."""
+    """Return fused AdamW that does not decay gains and biases."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=lr, betas=(b1, b2), eps=eps, fused=True
-    )
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": weight_decay}]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, lr=lr, betas=(b1, b2), eps=eps, fused=True)

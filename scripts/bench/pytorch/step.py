@@ -1,9 +1,10 @@
-"""A training step against the same model in PyTorch, eager and `torch.compile`: same weights, shapes, loss and optimizer.
+"""Compare a training step with the same model in PyTorch, eager and under `torch.compile`.
 
     python -m scripts.bench.pytorch.step [--model lm|vit] [--rounds 20] [--json FILE.json]
 
-All run in one process, in turns, with as many threads. Before anything is timed the losses of both must agree over
-several steps. Needs PyTorch (`pip install -e ".[torch]"`, Python 3.11) and a C++ compiler.
+Weights, shapes, loss and optimizer are the same. All run in one process, in turns, with the same
+number of threads. The losses of all must agree over several steps before anything is timed. Needs
+PyTorch (`pip install -e ".[torch]"`, Python 3.11) and a C++ compiler.
 """
 
 # Torch is optional and in no lock file.
@@ -27,57 +28,68 @@ from scripts import harness
 from scripts.bench import in_turns
 
 LOSS_TOLERANCE = 1e-4
-"""Relative difference of losses over the first steps, float32 and other orders of summation."""
+"""Largest relative difference of losses in float32, which other orders of summation cause."""
 
 
 def config_of(model: ModelConfig, batch_size: int) -> Config:
-    """A run of this model under the standard parameterization: every factor but the patches' is 1."""
-    data = DataConfig(
-        name="python_corpus" if isinstance(model, DecoderConfig) else "digits",
-        batch_size=batch_size,
-    )
+    """Return a run of a model under the standard parameterization.
+
+    Every factor is 1, except that of the patch embedding.
+    """
+    name = "python_corpus" if isinstance(model, DecoderConfig) else "digits"
     return Config(
-        recipe="torch-step", model=model, data=data, mesh=MeshConfig(data=1), preset=PresetConfig(name="sp"), steps=1000,
+        recipe="torch-step",
+        model=model,
+        data=DataConfig(name=name, batch_size=batch_size),
+        mesh=MeshConfig(data=1),
+        preset=PresetConfig(name="sp"),
+        steps=1000,
         optimizer=OptimizerConfig(peak_lr=1e-3, weight_decay=0.01, schedule="constant"),
-    )  # fmt: skip
+    )
 
 
 def lm(compute: ComputeConfig, *, tiny: bool = False) -> Config:
-    """Width 256, depth 4, 8 sequences of 256 bytes."""
+    """Return a run of a decoder of width 256 and depth 4 on 8 sequences of 256 bytes.
+
+    Args:
+        tiny: Use width 32, depth 2 and sequences of 16 bytes.
+    """
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
-    width, length = (32, 16) if tiny else (256, 256)
-    depth = 2 if tiny else 4
-    return config_of(
-        replace(
-            model, width=width, depth=depth, num_heads=width // 32, seq_len=length, compute=compute
-        ),
-        8,
-    )
+    if tiny:
+        model = replace(model, width=32, depth=2, num_heads=1, seq_len=16, compute=compute)
+    else:
+        model = replace(model, width=256, depth=4, num_heads=8, seq_len=256, compute=compute)
+    return config_of(model, 8)
 
 
 def vit(compute: ComputeConfig, *, tiny: bool = False) -> Config:
-    """ViT-S/16 on 16 images of 64x64."""
-    changes: dict[str, Any] = (
-        {"depth": 2, "width": 48, "num_heads": 3, "num_classes": 10} if tiny else {}
-    )
-    model = replace(configs.get("vit-s16"), image_size=64, compute=compute, **changes)  # pyright: ignore
+    """Return a run of ViT-S/16 on 16 images of 64x64.
+
+    Args:
+        tiny: Use width 48, depth 2 and 10 classes.
+    """
+    changes: dict[str, Any] = {}
+    if tiny:
+        changes = {"depth": 2, "width": 48, "num_heads": 3, "num_classes": 10}
+    changes |= {"image_size": 64, "compute": compute}
+    model = replace(configs.get("vit-s16"), **changes)
     return config_of(model, 16)
 
 
 MODELS: dict[str, Callable[..., Config]] = {"lm": lm, "vit": vit}
+"""Functions that make the runs, by name of the model."""
 
 
 def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
-    """Random batches of the model's task."""
-    random, model, size = (
-        np.random.default_rng(0),
-        program.config.model,
-        program.config.data.batch_size,
-    )
+    """Return random batches of the model's task."""
+    random = np.random.default_rng(0)
+    model = program.config.model
+    size = program.config.data.batch_size
+    outputs = model.sizes()[model.output_axis]
+    example = model.example()["inputs"].shape
     batches = []
     for _ in range(count):
-        outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
         if model.task == "tokens":
             tokens = random.integers(0, outputs, (size, example[0] + 1), np.int32)
             batch = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
@@ -89,13 +101,16 @@ def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
 
 
 def jax_step(program: Program, batches: Sequence[dict[str, np.ndarray]]) -> Callable[[], float]:
-    """One step of the run on the next batch; returns its loss."""
-    compiled, state, run = program.compile_train(), program.initial_state(), program.step_inputs()
-    device, index = [jax.device_put(batch) for batch in batches], 0
+    """Return a function that trains one step of the run on the next batch and returns its loss."""
+    compiled = program.compile_train()
+    state = program.initial_state()
+    step_inputs = program.step_inputs()
+    on_device = [jax.device_put(batch) for batch in batches]
+    index = 0
 
     def step() -> float:
         nonlocal state, index
-        state, metrics = compiled(state, run, device[index % len(device)])
+        state, metrics = compiled(state, step_inputs, on_device[index % len(on_device)])
         index += 1
         jax.block_until_ready(state)
         return float(metrics["loss"])
@@ -106,18 +121,25 @@ def jax_step(program: Program, batches: Sequence[dict[str, np.ndarray]]) -> Call
 def torch_step(
     program: Program, batches: Sequence[dict[str, np.ndarray]], *, compiled: bool
 ) -> Callable[[], float]:
-    """Return a training step in PyTorch that starts from the weights of `program`."""
+    """Return a function that trains one step in PyTorch on the next batch and returns its loss.
+
+    The weights are those that `program` starts from.
+
+    Args:
+        compiled: Use `torch.compile`.
+    """
     import torch
     import torch.nn.functional as F
 
     from scripts.bench.pytorch import models as torch_models
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model, opt = torch_models.Transformer(program.config.model), program.config.optimizer
+    model = torch_models.Transformer(program.config.model)
     torch_models.load(model, jax.device_get(program.initial_state().params))
     multipliers = program.inputs.factors.multiplier
     model.patch_scale = float(multipliers.get("patch", 1.0))
     assert all((value == 1).all() for name, value in multipliers.items() if name != "patch")
+    opt = program.config.optimizer
     optimizer = torch_models.adamw(model, opt.peak_lr, opt.weight_decay, opt.b1, opt.b2, opt.eps)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -142,12 +164,17 @@ def torch_step(
 
 
 def check(steps: dict[str, Callable[[], float]], count: int) -> list[float]:
-    """Losses of the first steps.
+    """Take the first steps of all and return mupax's losses.
+
+    Args:
+        count: Number of steps.
 
     Raises:
-        AssertionError: the contenders do not train the same model.
+        AssertionError: The losses differ, so that not the same model is trained.
     """
-    losses = {name: [step() for _ in range(count)] for name, step in steps.items()}
+    losses = {}
+    for name, step in steps.items():
+        losses[name] = [step() for _ in range(count)]
     for name, curve in losses.items():
         np.testing.assert_allclose(curve, losses["mupax"], rtol=LOSS_TOLERANCE, err_msg=name)
     return losses["mupax"]
@@ -156,7 +183,7 @@ def check(steps: dict[str, Callable[[], float]], count: int) -> list[float]:
 def measure(
     name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = False
 ) -> dict[str, Any]:
-    """Losses, times and ratios of one model."""
+    """Return losses, times and ratios of one model, after a check that all losses agree."""
     program = assemble(MODELS[name](compute, tiny=tiny), jax.devices()[:1])
     batches = batches_of(program, 4)
     steps = {
@@ -166,13 +193,14 @@ def measure(
     }
     losses = check(steps, 6)
     axis_sizes = program.definition.sizes
-    sizes = {
-        "width": axis_sizes["embed"], "depth": axis_sizes["layers"], "seq_len": axis_sizes["position"],
-        "batch_size": program.config.data.batch_size, "layers": compute.layers, "params": program.definition.count(),
-    }  # fmt: skip
     return {
         "model": name,
-        **sizes,
+        "width": axis_sizes["embed"],
+        "depth": axis_sizes["layers"],
+        "seq_len": axis_sizes["position"],
+        "batch_size": program.config.data.batch_size,
+        "layers": compute.layers,
+        "params": program.definition.count(),
         "losses": losses,
         **in_turns.compared(in_turns.in_turns(steps, rounds), "mupax"),
     }
@@ -183,13 +211,14 @@ class Options(in_turns.Timing):
     """Flags of the command."""
 
     model: str = "all"
+    """Model to measure, lm, vit or all."""
     layers: Literal["auto", "scan", "unrolled"] = "auto"
-    """Way in which the stack runs."""
+    """Execution of the layers in mupax."""
     rounds: int = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code 0."""
+    """Measure the chosen models, report the results and return the exit code 0."""
     args = in_turns.parse(Options, argv)
     harness.check_names([args.model], [*MODELS, "all"])
     import torch
@@ -198,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compute = ComputeConfig(layers=args.layers)
     results = [measure(name, compute, args.rounds, tiny=args.tiny) for name in names]
     for result in results:
-        ratios = ", ".join(f"{result['ratio'][other]:.3f} of {other}" for other in result["ratio"])
+        ratios = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in result["ratio"].items())
         print(f"{result['model']}: {result['ms']['mupax']:.1f} ms a step, {ratios}")
     in_turns.report("torch_step", results, args.json, torch=torch.__version__)
     return 0

@@ -1,11 +1,15 @@
-"""Rivals on a folder of images within a budget of CPU seconds: logistic regression, and a small convolutional network in PyTorch.
+"""Train a rival on a folder of images within a budget of CPU seconds.
 
-    python -m scripts.bench.recipes.folder_rivals logistic|cnn FOLDER --seconds 60 [--seed 0] [--side 32]
+    python -m scripts.bench.recipes.folder_rivals logistic|cnn FOLDER --seconds 60 [--seed 0]
+        [--side 32]
 
-FOLDER has `train/CLASS` and `test/CLASS`. The budget holds the whole process: start, imports, decoding, the choice of
-settings, training and evaluation. Prints one line of JSON. Needs NumPy, Pillow, scikit-learn and, for cnn, PyTorch; nothing of
-mupax, so that another environment can run it. PyTorch takes one thread: two would wait for one another at every layer, and
-waiting counts as CPU time.
+The rivals are logistic regression and a small convolutional network in PyTorch. FOLDER has
+`train/CLASS` and `test/CLASS`. The budget covers the complete process: start, imports, decoding,
+choice of settings, training and evaluation. The command prints one line of JSON.
+
+Needs NumPy, Pillow, scikit-learn and, for cnn, PyTorch. The models use nothing of mupax, so that an
+environment of their own can run them. PyTorch takes one thread: two would wait for each other at
+every layer, and waiting counts as CPU time.
 """
 
 from __future__ import annotations
@@ -29,15 +33,16 @@ import numpy as np
 from PIL import Image
 
 HELD_OUT = 5
-"""Every so many training images chooses settings of the logistic regression."""
+"""Every fifth training image is held out to choose settings of the logistic regression."""
 REGULARIZATIONS = (0.001, 0.01, 0.1, 1.0)
+"""Values of C, the inverse of the regularization's strength, to try."""
 BATCH = 64
 EVALUATION_RESERVE = 0.03
-"""Share of the budget that is kept for evaluating the network."""
+"""Share of the budget that is reserved for the evaluation of the network."""
 
 
 class Images(NamedTuple):
-    """The images of a folder, all of one size."""
+    """Images of a folder, all of one size, with their labels."""
 
     train_x: np.ndarray
     """uint8 [N, side, side, channels]."""
@@ -47,11 +52,11 @@ class Images(NamedTuple):
 
 
 def load(folder: Path, side: int | None) -> Images:
-    """Decode all images of a folder.
+    """Return all images of a folder.
 
     Args:
-        folder: with `train` and `test`.
-        side: pixels that images are scaled to; the first image's own unless given.
+        folder: Folder with `train/CLASS` and `test/CLASS`.
+        side: Pixels of a side that images are scaled to; `None` leaves them as they are.
     """
     classes = sorted(path.name for path in (folder / "train").iterdir())
     arrays: list[np.ndarray] = []
@@ -71,6 +76,7 @@ def load(folder: Path, side: int | None) -> Images:
 
 
 def _decoded(file: Path, side: int | None) -> np.ndarray:
+    """Return an image as uint8 [side, side, 1 or 3 channels], on white if it is transparent."""
     image = Image.open(file)
     if image.mode in ("RGBA", "LA", "P", "PA"):
         image = image.convert("RGBA")
@@ -83,39 +89,47 @@ def _decoded(file: Path, side: int | None) -> np.ndarray:
 
 
 def logistic(images: Images, seconds: float) -> dict[str, Any]:
-    """Train a logistic regression on the features and at the regularization that do best on held-out training images."""
+    """Train a logistic regression and return its row.
+
+    Features and regularization are those that do best on held-out training images, as far as 60 %
+    of the budget allows to try them.
+
+    Args:
+        seconds: Budget of CPU seconds of the process.
+    """
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    sets: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    feature_sets: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "pixels": _pixels,
-        "small pixels": lambda x: _pixels(_halved(x)),
+        "small pixels": _small_pixels,
         "gradients": _gradients,
-        "gradients and small pixels": lambda x: np.concatenate(
-            [_gradients(x), _pixels(_halved(x))], 1
-        ),
+        "gradients and small pixels": _gradients_and_small_pixels,
     }
-    held = np.arange(len(images.train_y)) % HELD_OUT == 0
+    held_out = np.arange(len(images.train_y)) % HELD_OUT == 0
     best: tuple[float, str, float] | None = None
     tried: dict[str, float] = {}
-    for name, features in sets.items():
+    for name, features in feature_sets.items():
         scaler = StandardScaler().fit(features(images.train_x))
         x = scaler.transform(features(images.train_x))
         for c in REGULARIZATIONS:
             if time.process_time() > 0.6 * seconds:
                 break
             model = LogisticRegression(C=c, max_iter=200, tol=1e-3)
-            model.fit(x[~held], images.train_y[~held])
-            score = float(model.score(x[held], images.train_y[held]))
+            model.fit(x[~held_out], images.train_y[~held_out])
+            score = float(model.score(x[held_out], images.train_y[held_out]))
             tried[f"{name} {c:g}"] = round(score, 4)
             if best is None or score > best[0]:
                 best = score, name, c
+
+    # The best settings are trained on all training images.
     assert best is not None
     _, name, c = best
-    scaler = StandardScaler().fit(sets[name](images.train_x))
+    features = feature_sets[name]
+    scaler = StandardScaler().fit(features(images.train_x))
     model = LogisticRegression(C=c, max_iter=200, tol=1e-3)
-    model.fit(scaler.transform(sets[name](images.train_x)), images.train_y)
-    accuracy = model.score(scaler.transform(sets[name](images.test_x)), images.test_y)
+    model.fit(scaler.transform(features(images.train_x)), images.train_y)
+    accuracy = model.score(scaler.transform(features(images.test_x)), images.test_y)
     return {"accuracy": float(accuracy), "settings": f"{name}, C {c:g}", "tried": tried}
 
 
@@ -123,15 +137,26 @@ def _pixels(x: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1) / 255.0
 
 
+def _small_pixels(x: np.ndarray) -> np.ndarray:
+    return _pixels(_halved(x))
+
+
+def _gradients_and_small_pixels(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([_gradients(x), _small_pixels(x)], 1)
+
+
 def _halved(x: np.ndarray) -> np.ndarray:
-    """Return images of half the side, each pixel the mean of four; those of an odd side as they are."""
+    """Return images at half the side, each pixel the mean of four. An odd side stays as it is."""
     if x.shape[1] % 2:
         return x
     return x.reshape(len(x), x.shape[1] // 2, 2, x.shape[2] // 2, 2, -1).mean((2, 4))
 
 
 def _gradients(x: np.ndarray) -> np.ndarray:
-    """Return histograms of nine unsigned directions in cells of a quarter to an eighth of a side (Dalal and Triggs 2005)."""
+    """Return histograms of gradients in nine unsigned directions (HOG, Dalal and Triggs 2005).
+
+    A cell is a quarter, a seventh or an eighth of the side.
+    """
     grey = x.mean(-1)
     down = np.gradient(grey, axis=1)
     along = np.gradient(grey, axis=2)
@@ -158,17 +183,18 @@ def _gradients(x: np.ndarray) -> np.ndarray:
 def network(
     images: Images, seconds: float, seed: int, width: int, rate: float, shift: float, turn: float
 ) -> dict[str, Any]:
-    """Train a residual convolutional network until the budget ends; the rate follows a cosine over the time that is left.
+    """Train a residual convolutional network until the budget ends and return its row.
 
-    AdamW, batch norm, label smoothing, random shifts and, of images in colour, mirroring.
+    Uses AdamW, batch norm, label smoothing, random shifts and, for images in colour, mirroring. The
+    learning rate follows a cosine over the time that is left.
 
     Args:
-        seconds: CPU seconds of the process.
-        seed: of weights, order and augmentation.
-        width: channels of the first stage; those of the next are twice and four times as many.
-        rate: peak of the learning rate.
-        shift: largest shift, as a share of a side.
-        turn: strength of turning and scaling; 0 only shifts.
+        seconds: Budget of CPU seconds of the process.
+        seed: Seed of the weights, the order of images and the augmentation.
+        width: Channels of the first stage. The next two have twice and four times as many.
+        rate: Learning rate at its peak, after the first tenth of the time.
+        shift: Largest shift, as a share of a side.
+        turn: Strength of rotation and scaling, `0` for none.
     """
     import torch  # pyright: ignore[reportMissingImports]
     from torch import nn  # pyright: ignore[reportMissingImports]
@@ -215,14 +241,18 @@ def network(
     end = seconds * (1 - EVALUATION_RESERVE)
     order: list[int] = []
     steps = 0
-    while (now := time.process_time()) < end:
+    while True:
+        now = time.process_time()
+        if now >= end:
+            break
         share = (now - began) / (end - began)
         current = rate * min(1.0, share / 0.1) * (0.5 + 0.5 * np.cos(np.pi * share))
         for group in optimizer.param_groups:
             group["lr"] = current
         if len(order) < BATCH:
             order += rng.permutation(len(train_y)).tolist()
-        rows, order = order[:BATCH], order[BATCH:]
+        rows = order[:BATCH]
+        order = order[BATCH:]
         x = _shifted(padded[rows], side, pad, rng)
         if channels == 3:
             mirrored = torch.from_numpy(rng.random(len(x)) < 0.5)[:, None, None, None]
@@ -233,17 +263,18 @@ def network(
         loss_of(model(x.contiguous(memory_format=torch.channels_last)), train_y[rows]).backward()
         optimizer.step()
         steps += 1
+
     model.eval()
-    right = 0
+    num_correct = 0
     test_x = torch.from_numpy(images.test_x.astype(np.float32) / 127.5 - 1).permute(0, 3, 1, 2)
     with torch.no_grad():
         for start in range(0, len(test_x), 200):
-            answers = model(test_x[start : start + 200]).argmax(1).numpy()
-            right += int((answers == images.test_y[start : start + 200]).sum())
+            predictions = model(test_x[start : start + 200]).argmax(1).numpy()
+            num_correct += int((predictions == images.test_y[start : start + 200]).sum())
     epochs = steps * BATCH / len(train_y)
     settings = f"width {width}, rate {rate:g}, shift {shift:g}, turn {turn:g}, side {side}"
     return {
-        "accuracy": right / len(test_x),
+        "accuracy": num_correct / len(test_x),
         "settings": settings,
         "steps": steps,
         "epochs": round(epochs, 1),
@@ -251,22 +282,20 @@ def network(
 
 
 def _shifted(padded: Any, side: int, pad: int, rng: np.random.Generator) -> Any:
-    """Return each image of a padded batch at a random place, [B, C, side, side]."""
+    """Return a random crop of each image of a padded batch, [B, C, side, side]."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if not pad:
         return padded
-    places = rng.integers(0, 2 * pad + 1, (len(padded), 2))
-    return torch.stack(
-        [
-            image[:, down : down + side, right : right + side]
-            for image, (down, right) in zip(padded, places, strict=True)
-        ]
-    )
+    corners = rng.integers(0, 2 * pad + 1, (len(padded), 2))
+    crops = []
+    for image, (top, left) in zip(padded, corners, strict=True):
+        crops.append(image[:, top : top + side, left : left + side])
+    return torch.stack(crops)
 
 
 def _turned(x: Any, strength: float, rng: np.random.Generator) -> Any:
-    """Return images turned by up to 20 degrees and scaled by up to a fifth, times a strength."""
+    """Return images rotated by up to 20 degrees and scaled by up to a fifth, times `strength`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     angle = (2 * rng.random(len(x)) - 1) * strength * np.pi / 9
@@ -286,24 +315,27 @@ class Options:
     """Flags of the command."""
 
     rival: Positional[Literal["logistic", "cnn"]]
+    """Rival to train."""
     folder: Positional[Path]
+    """Folder with train/CLASS and test/CLASS."""
     seconds: float
-    """CPU seconds of the process."""
+    """Budget of CPU seconds of the process."""
     seed: int = 0
+    """Seed of the network."""
     side: int | None = None
-    """Pixels that images are scaled to."""
+    """Pixels of a side that images are scaled to. Off by default."""
     width: int = 32
-    """Network's channels of the first stage."""
+    """Channels of the network's first stage."""
     rate: float = 0.003
-    """Network's peak learning rate."""
+    """Peak learning rate of the network."""
     shift: float = 0.125
-    """Network's largest shift."""
+    """Largest random shift for the network, as a share of a side."""
     turn: float = 0.0
-    """Network's strength of turning and scaling."""
+    """Strength of random rotation and scaling for the network. Off by default."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train one rival and print its row."""
+    """Train one rival, print its row and return the exit code 0."""
     args = harness.parse(Options, argv)
     images = load(args.folder, args.side)
     if args.rival == "logistic":

@@ -1,13 +1,20 @@
-"""Small folders at equal CPU seconds: ours, logistic regression and a small convolutional network; docs/evidence/small_folders.json.
+"""Compare mupax's recipe for small folders of images with rivals at equal CPU seconds.
 
-    python -m scripts.bench.recipes.small_folders FOLDER --torch-python PYTHON [--budgets 30 120] [--seeds 5] [--sets emoji ...]
+    python -m scripts.bench.recipes.small_folders FOLDER --torch-python PYTHON [--budgets 30 120]
+        [--seeds 5] [--sets emoji ...] [--render]
 
-FOLDER is what `python -m scripts.vision.small_folders FOLDER` wrote, PYTHON an interpreter with PyTorch, scikit-learn, NumPy and
-Pillow. A budget of S seconds on two cores is 2 S CPU seconds (user and system) of a process and its children, from its start to
-its exit, so that other work on the machine takes the time of nobody. Every seed is another split of the images, which all
-rivals share. Ours has no compilation cache and no scan of the folder from before. Where it took more than its budget it is trained
-again with fewer steps. What has ended is in `FOLDER/rows.json` and is not run again: the same command goes on. `--render` only
-writes the table into docs/howto/data.md.
+The rivals are logistic regression and a small convolutional network (`folder_rivals`). FOLDER is
+the output of `python -m scripts.vision.small_folders FOLDER`. PYTHON is an interpreter with
+PyTorch, scikit-learn, NumPy and Pillow.
+
+A budget of S seconds on two cores is 2 S CPU seconds (user and system) of a process and its
+children, from start to exit, so that other work on the machine takes time from nobody. Every seed
+is another split of the images, which all rivals share. mupax starts without a compilation cache and
+without an earlier scan of the folder. If it exceeds its budget, it is trained again with fewer
+steps.
+
+Completed rows are in `FOLDER/rows.json`; the same command continues. The result is
+docs/evidence/small_folders.json. `--render` only writes its table into docs/howto/data.md.
 """
 
 from __future__ import annotations
@@ -38,66 +45,60 @@ BEGIN = "<!-- small folders: begin -->"
 END = "<!-- small folders: end -->"
 CORES = 2
 CALIBRATION = (20, 120)
-"""Steps of the two runs by which the seconds of a step and of all else are told apart."""
+"""Steps of the two runs that separate the seconds of a step from those of all else."""
 SAFETY = 0.94
-"""Share of the budget that a run of ours is planned for."""
+"""Share of the budget that a run of mupax is planned for."""
 LATE = 1.01
-"""Times the budget that a run may take."""
+"""Largest time of a run of mupax, as a multiple of the budget."""
 RIVALS = ("ours", "logistic", "cnn")
 SIDES = {"emoji": 32, "icons": 32}
-"""Pixels that images are scaled to for the rivals, as for ours; others have their own size."""
+"""Pixels of a side that the rivals' images are scaled to, as mupax's are, by data set.
+
+Images of other data sets keep their size.
+"""
 NETWORKS = {
     "narrow": ["--width", "24"],
     "wide": ["--width", "48"],
     "turned": ["--width", "32", "--turn", "0.4"],
     "still": ["--width", "32", "--shift", "0.06"],
 }
-"""Networks that are tried at the first seed's split; the best trains from all seeds."""
+"""Flags of the networks to try on the first split. The best is trained on all splits."""
 
 
 class Outcome(NamedTuple):
-    """A process that has ended."""
+    """Output and CPU seconds of a process that has ended."""
 
     output: str
     cpu_seconds: float
 
 
 def measured(command: Sequence[str], environment: dict[str, str]) -> Outcome:
-    """Run a process and return its output and the CPU seconds of all that it started."""
+    """Run a process and return its output and the CPU seconds of it and its children.
+
+    Args:
+        environment: Variables to set in addition to those of this process.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
+    if completed.returncode:
         raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            f"{' '.join(command)} ended with {completed.returncode}:\n{completed.stderr[-2000:]}"
         )
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Outcome(done.stdout, round(seconds, 1))
+    return Outcome(completed.stdout, round(seconds, 1))
 
 
 def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
-    """Train the recipe that the command chooses for a folder, in a new process without caches, and return its row."""
+    """Train mupax's recipe for a folder in a new process without caches and return its row."""
     with tempfile.TemporaryDirectory() as temporary:
         workdir = Path(temporary) / "run"
-        words = [
-            sys.executable,
-            "-m",
-            "mupax",
-            "train",
-            "vit-digits",
-            "--data.name",
-            f"images:{images}",
-        ]
-        words += [
-            "--seed",
-            str(seed),
-            "--steps",
-            str(steps),
-            "--optimizer.warmup-steps",
-            str(max(1, steps // 10)),
-        ]
+        words = [sys.executable, "-m", "mupax", "train", "vit-digits"]
+        words += ["--data.name", f"images:{images}"]
+        words += ["--seed", str(seed), "--steps", str(steps)]
+        words += ["--optimizer.warmup-steps", str(max(1, steps // 10))]
         words += ["--workdir", str(workdir)]
         caches = {"MUPAX_DATA": str(Path(temporary) / "data"), "MUPAX_COMPILATION_CACHE": "none"}
         outcome = measured(words, caches)
@@ -111,47 +112,58 @@ def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
 
 
 class Rows:
-    """Rows by name in a file that is written after each."""
+    """Rows by name, in a file that is written after each new row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
     def add(self, name: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Keep a row and print it."""
+        """Add a row, write the file, print the row and return it."""
         self.rows[name] = row
         disk.write_whole(self._path, json.dumps(self.rows, indent=1) + "\n")
-        print(
-            name,
-            json.dumps({key: value for key, value in row.items() if key != "tried"}),
-            flush=True,
-        )
+        printed = {key: value for key, value in row.items() if key != "tried"}
+        print(name, json.dumps(printed), flush=True)
         return row
 
 
 def ours(rows: Rows, folder: Path, name: str, budget: int, seed: int) -> dict[str, Any]:
-    """Return the row of our recipe within a budget, trained where it is not there."""
+    """Return the row of mupax's recipe within a budget, and train it if there is none yet.
+
+    Args:
+        folder: Folder of the data sets, with one `NAME/SEED` for each split.
+        name: Name of a data set, a key of `SETS`.
+        budget: Seconds on two cores, so twice as many CPU seconds.
+        seed: Seed of the split and of the run.
+    """
     key = f"{name} {budget} {seed} ours"
     if key in rows.rows:
         return rows.rows[key]
     images = folder / name / str(seed)
-    few, more = (_calibration(rows, folder, name, steps) for steps in CALIBRATION)
-    a_step = (more["cpu_seconds"] - few["cpu_seconds"]) / (more["steps"] - few["steps"])
-    rest = few["cpu_seconds"] - few["steps"] * a_step
+
+    # Two runs of different length give the seconds of a step and of everything else.
+    short, long = (_calibration(rows, folder, name, steps) for steps in CALIBRATION)
+    step_seconds = (long["cpu_seconds"] - short["cpu_seconds"]) / (long["steps"] - short["steps"])
+    overhead = short["cpu_seconds"] - short["steps"] * step_seconds
+
     seconds = CORES * budget
-    steps = max(1, int((SAFETY * seconds - rest) / a_step))
+    steps = max(1, int((SAFETY * seconds - overhead) / step_seconds))
     row = train(images, seed, steps)
     while row["cpu_seconds"] > LATE * seconds and steps > 1:
-        steps = max(1, int(steps - (row["cpu_seconds"] - SAFETY * seconds) / a_step))
+        excess = row["cpu_seconds"] - SAFETY * seconds
+        steps = max(1, int(steps - excess / step_seconds))
         row = train(images, seed, steps)
-    return rows.add(
-        key, {**row, "seconds_before_steps": round(rest, 1), "seconds_of_a_step": round(a_step, 4)}
-    )
+    row["seconds_before_steps"] = round(overhead, 1)
+    row["seconds_of_a_step"] = round(step_seconds, 4)
+    return rows.add(key, row)
 
 
 def _calibration(rows: Rows, folder: Path, name: str, steps: int) -> dict[str, Any]:
+    """Return the row of a run of mupax of so many steps, and train it if there is none yet."""
     key = f"{name} calibration {steps}"
-    return rows.rows.get(key) or rows.add(key, train(folder / name / "0", 0, steps))
+    if key in rows.rows:
+        return rows.rows[key]
+    return rows.add(key, train(folder / name / "0", 0, steps))
 
 
 def rival(
@@ -164,27 +176,26 @@ def rival(
     python: str,
     words: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the row of a rival within a budget, trained where it is not there.
+    """Return the row of a rival within a budget, and train it if there is none yet.
 
     Args:
-        folder: of the data sets.
-        name: of a data set.
-        budget: seconds on two cores.
-        seed: of the split and of the rival.
-        kind: logistic or cnn.
-        python: interpreter that has what the rival needs.
+        folder: Folder of the data sets, with one `NAME/SEED` for each split.
+        name: Name of a data set, a key of `SETS`.
+        budget: Seconds on two cores, so twice as many CPU seconds.
+        seed: Seed of the split and of the rival.
+        kind: "logistic" or "cnn", the rival of `folder_rivals`.
+        python: Interpreter with PyTorch, scikit-learn, NumPy and Pillow.
+        words: More flags of `folder_rivals`.
     """
     key = " ".join([name, str(budget), str(seed), kind, *words])
     if key in rows.rows:
         return rows.rows[key]
-    side = ["--side", str(SIDES[name])] if name in SIDES else []
-    command = [
-        python,
-        str(ROOT / "scripts/bench/recipes/folder_rivals.py"),
-        kind,
-        str(folder / name / str(seed)),
-    ]
-    command += ["--seconds", str(CORES * budget), "--seed", str(seed), *side, *words]
+    program = str(ROOT / "scripts/bench/recipes/folder_rivals.py")
+    command = [python, program, kind, str(folder / name / str(seed))]
+    command += ["--seconds", str(CORES * budget), "--seed", str(seed)]
+    if name in SIDES:
+        command += ["--side", str(SIDES[name])]
+    command += words
     outcome = measured(command, {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     row = json.loads(outcome.output.splitlines()[-1])
     return rows.add(key, {**row, "cpu_seconds": outcome.cpu_seconds})
@@ -193,24 +204,28 @@ def rival(
 def network(
     rows: Rows, folder: Path, name: str, budget: int, seed: int, python: str
 ) -> dict[str, Any]:
-    """Return the row of the network that does best on the test images of the first split, which is in its favour."""
-    tried = {
-        words: rival(rows, folder, name, budget, 0, "cnn", python, NETWORKS[words])["accuracy"]
-        for words in NETWORKS
-    }
-    best = max(tried, key=lambda words: tried[words])
+    """Return the row of the best network.
+
+    The network is chosen by its accuracy on the test images of the first split, which favours it.
+    """
+    accuracies = {}
+    for network_name, words in NETWORKS.items():
+        row = rival(rows, folder, name, budget, 0, "cnn", python, words)
+        accuracies[network_name] = row["accuracy"]
+    best = max(accuracies, key=lambda network_name: accuracies[network_name])
     return rival(rows, folder, name, budget, seed, "cnn", python, NETWORKS[best])
 
 
 def record(
     rows: Rows, folder: Path, python: str, names: Sequence[str], budgets: Sequence[int], seeds: int
 ) -> Any:
-    """Return accuracies by data set, budget and rival, seed by seed, training what is missing in turns."""
+    """Train what has no row yet, and return rows by data set and budget, then rival, then seed."""
     cells: dict[str, Any] = {}
     for name in names:
         for budget in budgets:
             cell: dict[str, list[Any]] = {kind: [] for kind in RIVALS}
-            for seed in range(seeds):  # rivals in turns, so that all meet the same machine
+            # Rivals take turns, so that all run on the machine in the same state.
+            for seed in range(seeds):
                 cell["ours"].append(ours(rows, folder, name, budget, seed))
                 cell["logistic"].append(
                     rival(rows, folder, name, budget, seed, "logistic", python, [])
@@ -221,23 +236,28 @@ def record(
 
 
 def table(cells: dict[str, Any]) -> str:
-    """Return the figures as a table of Markdown: accuracies in percent, and ours less each rival's, paired by seed."""
+    """Return the table of the page: accuracies in percent, and ours less each rival's.
+
+    Differences are paired by seed.
+    """
     lines = [
-        "| images | seconds on two cores | ours, % | logistic regression, % | small CNN, % | ours less logistic | ours less CNN |",
+        "| images | seconds on two cores | ours, % | logistic regression, % | small CNN, % "
+        "| ours less logistic | ours less CNN |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, cell in cells.items():
-        accuracies = {
-            kind: 100 * np.array([row["accuracy"] for row in cell[kind]]) for kind in RIVALS
-        }
+        accuracies = {}
+        for kind in RIVALS:
+            accuracies[kind] = 100 * np.array([row["accuracy"] for row in cell[kind]])
         data, budget = name.split()
         means = [f"{accuracies[kind].mean():.1f}" for kind in RIVALS]
-        less = [_difference(accuracies["ours"] - accuracies[kind]) for kind in RIVALS[1:]]
-        lines.append(f"| {data} | {budget} | {' | '.join([*means, *less])} |")
+        differences = [_difference(accuracies["ours"] - accuracies[kind]) for kind in RIVALS[1:]]
+        lines.append(f"| {data} | {budget} | {' | '.join([*means, *differences])} |")
     return "\n".join(lines)
 
 
 def _difference(values: np.ndarray) -> str:
+    """Return the mean of paired differences with its interval, as a cell."""
     if len(values) < 2:
         return f"{values.mean():+.1f} (one seed)"
     value, low, high = mean(values)
@@ -245,7 +265,7 @@ def _difference(values: np.ndarray) -> str:
 
 
 def render() -> None:
-    """Write the table of the record into the page."""
+    """Write the table of the record into docs/howto/own_images.md."""
     text = PAGE.read_text()
     start, rest = text.split(BEGIN)
     _, after = rest.split(END)
@@ -258,20 +278,21 @@ class Options:
     """Flags of the command."""
 
     folder: Positional[Path | None] = None
+    """Folder of all data sets."""
     torch_python: str = sys.executable
-    """Interpreter with PyTorch."""
+    """Interpreter with PyTorch, scikit-learn, NumPy and Pillow."""
     budgets: tuple[int, ...] = (30, 120)
-    """Seconds on two cores."""
+    """Budgets in seconds on two cores."""
     seeds: int = 5
-    """Splits and seeds."""
+    """Number of splits, each with a seed of its own."""
     sets: tuple[str, ...] = tuple(SETS)
-    """Data sets."""
+    """Data sets to compare on."""
     render: Switch = False
-    """Write the page's table from the record; train nothing."""
+    """Only write the page's table from the record. Train nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, and write the record and its table."""
+    """Train what has no row yet, write the record and the page, and return the exit code 0."""
     args = harness.parse(Options, argv)
     harness.check_names(args.sets, SETS)
     if not args.render:

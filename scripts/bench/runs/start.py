@@ -1,9 +1,10 @@
-"""What a start costs before anything is trained: processor seconds of commands, with compiled programs kept and without.
+"""Measure the processor time of commands, with and without compiled programs on disk.
 
     python -m scripts.bench.runs.start [--rounds 3] [--one-core] [--json PATH]
 
-Cold is a folder without a compiled program, as on a new machine or after an update; warm is the same command again. A run ends here when
-its first step is done. Data is prepared before, by the first command of all, which does not count.
+Cold is a start without a compiled program on disk, as on a new machine or after an update. Warm is
+the same command again. A run ends here when its first step is complete. A first command, which does
+not count, prepares the data.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from mupax.train.__main__ import main
 main(sys.argv[1:])
 sys.exit("the run ended without its first step")
 """
+"""Program that trains like `mupax train` and ends after the first step."""
 RUNS = ("lm-tiny", "lm-laptop", "vit-digits")
+"""Recipes that are started and trained for one step."""
 WORDS = ("lm-tiny --dry-run", "lm-tiny --help", "--help", "lm-tiny --stepz 3")
-"""Whole commands; the last one has a wrong flag."""
+"""Words of complete commands. The last one has a wrong flag."""
 
 
 @dataclass(frozen=True)
@@ -51,63 +54,78 @@ class Options(in_turns.Timing):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit code."""
+    """Measure every command, report the results and return the exit code 0."""
     args = in_turns.parse(Options, argv)
-    commands = (
-        {}
-        if args.tiny
-        else {f"{name}, to its first step": (True, f"{name} --steps 1") for name in RUNS}
-    )
-    commands |= {f"train {words}": (False, words) for words in WORDS[2 if args.tiny else 0 :]}
-    results = [measured(label, *command, args.rounds) for label, command in commands.items()]
+    results = []
+    if not args.tiny:
+        for name in RUNS:
+            label = f"{name}, to its first step"
+            results.append(measured(label, True, f"{name} --steps 1", args.rounds))
+    for words in WORDS[2:] if args.tiny else WORDS:
+        results.append(measured(f"train {words}", False, words, args.rounds))
     in_turns.report("start", results, args.json)
     return 0
 
 
 def measured(label: str, first_step: bool, words: str, rounds: int) -> dict[str, Any]:
-    """Processor seconds of a command, cold and warm.
+    """Return the processor time of a command, cold and warm, and the ratio of warm to cold.
 
     Args:
-        label: of the row.
-        first_step: whether the run ends after its first step.
-        words: of the command.
-        rounds: of a cold start and a warm one.
+        label: Name of the row in the table `inside`.
+        first_step: Train up to the first step (`FIRST_STEP`) in place of running the command to
+            its end.
+        words: Words of the command after `mupax train`.
+        rounds: Number of pairs of a cold start and a warm one.
     """
     with tempfile.TemporaryDirectory() as name:
         if first_step:
+            # Not counted: this run prepares the data.
             _seconds(first_step, words, Path(name) / "data")
-        folders = [Path(name) / str(number) for number in range(rounds)]
-        pairs = [[_seconds(first_step, words, folder) for _ in range(2)] for folder in folders]
-    cold, warm = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(second / first for first, second in pairs)
+        pairs = []
+        for number in range(rounds):
+            folder = Path(name) / str(number)
+            cold = _seconds(first_step, words, folder)
+            warm = _seconds(first_step, words, folder)
+            pairs.append((cold, warm))
+    median_cold = statistics.median(cold for cold, _ in pairs)
+    median_warm = statistics.median(warm for _, warm in pairs)
+    ratio = statistics.median(warm / cold for cold, warm in pairs)
     return {
         "model": label,
-        "ms": {"warm": round(1e3 * warm, 1), "cold": round(1e3 * cold, 1)},
+        "ms": {"warm": round(1e3 * median_warm, 1), "cold": round(1e3 * median_cold, 1)},
         "ratio": {"cold": round(ratio, 4)},
         "rounds": rounds,
     }
 
 
 def _seconds(first_step: bool, words: str, programs: Path) -> float:
-    """Processor seconds of a command with the folder of its compiled programs; its own end is what counts."""
-    environ = {
+    """Run a command and return its processor seconds.
+
+    Args:
+        programs: Folder of the compiled programs, empty for a cold start.
+
+    Raises:
+        RuntimeError: The command failed for another reason than a wrong flag.
+    """
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("JAX_COMPILATION_CACHE")
     }
-    python = [sys.executable, *(["-c", FIRST_STEP] if first_step else ["-m", "train"])]
+    environment["MUPAX_COMPILATION_CACHE"] = str(programs)
+    command = [sys.executable, "-m", "train"]
+    if first_step:
+        command = [sys.executable, "-c", FIRST_STEP]
+    command += shlex.split(words)
     with tempfile.TemporaryDirectory() as folder:
-        place = ["--workdir", f"{folder}/run"] if first_step or "--dry-run" in words else []
+        if first_step or "--dry-run" in words:
+            command += ["--workdir", f"{folder}/run"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [*python, *shlex.split(words), *place],
-            env={**environ, "MUPAX_COMPILATION_CACHE": str(programs)},
-            capture_output=True,
-            text=True,
-            check=False,
+        completed = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
         )
-    if done.returncode not in (0, 2):  # 2: the wrong flag
-        raise RuntimeError(f"{words}: {done.stderr[-2000:]}")
+    if completed.returncode not in (0, 2):  # 2: the wrong flag
+        raise RuntimeError(f"{words}: {completed.stderr[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -1,9 +1,10 @@
-"""What a sweep saves over runs of its own: `mupax sweep` against one `mupax train` per point, as whole commands.
+"""Compare `mupax sweep` with one `mupax train` per point, as complete commands.
 
     python -m scripts.bench.runs.sweep_cost [--rates 9] [--seeds 2] [--steps 200] [--json PATH]
 
-Whole processes, from start to exit: imports, data, compilation, training, evaluation, files. A run of its own is started for a few of
-the points, spread over the sweep's time, and their median stands for all: points that differ in numbers cost the same.
+Commands are timed from start to exit: imports, data, compilation, training, evaluation, files. Only
+a few points are really trained by runs of their own, before and after the sweep. Their median
+stands for all points, because points that differ in values cost the same.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from scripts.bench import in_turns
 
 TINY = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 64 "
-    "--optimizer.warmup-steps 2"
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "--data.batch-size 16 --data.eval-examples 64 --optimizer.warmup-steps 2"
 )
 
 
@@ -33,19 +34,19 @@ class Options(in_turns.Timing):
     """Flags of the command."""
 
     rates: int = 9
-    """Learning rates."""
+    """Number of learning rates."""
     seeds: int = 2
-    """Seeds of each."""
+    """Number of seeds of each learning rate."""
     steps: int = 200
-    """Steps of each point."""
+    """Training steps of each point."""
     alone: int = 4
-    """Runs of their own that are really started."""
+    """Number of points that are really trained by a run of their own."""
     how: Literal["auto", "together", "in-turn"] = "auto"
-    """As for the sweep."""
+    """Execution of the sweep, as its flag `--how`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit code."""
+    """Measure, report the results and return the exit code 0."""
     args = in_turns.parse(Options, argv)
     results = measure(args)
     in_turns.report("sweep_cost", results, args.json)
@@ -53,67 +54,72 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: Options) -> list[dict[str, Any]]:
-    """Times of the whole commands and of a step, and their ratios."""
-    flags = [*(shlex.split(TINY) if args.tiny else []), "--steps", str(args.steps)]
-    points = args.rates * args.seeds
+    """Return two results: times and ratio of the complete commands, and of a training step."""
+    flags = ["--steps", str(args.steps)]
+    if args.tiny:
+        flags = [*shlex.split(TINY), *flags]
+    num_points = args.rates * args.seeds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone: list[float] = []
-        steps: list[float] = []
+        # Half of the single runs are before the sweep and half after it, because the speed of a
+        # shared machine drifts. The very first run may prepare the data and does not count.
+        _run_alone(folder / "first", flags)
+        before = args.alone // 2
+        alone = [_run_alone(folder / f"alone-{number}", flags) for number in range(before)]
 
-        def run_alone(count: int) -> None:
-            for _ in range(count):
-                workdir = folder / f"alone-{len(list(folder.iterdir()))}"
-                alone.append(_seconds(["train", "lm-tiny", *flags, "--workdir", str(workdir)]))
-                rows = [
-                    json.loads(line)
-                    for line in (workdir / "metrics.jsonl").read_text().splitlines()
-                ]
-                steps.append(statistics.median(row["seconds"] for row in rows if "loss" in row))
+        sweep = ["sweep", "lm-tiny", *flags]
+        sweep += ["--lr", f"2^-10:2^-4:{args.rates}", "--seeds", str(args.seeds)]
+        sweep += ["--how", args.how, "--out", str(folder / "sweep")]
+        sweep_seconds = _seconds(sweep)
 
-        run_alone(1 + args.alone // 2)
-        del alone[0], steps[0]  # it may have prepared the data
-        grid = f"2^-10:2^-4:{args.rates}"
-        sweep = [
-            "sweep",
-            "lm-tiny",
-            *flags,
-            "--lr",
-            grid,
-            "--seeds",
-            str(args.seeds),
-            "--how",
-            args.how,
-        ]
-        whole = _seconds([*sweep, "--out", str(folder / "sweep")])
-        run_alone(args.alone - args.alone // 2)
-        rows = [
-            json.loads(line)
-            for line in (folder / "sweep" / "points.jsonl").read_text().splitlines()
-        ]
-    how = rows[-1]["how"]
-    of_step = statistics.median(row["seconds"] / row["steps"] for row in rows)
+        for number in range(before, args.alone):
+            alone.append(_run_alone(folder / f"alone-{number}", flags))
+        rows = _rows(folder / "sweep" / "points.jsonl")
+
+    execution = rows[-1]["how"]
+    sweep_step = statistics.median(row["seconds"] / row["steps"] for row in rows)
     return [
         _result(
-            f"{points} points of {args.steps} steps, whole commands ({how})",
-            whole,
-            [points * one for one in alone],
+            f"{num_points} points of {args.steps} steps, whole commands ({execution})",
+            sweep_seconds,
+            [num_points * run.seconds for run in alone],
         ),
-        _result("a step", of_step, steps),
+        _result("a step", sweep_step, [run.step_seconds for run in alone]),
     ]
 
 
-def _result(what: str, sweep: float, alone: Sequence[float]) -> dict[str, Any]:
-    own = statistics.median(alone)
+class SingleRun(NamedTuple):
+    """Times of one `mupax train`: the complete command, and the median step."""
+
+    seconds: float
+    step_seconds: float
+
+
+def _run_alone(workdir: Path, flags: Sequence[str]) -> SingleRun:
+    """Train one point by a run of its own and return its times."""
+    seconds = _seconds(["train", "lm-tiny", *flags, "--workdir", str(workdir)])
+    rows = _rows(workdir / "metrics.jsonl")
+    step_seconds = statistics.median(row["seconds"] for row in rows if "loss" in row)
+    return SingleRun(seconds, step_seconds)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _result(label: str, sweep: float, alone: Sequence[float]) -> dict[str, Any]:
+    """Return a result in the form of `in_turns.compared`, from times in seconds."""
+    median_alone = statistics.median(alone)
     return {
-        "model": what,
-        "ms": {"sweep": round(1e3 * sweep, 3), "runs of their own": round(1e3 * own, 3)},
-        "ratio": {"runs of their own": round(sweep / own, 4)},
+        "model": label,
+        "ms": {"sweep": round(1e3 * sweep, 3), "runs of their own": round(1e3 * median_alone, 3)},
+        "ratio": {"runs of their own": round(sweep / median_alone, 4)},
         "rounds": len(alone),
     }
 
 
 def _seconds(words: Sequence[str]) -> float:
+    """Run `mupax` with these words and return the wall time of the process."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "mupax", *words], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began

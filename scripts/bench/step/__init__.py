@@ -1,1 +1,1 @@
-"""A training step and its parts, each way against the others."""
+"""Benchmarks of a training step and its parts: one implementation against others."""

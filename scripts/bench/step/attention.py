@@ -1,9 +1,11 @@
-"""Attention, forward and backward: what `auto` takes on this machine against every other implementation it has.
+"""Compare the attention that `auto` chooses on this machine with every other implementation.
 
-    python -m scripts.bench.step.attention [--batch 8] [--length 256] [--heads 8] [--head-dim 32] [--json FILE.json]
+    python -m scripts.bench.step.attention [--batch 8] [--length 256] [--heads 8] [--head-dim 32]
+        [--json FILE.json]
 
-`merged` is XLA's products with batch and heads in one dimension, `xla` those of `jax.nn.dot_product_attention`; `cudnn` and
-`splash` are measured where they run, in bfloat16.
+Times forward and backward. `merged` is XLA's products with batch and heads in one dimension, `xla`
+those of `jax.nn.dot_product_attention`. `cudnn` and `splash` are measured where they run, in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def implementations(
     q: jax.Array, k: jax.Array, causal: bool
 ) -> dict[str, Callable[..., jax.Array]]:
     """Return the implementations that can run here by name, with the choice of `auto` first."""
-    everywhere = {
+    on_any_device = {
         "auto": partial(attend.attend, causal=causal),
         "merged": partial(attend.merged_attention, causal=causal),
         "xla": lambda q, k, v: jax.nn.dot_product_attention(
@@ -35,36 +37,40 @@ def implementations(
         ),
     }
     kernels = {"splash": flash.splash_attention, "cudnn": flash.cudnn_attention}
-    here = {name: f for name, f in kernels.items() if attend.why_not(name, q, k, causal) is None}  # pyright: ignore
-    return {**everywhere, **{name: partial(f, causal=causal) for name, f in here.items()}}
+    on_this_device = {}
+    for name, kernel in kernels.items():
+        if attend.why_not(name, q, k, causal) is None:  # pyright: ignore[reportArgumentType]
+            on_this_device[name] = partial(kernel, causal=causal)
+    return {**on_any_device, **on_this_device}
 
 
 def measure(sizes: Sequence[int], dtype: str, causal: bool, rounds: int) -> dict[str, Any]:
-    """Times and ratios of forward and backward; outputs must agree first."""
+    """Return times and ratios of forward and backward, after a check that all outputs agree.
+
+    Args:
+        sizes: Shape of queries, keys and values, [batch, length, heads, head_dim].
+    """
     random = np.random.default_rng(0)
     q, k, v, weights = (jnp.asarray(random.standard_normal(sizes), dtype) for _ in range(4))
-    steps, outputs = {}, {}
+
+    steps = {}
+    outputs = {}
     for name, run in implementations(q, k, causal).items():
         outputs[name] = np.asarray(jax.jit(run)(q, k, v), np.float32)
-        grad = jax.jit(
-            jax.grad(lambda q, k, v, run=run: jnp.sum(run(q, k, v) * weights), argnums=(0, 1, 2))
-        )
-        compiled = grad.lower(q, k, v).compile()
+
+        def total(q: jax.Array, k: jax.Array, v: jax.Array, run: Any = run) -> jax.Array:
+            return jnp.sum(run(q, k, v) * weights)
+
+        compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, v).compile()
         steps[name] = lambda compiled=compiled: jax.block_until_ready(compiled(q, k, v))
+
+    tolerance = 1e-4 if dtype == "float32" else 3e-2
     for name, output in outputs.items():
-        np.testing.assert_allclose(
-            output, outputs["xla"], atol=1e-4 if dtype == "float32" else 3e-2, err_msg=name
-        )
-    batch, length, heads, size = sizes
-    shape = {
-        "batch": batch,
-        "length": length,
-        "heads": heads,
-        "head_dim": size,
-        "dtype": dtype,
-        "causal": causal,
-    }
-    return {**shape, **in_turns.compared(in_turns.in_turns(steps, rounds), "auto")}
+        np.testing.assert_allclose(output, outputs["xla"], atol=tolerance, err_msg=name)
+
+    names = ("batch", "length", "heads", "head_dim")
+    facts = {**dict(zip(names, sizes, strict=True)), "dtype": dtype, "causal": causal}
+    return {**facts, **in_turns.compared(in_turns.in_turns(steps, rounds), "auto")}
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,14 @@ class Options(in_turns.Timing):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code 0."""
+    """Measure with and without a causal mask, report the results and return the exit code 0."""
     args = in_turns.parse(Options, argv)
     sizes = (2, 16, 2, 8) if args.tiny else (args.batch, args.length, args.heads, args.head_dim)
     results = [measure(sizes, args.dtype, causal, args.rounds) for causal in (True, False)]
     for result in results:
         mask = "causal" if result["causal"] else "whole"
-        print(
-            f"{mask}: auto takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}"
-        )
+        ratios = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in result["ratio"].items())
+        print(f"{mask}: auto takes {ratios}")
     in_turns.report("attention", results, args.json)
     return 0
 

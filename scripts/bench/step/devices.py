@@ -1,9 +1,9 @@
-"""One device against eight simulated ones on the same cores: the same losses, and what splitting itself costs.
+"""Compare one device with eight simulated ones on the same cores.
 
     python -m scripts.bench.step.devices [--rounds 10] [--json FILE.json]
 
-Eight simulated devices share this machine's cores, so a split step can at best take the time of the whole one: the ratio is
-the cost of splitting, not a speed-up.
+The losses must agree. Eight simulated devices share this machine's cores, so a split step can at
+best take the time of the unsplit one. The ratio is the cost of splitting, not a speed-up.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {"data": 1, "fsdp": 8},
     "tensor": {"data": 4, "tensor": 2},
 }
-"""Besides one device; the batch is 8 sequences."""
+"""Meshes that are compared with one device. The batch is 8 sequences."""
 
 
 def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
-    """Losses, times and ratios of the decoder's step."""
+    """Return losses, times and ratios of the decoder's step, after a check that losses agree."""
     import jax
     import numpy as np
 
@@ -39,13 +39,17 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     config = lm(ComputeConfig(), tiny=tiny)
     if tiny:
         config = replace(config, model=replace(config.model, num_heads=2))
-    steps = {
-        "one": jax_step(one := assemble(config, jax.devices()[:1]), batches := batches_of(one, 2))
-    }
+
+    program = assemble(config, jax.devices()[:1])
+    batches = batches_of(program, 2)
+    steps = {"one": jax_step(program, batches)}
     for name, sizes in MESHES.items():
         program = assemble(replace(config, mesh=MeshConfig(**sizes)), jax.devices()[:DEVICES])
         steps[name] = jax_step(program, batches)
-    losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
+
+    losses = {}
+    for name, step in steps.items():
+        losses[name] = [step() for _ in range(3)]
     for name, curve in losses.items():
         np.testing.assert_allclose(curve, losses["one"], rtol=1e-4, err_msg=name)
     return {"losses": losses["one"], **in_turns.compared(in_turns.in_turns(steps, rounds), "one")}
@@ -57,15 +61,15 @@ class Options(in_turns.Timing):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code 0."""
+    """Measure every mesh, report the result and return the exit code 0."""
     args = in_turns.parse(Options, argv)
     flags = os.environ.get("XLA_FLAGS", "")
-    if FLAG not in flags:  # read once, when JAX starts
+    if FLAG not in flags:
+        # JAX reads the flags once, when it starts.
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={DEVICES}".strip()
     result = measure(args.rounds, tiny=args.tiny)
-    print(
-        f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}"
-    )
+    ratios = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in result["ratio"].items())
+    print(f"one device takes {ratios}")
     in_turns.report("devices", [result], args.json)
     return 0
 

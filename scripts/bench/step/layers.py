@@ -1,6 +1,8 @@
-"""A training step with its layers as a scan against unrolled, and with fused projections: time, and time to compile.
+"""Compare a training step with unrolled layers, with a scan, and with fused projections.
 
-python -m scripts.bench.step.layers [--model lm|vit] [--rounds 20] [--json FILE.json]
+    python -m scripts.bench.step.layers [--model lm|vit] [--rounds 20] [--json FILE.json]
+
+Measures the time of a step and the time to compile.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ WAYS = {
     "scan": ComputeConfig(layers="scan", projections="separate"),
     "unrolled_fused": ComputeConfig(layers="unrolled", projections="fused"),
 }
+"""Compute settings that are compared, by name."""
 
 
 def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
-    """Times and ratios of one model, and seconds to compile each."""
-    steps, compile_s = {}, {}
+    """Return times and ratios of one model, and the seconds to compile each step."""
+    steps = {}
+    compile_s = {}
     for way, compute in WAYS.items():
         program = assemble(MODELS[name](compute, tiny=tiny), jax.devices()[:1])
         began = time.perf_counter()
@@ -46,11 +50,12 @@ class Options(in_turns.Timing):
     """Flags of the command."""
 
     model: str = "all"
+    """Model to measure, lm, vit or all."""
     rounds: int = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code 0."""
+    """Measure the chosen models, report the results and return the exit code 0."""
     args = in_turns.parse(Options, argv)
     harness.check_names([args.model], [*MODELS, "all"])
     names = list(MODELS) if args.model == "all" else [args.model]

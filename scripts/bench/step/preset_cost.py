@@ -1,15 +1,16 @@
-"""What a preset costs: the training step against the same model without a factor under plain `optax.adamw`.
+"""Compare the training step under a preset with the same model under plain `optax.adamw`.
 
-    python -m scripts.bench.step.preset_cost [--rounds 20] [--width 256] [--depth 4] [--json FILE.json]
+    python -m scripts.bench.step.preset_cost [--rounds 20] [--width 256] [--depth 4]
+        [--json FILE.json]
     python -m scripts.bench.step.preset_cost --topology v5e:2x2 --width 1024 --depth 2
 
-Prints one readable line and one JSON object: ratios of FLOPs and bytes (the compiler's count) and of the times of steps
-taken in turns. Goal: 1.00 within 0.03. On a TPU topology the count alone, against the same step without factors: 0.005.
+Prints one readable line and one JSON object: ratios of FLOPs and bytes (the compiler's count) and
+of times in turns. The goal is 1.00 within 0.03. With `--topology` nothing is timed, the baseline is
+the run's own step without factors, and the goal is 0.005.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,10 @@ def config_of(
     head_dim: int = 32,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Config:
-    """A byte-level decoder as `lm-tiny`, of another size, unrolled: nothing hides in a loop whose body counts once."""
+    """Return a run of a byte-level decoder like `lm-tiny`, of any size and with unrolled layers.
+
+    The compiler counts the body of a loop once, so a loop over layers would hide work.
+    """
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
     compute = ComputeConfig(layers="unrolled", dtype=dtype)
@@ -52,10 +56,14 @@ def config_of(
         model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute
     )
     return Config(
-        recipe="preset-cost", model=model, data=DataConfig(name="python_corpus", batch_size=batch_size), mesh=MeshConfig(data=1),
-        preset=PresetConfig(name=preset, base="lm-proxy"), steps=100,
+        recipe="preset-cost",
+        model=model,
+        data=DataConfig(name="python_corpus", batch_size=batch_size),
+        mesh=MeshConfig(data=1),
+        preset=PresetConfig(name=preset, base="lm-proxy"),
+        steps=100,
         optimizer=OptimizerConfig(peak_lr=1e-3, weight_decay=0.01, warmup_steps=10),
-    )  # fmt: skip
+    )
 
 
 def on_chip(
@@ -67,26 +75,27 @@ def on_chip(
 
 
 def with_preset(program: Program) -> jax.stages.Compiled:
-    """The step of a run: (state, run, batch) -> (state, metrics)."""
+    """Return the run's own compiled step: (state, run, batch) -> (state, metrics)."""
     return program.compile_train()
 
 
 def without_factors(program: Program) -> jax.stages.Compiled:
-    """The same model and metrics with constants in place of factors and no multipliers, under `optax.adamw`.
+    """Return a compiled step of the same model without a preset, under `optax.adamw`.
 
-    (params, optimizer state, batch) -> (params, optimizer state, metrics), the first two donated.
+    Constants take the place of factors, and there are no multipliers. The step maps (params,
+    optimizer state, batch) to (params, optimizer state, metrics) and donates the first two.
     """
-    config, definition = program.config, program.definition
-    constants = {
-        n: np.full(f["shape"], neutral(program, n), np.float32)
-        for n, f in definition.factors.items()
-    }
+    config = program.config
+    definition = program.definition
+    constants = {}
+    for name, factor in definition.factors.items():
+        constants[name] = np.full(factor["shape"], neutral(program, name), np.float32)
     table = schedule_table(config.optimizer, config.steps)
     tx = plain_adamw(program, table)
 
     def loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        model: Any = definition.bind(params, constants, layout=program.layout)  # pyright: ignore[reportArgumentType]
-        readout_inputs = model.readout_inputs(batch["inputs"])
+        bound: Any = definition.bind(params, constants, layout=program.layout)  # pyright: ignore
+        readout_inputs = bound.readout_inputs(batch["inputs"])
         measured = on_devices(training=True)
         sums = cross_entropy(
             readout_inputs,
@@ -112,30 +121,33 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     abstract = definition.abstract
     batch = abstract_batch(config.model, config.data.batch_size)
     place = program.layout.replicated
-    # As the run does: where the compiler may choose how the state lies in memory, it may here too.
+    # As in the run: if its compiler may choose the state's layout in memory, it may here, too.
     state: Any = Format(Layout.AUTO, place) if program.free else place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
+    opt_shapes = jax.eval_shape(tx.init, shapes)
     jitted = jax.jit(
         step,
         donate_argnums=(0, 1),
         in_shardings=(state, state, place),
         out_shardings=(state, state, place),
     )
-    return jitted.lower(shapes, jax.eval_shape(tx.init, shapes), batch).compile(
-        compiler_options=program.compiler_options()
-    )
+    lowered = jitted.lower(shapes, opt_shapes, batch)
+    return lowered.compile(compiler_options=program.compiler_options())
 
 
 def folded(program: Program) -> jax.stages.Compiled:
-    """The run's own step with 1 for every factor, known to the compiler, which leaves the products out: what factors cost.
+    """Return the run's own step with every factor a constant 1, as a baseline.
 
-    (state, run, batch) -> (state, metrics), as the run's; the factors in `run` are not looked at.
+    The compiler knows the constants and leaves the products out. The step maps (state, run, batch)
+    to (state, metrics), as the run's does, and ignores the factors in `run`.
     """
-    factors, place = program.inputs.factors, program.layout.replicated
+    factors = program.inputs.factors
+    place = program.layout.replicated
     ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
-    neutral_factors = ones._replace(
-        forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()}
-    )
+    forward = {}
+    for name, factor in factors.forward.items():
+        forward[name] = np.full_like(factor, neutral(program, name))
+    neutral_factors = ones._replace(forward=forward)
     step = make_train_step(
         program.definition, program.tx, program.config.accumulation_steps, program.layout
     )
@@ -154,61 +166,82 @@ def folded(program: Program) -> jax.stages.Compiled:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.abstract
     )
     batch = abstract_batch(program.config.model, program.config.data.batch_size)
-    return jitted.lower(shapes, program.inputs, batch).compile(
-        compiler_options=program.compiler_options()
-    )
+    lowered = jitted.lower(shapes, program.inputs, batch)
+    return lowered.compile(compiler_options=program.compiler_options())
 
 
 def neutral(program: Program, name: str) -> float:
-    """What a model without presets has in place of a forward factor: logits over sqrt(head_dim), branches as they are."""
+    """Return the value of a forward factor in a model without a preset.
+
+    Attention logits are divided by sqrt(head_dim); every other factor is 1.
+    """
     kind = program.definition.factors[name]["kind"]
     return program.definition.sizes["head_dim"] ** -0.5 if kind == "logits" else 1.0
 
 
 def plain_adamw(program: Program, table: np.ndarray) -> optax.GradientTransformation:
-    """`optax.adamw` with the run's constants and schedule; gains and biases do not decay there either."""
+    """Return `optax.adamw` with the run's constants, schedule and mask of decayed parameters.
+
+    Args:
+        table: Learning rate of each step over the peak (`schedule_table`).
+    """
     opt = program.config.optimizer
-    decays = {
-        name: bool(np.any(factor)) for name, factor in program.inputs.factors.weight_decay.items()
-    }
-    schedule = lambda count: opt.peak_lr * jnp.asarray(table)[count]  # noqa: E731
+    # Gains and biases do not decay, as in the run.
+    weight_decay = program.inputs.factors.weight_decay
+    decays = {name: bool(np.any(factor)) for name, factor in weight_decay.items()}
+
+    def schedule(count: Any) -> jax.Array:
+        return opt.peak_lr * jnp.asarray(table)[count]
+
     return optax.adamw(
         schedule, opt.b1, opt.b2, opt.eps, weight_decay=opt.weight_decay, mask=decays
     )
 
 
 def counted(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """FLOPs and bytes of one execution, as the compiler counts them."""
+    """Return the FLOPs and bytes of one execution, as the compiler counts them."""
     cost = compiled.cost_analysis() or {}
     return {"flops": float(cost["flops"]), "bytes": float(cost["bytes accessed"])}
 
 
 def ratios(program: Program) -> dict[str, float]:
-    """FLOPs and bytes with the preset over those without: on TPU the same step without factors, else `without_factors`."""
-    # The TPU's compiler writes to stderr whatever it is asked.
-    with topology.quiet() if program.free else contextlib.nullcontext():
-        ours, plain = (
-            counted(with_preset(program)),
-            counted((folded if program.free else without_factors)(program)),
-        )
+    """Return the ratios of FLOPs and bytes with the preset to those without.
+
+    The baseline is `folded` if the compiler may choose layouts (TPU), otherwise `without_factors`.
+    """
+    if program.free:
+        # The TPU's compiler always writes to stderr.
+        with topology.quiet():
+            ours = counted(with_preset(program))
+            plain = counted(folded(program))
+    else:
+        ours = counted(with_preset(program))
+        plain = counted(without_factors(program))
     return {name: ours[name] / plain[name] for name in ours}
 
 
 def timed(program: Program, rounds: int) -> dict[str, Any]:
-    """Median times of both steps taken in turns, and the ratio; the one without once more, for what noise makes of 1."""
-    ours, plain = with_preset(program), without_factors(program)
-    random, model = np.random.default_rng(0), program.config.model
+    """Return median times of both steps in turns and their ratio.
+
+    The plain step also takes turns with itself; `plain_against_itself` shows what noise makes of a
+    ratio of 1.
+    """
+    ours = with_preset(program)
+    plain = without_factors(program)
+
+    config = program.config
+    model = config.model
     assert isinstance(model, DecoderConfig)
-    tokens = random.integers(
-        0, model.vocab_size, (program.config.data.batch_size, model.seq_len + 1), np.int32
-    )
+    token_shape = (config.data.batch_size, model.seq_len + 1)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, token_shape, np.int32)
     weights = np.ones_like(tokens[:, 1:], np.float32)
     batch = jax.device_put({"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights})
-    state, run = program.initial_state(), program.step_inputs()
+
+    state = program.initial_state()
+    run = program.step_inputs()
     params = jax.tree.map(jnp.array, state.params)
-    opt_state = plain_adamw(
-        program, schedule_table(program.config.optimizer, program.config.steps)
-    ).init(params)
+    tx = plain_adamw(program, schedule_table(config.optimizer, config.steps))
+    opt_state = tx.init(params)
 
     def ours_once() -> None:
         nonlocal state
@@ -222,13 +255,10 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
 
     steps = {"preset": ours_once, "plain": plain_once, "plain_again": plain_once}
     seconds = in_turns.in_turns(steps, rounds)
-    itself = in_turns.compared(
-        {name: seconds[name] for name in ("plain", "plain_again")}, "plain_again"
-    )["ratio"]["plain"]
-    return {
-        **in_turns.compared({name: seconds[name] for name in ("preset", "plain")}, "preset"),
-        "plain_against_itself": itself,
-    }
+    pair = {name: seconds[name] for name in ("preset", "plain")}
+    control = {name: seconds[name] for name in ("plain", "plain_again")}
+    noise = in_turns.compared(control, "plain_again")["ratio"]["plain"]
+    return {**in_turns.compared(pair, "preset"), "plain_against_itself": noise}
 
 
 @dataclass(frozen=True)
@@ -246,28 +276,32 @@ class Options(in_turns.Timing):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code 0."""
+    """Measure, report the results and return the exit code 0."""
     args = in_turns.parse(Options, argv)
-    sizes = (32, 1, 2) if args.tiny else (args.width, args.depth, args.batch_size)
+    if args.tiny:
+        args = replace(args, width=32, depth=1, batch_size=2)
+    sizes = (args.width, args.depth, args.batch_size)
     if args.topology:
         program = on_chip(args.topology, *sizes, args.preset)
     else:
         program = assemble(config_of(*sizes, args.preset), jax.devices()[:1])
+
     cost = ratios(program)
     row = {
-        "width": sizes[0],
-        "depth": sizes[1],
-        "batch_size": sizes[2],
+        "width": args.width,
+        "depth": args.depth,
+        "batch_size": args.batch_size,
         "preset": args.preset,
         **cost,
     }
     line = f"with the preset over without: FLOPs {cost['flops']:.4f}, bytes {cost['bytes']:.4f}"
     if not args.topology:
         row |= timed(program, args.rounds)
-        line += f", time {row['ratio']['plain']:.3f} (the same step against itself {row['plain_against_itself']:.3f})"
+        noise = row["plain_against_itself"]
+        line += f", time {row['ratio']['plain']:.3f} (the same step against itself {noise:.3f})"
     print(line)
-    where = {"device": args.topology} if args.topology else {}
-    in_turns.report("preset_cost", [row], args.json, **where)
+    facts = {"device": args.topology} if args.topology else {}
+    in_turns.report("preset_cost", [row], args.json, **facts)
     return 0
 
 

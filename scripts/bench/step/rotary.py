@@ -1,8 +1,9 @@
-"""Rotary positions by halves and by a product (the way of TPUs), here: time of both, and what becomes of a run's losses.
+"""Compare rotary positions by halves with rotary positions by a matrix product, as on TPUs.
 
-python -m scripts.bench.step.rotary [--one-core] [--json FILE.json]
+    python -m scripts.bench.step.rotary [--one-core] [--json FILE.json]
 
-The losses of a small decoder after some steps, by halves, by the product, and by halves with attention's sums in another order.
+Measures the time of both on this machine, and the losses of a small decoder after some steps: by
+halves, by the product, and, for scale, by halves with attention's sums in another order.
 """
 
 from __future__ import annotations
@@ -33,77 +34,79 @@ Rotary = Callable[..., jax.Array]
 def by_product(
     x_BTHN: jax.Array, theta: float, *options: Any, layout: Layout | None = None
 ) -> jax.Array:
-    """Turn positions as `linear.rotary` does when it is compiled for TPUs.
+    """Rotate positions as `linear.rotary` does when it is compiled for TPUs.
 
     Args:
-        x_BTHN, theta, *options: as there.
-        layout: of the run; another platform takes its place.
+        x_BTHN: Queries or keys, [batch, positions, heads, head_dim].
+        layout: Layout of the run, of which a copy for the platform "tpu" is used.
     """
-    device = Layout(None, {}) if layout is None else copy.copy(layout)
-    device.platform = "tpu"
-    return linear.rotary(x_BTHN, theta, *options, layout=device)
+    tpu_layout = Layout(None, {}) if layout is None else copy.copy(layout)
+    tpu_layout.platform = "tpu"
+    return linear.rotary(x_BTHN, theta, *options, layout=tpu_layout)
 
 
 WAYS: dict[str, Rotary] = {"halves": linear.rotary, "product": by_product}
+"""Implementations that are compared, by name."""
 
 
 def timed(batch: int, length: int, heads: int, size: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each way, forward and backward."""
-    x = jnp.asarray(
-        np.random.default_rng(0).standard_normal((batch, length, heads, size)), jnp.float32
-    )
+    """Return times and ratios of both implementations, forward and backward."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((batch, length, heads, size)), jnp.float32)
+
     steps = {}
-    for name, way in WAYS.items():
-        compiled = (
-            jax.jit(jax.grad(lambda x, way=way: jnp.sum(way(x, 1e4) ** 2))).lower(x).compile()
-        )
+    for name, rotary in WAYS.items():
+
+        def total(x: jax.Array, rotary: Rotary = rotary) -> jax.Array:
+            return jnp.sum(rotary(x, 1e4) ** 2)
+
+        compiled = jax.jit(jax.grad(total)).lower(x).compile()
         steps[name] = lambda compiled=compiled: jax.block_until_ready(compiled(x))
     return {"shape": [*x.shape], **in_turns.compared(in_turns.in_turns(steps, rounds), "halves")}
 
 
-def losses(config: Config, way: Rotary, steps: int) -> list[float]:
-    """Of a run on one batch.
+def losses(config: Config, rotary: Rotary, steps: int) -> list[float]:
+    """Train a decoder on one random batch and return the loss of every step.
 
     Args:
-        config: of a decoder.
-        way: to turn positions.
-        steps: so many.
+        rotary: Implementation of rotary positions, which replaces `linear.rotary`.
     """
-    with mock.patch("mupax.zoo.layers.stack.rotary", way):
+    with mock.patch("mupax.zoo.layers.stack.rotary", rotary):
         program = assemble(replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
         step = program.compile_train()
-    state, numbers, batch, curve = (
-        program.initial_state(),
-        program.step_inputs(),
-        random_batch(program),
-        [],
-    )
+    state = program.initial_state()
+    step_inputs = program.step_inputs()
+    batch = random_batch(program)
+    curve = []
     for _ in range(steps):
-        state, metrics = step(state, numbers, batch)
+        state, metrics = step(state, step_inputs, batch)
         curve.append(float(metrics["loss"]))
     return curve
 
 
 def difference(steps: int) -> dict[str, Any]:
-    """Largest difference of any step's loss from that by halves, relative, of the product and of another order of sums."""
-    tiny = configs.get("lm-tiny")
-    model = replace(tiny, width=64, depth=2, num_heads=2, seq_len=64)
-    other = replace(model, compute=replace(model.compute, projections="fused"))
-    plain = losses(config_of(model, 8), linear.rotary, steps)
+    """Return the largest relative difference of any step's loss from the loss by halves.
+
+    The product is compared, and, for scale, another order of attention's sums.
+    """
+    model = replace(configs.get("lm-tiny"), width=64, depth=2, num_heads=2, seq_len=64)
+    # Fused projections sum in another order.
+    reordered = replace(model, compute=replace(model.compute, projections="fused"))
+    by_halves = losses(config_of(model, 8), linear.rotary, steps)
     curves = {
         "product": losses(config_of(model, 8), by_product, steps),
-        "another order of sums": losses(config_of(other, 8), linear.rotary, steps),
+        "another order of sums": losses(config_of(reordered, 8), linear.rotary, steps),
     }
-    largest = {
-        name: max(abs(a - b) / b for a, b in zip(of, plain, strict=True))
-        for name, of in curves.items()
-    }
+    largest = {}
+    for name, curve in curves.items():
+        largest[name] = max(abs(a - b) / b for a, b in zip(curve, by_halves, strict=True))
     return {
         "steps": steps,
-        "first_loss": plain[0],
-        "last_loss": plain[-1],
-        "same_first": curves["product"][0] == plain[0],
-    } | {"largest_difference": largest}
+        "first_loss": by_halves[0],
+        "last_loss": by_halves[-1],
+        "same_first": curves["product"][0] == by_halves[0],
+        "largest_difference": largest,
+    }
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Options(in_turns.Timing):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code 0."""
+    """Measure times and losses, report the result and return the exit code 0."""
     args = in_turns.parse(Options, argv)
     shape = (1, 16, 2, 8) if args.tiny else (4, 1024, 8, 64)
     result = {

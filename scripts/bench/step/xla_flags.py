@@ -1,8 +1,11 @@
-"""Compiler flags of `train/parallel/hardware.py`, one by one and together, and others that people set, against none: losses and time of steps.
+"""Compare compiler flags with none: losses and time of a recipe's step.
 
-    python -m scripts.bench.step.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...] [--one-core]
+    python -m scripts.bench.step.xla_flags [RECIPE] [--rounds 10] [--json out.json]
+        [--flag NAME=VALUE ...] [--one-core]
 
-runs the recipe's step on the devices at hand, on random data. `--flag` tries flags that are in neither table.
+Flags are those of `train/parallel/hardware.py`, one by one and together, and others that people set
+(`TRIALS`). `--flag` tries flags that are in neither table. The step runs on the devices of this
+machine, on random data.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from scripts import harness
 from scripts.bench.in_turns import compared, in_turns, one_core
 
 LOSSES = 3
+"""Number of losses that are compared."""
 HALF = "--model.compute.dtype bfloat16"
-"""On a CPU another choice, of which the loss differs by rounding."""
+"""Name of a run in bfloat16, which is also measured on CPUs. Its loss differs by rounding."""
 
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext, scripts of Llama 2 on H100"
 _SCRIPTS = "in public training scripts; xla/debug_options_flags.cc"
@@ -106,58 +110,77 @@ TRIALS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
 }
-"""Backend to flags that people set and runs do not. Of GPUs sources disagree (MaxText sets products by cuBLAS alone, JAX's page those by
-Triton, NVIDIA's images neither), XLA chooses among both by timing, and no GPU was at hand to tell; docs/evidence/performance.md has CPUs:
-each came to. They are known to the compiler."""
+"""Flags that people set and runs do not, by backend. The compiler knows all of them.
+
+Sources disagree on GPUs: MaxText sets products by cuBLAS alone, JAX's page those by Triton,
+NVIDIA's images neither. XLA chooses between both by timing, and no GPU was at hand to measure.
+docs/evidence/performance.md has the result on CPUs.
+"""
 
 
 def random_batch(program: Program) -> Any:
-    """A batch of the recipe's shapes."""
-    random, config = np.random.default_rng(0), program.config
+    """Return a random batch of a run's shapes on its devices."""
+    random = np.random.default_rng(0)
+    config = program.config
     classes = getattr(config.model, "vocab_size", None) or getattr(config.model, "num_classes", 0)
     batch: dict[str, np.ndarray] = {}
     for name, leaf in abstract_batch(config.model, config.data.batch_size).items():
         if leaf.dtype == np.int32:
             batch[name] = random.integers(0, classes, leaf.shape, np.int32)
+        elif name == "weights":
+            batch[name] = np.ones(leaf.shape, np.float32)
         else:
-            batch[name] = (
-                np.ones(leaf.shape, np.float32)
-                if name == "weights"
-                else random.random(leaf.shape, np.float32)
-            )
+            batch[name] = random.random(leaf.shape, np.float32)
     return program.train_feed().shard_batch(batch)
 
 
 def stepper(program: Program, options: Mapping[str, Any]) -> tuple[Callable[[], None], list[float]]:
-    """A function that makes a step and waits for it, and the losses of the first steps."""
+    """Compile a run's step and return a function that takes one step, and a list of losses.
+
+    The function waits for its step. The list holds the losses of the first `LOSSES` steps.
+
+    Args:
+        options: Values of compiler flags by name, as of `compile(compiler_options=...)`.
+    """
     step = program.trace_train().lower().compile(compiler_options=dict(options))
-    state, numbers, batch = program.initial_state(), program.step_inputs(), random_batch(program)
+    state = program.initial_state()
+    step_inputs = program.step_inputs()
+    batch = random_batch(program)
     losses: list[float] = []
 
-    def once() -> None:
+    def take_step() -> None:
         nonlocal state
-        state, metrics = step(state, numbers, batch)
+        state, metrics = step(state, step_inputs, batch)
         loss = float(metrics["loss"])
         jax.block_until_ready(state)
         if len(losses) < LOSSES:
             losses.append(loss)
 
-    return once, losses
+    return take_step, losses
 
 
 def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[str, Any]:
-    """Losses and time of every set of flags over those of none."""
+    """Return losses and times of every set of flags, and their ratios to those without flags.
+
+    Args:
+        extra: Values by name of flags that are neither in `FLAGS` nor in `TRIALS`.
+    """
     program = assemble(config)
     platform = jax.devices()[0].platform
-    ours, trials = (
-        {flag.name: flag.value for flag in table.get(platform, ())} for table in (FLAGS, TRIALS)
-    )
-    each = {name: {name: value} for name, value in (ours | trials | dict(extra)).items()}
-    sets = {"none": {}, **each, **({"all": ours} if len(ours) > 1 else {})}
+    ours = {flag.name: flag.value for flag in FLAGS.get(platform, ())}
+    trials = {flag.name: flag.value for flag in TRIALS.get(platform, ())}
+
+    sets: dict[str, dict[str, Value]] = {"none": {}}
+    for name, value in (ours | trials | dict(extra)).items():
+        sets[name] = {name: value}
+    if len(ours) > 1:
+        sets["all"] = ours
+
     steppers = {name: stepper(program, options) for name, options in sets.items()}
     if platform == "cpu":
         steppers[HALF] = stepper(assemble(_in_half(config)), {})
-    seconds = in_turns({name: once for name, (once, _) in steppers.items()}, rounds)
+    seconds = in_turns({name: step for name, (step, _) in steppers.items()}, rounds)
+
     plain = steppers.pop("none")[1]
     comparisons = {}
     for name, (_, losses) in steppers.items():
@@ -175,15 +198,19 @@ def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[st
 
 
 def _in_half(config: Config) -> Config:
+    """Return the run with products in bfloat16."""
     compute = replace(config.model.compute, dtype="bfloat16")
     return replace(config, model=replace(config.model, compute=compute))
 
 
 def _flag(text: str) -> tuple[str, Value]:
+    """Return the name and value of a flag that is written NAME=VALUE."""
     name, _, value = text.partition("=")
     if value in ("true", "false"):
         return name, value == "true"
-    return name, int(value) if value.lstrip("-").isdigit() else value
+    if value.lstrip("-").isdigit():
+        return name, int(value)
+    return name, value
 
 
 @dataclass(frozen=True)
@@ -192,21 +219,21 @@ class Options:
 
     recipe: Positional[str] = "lm-tiny"
     batch_size: int | None = None
-    """Batch size; that of the recipe by default."""
+    """Number of examples in a batch, by default the recipe's."""
     rounds: int = 10
-    """Turns of three steps each."""
+    """Turns of each set of flags, of three steps each."""
     flag: tuple[str, ...] = ()
     """More flags to try."""
     tolerance: float = 0.0001
-    """Largest relative difference of losses."""
+    """Largest relative difference of losses that is taken for rounding."""
     json: Path | None = None
-    """Also write the numbers here."""
+    """Also write the result here."""
     one_core: Switch = False
     """Keep the process on one core."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns 0, or 1 where a flag changes a loss by more than a float32 sum's order does."""
+    """Measure, report and return 0, or 1 if a flag changes a loss by more than `--tolerance`."""
     args = harness.parse(Options, argv)
     harness.check_names([args.recipe], RECIPES)
     if args.one_core:
@@ -215,20 +242,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.batch_size:
         config = replace(config, data=replace(config.data, batch_size=args.batch_size))
     record = measured(config, dict(map(_flag, args.flag)), args.rounds)
-    for name, one in record["sets"].items():
-        print(
-            f"{name}: {one['time']['ratio']['none']:.3f} of the time without, losses differ by {one['largest_difference']:.1e}"
-        )
+    differs = False
+    for name, result in record["sets"].items():
+        difference = result["largest_difference"]
+        ratio = result["time"]["ratio"]["none"]
+        print(f"{name}: {ratio:.3f} of the time without, losses differ by {difference:.1e}")
+        if name != HALF and difference > args.tolerance:
+            differs = True
     print(json.dumps(record))
     if args.json is not None:
         args.json.write_text(json.dumps(record, indent=2) + "\n")
-    return int(
-        any(
-            one["largest_difference"] > args.tolerance
-            for name, one in record["sets"].items()
-            if name != HALF
-        )
-    )
+    return int(differs)
 
 
 if __name__ == "__main__":
