@@ -71,8 +71,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="The effective theory's family on a ViT: trained at two widths",
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), whose ViT is trained under the family's members at two widths",
-    about="Training loss, mean over the last tenth of the steps, of a ViT of depth 2 on scikit-learn's digits under AdamW as heads "
-    "and width grow together, paired seeds and the same batches everywhere; the presets are relative to the smaller width.",
+    about="Training loss of a ViT of depth 2 on scikit-learn's digits under AdamW, as heads and width "
+    "grow together. The loss is the mean over the last tenth of the steps. Seeds are paired, "
+    "and all runs see the same batches. The presets are relative to the smaller width.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

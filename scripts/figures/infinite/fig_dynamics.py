@@ -267,11 +267,14 @@ FIGURE = Figure(
     title="The infinite limit in time",
     source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), solved here by conditioning "
     "initial matrices on what they have acted on (Lu 2021, arXiv 2101.07464)",
-    about="Training on one batch of digits, the output centred. One block: attention alone, read-in frozen, squared error; the limit is "
-    "`mupax.presets.infinite.heads`, and the nets are of NumPy, with all their matrices (`scripts/figures/infinite/one_block.py`). "
-    "Stack: the paper's ViT (F = D, both norms, read-in trained), cross-entropy; the limit is `mupax.presets.infinite.stack` at a width "
-    "that stands for infinity, and the nets are the zoo's, trained by our own step. "
-    "Controls have no response terms: as if W and its transpose were unrelated.",
+    about="Training on one batch of digits with centred output. One block is attention alone with a "
+    "frozen read-in and squared error. The limit of one block is "
+    "`mupax.presets.infinite.heads`, and its nets are written in NumPy with all their matrices "
+    "(`scripts/figures/infinite/one_block.py`). The stack is the paper's ViT (F = D, both "
+    "norms, trained read-in) with cross-entropy. The limit of the stack is "
+    "`mupax.presets.infinite.stack` at a width that stands for infinity, and its nets are the "
+    "zoo's, trained by mupax's own step. Controls have no response terms: they treat W and its "
+    "transpose as unrelated.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

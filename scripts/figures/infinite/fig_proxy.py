@@ -243,9 +243,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="How far a proxy is from the infinite model",
     source="the infinite limit in time, measured here (`scripts/figures/infinite/fig_dynamics.py`)",
-    about="The paper's ViT at alpha_A = 1, trained by our own step on one batch of digits until the loss has halved; its centred outputs "
-    "against those of infinitely many heads of infinite dimension, root mean square relative to their own. The limit of many heads is taken "
-    "at several head dimensions, and a line in 1/N through them gives N to infinity and b; a is of the proxies with the largest N.",
+    about="Error of the centred outputs of the paper's ViT at alpha_A = 1, trained on one batch of "
+    "digits until the loss has halved, relative to infinitely many heads of infinite dimension. "
+    "Errors are root mean squares over those of the infinite model's outputs. The models are "
+    "trained by mupax's own step. The limit of many heads is taken at several head dimensions, "
+    "and a line in 1/N through them gives N to infinity and b; a is of the proxies with the "
+    "largest N.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -29,7 +29,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     first, second = data
     table = []
     for axis in settings["axes"]:
-        one, other = (np.asarray(data[name][axis]["loss"])[-1, :, -5:].mean(-1) for name in (first, second))
+        one, other = (
+            np.asarray(data[name][axis]["loss"])[-1, :, -5:].mean(-1) for name in (first, second)
+        )
         measured, low, high = mean(one - other)
         size = f"{curves.AXES[axis]} = {data[first][axis]['size'][-1]}"
         table.append(
@@ -40,7 +42,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                 + _words(low, high, first, second),
             )
         )
-    budget = min(data[first][axis]["steps"][-1] * data[first][axis]["flops"][-1] for axis in settings["axes"])
+    budget = min(
+        data[first][axis]["steps"][-1] * data[first][axis]["flops"][-1] for axis in settings["axes"]
+    )
     for name in data:
         for axis in settings["axes"]:
             interval = mean(curves.at_compute(data[name][axis], -1, budget))
@@ -61,19 +65,25 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     axes_of = settings["axes"]
     figure, axes = panels.row(len(axes_of), "Figure 12: loss against training FLOPs, Adam")
     for one, axis in zip(axes, axes_of, strict=True):
-        for name, style, alpha in zip(data, ("-", "--"), (0.4, 1.0), strict=False):  # both lie on one another
+        for name, style, alpha in zip(
+            data, ("-", "--"), (0.4, 1.0), strict=False
+        ):  # both lie on one another
             suffix = rf", $\alpha_A$ = {float(name):g}"
-            curves.draw_losses(one, axis, data[name][axis], compute=True, style=style, suffix=suffix, alpha=alpha)
+            curves.draw_losses(
+                one, axis, data[name][axis], compute=True, style=style, suffix=suffix, alpha=alpha
+            )
         title = rf"{curves.AXES[axis]} growing; $\alpha_A$ = " + " whole, ".join(data) + " dashed"
-        panels.label(one, title, "training FLOPs", "nats" if axis == axes_of[0] else "", legend=True)
+        panels.label(
+            one, title, "training FLOPs", "nats" if axis == axes_of[0] else "", legend=True
+        )
     return figure
 
 
 FIGURE = Figure(
     title="Figure 12: loss against compute by dimension",
     source="figure 12 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="The runs of figure 7 and the same at alpha_A = 1/2, their losses against training FLOPs (the frozen initial network of "
-    "the centred output counted).",
+    about="Losses against training FLOPs of the runs of figure 7, and of the same runs at alpha_A = "
+    "1/2. The FLOPs include the frozen initial network of the centred output.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

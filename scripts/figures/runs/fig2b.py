@@ -33,12 +33,18 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         trainer = None
         for g, rule in enumerate(gammas):
             for a, alpha in enumerate(alphas):
-                config = training.vit(head_dim=head_dim, alpha_a=alpha, steps=max(steps), **rule, **settings["model"])
+                config = training.vit(
+                    head_dim=head_dim, alpha_a=alpha, steps=max(steps), **rule, **settings["model"]
+                )
                 trainer = trainer or training.Trainer(config, batches)
                 batches = trainer.batches
                 images = batches.probe(settings["images"])
 
-                def spread(snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images) -> float:
+                def spread(
+                    snapshot: training.Snapshot,
+                    trainer: training.Trainer = trainer,
+                    images: Any = images,
+                ) -> float:
                     logits = trainer.internals(snapshot, images)["attention"]  # [L, B, H, T, S]
                     return float(logits.var(axis=2, ddof=1).mean())
 
@@ -85,7 +91,8 @@ def _verdict(settings: Settings, variance: np.ndarray, alpha: float) -> str:
     }
     near, far = sorted(distances, key=lambda name: distances[name])
     inside = {
-        name: low <= value <= high for name, value in (("near", _value(near, alpha)), ("far", _value(far, alpha)))
+        name: low <= value <= high
+        for name, value in (("near", _value(near, alpha)), ("far", _value(far, alpha)))
     }
     if inside["far"]:
         return f"Nearer to {near} exponent, but the interval holds {far} too."
@@ -100,30 +107,43 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """A panel per gamma0 and alpha_A, a line per training time; the two predictions for alpha_A = 1."""
     variance = np.asarray(data["variance"])
     count = len(settings["gamma0"]) * len(settings["alpha_a"])
-    figure, axes = panels.row(count, "Figure 2b: variance of attention logits over heads, in training")
+    figure, axes = panels.row(
+        count, "Figure 2b: variance of attention logits over heads, in training"
+    )
     x = np.asarray(settings["head_dim"], float)
     for g, rule in enumerate(settings["gamma0"]):
         for a, alpha in enumerate(settings["alpha_a"]):
             one = axes[g * len(settings["alpha_a"]) + a]
-            for color, step, values in zip(panels.COLORS, settings["at"], variance[g, a], strict=False):
+            for color, step, values in zip(
+                panels.COLORS, settings["at"], variance[g, a], strict=False
+            ):
                 panels.power_law(one, x, values, f"{step} steps", color=color)
             start = np.exp(np.log(variance[g, a, -1, 0]).mean())
             for name, style, exponents in (
                 ("central limit theorem", "--", CENTRAL_LIMIT),
                 ("caption", ":", CAPTION),
             ):
-                one.plot(x, start * (x / x[0]) ** exponents[alpha], style, color=panels.GREY, label=name)
+                one.plot(
+                    x, start * (x / x[0]) ** exponents[alpha], style, color=panels.GREY, label=name
+                )
             title = rf"$\alpha_A$ = {alpha:g}, $\gamma_0$ = {rule['gamma0']:g}"
-            panels.label(one, title, "head dimension N", "variance over heads" if g + a == 0 else "", legend=True)
+            panels.label(
+                one,
+                title,
+                "head dimension N",
+                "variance over heads" if g + a == 0 else "",
+                legend=True,
+            )
     return figure
 
 
 FIGURE = Figure(
     title="Figure 2b: variance of attention logits over heads after training",
     source="figure 2b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Variance over heads of the attention logits of the paper's ViT, mean over layers, images and pairs of positions, "
-    "before and in training by SGD with momentum on the endless image set (the paper: CIFAR-5M), as N grows with the number of "
-    "heads fixed.",
+    about="Variance over heads of the attention logits of the paper's ViT, before and during training "
+    "by SGD with momentum, as N grows with the number of heads fixed. The variance is averaged "
+    "over layers, images and pairs of positions. The data are the endless image set (the paper: "
+    "CIFAR-5M).",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

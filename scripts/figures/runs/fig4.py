@@ -31,9 +31,14 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         config = training.vit(heads=heads, steps=max(steps), **settings["model"])
         trainer = training.Trainer(config, batches)
         batches = trainer.batches
-        images, labels = batches.probe(settings["images"]), batches.probe_targets(settings["images"])
+        images, labels = (
+            batches.probe(settings["images"]),
+            batches.probe_targets(settings["images"]),
+        )
 
-        def look(snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images) -> np.ndarray:
+        def look(
+            snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images
+        ) -> np.ndarray:
             return trainer.logits(snapshot, images)
 
         runs = [dataclasses.replace(config, seed=seed) for seed in range(settings["seeds"])]
@@ -44,7 +49,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         squares = ((logits[heads] - limit) ** 2).mean((2, 3)) / (limit**2).mean((1, 2))
         logit_error.append(squares.T)
         loss_error.append(((_loss(logits[heads], labels) - _loss(limit, labels)) ** 2).T)
-    return {"logits": np.array(logit_error).swapaxes(0, 1), "loss": np.array(loss_error).swapaxes(0, 1)}
+    return {
+        "logits": np.array(logit_error).swapaxes(0, 1),
+        "loss": np.array(loss_error).swapaxes(0, 1),
+    }
 
 
 def _loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -52,7 +60,10 @@ def _loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
     top = logits.max(-1, keepdims=True)
     log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
     return (
-        log_sum - np.take_along_axis(logits, np.broadcast_to(labels, logits.shape[:-1])[..., None], -1)[..., 0]
+        log_sum
+        - np.take_along_axis(logits, np.broadcast_to(labels, logits.shape[:-1])[..., None], -1)[
+            ..., 0
+        ]
     ).mean(-1)
 
 
@@ -82,7 +93,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         axes, ("logits", "loss"), ("relative squared error", "squared error, nats²"), strict=True
     ):
         for color, step, values in zip(panels.COLORS, settings["at"], data[name], strict=False):
-            panels.power_law(one, settings["heads"], values, f"{step} steps", color=color, predicted=-1.0)
+            panels.power_law(
+                one, settings["heads"], values, f"{step} steps", color=color, predicted=-1.0
+            )
         panels.label(one, f"{name.capitalize()}; dashed: slope -1", "heads H", unit, legend=True)
     return figure
 
@@ -90,11 +103,15 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 4: errors of loss and logits against the number of heads",
     source="figure 4 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Centred logits of the paper's ViT with (L, N) = (2, 4), alpha_A = 1/2, alpha_L = 1, on images never trained on, against "
-    "their mean over seeds with many more heads; trained on the endless image set (the paper: CIFAR-5M). The limit itself can be computed "
-    "([dynamics.md](../concepts/dynamics.md)) but not here: 64 new images of 16 positions a step, which the centred output reads twice, are "
-    "64 x 16 x (2 x 40 - 1) directions of a matrix in 40 steps, with the two looks 83,968, and their record needs a width of "
-    "336,000. On one batch of few images it stands in place of the many heads in [the infinite limit in time](#the-infinite-limit-in-time), where slopes are near -1 too.",
+    about="Errors of the centred logits of the paper's ViT with (L, N) = (2, 4), alpha_A = 1/2 and "
+    "alpha_L = 1 on new images, against the mean over seeds with many more heads. The models "
+    "are trained on the endless image set (the paper: CIFAR-5M). The limit itself can be "
+    "computed ([dynamics.md](../concepts/dynamics.md)), but not at this size: every step has 64 "
+    "new images of 16 positions, and the centred output reads them twice. These are 64 x 16 x "
+    "(2 x 40 - 1) directions of a matrix in 40 steps, 83,968 with the two looks, and their "
+    "record needs a width of 336,000. [The infinite limit in time](#the-infinite-limit-in-time) "
+    "compares with the limit itself on one batch of few images, and its slopes are near -1, "
+    "too.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -37,7 +37,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
             names = trainer.names(Role.QUERY, Role.KEY)
 
             def change(snapshot: training.Snapshot, names: list[str] = names) -> float:
-                squares = [np.mean(np.square(np.asarray(snapshot.params[name] - snapshot.start[name]))) for name in names]
+                squares = [
+                    np.mean(np.square(np.asarray(snapshot.params[name] - snapshot.start[name])))
+                    for name in names
+                ]
                 return float(np.sqrt(np.mean(squares)))
 
             for seed in range(settings["seeds"]):
@@ -70,9 +73,13 @@ def _name(rule: Settings) -> str:
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """A panel per training time."""
     moved = np.asarray(data["moved"])
-    figure, axes = panels.row(len(settings["at"]), "Figure 5a: movement of query and key weights against depth")
+    figure, axes = panels.row(
+        len(settings["at"]), "Figure 5a: movement of query and key weights against depth"
+    )
     for index, (one, step) in enumerate(zip(axes, settings["at"], strict=True)):
-        for color, rule, values in zip(panels.COLORS, settings["rules"], moved[:, index], strict=False):
+        for color, rule, values in zip(
+            panels.COLORS, settings["rules"], moved[:, index], strict=False
+        ):
             slope = rule["alpha_l"] - 1
             name = rf"$\alpha_L$ = {rule['alpha_l']:g}, $\beta_0$ = {rule['beta0']:g} (predicted {slope:+g})"
             panels.power_law(one, settings["depth"], values, name, color=color, predicted=slope)
@@ -80,14 +87,15 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     return figure
 
 
-
 FIGURE = Figure(
     title="Figure 5a: movement of query and key weights against depth",
     source="figure 5 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Root mean square change of query and key entries, all layers together, of the "
-    "paper's ViT trained by SGD with momentum on the endless image set (the paper: CIFAR-5M), depth growing at fixed width. At "
-    "alpha_L = 1 the limit needs L well above beta0 squared: before training, independent layers add about beta0²/L to the "
-    "variance of the residual stream, by whose root LayerNorm divides all gradients. So beta0 = 2 stands beside the paper's 12.",
+    about="Root mean square change of query and key entries of the paper's ViT as depth grows at "
+    "fixed width. The mean is over all layers together. The models are trained by SGD with "
+    "momentum on the endless image set (the paper: CIFAR-5M). At alpha_L = 1 the limit needs L "
+    "well above beta0 squared: before training, independent layers add about beta0²/L to the "
+    "variance of the residual stream, and LayerNorm divides all gradients by the root of this "
+    "variance. So beta0 = 2 is measured in addition to the paper's 12.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 
-
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """See `curves.measure`."""
     return curves.measure("lm", settings, work.parent / "trained")
@@ -31,8 +30,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 7: language models under Adam as N, H and L grow",
     source="figure 7 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, kernel of the last layer's features over the last positions of a text never trained on, and attention "
-    "logits of the last layer, of the paper's decoder (alpha_A = alpha_L = 1) on the bytes of Python's sources (the paper: C4).",
+    about="Training loss, kernel of the last layer's features and attention logits of the last layer, "
+    "of the paper's decoder (alpha_A = alpha_L = 1) on the bytes of Python's sources (the "
+    "paper: C4). The kernel is over the last positions of a text never trained on.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
