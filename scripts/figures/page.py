@@ -44,7 +44,7 @@ Bordelon et al. 2024 is arXiv 2405.15712, and Dinan et al. 2023 is arXiv 2304.02
 
 
 def names() -> list[str]:
-    """Return the names of all figures: one for each file `fig*.py` in a folder of `scripts/figures`."""
+    """Return the names of all figures: the files `fig*.py` in the folders of `scripts/figures`."""
     return sorted(_folders())
 
 
@@ -102,12 +102,13 @@ def _section(folder: str, name: str, record: Record) -> str:
     source = record["source"]
     for citation, short in SHORT_SOURCES.items():
         source = source.replace(citation, short)
+    link = f"[record]({folder}/{name}.json)"
     lines = [
         f"## {record['title']}",
         "",
         f"{about} Source: {source}.",
         "",
-        f"`{name}` ({record['seconds']} s): {_counts(record['rows'])}[record]({folder}/{name}.json).",
+        f"`{name}` ({record['seconds']} s): {_counts(record['rows'])}{link}.",
         "",
         f"![{name}]({folder}/{name}.png)",
         "",

@@ -19,7 +19,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """How alike the largest models are; the paper shows curves and gives no number."""
-    return curves.likeness(data, "")
+    return curves.likeness(data)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
