@@ -77,11 +77,11 @@ FIGURE = Figure(
     title="Figure 3a: the initial residual kernel as heads are added",
     source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes "
     "are -1.04 and -1.15",
-    about="The kernel h.h'/D after the last block of the paper's ViT with N = 4 and L = 8, against "
-    "the limit of many heads that `scripts/figures/initialization/kernels.py` computes at this "
-    "N. The kernel is over all positions of a few digits.",
+    about="The kernel h.h'/D after the last block of the paper's ViT with N = 4 and L = 8, "
+    "against the limit of many heads that `scripts/figures/initialization/kernels.py` "
+    "computes at this N. The kernel is over all positions of a few digits.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

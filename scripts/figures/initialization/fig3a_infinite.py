@@ -89,11 +89,11 @@ FIGURE = Figure(
     source="the kernel recursion at initialization, from section 2.1 of Bordelon, Chaudhry and "
     "Pehlevan 2024 (arXiv 2405.15712), derived here",
     about="Models as in figure 3a with N = H growing, against the limit of infinite N and H. "
-    "`scripts/figures/initialization/kernels.py` computes the limit: attention is uniform at "
-    "alpha_A = 1, and its logits are Gaussian at 1/2. Distances are root mean squares over all "
-    "pairs of positions.",
+    "`scripts/figures/initialization/kernels.py` computes the limit: attention is uniform "
+    "at alpha_A = 1, and its logits are Gaussian at 1/2. Distances are root mean squares "
+    "over all pairs of positions.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -96,10 +96,10 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figures 3b and 3c: attention logits over heads at initialization",
     source="figure 3 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Attention logits in the first block of the paper's ViT on digits: their distribution over "
-    "heads, and its variance as N grows with the number of heads fixed.",
+    about="Attention logits in the first block of the paper's ViT on digits: their distribution "
+    "over heads, and its variance as N grows with the number of heads fixed.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -95,4 +95,4 @@ FIGURE = Figure(
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -131,11 +131,12 @@ FIGURE = Figure(
     title="The encoder's first gradients as its decoder gets deeper",
     source="derived here: a sum over the decoder's blocks of branches that are independent at "
     "initialization",
-    about="Gradients at initialization in an encoder of 4 blocks, and of cross-attention's keys and "
-    "values in each layer, as the decoder alone gets deeper. The model is BART's layout with a "
-    "readout of its own, under `depth-mup` in absolute form. Tokens and labels are random.",
+    about="Gradients at initialization in an encoder of 4 blocks, and of cross-attention's keys "
+    "and values in each layer, as the decoder alone gets deeper. The model is BART's "
+    "layout with a readout of its own, under `depth-mup` in absolute form. Tokens and "
+    "labels are random.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -88,11 +88,11 @@ FIGURE = Figure(
     title="A deep linear net's kernels after one step",
     source="derived from the mean-field dynamics of Bordelon, Chaudhry and Pehlevan 2024 (arXiv "
     "2405.15712): 1 + (eta gamma0)^2 l(l+1)(2l+1)/6",
-    about="A linear net with the readout 1/(gamma0 N), one example and eta gamma0 = 0.1. Products "
-    "with its matrices are drawn from their exact law, so that N can be large. A control has "
-    "updates that do not point along the backward signal.",
+    about="A linear net with the readout 1/(gamma0 N), one example and eta gamma0 = 0.1. "
+    "Products with its matrices are drawn from their exact law, so that N can be large. A "
+    "control has updates that do not point along the backward signal.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)
