@@ -64,9 +64,7 @@ def measure(
     """Train models of all sizes of `grown` and return their losses, kernels and attention.
 
     Args:
-        kind: "vit" or "lm".
-        settings: Settings of the figure.
-        folder: Folder of the runs' files.
+        kind: `"vit"` or `"lm"`.
         ends: Factor of `training.with_constants`.
         rule: Arguments of `training.vit` or `training.lm` that replace the settings' own.
 
@@ -201,7 +199,6 @@ def at_compute(of_axis: Mapping[str, Any], index: int, flops: float) -> np.ndarr
 
     Args:
         of_axis: What `measure` returned for the axis.
-        index: Index of the size.
         flops: Training FLOPs.
     """
     compute = np.asarray(of_axis["steps"], float) * of_axis["flops"][index]

@@ -89,7 +89,6 @@ def at_initialization(
     The function is compiled once for all seeds and presets.
 
     Args:
-        config: Configuration of the model.
         look: Function from a model to a tree of arrays.
 
     Returns:

@@ -69,7 +69,6 @@ def power_law(
         sizes: Sizes [sizes].
         values: Positive values [sizes, seeds].
         name: Name of the series in the legend.
-        marker: Marker of the means.
         predicted: Predicted exponent, drawn as a dashed line through the middle of the means.
     """
     from matplotlib.ticker import FixedLocator, NullLocator
@@ -118,11 +117,11 @@ def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> No
     Models are dots and the recursion is a dashed line.
 
     Args:
-        ends: Pairs (alpha_A, alpha_L).
+        ends: Pairs [alpha_A, alpha_L] of exponents.
         sizes: Sizes of the models [sizes]. The smallest, a middle and the largest size are drawn.
         data: Means `by_layer` [pairs, sizes, L + 1, 2] and `limit` [pairs, L + 1, 2] of a record.
             The last axis has the mean of the diagonal and the mean off the diagonal.
-        alpha_l: Exponent whose pairs are drawn.
+        alpha_l: Exponent of the depth; only pairs [.., alpha_l] are drawn.
     """
     chosen = sorted({0, len(sizes) // 2, len(sizes) - 1})
     pairs = [(index, pair[0]) for index, pair in enumerate(ends) if pair[1] == alpha_l]

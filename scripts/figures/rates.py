@@ -38,9 +38,8 @@ def measure(
 
     Args:
         configs: Name of a study to a run of every size.
-        sizes: Sizes, ascending.
+        sizes: Sizes [sizes], ascending.
         limits: Keyword arguments of `mupax.train.studies.transfer.study.measure`.
-        work: Folder of the sweep's rows.
 
     Returns:
         For every study, the reason why it `stopped`, and for every size the log2 rates `x`, the
@@ -124,9 +123,8 @@ def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.
     """Draw a panel for every study with a curve for every size, all on the same loss axis.
 
     Args:
-        title: Title of the picture.
         size: Name of the size that grows, which titles the legend.
-        sizes: Sizes, ascending.
+        sizes: Sizes [sizes], ascending.
         data: What `measure` returned.
     """
     from mupax.train.studies.transfer import figure as transfer_figure

@@ -209,7 +209,6 @@ def jackknife(statistic: Callable[[np.ndarray], float], seeds: int) -> Interval:
 
     Args:
         statistic: Function from the indices of seeds to a number.
-        seeds: Number of seeds.
     """
     from scipy import stats
 

@@ -51,12 +51,9 @@ def vit(
     The optimizer is SGD with momentum 0.9 and a constant learning rate.
 
     Args:
-        rate: Learning rate.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
-        gamma0: Scale of feature learning.
-        beta0: Constant on every branch.
-        data_name: Name of the data set.
+        gamma0: Scale of feature learning; 0 in the limit of lazy training.
     """
     model = configs.get("bordelon-vit")
     assert isinstance(model, configs.ViTConfig)
@@ -109,11 +106,9 @@ def lm(
     GELU before branches, a norm of queries and keys, and a bias of the readout.
 
     Args:
-        rate: Peak learning rate.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
-        gamma0: Scale of feature learning.
-        beta0: Constant on every branch.
+        gamma0: Scale of feature learning; 0 in the limit of lazy training.
     """
     model = configs.get("bordelon-lm")
     assert isinstance(model, configs.DecoderConfig)
@@ -169,8 +164,6 @@ def with_constants(step_inputs: StepInputs, program: Program, ends: float = 4.0)
     Queries and keys are divided by the square root of two each.
 
     Args:
-        step_inputs: Step inputs by the preset's rule.
-        program: Program of the run.
         ends: Factor on the learning rates of embeddings, positions and readout. Most figures have
             beta0.
     """
@@ -239,9 +232,7 @@ class Trainer:
         """Train a run and return its training losses and observations.
 
         Args:
-            config: Configuration of the run.
             at: Numbers of finished steps at which to observe; 0 is before the first step.
-            look: Function that observes the model.
 
         Returns:
             Losses float64 [steps], and what `look` returned at each step of `at`.

@@ -256,9 +256,6 @@ def _probe_record(probe: Probe) -> dict[str, Any]:
 def _compared(study: Study, arm: Arm, size: int, own: Setting) -> np.ndarray | None:
     """Compare an arm with its reference on as many seeds as the difference needs.
 
-    Args:
-        own: The arm's setting at this size.
-
     Returns:
         As `_paired_differences`.
     """

@@ -119,8 +119,6 @@ class Cell:
         """Return the configuration of one run.
 
         Args:
-            arm: Arm whose rules the run uses.
-            size: Value of the cell's axis.
             setting: Name of a constant to its distance from the recipe's value, in steps of the
                 search. A missing constant keeps the recipe's value.
             seed: Seed of the initialization. All runs see the same batches.

@@ -48,8 +48,6 @@ def descend(
 
     Args:
         losses: Function that trains settings and returns their losses.
-        start: Setting at which the search begins.
-        constants: Names of the constants to search.
         seeds: Number of seeds of the first moves.
         final: Number of seeds of the last comparison, at least `seeds`.
         finalists: Number of settings in the last comparison. None compares the centre with all of

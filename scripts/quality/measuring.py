@@ -72,12 +72,7 @@ class Measuring:
         return self.losses(arm, size, [setting], seeds)[0]
 
     def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
-        """Search an arm's best setting at a size and return it.
-
-        Args:
-            start: Setting at which the search begins.
-            constants: Names of the constants to search.
-        """
+        """Search an arm's best setting at a size and return it."""
         optimum = descend(
             lambda settings, seeds: self.losses(arm, size, settings, seeds),
             start,

@@ -88,7 +88,7 @@ def difference(apart: Sequence[float] | np.ndarray) -> Difference:
     """Return the mean of paired differences [seeds] with its 95 % t interval.
 
     Args:
-        apart: Differences of at least two seeds.
+        apart: Differences of at least 2 seeds.
     """
     values = np.asarray(apart, float)
     error = float(values.std(ddof=1) / np.sqrt(len(values)))

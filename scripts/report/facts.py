@@ -273,8 +273,7 @@ def _interval(record: Mapping[str, Any], name: str, digits: int) -> str:
 
     Args:
         record: Record with the estimate and the interval's ends `low` and `high`.
-        name: Key of the estimate.
-        digits: Digits after the decimal point.
+        digits: Number of digits after the decimal point, 2 or 3.
     """
     value = record[name]
     low = record["low"]

@@ -204,8 +204,6 @@ def _link(split: Path, seed: int, classes: Mapping[str, Sequence[Path]]) -> None
     """Write one split as folders of links.
 
     Args:
-        split: Folder of the split.
-        seed: Seed of the random order.
         classes: Name of a class to its images.
     """
     rng = np.random.default_rng(seed)

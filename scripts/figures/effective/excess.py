@@ -54,7 +54,6 @@ def excess(curve: Curve, octaves: float) -> np.ndarray:
     The result is NaN for seeds whose lower rate is not in the grid.
 
     Args:
-        curve: Losses of one size.
         octaves: Octaves between the best rate and the lower rate.
     """
     losses = losses_at(curve, curve.x[best(curve)] - octaves)
@@ -87,8 +86,8 @@ def rows(
     """Return rows on the cost of half and of a quarter of the best rate, one strategy less another.
 
     Args:
-        what: Name of the size.
-        sizes: Sizes, ascending.
+        what: Name of the size in rows, such as `n`.
+        sizes: Sizes [sizes], ascending.
         curves: Strategy to its curves, one per size. A curve without rates was not trained.
         names: Names of the two strategies, followed by the controls, which take the first
             strategy's place.

@@ -34,10 +34,9 @@ def config(settings: Settings, strategy: str, width: int, hidden: float, seed: i
     """Return the run of one point.
 
     Args:
-        settings: Settings of the figure.
         strategy: Key of the settings' `grid`.
-        width: Width n.
-        hidden: Hidden rate h.
+        width: Width `n`.
+        hidden: Hidden rate `h`, see `strategies`.
         seed: Seed of the initialization. All points see the same batches.
     """
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig
@@ -76,7 +75,6 @@ def grid(settings: Settings, strategy: str, index: int) -> list[float]:
         settings: Settings of the figure. Their `grid` has the first and the last rate of every
             width, or `None` for a width that the strategy is not trained at.
         strategy: Key of the settings' `grid`.
-        index: Index of the width.
     """
     ends = settings["grid"][strategy][index]
     if ends is None:
@@ -89,7 +87,6 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Train the grid of every strategy at every width, where `work` does not have the rows yet.
 
     Args:
-        settings: Settings of the figure.
         work: Folder with a folder of rows for each width.
 
     Returns:
@@ -140,7 +137,7 @@ def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     """Return the rows of figure 4: ntk's least loss less standard's at every width.
 
     Args:
-        widths: Widths n, ascending.
+        widths: Widths `n`, ascending.
         curves: Strategy to its curves, one per width.
     """
     table = []

@@ -47,9 +47,8 @@ def config(settings: Settings, strategy: str, hidden: float, decay: float, seed:
     """Return the run of one point of the grid.
 
     Args:
-        settings: Settings of the figure.
         strategy: Name in `strategies.MAP`.
-        hidden: Hidden rate h.
+        hidden: Hidden rate `h`, see `strategies`.
         decay: Weight decay d under `standard`.
         seed: Seed of the initialization. All points see the same batches.
     """
@@ -115,7 +114,6 @@ def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
     rate. The best point has the least mean loss over seeds.
 
     Args:
-        settings: Settings of the figure.
         of_strategy: What `measure` returned for the strategy.
     """
     losses = surface(of_strategy)

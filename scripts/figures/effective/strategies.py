@@ -29,8 +29,8 @@ def peak_lr(strategy: str, width: int, hidden: float) -> float:
 
     Args:
         strategy: Name in `MAP`, or such a name followed by a comma and more ("standard, ...").
-        width: Width n of the model.
-        hidden: Hidden rate h.
+        width: Width `n` of the model.
+        hidden: Hidden rate `h`.
     """
     return hidden * width ** MAP[family(strategy)]
 
@@ -48,7 +48,7 @@ def language(strategy: str, width: int, embeddings: float = 1.0) -> PresetConfig
 
     Args:
         strategy: Name as in `peak_lr`.
-        width: Width n of the model.
+        width: Width `n` of the model.
         embeddings: Factor on the rates of both tables, tokens and positions.
     """
     std = START / math.sqrt(width)

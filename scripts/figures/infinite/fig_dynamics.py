@@ -166,7 +166,6 @@ def compared(
     """Return the distances of nets from the limit.
 
     Args:
-        at: Steps at which to compare.
         nets: Outputs [seeds, steps, ...] and kernels [seeds, steps, ...] for every H, ascending.
         limit: Outputs and kernels [draws, steps, ...] of the limit.
         wrong: Outputs [draws, steps, ...] of the limit without response terms.
@@ -225,7 +224,7 @@ def _case_rows(name: str, steps: Sequence[int], heads: Sequence[int], distances:
     Args:
         name: Name of the case in its rows.
         steps: Steps at which nets and limit were compared.
-        heads: Numbers of heads of the nets.
+        heads: Numbers of heads `H` of the nets.
         distances: Result of `compared`.
     """
     table = []

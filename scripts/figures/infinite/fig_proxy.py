@@ -105,7 +105,6 @@ def terms(settings: Settings, data: Data, draws: np.ndarray | None = None) -> Te
     b follows from the limits alone, and a from the proxies with the largest head dimension.
 
     Args:
-        settings: Settings of the figure.
         data: What `measure` returned.
         draws: Indices of the limit's draws to use; all by default.
     """
@@ -177,7 +176,7 @@ def _ratio_row(what: str, squares: np.ndarray, predicted: float, *, control: boo
 
     Args:
         squares: Squared errors [seeds].
-        predicted: Predicted squared error.
+        predicted: Predicted squared error, in the unit of `squares`.
     """
     ratio = np.sqrt(squares.mean(-1) / predicted)
     half_width = half_width_of(squares, ratio)
@@ -212,7 +211,7 @@ def needed(a: float, b: float, error: float) -> tuple[int, float]:
     Args:
         a: Constant of the term in the width, see `terms`.
         b: Constant of the term in the head dimension, see `terms`.
-        error: Relative error.
+        error: Relative error, such as 0.1.
     """
     n = 1
     while (b / n) ** 2 > error**2 / 4:
@@ -226,8 +225,8 @@ def width_of(a: float, b: float, head_dim: int, error: float) -> float:
     Args:
         a: Constant of the term in the width, see `terms`.
         b: Constant of the term in the head dimension, see `terms`.
-        head_dim: Head dimension N.
-        error: Relative error, above b / N.
+        head_dim: Head dimension `N`.
+        error: Relative error, above `b / N`.
     """
     return a / (error**2 - (b / head_dim) ** 2)
 

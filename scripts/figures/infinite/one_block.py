@@ -32,8 +32,8 @@ def train(
         inputs: Inputs [P, S, I].
         targets: Targets [P].
         steps: Number of observations, one before each step.
-        heads: Number of heads H.
-        seeds: Number of seeds Z.
+        heads: Number of heads `H`.
+        seeds: Number of seeds `Z`.
     """
     examples, positions, size = inputs.shape
     n = block.head_dim

@@ -54,10 +54,9 @@ def recursion(
     """Return the recursion's kernels [L + 1, M, M] of the decoder's stream.
 
     Args:
-        settings: Settings of the figure.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
-        head_dim: N.
+        head_dim: Head dimension `N`.
         wrong: Mistake to make, a key of `CONTROLS`; none by default.
     """
     batch = text()
@@ -95,8 +94,8 @@ def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.
     Args:
         settings: Settings of the figure, which have every alpha_l.
         alpha_a: Exponent of N in the scale of attention logits.
-        head_dim: N.
-        heads: H.
+        head_dim: Head dimension `N`.
+        heads: Number of heads `H`.
     """
     import jax
     import jax.numpy as jnp

@@ -34,7 +34,6 @@ def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
     """Return the recursion's kernels [pairs, L + 1, M, M] at every pair of `ENDS`.
 
     Args:
-        settings: Settings of the figure.
         head_dim: N, or `None` for N to infinity.
     """
     first = kernels.input_kernel(patches(models.images(settings["images"]), 2))

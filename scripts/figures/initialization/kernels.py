@@ -104,10 +104,9 @@ def residual_kernels(
 
     Args:
         first: Kernel [X, S, X, S] of the stream before the first block, from `input_kernel`.
-        depth: Number of blocks L.
+        depth: Number of blocks `L`.
         alpha_a: Exponent in [1/2, 1]; attention logits scale as N^-alpha_a.
         alpha_l: Exponent in [1/2, 1]; branches are multiplied by beta0 L^-alpha_l.
-        beta0: Constant on every branch.
         head_dim: N, or `None` for N to infinity.
         activation: Activation of the MLP, a key of `ACTIVATIONS`.
         samples: Number of heads to draw. Heads are not drawn for N to infinity at alpha_a above

@@ -35,8 +35,8 @@ def one_step(
     So the result has the distribution of the net with matrices, at a cost of order N, not N^2.
 
     Args:
-        depth: Number of layers L.
-        width: Width N.
+        depth: Number of layers `L`.
+        width: Width `N`.
         rate: eta gamma0.
         response: Whether updates point along the backward signal. Otherwise they point along random
             vectors that are independent of the weights, so that the terms by which weights respond
@@ -83,8 +83,8 @@ def one_step_dense(depth: int, width: int, rate: float, rng: np.random.Generator
     This is the reference for `one_step` at small widths, with the gradient of the loss written out.
 
     Args:
-        depth: Number of layers L.
-        width: Width N.
+        depth: Number of layers `L`.
+        width: Width `N`.
         rate: eta gamma0.
     """
     matrices = [rng.standard_normal((width, width)) for _ in range(depth - 1)]
