@@ -92,14 +92,14 @@ def curves(of_study: Data) -> list[Curve]:
     return by_size
 
 
-def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
+def row(description: str, sizes: Sequence[int], of_study: Data, **fields: Any) -> Row:
     """Return the row of the drift of a study's best learning rate.
 
     The drift is in octaves per doubling of the size.
 
     Args:
         of_study: What `measure` returned for the study.
-        more: Further fields of `Row`.
+        fields: Further fields of `Row`.
     """
     analysis = analyse(sizes, curves(of_study))
     note = (
@@ -107,8 +107,8 @@ def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
         f"{price_words(analysis)}."
     )
     drift = analysis.drift
-    band = {"tolerance": TOLERANCE, "note": note, **more}
-    return Row(what=what, measured=drift.value, low=drift.low, high=drift.high, **band)
+    band = {"tolerance": TOLERANCE, "note": note, **fields}
+    return Row(what=description, measured=drift.value, low=drift.low, high=drift.high, **band)
 
 
 def price_words(analysis: Analysis) -> str:

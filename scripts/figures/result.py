@@ -81,7 +81,7 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether the estimate lies in the band around its prediction, or above its bound.
+        """Agreement of the estimate with its prediction: inside the band, or above the bound.
 
         A row without a prediction does not agree.
         """
@@ -175,14 +175,14 @@ def settings_of(module: str) -> dict[str, Settings]:
     return json.loads(path.read_text())[name]
 
 
-def estimate(what: str, interval: Interval, kind: str = "value", **more: Any) -> Row:
+def estimate(description: str, interval: Interval, kind: str = "value", **fields: Any) -> Row:
     """Return the row of an estimate with its interval.
 
     Args:
-        more: Further fields of `Row`.
+        fields: Further fields of `Row`.
     """
     measured, low, high = interval
-    return Row(what=what, measured=measured, low=low, high=high, kind=kind, **more)
+    return Row(what=description, measured=measured, low=low, high=high, kind=kind, **fields)
 
 
 def mean(values: Any) -> Interval:
@@ -232,28 +232,28 @@ def slope(sizes: Any, values: Any) -> Interval:
 
 
 def exponent(
-    what: str,
+    description: str,
     sizes: Any,
     values: Any,
     *,
     predicted: float | None,
     tolerance: float = 0.1,
-    **more: Any,
+    **fields: Any,
 ) -> Row:
     """Return the row of a power law's exponent, fitted to values [sizes, seeds].
 
     Args:
-        more: Further fields of `Row`.
+        fields: Further fields of `Row`.
     """
     measured, low, high = slope(sizes, values)
     return Row(
-        what=what,
+        what=description,
         measured=measured,
         low=low,
         high=high,
         predicted=predicted,
         tolerance=tolerance,
-        **more,
+        **fields,
     )
 
 

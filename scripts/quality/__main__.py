@@ -153,8 +153,8 @@ class Study:
                 continue
             for step in (-PROBE, PROBE):
                 moved = setting({**values, constant: values.get(constant, 0) + step})
-                before, after = self.work.losses(arm, size, [centre, moved], FIRST)
-                probes.append(Probe(group, step, [float(gain) for gain in before - after]))
+                previous, after = self.work.losses(arm, size, [centre, moved], FIRST)
+                probes.append(Probe(group, step, [float(gain) for gain in previous - after]))
         joined = sorted({f"rates.{probe.group}" for probe in probes if probe.gain > page.JOINS})
         self.probes[arm.label] = probes
         self._joined[arm.label] = tuple(joined)
@@ -183,9 +183,9 @@ def _extrapolated(settings: Sequence[Setting]) -> Setting:
     if len(settings) == 1:
         return settings[0]
     last = dict(settings[-1])
-    before = dict(settings[-2])
-    names = last.keys() | before.keys()
-    return setting({name: 2 * last.get(name, 0) - before.get(name, 0) for name in names})
+    previous = dict(settings[-2])
+    names = last.keys() | previous.keys()
+    return setting({name: 2 * last.get(name, 0) - previous.get(name, 0) for name in names})
 
 
 def _write(study: Study) -> None:
@@ -194,19 +194,19 @@ def _write(study: Study) -> None:
     cell = work.cell
     differences: dict[tuple[str, int], np.ndarray | None] = {}
     for arm in cell.arms:
-        for size, own in zip(cell.sizes, study.settings[arm.label], strict=False):
-            differences[arm.label, size] = _compared(study, arm, size, own)
+        for size, own_setting in zip(cell.sizes, study.settings[arm.label], strict=False):
+            differences[arm.label, size] = _compared(study, arm, size, own_setting)
 
     # Losses are read after all comparisons, which may have trained more seeds of a reference.
     arms = []
     for arm in cell.arms:
         sizes = []
-        for size, own in zip(cell.sizes, study.settings[arm.label], strict=False):
-            losses = work.trained(arm, size, own)
+        for size, own_setting in zip(cell.sizes, study.settings[arm.label], strict=False):
+            losses = work.trained(arm, size, own_setting)
             sizes.append(
                 {
                     "size": size,
-                    "octaves": octaves(dict(own)),
+                    "octaves": octaves(dict(own_setting)),
                     "losses": [_rounded(loss, 6) for loss in losses],
                     "reference_minus_this": _rounded_differences(differences[arm.label, size]),
                 }
@@ -253,7 +253,7 @@ def _probe_record(probe: Probe) -> dict[str, Any]:
     return {"group": probe.group, "octaves": probe.octaves, "gains": gains}
 
 
-def _compared(study: Study, arm: Arm, size: int, own: Setting) -> np.ndarray | None:
+def _compared(study: Study, arm: Arm, size: int, own_setting: Setting) -> np.ndarray | None:
     """Compare an arm with its reference on as many seeds as the difference needs.
 
     Returns:
@@ -262,19 +262,21 @@ def _compared(study: Study, arm: Arm, size: int, own: Setting) -> np.ndarray | N
     cell = study.work.cell
     # An arm that is still to be probed may change its setting, so it gets no more seeds yet.
     is_unprobed = arm.probed and arm.label not in study.probes
-    most = FINAL if arm.ablation or is_unprobed else cell.most
+    max_seeds = FINAL if arm.ablation or is_unprobed else cell.max_seeds
     seeds = FINAL
-    differences = _paired_differences(study, arm, size, own, seeds)
+    differences = _paired_differences(study, arm, size, own_setting, seeds)
     while (
-        differences is not None and difference(differences).half_width > HALF_WIDTH and seeds < most
+        differences is not None
+        and difference(differences).half_width > HALF_WIDTH
+        and seeds < max_seeds
     ):
         seeds += 1
-        differences = _paired_differences(study, arm, size, own, seeds)
+        differences = _paired_differences(study, arm, size, own_setting, seeds)
     return differences
 
 
 def _paired_differences(
-    study: Study, arm: Arm, size: int, own: Setting, seeds: int
+    study: Study, arm: Arm, size: int, own_setting: Setting, seeds: int
 ) -> np.ndarray | None:
     """Return the reference's losses less an arm's [seeds].
 
@@ -285,7 +287,7 @@ def _paired_differences(
     reference = reference_of(work.cell, arm)
     reference_settings = study.settings[reference.label]
     index = work.cell.sizes.index(size)
-    losses = work.losses(arm, size, [own], seeds)[0]
+    losses = work.losses(arm, size, [own_setting], seeds)[0]
     if arm is reference or index >= len(reference_settings):
         return None
     reference_losses = work.losses(reference, size, [reference_settings[index]], seeds)[0]

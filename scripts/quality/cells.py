@@ -86,7 +86,7 @@ class Cell:
         arms: Arms of the cell. All others are compared with the first one, except ablations.
         start: Setting at which the search at the base begins.
         finalists: Number of settings that a search compares on all seeds; see `descend`.
-        most: Largest number of seeds of a comparison.
+        max_seeds: Largest number of seeds of a comparison.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Cell:
     arms: tuple[Arm, ...]
     start: tuple[tuple[str, int], ...] = ()
     finalists: int | None = None
-    most: int = 12
+    max_seeds: int = 12
 
     @property
     def folder(self) -> Path:
@@ -278,7 +278,7 @@ def _short_lm_cell(axis: str, sizes: tuple[int, ...], arms: tuple[Arm, ...]) -> 
     )
 
 
-def _long_lm_cell(axis: str, sizes: tuple[int, ...], arms: tuple[Arm, ...], most: int) -> Cell:
+def _long_lm_cell(axis: str, sizes: tuple[int, ...], arms: tuple[Arm, ...], max_seeds: int) -> Cell:
     """Return a cell of the language model over 800 steps."""
     return Cell(
         name=f"{axis}-800",
@@ -290,7 +290,7 @@ def _long_lm_cell(axis: str, sizes: tuple[int, ...], arms: tuple[Arm, ...], most
         arms=arms,
         start=SHORT,
         finalists=2,
-        most=most,
+        max_seeds=max_seeds,
     )
 
 
@@ -309,10 +309,10 @@ def _cells() -> dict[str, Cell]:
             searched=VIT_SEARCHED,
             arms=(IMAGE_ARM, *WIDTH_ARMS[2:7]),
         ),
-        _long_lm_cell("head_dim", HEAD_DIMS, LONG_ARMS, most=8),
-        _long_lm_cell("heads", HEADS, LONG_ARMS, most=8),
+        _long_lm_cell("head_dim", HEAD_DIMS, LONG_ARMS, max_seeds=8),
+        _long_lm_cell("heads", HEADS, LONG_ARMS, max_seeds=8),
         # Seeds differ by more in depth than in width.
-        _long_lm_cell("depth", DEPTHS, DEPTH_ARMS, most=12),
+        _long_lm_cell("depth", DEPTHS, DEPTH_ARMS, max_seeds=12),
         Cell(
             name="vit-800",
             recipe="vit-endless",
@@ -323,7 +323,7 @@ def _cells() -> dict[str, Cell]:
             arms=LONG_IMAGE_ARMS,
             start=VIT_SHORT,
             finalists=2,
-            most=8,
+            max_seeds=8,
         ),
     )
     return {cell.name: cell for cell in cells}

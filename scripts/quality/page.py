@@ -84,13 +84,13 @@ class Difference(NamedTuple):
     """Half-width of the 95 % t interval."""
 
 
-def difference(apart: Sequence[float] | np.ndarray) -> Difference:
+def difference(gap: Sequence[float] | np.ndarray) -> Difference:
     """Return the mean of paired differences [seeds] with its 95 % t interval.
 
     Args:
-        apart: Differences of at least 2 seeds.
+        gap: Differences of at least 2 seeds.
     """
-    values = np.asarray(apart, float)
+    values = np.asarray(gap, float)
     error = float(values.std(ddof=1) / np.sqrt(len(values)))
     half_width = float(stats.t.ppf(0.975, len(values) - 1)) * error
     return Difference(float(values.mean()), error, half_width)
@@ -130,7 +130,7 @@ def _summary(cells: Sequence[Record]) -> list[str]:
             figures = ", ".join(map(_interval, differences))
             if len(differences) < num_sizes - 1:
                 verdict = "not finished"
-            elif all(apart.mean + apart.half_width <= GOAL for apart in differences):
+            elif all(gap.mean + gap.half_width <= GOAL for gap in differences):
                 verdict = "yes"
             else:
                 verdict = "no"
@@ -196,10 +196,10 @@ def _section(cell: Record) -> list[str]:
         losses = [_loss(row["losses"]) for row in arm["sizes"][1:]]
         is_complete = len(losses) == len(sizes)
         losses += [""] * (len(sizes) - len(losses))
-        apart = ""
+        gap = ""
         if index > 0 and is_complete:
-            apart = _reference_difference(arm["sizes"][-1])
-        lines.append(f"| {arm['label']} | {' | '.join(losses)} | {apart} |")
+            gap = _reference_difference(arm["sizes"][-1])
+        lines.append(f"| {arm['label']} | {' | '.join(losses)} | {gap} |")
     return [*lines, "", *_probes(cell)]
 
 
@@ -243,8 +243,8 @@ def _loss(losses: Sequence[float | None]) -> str:
     return "diverged" if None in losses else f"{np.mean(np.array(losses, float)):.4f}"
 
 
-def _interval(apart: Difference) -> str:
-    return f"{apart.mean:+.4f} ± {apart.half_width:.4f}"
+def _interval(gap: Difference) -> str:
+    return f"{gap.mean:+.4f} ± {gap.half_width:.4f}"
 
 
 def _reference_difference(row: Record) -> str:

@@ -74,8 +74,8 @@ def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[Rate
     cell = work.cell
     steps = [round(offset / STEP["lr"]) for offset in OFFSETS]
     curves: list[RateCurve] = []
-    for size, own in zip(cell.sizes, settings, strict=True):
-        values = dict(own)
+    for size, own_setting in zip(cell.sizes, settings, strict=True):
+        values = dict(own_setting)
         moved = [setting({**values, "lr": values.get("lr", 0) + step}) for step in steps]
         configs = [cell.config(arm, size, dict(neighbour), 0) for neighbour in moved]
         losses = work.losses(arm, size, moved, SEEDS).mean(axis=1)
@@ -87,7 +87,7 @@ def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[Rate
                 log2_rates=[round(rate(config), 4) for config in configs],
                 losses=[float(f"{loss:.6g}") if math.isfinite(loss) else None for loss in losses],
                 marked_rate=round(rate(marked), 4),
-                marked_loss=float(f"{work.trained(arm, size, own).mean():.6g}"),
+                marked_loss=float(f"{work.trained(arm, size, own_setting).mean():.6g}"),
             )
         )
     return curves

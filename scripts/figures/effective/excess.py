@@ -106,8 +106,8 @@ def rows(
 
         for size, excesses, difference in zip(sizes, excesses_by_size, differences, strict=True):
             row_title = f"{title}, {first} minus {second}, {what} = {size}"
-            own = ", ".join(f"{name} {_interval(excesses[name])}" for name in (first, second))
-            note = f"Each: {own} nats."
+            own_words = ", ".join(f"{name} {_interval(excesses[name])}" for name in (first, second))
+            note = f"Each: {own_words} nats."
             table.append(value(row_title, difference, predicted=0.0, above=True, note=note))
         if len(sizes) > 1:
             seeds = min(map(len, differences))
@@ -137,25 +137,25 @@ def _control_bound(first: str, control: np.ndarray, difference: np.ndarray) -> d
         control: Excess of the control [S].
         difference: Excess of the first strategy less that of the second [S].
     """
-    own = f"By itself {_interval(control)} nats."
+    own_words = f"By itself {_interval(control)} nats."
     _, low, _ = mean(difference)
     if low > 0:
         return {
             "predicted": float(difference.mean()) / 2,
             "above": True,
             "control": True,
-            "note": f"The bound is half of what {first} has. {own}",
+            "note": f"The bound is half of what {first} has. {own_words}",
         }
-    return {"note": own}
+    return {"note": own_words}
 
 
-def value(what: str, values: np.ndarray, **more: Any) -> Row:
+def value(what: str, values: np.ndarray, **fields: Any) -> Row:
     """Return the row of the mean of values [S].
 
     Args:
-        more: Further fields of `Row`.
+        fields: Further fields of `Row`.
     """
-    return estimate(what, mean(values), **more)
+    return estimate(what, mean(values), **fields)
 
 
 def _interval(values: np.ndarray) -> str:

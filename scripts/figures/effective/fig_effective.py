@@ -57,11 +57,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Return a row for the exponent of every observable under every member of the family."""
     table = []
-    for observed, what in OBSERVED.items():
+    for observed, description in OBSERVED.items():
         for name in settings["presets"]:
             table.append(
                 exponent(
-                    f"{what} in the first step of AdamW against the width, {name}",
+                    f"{description} in the first step of AdamW against the width, {name}",
                     settings["width"],
                     data["measured"][name][observed],
                     predicted=data["theory"][name][observed],
@@ -75,7 +75,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Draw a panel for each observable against the width, with a line for every member."""
     figure, axes = panels.row(2, "A ViT's first step under the effective theory's presets")
-    for panel, (observed, what) in zip(axes, OBSERVED.items(), strict=True):
+    for panel, (observed, description) in zip(axes, OBSERVED.items(), strict=True):
         for color, name in zip(panels.COLORS, settings["presets"], strict=False):
             panels.power_law(
                 panel,
@@ -85,7 +85,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
                 color=color,
                 predicted=data["theory"][name][observed],
             )
-        title = f"{what.capitalize()}; dashed: theory"
+        title = f"{description.capitalize()}; dashed: theory"
         panels.label(panel, title, "width", "root mean square", legend=True)
     return figure
 

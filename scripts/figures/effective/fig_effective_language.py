@@ -206,7 +206,7 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     for width, curve in zip(widths, curves["ntk"], strict=True):
         own_rule.append(replace(curve, x=curve.x + power * math.log2(width)))
     table = []
-    for what, study_curves, source in (
+    for description, study_curves, source in (
         ("best hidden rate, standard", curves["standard"], "figure 5"),
         ("best hidden rate, ntk", curves["ntk"], "figure 5"),
         ("best learning rate of ntk's own rule", own_rule, "the table's rule"),
@@ -215,7 +215,7 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
         cost = rates.price_words(analysis)
         table.append(
             Row(
-                what=f"octaves that the {what}, moves per doubling of n",
+                what=f"octaves that the {description}, moves per doubling of n",
                 measured=analysis.drift.value,
                 low=analysis.drift.low,
                 high=analysis.drift.high,

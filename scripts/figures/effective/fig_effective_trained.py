@@ -59,10 +59,10 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """Return a row for every preset on the drift of its best learning rate between the widths."""
     table = []
     for name, of_preset in data.items():
-        what = (
+        description = (
             f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
         )
-        row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
+        row = rates.row(description, _widths(settings), of_preset, predicted=PREDICTED.get(name))
         kept_step = of_preset["kept_step"]
         prediction = (
             f"To first order the residual stream's first step would stay at {kept_step:+g}."

@@ -221,12 +221,12 @@ def _price(settings: Settings, data: Data, strategy: str) -> Row:
     losses = surface(data[strategy])
     log2_rates = data[strategy]["x"]
     place = "the best rate and decay of standard, through the map"
-    what = f"loss of {strategy} at {place}, less its least"
+    description = f"loss of {strategy} at {place}, less its least"
     standard_rate, standard_decay = _best_point(settings, data["standard"])
     own_rate, own_decay = _best_point(settings, data[strategy])
     if standard_rate not in log2_rates:
         return Row(
-            what=what,
+            what=description,
             measured=math.nan,
             low=math.nan,
             high=math.nan,
@@ -236,7 +236,7 @@ def _price(settings: Settings, data: Data, strategy: str) -> Row:
     # A point of the grid is the same (h, d) for all strategies, so the map needs no arithmetic.
     mapped = losses[settings["decay"].index(standard_decay), log2_rates.index(standard_rate)]
     best = losses[settings["decay"].index(own_decay), log2_rates.index(own_rate)]
-    return excess.value(what, mapped - best)
+    return excess.value(description, mapped - best)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
@@ -249,8 +249,8 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     )
     standard = _best_point(settings, data["standard"])
     for panel, (strategy, of_strategy) in zip(axes, data.items(), strict=True):
-        own = _best_point(settings, of_strategy)
-        _draw_surface(panel, settings, of_strategy, own, standard)
+        own_best = _best_point(settings, of_strategy)
+        _draw_surface(panel, settings, of_strategy, own_best, standard)
         least = surface(of_strategy).mean(axis=2).min()
         title = f"{strategy}: least {least:.2f} nats"
         panels.label(panel, title, "hidden rate h", "decay over h" if panel is axes[0] else "")
@@ -268,7 +268,7 @@ def _draw_surface(
     axes: Axes,
     settings: Settings,
     of_strategy: Data,
-    own: Sequence[float],
+    own_best: Sequence[float],
     standard: Sequence[float],
 ) -> None:
     """Draw a strategy's map of mean losses above its least, with both best points.
@@ -295,7 +295,7 @@ def _draw_surface(
         text = f"{value:.2f}" if np.isfinite(value) else "div."
         color = "white" if value > SHOWN * 0.6 else "#222222"
         axes.text(x[column], decays[row], text, ha="center", va="center", fontsize=7, color=color)
-    for (rate, decay), style in ((own, "-"), (standard, "--")):
+    for (rate, decay), style in ((own_best, "-"), (standard, "--")):
         if x[0] <= rate <= x[-1]:
             # Frames are a little smaller than the cell, so that neighbours do not overlap.
             frame = Rectangle(

@@ -53,29 +53,35 @@ def _one_block(
     from mupax.presets.infinite.heads import OneBlock, train
     from scripts.figures.infinite import one_block
 
-    own = settings["one_block"]
-    block = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=own["rate"])
+    block_settings = settings["one_block"]
+    block = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=block_settings["rate"])
     steps = max(settings["at"]) + 1
-    images, classes = digits(own["images"])
-    inputs = patches(images, own["patch_size"]).astype(float)
+    images, classes = digits(block_settings["images"])
+    inputs = patches(images, block_settings["patch_size"]).astype(float)
     targets = np.where(classes % 2, 1.0, -1.0)
     kernel = np.einsum("psi,qti->psqt", inputs, inputs) / inputs.shape[-1]
 
     def limits(draws: int, *, responses: bool) -> list[Any]:
         rngs = np.random.default_rng([1, responses]).spawn(draws)
-        sampled = {"steps": steps, "heads": own["sampled"], "responses": responses}
+        sampled = {"steps": steps, "heads": block_settings["sampled"], "responses": responses}
         return [train(block, kernel, targets, rng=rng, **sampled) for rng in rngs]
 
-    right = limits(own["draws"], responses=True)
+    right = limits(block_settings["draws"], responses=True)
     wrong = limits(1, responses=False)
     nets = []
     for count in heads:
-        rngs = np.random.default_rng(count).spawn(own["parts"])
+        rngs = np.random.default_rng(count).spawn(block_settings["parts"])
         # Parts of the seeds one after another take less memory.
         parts = []
         for rng in rngs:
             part = one_block.train(
-                block, inputs, targets, steps=steps, heads=count, seeds=own["seeds"], rng=rng
+                block,
+                inputs,
+                targets,
+                steps=steps,
+                heads=count,
+                seeds=block_settings["seeds"],
+                rng=rng,
             )
             parts.append(part)
         outputs = np.concatenate([part.outputs for part in parts])
@@ -95,16 +101,18 @@ def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, An
     """
     from mupax.train.studies.infinite import command as dynamics
 
-    own = settings["stack"]
+    stack_settings = settings["stack"]
     config = run(settings, depth)
-    images, targets = digits(own["images"])
-    heads = own["limit"]
-    right = dynamics.limit(config, images, targets, heads=heads, draws=own["draws"], seed=1)
+    images, targets = digits(stack_settings["images"])
+    heads = stack_settings["limit"]
+    right = dynamics.limit(
+        config, images, targets, heads=heads, draws=stack_settings["draws"], seed=1
+    )
     wrong = dynamics.limit(config, images, targets, heads=heads, draws=1, seed=2, responses=False)
     nets = []
-    for count in own["heads"]:
+    for count in stack_settings["heads"]:
         finite_config = dynamics.with_heads(config, count)
-        nets.append(dynamics.finite(finite_config, images, targets, seeds=own["seeds"]))
+        nets.append(dynamics.finite(finite_config, images, targets, seeds=stack_settings["seeds"]))
     curves = {
         "limit": right.losses,
         "without_response": wrong.losses,
@@ -129,21 +137,26 @@ def run(settings: Settings, depth: int) -> Config:
     """
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 
-    own = settings["stack"]
-    model = models.vit(head_dim=own["head_dim"], heads=own["heads"][0], depth=depth)
-    constants = {name: own[name] for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
+    stack_settings = settings["stack"]
+    model = models.vit(
+        head_dim=stack_settings["head_dim"], heads=stack_settings["heads"][0], depth=depth
+    )
+    constants = {name: stack_settings[name] for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
     return Config(
         recipe="figure",
         model=replace(
             model,
-            patch_size=own["patch_size"],
+            patch_size=stack_settings["patch_size"],
             centered=True,
             compute=replace(model.compute, layers="auto"),
         ),
-        data=DataConfig(name="digits", batch_size=own["images"], augment=False),
+        data=DataConfig(name="digits", batch_size=stack_settings["images"], augment=False),
         preset=PresetConfig(name="depth-mup", base=None, **constants),
         optimizer=OptimizerConfig(
-            name="sgd", peak_lr=own["rate"], momentum=own["momentum"], schedule="constant"
+            name="sgd",
+            peak_lr=stack_settings["rate"],
+            momentum=stack_settings["momentum"],
+            schedule="constant",
         ),
         steps=max(settings["at"]),
     )
@@ -158,7 +171,7 @@ def digits(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compared(
-    at: Any,
+    steps_at: Any,
     nets: list[tuple[np.ndarray, np.ndarray]],
     limit: tuple[np.ndarray, np.ndarray],
     wrong: np.ndarray,
@@ -181,11 +194,11 @@ def compared(
         center = limit[index].mean(0)
         by_heads = []
         for net in nets:
-            squares = ((net[index] - center) ** 2)[:, at]
+            squares = ((net[index] - center) ** 2)[:, steps_at]
             by_heads.append(squares.reshape(*squares.shape[:2], -1).mean(-1))
         distances[name] = np.array(by_heads).transpose(2, 0, 1)
 
-    last = at[-1]
+    last = steps_at[-1]
     direction = (wrong - limit[0].mean(0)).mean(0)[last].ravel()
 
     def projected(outputs: np.ndarray) -> np.ndarray:
@@ -228,13 +241,13 @@ def _case_rows(name: str, steps: Sequence[int], heads: Sequence[int], distances:
         distances: Result of `compared`.
     """
     table = []
-    for what in ("outputs", "kernels"):
-        for step, values in zip(steps, distances[what], strict=True):
-            title = f"squared error of the {what} against H after {step} steps, {name}"
+    for description in ("outputs", "kernels"):
+        for step, values in zip(steps, distances[description], strict=True):
+            title = f"squared error of the {description} against H after {step} steps, {name}"
             table.append(exponent(title, heads, values, predicted=-1.0, tolerance=0.15))
-    for control, apart in zip((False, True), distances["apart"], strict=True):
+    for control, errors_apart in zip((False, True), distances["apart"], strict=True):
         limit = "the limit without response terms" if control else "the limit"
-        z = abs(apart)
+        z = abs(errors_apart)
         table.append(
             Row(
                 what=f"standard errors between nets of H = {heads[-1]} and {limit}, {name}, "
@@ -257,18 +270,20 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     figure, (left, second, third, right) = panels.row(4, title)
     curves = {name: np.asarray(values) for name, values in data["curves"].items()}
     steps = np.arange(curves["limit"].shape[-1])
-    own = settings["stack"]
+    stack_settings = settings["stack"]
     left.plot(steps, curves["nets"].T, color=panels.SKY, alpha=0.35, linewidth=0.8)
-    left.plot([], [], color=panels.SKY, label=f"our step, H = {own['heads'][0]}, by seed")
+    left.plot(
+        [], [], color=panels.SKY, label=f"our step, H = {stack_settings['heads'][0]}, by seed"
+    )
     wrong = curves["without_response"].mean(0)
     left.plot(steps, wrong, ":", color=panels.ORANGE, label="without response terms")
     left.plot(steps, curves["limit"].mean(0), "--", color=panels.INK, label="limit")
-    title = f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}"
+    title = f"Loss, N = {stack_settings['head_dim']}, L = {stack_settings['depth'][-1]}"
     panels.label(left, title, "step", "nats", legend=True)
     for color, step in zip(panels.COLORS, (0, *settings["at"]), strict=False):
         second.plot(steps, curves["memory"][step], color=color, label=f"s = {step}")
         second.plot(steps, curves["memory_of_nets"][step], "o", color=color, markersize=3)
-    title = f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)"
+    title = f"C(t, s): limit, and nets of H = {stack_settings['heads'][0]} (dots)"
     panels.label(second, title, "step t", "", legend=True)
 
     cases = settings["one_block"]["cases"]
@@ -276,10 +291,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         name = rf"N = {case['head_dim']}, $\alpha_A$ = {case['alpha_a']:g}"
         values = errors["outputs"][-1]
         panels.power_law(third, case["heads"], values, name, color=color, predicted=-1.0)
-    for color, depth, errors in zip(panels.COLORS, own["depth"], data["stack"], strict=False):
+    for color, depth, errors in zip(
+        panels.COLORS, stack_settings["depth"], data["stack"], strict=False
+    ):
         values = errors["outputs"][-1]
         name = f"L = {depth}"
-        panels.power_law(right, own["heads"], values, name, color=color, predicted=-1.0)
+        panels.power_law(right, stack_settings["heads"], values, name, color=color, predicted=-1.0)
     last = settings["at"][-1]
     for panel, title in ((third, "One block"), (right, "Whole stack, our step")):
         panels.label(

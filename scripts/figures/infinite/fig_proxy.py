@@ -49,20 +49,22 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     del work
     from mupax.train.studies.infinite import command as dynamics
 
-    own = settings["stack"]
+    stack_settings = settings["stack"]
     last = max(settings["at"])
-    images, targets = fig_dynamics.digits(own["images"])
+    images, targets = fig_dynamics.digits(stack_settings["images"])
 
     def config(head_dim: int) -> Any:
-        stack = {**own, "head_dim": head_dim}
-        return fig_dynamics.run({**settings, "stack": stack}, own["depth"][0])
+        stack = {**stack_settings, "head_dim": head_dim}
+        return fig_dynamics.run({**settings, "stack": stack}, stack_settings["depth"][0])
 
     limit_outputs = []
     limit_losses = []
     for n in settings["limit_head_dims"]:
-        heads = own["limit"] // n
-        limit = dynamics.limit(config(n), images, targets, heads=heads, draws=own["draws"], seed=n)
-        limit_outputs.append(limit.logits[:, last].reshape(own["draws"], -1))
+        heads = stack_settings["limit"] // n
+        limit = dynamics.limit(
+            config(n), images, targets, heads=heads, draws=stack_settings["draws"], seed=n
+        )
+        limit_outputs.append(limit.logits[:, last].reshape(stack_settings["draws"], -1))
         limit_losses.append(limit.losses[:, last])
 
     outputs = []
@@ -72,8 +74,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         losses_by_width = []
         for width in settings["widths"]:
             proxy = dynamics.with_heads(config(n), width // n)
-            nets = dynamics.finite(proxy, images, targets, seeds=own["seeds"])
-            outputs_by_width.append(nets.logits[:, last].reshape(own["seeds"], -1))
+            nets = dynamics.finite(proxy, images, targets, seeds=stack_settings["seeds"])
+            outputs_by_width.append(nets.logits[:, last].reshape(stack_settings["seeds"], -1))
             losses_by_width.append(nets.losses[:, last])
         outputs.append(outputs_by_width)
         losses.append(losses_by_width)
@@ -118,8 +120,8 @@ def terms(settings: Settings, data: Data, draws: np.ndarray | None = None) -> Te
     squares = (slope.sum(0) @ slope.sum(0) - (slope**2).sum()) / (count * (count - 1))
     b = np.sqrt(max(squares, 0.0) / (end @ end))
     errors = squared_errors(data, end)[-1].mean(-1)
-    rest = errors - (b / settings["head_dims"][-1]) ** 2
-    a = np.mean(rest * np.asarray(settings["widths"]))
+    width_errors = errors - (b / settings["head_dims"][-1]) ** 2
+    a = np.mean(width_errors * np.asarray(settings["widths"]))
     return Terms(float(a), float(b))
 
 
@@ -151,13 +153,13 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     # The formula is tested on the head dimensions that a was not fitted to.
     for n, of_n in zip(settings["head_dims"][:-1], errors, strict=False):
         for width, squares in zip(settings["widths"], of_n, strict=True):
-            what = f"error of proxies of N = {n}, D = {width} over sqrt(a / D + (b / N)^2)"
+            description = f"error of proxies of N = {n}, D = {width} over sqrt(a / D + (b / N)^2)"
             predicted = a / width + (b / n) ** 2
-            table.append(_ratio_row(what, squares, predicted))
+            table.append(_ratio_row(description, squares, predicted))
     n = settings["head_dims"][0]
     width = settings["widths"][-1]
-    what = f"the same of N = {n}, D = {width}, without the term in N"
-    table.append(_ratio_row(what, errors[0, -1], a / width, control=True))
+    description = f"the same of N = {n}, D = {width}, without the term in N"
+    table.append(_ratio_row(description, errors[0, -1], a / width, control=True))
 
     _, a_low, a_high = a_interval
     _, b_low, b_high = b_interval
@@ -165,13 +167,15 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         n, width = needed(a, b, error)
         low = width_of(a_low, b_low, n, error)
         high = width_of(a_high, b_high, n, error)
-        what = f"width for an error of {error:.0%} at N = {n}"
+        description = f"width for an error of {error:.0%} at N = {n}"
         note = "The interval has both terms at the same end of theirs."
-        table.append(estimate(what, (width, low, high), note=note))
+        table.append(estimate(description, (width, low, high), note=note))
     return table
 
 
-def _ratio_row(what: str, squares: np.ndarray, predicted: float, *, control: bool = False) -> Row:
+def _ratio_row(
+    description: str, squares: np.ndarray, predicted: float, *, control: bool = False
+) -> Row:
     """Return the row of a measured error over the predicted one, which should be 1.
 
     Args:
@@ -181,7 +185,7 @@ def _ratio_row(what: str, squares: np.ndarray, predicted: float, *, control: boo
     ratio = np.sqrt(squares.mean(-1) / predicted)
     half_width = half_width_of(squares, ratio)
     return Row(
-        what=what,
+        what=description,
         measured=float(ratio),
         low=float(ratio - half_width),
         high=float(ratio + half_width),

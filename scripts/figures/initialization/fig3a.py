@@ -45,15 +45,17 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """Return a row for the slope in H and one for the error of the widest mean, at every pair."""
     table = []
     for ends, squared in zip(ENDS, data["squared"], strict=True):
-        what = f"squared error of the residual kernel against H, {finite_kernels.name(ends)}"
-        table.append(exponent(what, settings["heads"], squared, predicted=-1.0, tolerance=0.15))
+        description = f"squared error of the residual kernel against H, {finite_kernels.name(ends)}"
+        table.append(
+            exponent(description, settings["heads"], squared, predicted=-1.0, tolerance=0.15)
+        )
     widest = (
         f"{settings['seeds']} models of H = {settings['heads'][-1]}, N = {settings['head_dim']}"
     )
     for ends, products in zip(ENDS, data["products"], strict=True):
         pair = finite_kernels.name(ends)
-        what = f"distance of the mean kernel of {widest}, {pair}, from the recursion"
-        table.append(finite_kernels.of_mean(what, products, source="recursion at this N"))
+        description = f"distance of the mean kernel of {widest}, {pair}, from the recursion"
+        table.append(finite_kernels.of_mean(description, products, source="recursion at this N"))
     return table
 
 

@@ -55,12 +55,12 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     table = []
     for ends, products, squared in zip(ENDS, data["products"], data["squared"], strict=True):
         note = f"Squared, for one model of H = N = {smallest}: {np.mean(squared[0]):.2g}."
-        what = f"{distance}, {finite_kernels.name(ends)}, from the recursion"
-        table.append(finite_kernels.of_mean(what, products, note=note))
+        description = f"{distance}, {finite_kernels.name(ends)}, from the recursion"
+        table.append(finite_kernels.of_mean(description, products, note=note))
     for ends, controls in zip(ENDS, data["controls"], strict=True):
         wrong = f"the recursion of alpha_A = {1.5 - ends[0]:g}"
-        what = f"{distance}, {finite_kernels.name(ends)}, from {wrong}"
-        table.append(finite_kernels.of_mean(what, controls, control=True))
+        description = f"{distance}, {finite_kernels.name(ends)}, from {wrong}"
+        table.append(finite_kernels.of_mean(description, controls, control=True))
     return table
 
 

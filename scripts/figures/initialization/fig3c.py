@@ -54,8 +54,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """Return a row for the slope of the variance at every alpha_A."""
     table = []
     for alpha, variance in zip(settings["alpha_a"], data["variance"], strict=True):
-        what = f"variance of attention logits over heads against N, alpha_A = {alpha:g}"
-        table.append(exponent(what, settings["head_dim"], variance, predicted=1 - 2 * alpha))
+        description = f"variance of attention logits over heads against N, alpha_A = {alpha:g}"
+        table.append(exponent(description, settings["head_dim"], variance, predicted=1 - 2 * alpha))
     return table
 
 

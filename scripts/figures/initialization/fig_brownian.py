@@ -62,8 +62,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     movement = "squared movement of the residual stream over all blocks"
     table = []
     for alpha, moved in zip(settings["alpha_l"], data["moved"], strict=True):
-        what = f"{movement} against L, alpha_L = {alpha:g}"
-        table.append(exponent(what, settings["depth"], moved, predicted=1 - 2 * alpha))
+        description = f"{movement} against L, alpha_L = {alpha:g}"
+        table.append(exponent(description, settings["depth"], moved, predicted=1 - 2 * alpha))
     return table
 
 

@@ -172,9 +172,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         distance = f"distance of the mean kernel of {settings['seeds']} models of {widest}"
         for index, alpha_l in enumerate(settings["alpha_l"]):
             pair = finite_kernels.name((float(alpha_a), alpha_l))
-            what = f"{distance}, {pair}, from the recursion"
+            description = f"{distance}, {pair}, from the recursion"
             products = of_alpha_a["products"][index]
-            claims.append(finite_kernels.of_mean(what, products, tolerance=0.05))
+            claims.append(finite_kernels.of_mean(description, products, tolerance=0.05))
 
             error = f"squared error of a model's kernel against H, N = {head_dim}, {pair}"
             squared = of_alpha_a["squared"][index]
@@ -184,7 +184,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                 products = of_alpha_a["controls"][name][index]
                 controls.append(
                     finite_kernels.of_mean(
-                        f"{what} {wrong}", products, tolerance=0.05, control=True
+                        f"{description} {wrong}", products, tolerance=0.05, control=True
                     )
                 )
     return [*claims, *controls]
@@ -211,12 +211,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             # The second of the sums is the mean off the diagonal.
             by_layer = np.asarray(of_alpha_a["by_layer"][index])[:, 1]
             limit = np.asarray(of_alpha_a["limit"][index])[:, 1]
-            without = np.asarray(of_alpha_a["without"][index])[:, 1]
+            without_cross = np.asarray(of_alpha_a["without"][index])[:, 1]
             name = rf"models, $\alpha_L$ = {settings['alpha_l'][index]:g}"
             axes.plot(by_layer, "o", color=color, markersize=5, label=name)
             axes.plot(limit, "--", color=color, linewidth=1.3, label="recursion")
             name = "recursion without the cross term"
-            axes.plot(without, ":", color=color, linewidth=1.3, label=name)
+            axes.plot(without_cross, ":", color=color, linewidth=1.3, label=name)
         title = rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}"
         panels.label(axes, title, "block", r"$H^\ell$", legend=True)
     return figure

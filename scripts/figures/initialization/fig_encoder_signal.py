@@ -91,10 +91,12 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         if is_control:
             continue
         for group in CROSS:
-            what = f"gradient of {group}, one layer's, against the decoder's depth, {rule}"
+            description = f"gradient of {group}, one layer's, against the decoder's depth, {rule}"
             gradients = by_group[group]
             table.append(
-                exponent(what, settings["depth"], gradients, predicted=-alpha_l, tolerance=0.15)
+                exponent(
+                    description, settings["depth"], gradients, predicted=-alpha_l, tolerance=0.15
+                )
             )
     return table
 

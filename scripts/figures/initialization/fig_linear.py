@@ -48,15 +48,15 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         for depth in settings["depth"]:
             last_kernels = np.asarray(data[name][str(depth)])[:, -1]
             predicted = float(linear_net.limit(np.array(depth), settings["rate"]))
-            what = f"kernel of the last of {depth} layers after one step"
+            description = f"kernel of the last of {depth} layers after one step"
             note = ""
             if control:
-                what += ", without response terms"
+                description += ", without response terms"
                 without_response = 1 + settings["rate"] ** 2 * depth
                 note = f"Without response terms theory has {without_response:.2f}."
             table.append(
                 estimate(
-                    what,
+                    description,
                     mean(last_kernels),
                     predicted=predicted,
                     tolerance=0.02 * predicted,

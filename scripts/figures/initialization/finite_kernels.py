@@ -100,12 +100,12 @@ def squared(product: Any) -> np.ndarray:
     return np.einsum("...ss->...s", np.asarray(product))
 
 
-def of_mean(what: str, product: Any, **more: Any) -> Row:
+def of_mean(description: str, product: Any, **fields: Any) -> Row:
     """Return the row of the error of the seeds' mean kernel, relative to the limit.
 
     Args:
         product: Result of `products` for one pair, [seeds, seeds].
-        more: Further fields of `Row`.
+        fields: Further fields of `Row`.
     """
     product = np.asarray(product)
     seeds = len(product)
@@ -113,14 +113,14 @@ def of_mean(what: str, product: Any, **more: Any) -> Row:
     # Errors of different seeds share the distance of the mean from the limit, but no noise.
     shared = (float(product.sum()) - seeds * one_model) / (seeds * (seeds - 1))
     squared_words = f"Squared: {one_model:.2g} for one model, {shared:+.1g} less the seeds' noise."
-    more["note"] = f"{squared_words} {more.get('note', '')}".strip()
+    fields["note"] = f"{squared_words} {fields.get('note', '')}".strip()
 
     def error_of_mean(subset: np.ndarray) -> float:
         return math.sqrt(product[np.ix_(subset, subset)].mean())
 
     measured, low, high = jackknife(error_of_mean, seeds)
-    row = {"predicted": 0.0, "tolerance": 0.03, "kind": "value", **more}
-    return Row(what=what, measured=measured, low=max(low, 0.0), high=high, **row)
+    row = {"predicted": 0.0, "tolerance": 0.03, "kind": "value", **fields}
+    return Row(what=description, measured=measured, low=max(low, 0.0), high=high, **row)
 
 
 def sums(layers: np.ndarray) -> np.ndarray:

@@ -82,8 +82,8 @@ def token_kernel(tokens: np.ndarray) -> np.ndarray:
         tokens: Token numbers [X, S].
     """
     tokens = np.asarray(tokens)
-    same = (tokens[:, :, None, None] == tokens).astype(np.float64)
-    return same + np.eye(tokens.shape[1])[None, :, None, :]
+    is_equal = (tokens[:, :, None, None] == tokens).astype(np.float64)
+    return is_equal + np.eye(tokens.shape[1])[None, :, None, :]
 
 
 def residual_kernels(

@@ -69,9 +69,9 @@ def one_step(
     for layer in range(depth - 1):
         u = _unit(h[layer])
         v = _unit(g[layer + 1])
-        rest = _without(u, new_h[-1])
-        fresh = np.linalg.norm(rest) * _without(v, normal(width))
-        product = (u @ new_h[-1]) * forward[layer] + v * (backward[layer] @ rest) + fresh
+        orthogonal = _without(u, new_h[-1])
+        fresh = np.linalg.norm(orthogonal) * _without(v, normal(width))
+        product = (u @ new_h[-1]) * forward[layer] + v * (backward[layer] @ orthogonal) + fresh
         update = rate * update_directions[layer + 1] * (h[layer] @ new_h[-1]) / width
         new_h.append(product / root + update)
     return np.array([vector @ vector / width for vector in new_h])

@@ -49,10 +49,12 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             losses.append(of_largest[:, -5:].mean(-1))
         interval = mean(losses[0] - losses[1])
         size = f"{curves.AXES[axis]} = {data[first][axis]['size'][-1]}"
-        what = f"loss at alpha_A = {first} minus loss at {second}, {size}, last tenth of the steps"
+        description = (
+            f"loss at alpha_A = {first} minus loss at {second}, {size}, last tenth of the steps"
+        )
         paper = "The paper's text has alpha_A = 1/2 better in N, the caption alpha_A = 1."
         note = f"{paper} {_comparison(interval, first, second)}"
-        table.append(estimate(what, interval, note=note))
+        table.append(estimate(description, interval, note=note))
 
     budgets = []
     for axis in settings["axes"]:
@@ -62,8 +64,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         for axis in settings["axes"]:
             interval = mean(curves.at_compute(data[name][axis], -1, budget))
             size = f"{curves.AXES[axis]} = {data[name][axis]['size'][-1]}"
-            what = f"loss after {budget:.1e} training FLOPs, alpha_A = {name}, {size}"
-            table.append(estimate(what, interval))
+            description = f"loss after {budget:.1e} training FLOPs, alpha_A = {name}, {size}"
+            table.append(estimate(description, interval))
     return table
 
 

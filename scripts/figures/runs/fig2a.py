@@ -39,9 +39,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """
     table = []
     for name, rule in settings["rules"].items():
-        what = f"octaves that the best learning rate moves per doubling of N, {name}"
+        description = f"octaves that the best learning rate moves per doubling of N, {name}"
         table.append(
-            rates.row(what, settings["head_dim"], data[name], predicted=0, control=not rule)
+            rates.row(description, settings["head_dim"], data[name], predicted=0, control=not rule)
         )
     return table
 

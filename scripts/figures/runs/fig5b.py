@@ -63,8 +63,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             else:
                 paper = f"The paper has alpha_L = {first} better at large L."
                 note = f"{paper} {_comparison(interval)}"
-            what = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {period}"
-            table.append(estimate(what, interval, note=note))
+            description = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {period}"
+            table.append(estimate(description, interval, note=note))
     return table
 
 
